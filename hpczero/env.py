@@ -1,0 +1,39 @@
+"""The only reader of the environment (style 5): every variable that hpczero looks at is named here."""
+
+import os
+from pathlib import Path
+
+# name of the launcher -> (variable with the rank, variable with the number of ranks)
+_LAUNCHERS = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "PMI": ("PMI_RANK", "PMI_SIZE"),
+    "PALS": ("PALS_RANKID", "PALS_SIZE"),
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+}
+
+
+def home() -> Path:
+    return Path(os.path.expanduser("~"))
+
+
+def cache_folder() -> Path:
+    """The user's cache: $XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "hpczero"
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def expand(text: str) -> str:
+    """`~`, `$SCRATCH`, `${USER}` as the shell would write them; an unknown variable stays as it is."""
+    return os.path.expandvars(os.path.expanduser(text))
+
+
+def launched_tasks() -> dict[str, tuple[int, int]]:
+    """What each launcher's variables say of this process: launcher -> (rank, number of ranks)."""
+    found = {}
+    for launcher, (rank, size) in _LAUNCHERS.items():
+        if os.environ.get(rank, "").isdigit() and os.environ.get(size, "").isdigit():
+            found[launcher] = (int(os.environ[rank]), int(os.environ[size]))
+    return found
