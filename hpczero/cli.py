@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from hpczero import __version__
 from hpczero.errors import HpczeroError
 
+_FOR_TRAINING = ("torch", "mpi4py", "numba")
 _EXIT_CODES = "exit codes: 0 done, 1 failed, 2 the input is wrong, 75 stopped with a checkpoint, to be continued"
 
 
@@ -23,6 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HpczeroError as error:
         print(f"hpczero: {error}", file=sys.stderr)
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if error.name not in _FOR_TRAINING:
+            raise
+        print(f"hpczero: this needs the package {error.name}, which is not installed: pip install 'hpczero[train]'", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output went away (`hpczero spec | head`)
         sys.stderr.close()
         return 1

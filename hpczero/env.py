@@ -37,3 +37,8 @@ def launched_tasks() -> dict[str, tuple[int, int]]:
         if os.environ.get(rank, "").isdigit() and os.environ.get(size, "").isdigit():
             found[launcher] = (int(os.environ[rank]), int(os.environ[size]))
     return found
+
+
+def batch_job() -> str | None:
+    """The batch system's name for the job that this process belongs to."""
+    return variable("SLURM_JOB_ID") or variable("PBS_JOBID")

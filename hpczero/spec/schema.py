@@ -7,14 +7,26 @@ version brings is not accepted before.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 Role = Literal["identity", "changeable", "site"]
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+PATH = r"^[^\x00-\x1f\x7f-\x9f]*$"
+LARGEST = 10**15  # bound of the counts that have no natural one: sums and products of them stay exact everywhere
+# Patterns that a text may be held to, and what they mean in words.
+PATTERNS = {
+    NAME: 'at most 100 letters, digits, ".", "_", "-", the first a letter or digit',
+    PATH: "no control characters",
+}
 
 
 def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
     """A key of the spec: its default, its role, one line about it, and pydantic's limits (gt, ge, le, ...)."""
     return Field(default=default, description=description, json_schema_extra={"role": role}, **limits)
+
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Table(BaseModel):
@@ -25,39 +37,48 @@ class Model(Table):
     """What is trained."""
 
     family: Literal["gpt"] = key("gpt", "identity", "kind of model")
-    layers: int = key(4, "identity", "transformer blocks", ge=1, le=100_000)
+    layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
     hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
     heads: int = key(4, "identity", "attention heads", ge=1, le=1_000_000)
     head_dim: int = key(0, "identity", "width of a head; 0: hidden / heads, rounded up", ge=0, le=10_000_000)
     ffn: int = key(0, "identity", "width inside the feed-forward part; 0: 4 x hidden", ge=0, le=100_000_000)
     vocab: int = key(257, "identity", "number of different tokens; the byte tokenizer has 257", ge=1, le=1_000_000_000)
     seq_len: int = key(128, "identity", "tokens in a sequence", ge=1, le=100_000_000)
-    dropout: float = key(0.0, "identity", "probability that a value is dropped (after the embedding, attention and feed-forward)", ge=0, lt=1)
+    dropout: float = key(0.0, "identity", "probability to drop a value (after the embedding, attention and feed-forward)", ge=0, lt=1)
     tied_embeddings: StrictBool = key(True, "identity", "the head uses the embedding's weight")
 
 
 class Data(Table):
     """What it is trained on."""
 
-    source: str = key("stdlib", "identity", '"stdlib" (text of the running Python\'s library), "synthetic", or the path of a token file', min_length=1)
-    tokenizer: Literal["byte"] = key("byte", "identity", "how text becomes tokens when hpczero builds the file itself")
-    validation_fraction: float = key(0.05, "identity", "share of the text kept for validation when hpczero builds the file itself", ge=0, lt=1)
+    source: str = key(
+        "stdlib",
+        "identity",
+        '"stdlib" (text of the running Python\'s library), "synthetic", or the path of a token file',
+        min_length=1,
+        max_length=4096,
+        pattern=PATH,
+    )
+    tokenizer: Literal["byte"] = key("byte", "identity", "how text becomes tokens, when hpczero builds the file")
+    validation_fraction: float = key(0.05, "identity", "share of the text kept for validation, when hpczero builds the file", ge=0, lt=1)
     prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
 
 
 class Train(Table):
     """How long, how much at once, how precisely."""
 
-    steps: int = key(100, "changeable", "optimizer steps", ge=1)
+    steps: int = key(100, "changeable", "optimizer steps", ge=1, le=LARGEST)
     global_batch: int = key(16, "changeable", "sequences in a step, over all ranks", ge=1, le=1_000_000_000)
     micro_batch: int = key(8, "changeable", "sequences that a rank takes through the model at once, at most", ge=1, le=1_000_000)
-    precision: Literal["bf16", "fp16", "fp32"] = key("bf16", "changeable", "number format of parameters and activations; half formats keep fp32 master weights")
+    precision: Literal["bf16", "fp16", "fp32"] = key(
+        "bf16", "changeable", "number format of the model; half formats keep fp32 master weights"
+    )
     loss_scale: float = key(65536.0, "changeable", "fp16 only: the first loss scale; it then follows the overflows", gt=0)
     device: Literal["auto", "cpu"] = key("auto", "site", "where the tensors live")
     grad_clip: float = key(1.0, "changeable", "largest global norm of the gradient; 0: no clipping", ge=0)
-    log_every: int = key(10, "site", "steps between two lines of output", ge=1)
-    eval_every: int = key(0, "site", "steps between two evaluations; 0: only at the end", ge=0)
-    eval_batches: int = key(8, "site", "global batches in an evaluation; 0: no evaluation", ge=0)
+    log_every: int = key(10, "site", "steps between two lines of output", ge=1, le=LARGEST)
+    eval_every: int = key(0, "site", "steps between two evaluations; 0: only at the end", ge=0, le=LARGEST)
+    eval_batches: int = key(8, "site", "global batches in an evaluation; 0: no evaluation", ge=0, le=1_000_000)
 
 
 class Optimizer(Table):
@@ -65,7 +86,7 @@ class Optimizer(Table):
 
     name: Literal["adamw"] = key("adamw", "changeable", "the rule")
     lr: float = key(3e-4, "changeable", "learning rate at its highest", gt=0)
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = key((0.9, 0.95), "changeable", "decay of the first and second moment")
+    betas: tuple[_Decay, _Decay] = key((0.9, 0.95), "changeable", "decay of the first and second moment", strict=False)
     eps: float = key(1e-8, "changeable", "added to the root of the second moment", gt=0)
     weight_decay: float = key(0.1, "changeable", "decoupled decay of matrices (biases and norms have none)", ge=0)
 
@@ -73,9 +94,11 @@ class Optimizer(Table):
 class Schedule(Table):
     """The learning rate over the steps."""
 
-    name: Literal["constant", "linear", "cosine", "wsd"] = key("cosine", "changeable", "shape after the warm-up: wsd keeps the rate, then decays it over the last decay_steps")
-    warmup_steps: int = key(0, "changeable", "steps of linear growth from 0", ge=0)
-    decay_steps: int = key(0, "changeable", "wsd only: steps of the decay; 0: a fifth of all steps", ge=0)
+    name: Literal["constant", "linear", "cosine", "wsd"] = key(
+        "cosine", "changeable", "shape after the warm-up: wsd keeps the rate, then decays it over the last decay_steps"
+    )
+    warmup_steps: int = key(0, "changeable", "steps of linear growth from 0", ge=0, le=LARGEST)
+    decay_steps: int = key(0, "changeable", "wsd only: steps of the decay; 0: a fifth of all steps", ge=0, le=LARGEST)
     min_lr: float = key(0.0, "changeable", "learning rate at the end", ge=0)
 
 
@@ -84,28 +107,28 @@ class Parallel(Table):
 
     tensor: int = key(1, "changeable", "ranks that share each layer", ge=1, le=1_000_000)
     pipeline: int = key(1, "changeable", "stages that the layers are cut into", ge=1, le=1_000_000)
-    order: str = key("tensor,data,pipeline", "changeable", "axes from the innermost (neighbouring ranks) to the outermost")
+    order: str = key("tensor,data,pipeline", "changeable", "axes from the innermost (neighbouring ranks) to the outermost", max_length=100)
 
 
 class Comm(Table):
     """How the ranks talk."""
 
     backend: Literal["auto", "mpi"] = key("auto", "site", "what carries the messages")
-    ranks_per_node: int = key(0, "site", "try out a node layout on one machine: so many ranks count as a node; 0: as it is", ge=0)
+    ranks_per_node: int = key(0, "site", "try out a node layout: so many ranks count as a node; 0: as it is", ge=0, le=1_000_000)
 
 
 class Paths(Table):
     """Where files lie; $SCRATCH, $USER and ~ are expanded."""
 
-    cache: str = key("", "site", "folder for what can be built again (token files); empty: ~/.cache/hpczero")
+    cache: str = key("", "site", "folder for what can be built again (token files); empty: ~/.cache/hpczero", max_length=4096, pattern=PATH)
 
 
 class Spec(Table):
     """A job: what to train, on what, how."""
 
-    name: str = key("run", "identity", "name of the run, and of its folder", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
-    seed: int = key(1, "identity", "everything random follows from it", ge=0, lt=2**63)
-    output: str = key("runs", "site", "folder that holds the runs' folders", min_length=1)
+    name: str = key("run", "identity", "name of the run, and of its folder", pattern=NAME)
+    seed: int = key(1, "identity", "everything random follows from it", ge=0, le=2**63 - 1)
+    output: str = key("runs", "site", "folder that holds the runs' folders", min_length=1, max_length=4096, pattern=PATH)
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()

@@ -1,0 +1,146 @@
+"""The grid: every rank has one coordinate along each axis, and talks along an axis with the ranks that differ in that coordinate only.
+
+Pure arithmetic. Places of the grid are counted with the innermost axis fastest, and given to the ranks sorted by (node, rank): neighbours along the
+innermost axis share a node however the launcher dealt the ranks out, as long as the axis fits there.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isqrt, prod
+
+from hpczero.errors import InputError
+from hpczero.spec.schema import Parallel
+
+AXES = ("tensor", "data", "pipeline")  # "data" is what remains; every other axis is a key of [parallel]
+_SHOWN = 4  # groups, ranks or choices written out before a list is cut short
+
+
+def axes_in_order(parallel: Parallel) -> tuple[str, ...]:
+    """The axes from innermost to outermost; those that `order` leaves out come last, which is allowed only where they have size 1."""
+    named = [name.strip() for name in parallel.order.split(",")]
+    sized = {axis: getattr(parallel, axis) for axis in AXES if axis != "data"}
+    missing = [axis for axis in AXES if axis not in named and sized.get(axis, 2) > 1]
+    if missing or sorted(set(named)) != sorted(named) or not set(named) <= set(AXES):
+        raise InputError(
+            f'parallel.order = "{parallel.order}" must name each axis once, from the innermost to the outermost, separated by commas; '
+            f'the axes are {", ".join(AXES)} (default "{Parallel().order}")'
+        )
+    return tuple(named) + tuple(axis for axis in AXES if axis not in named)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Build it with `Grid.build`. `axes` and `sizes` run from the innermost to the outermost axis."""
+
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    node_of_rank: tuple[int, ...]
+    rank_at_place: Sequence[int]
+    place_of_rank: Sequence[int]
+
+    @classmethod
+    def build(cls, parallel: Parallel, node_of_rank: Sequence[int]) -> "Grid":
+        ranks = len(node_of_rank)
+        axes = axes_in_order(parallel)
+        wanted = {axis: getattr(parallel, axis) for axis in axes if axis != "data"}
+        together = prod(wanted.values())
+        if ranks % together:
+            raise InputError(_impossible(wanted, ranks))
+        sizes = tuple(wanted.get(axis, ranks // together) for axis in axes)
+        rank_at_place = sorted(range(ranks), key=node_of_rank.__getitem__)  # stable: by node, then by rank
+        place_of_rank = [0] * ranks
+        for place, rank in enumerate(rank_at_place):
+            place_of_rank[rank] = place
+        return cls(axes, sizes, tuple(node_of_rank), rank_at_place, place_of_rank)
+
+    def size(self, axis: str) -> int:
+        return self.sizes[self.axes.index(axis)]
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        return self.place_of_rank[rank] // self._stride[axis] % self.size(axis)
+
+    def ranks(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The group of `rank` along the axis, ordered by coordinate."""
+        stride = self._stride[axis]
+        first = self.place_of_rank[rank] - self.coordinate(rank, axis) * stride
+        return tuple(self.rank_at_place[first + step * stride] for step in range(self.size(axis)))
+
+    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
+        """All groups along the axis, one after the other; together they hold every rank once."""
+        stride, size = self._stride[axis], self.size(axis)
+        for outer in range(0, len(self.rank_at_place), stride * size):
+            for first in range(outer, outer + stride):
+                yield tuple(self.rank_at_place[first : first + stride * size : stride])
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The rank with these coordinates; an axis of size 1 may be left out."""
+        place = 0
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            coordinate = coordinates.pop(axis) if size > 1 else coordinates.pop(axis, 0)
+            assert 0 <= coordinate < size, f"coordinate {coordinate} along {axis}, which has size {size}"
+            place += coordinate * self._stride[axis]
+        assert not coordinates, f"no such axes: {', '.join(coordinates)}"
+        return self.rank_at_place[place]
+
+    def groups_across_nodes(self, axis: str) -> int:
+        """How many of the groups along the axis have ranks on more than one node."""
+        return sum(len({self.node_of_rank[rank] for rank in group}) > 1 for group in self.groups(axis))
+
+    def describe(self) -> list[str]:
+        """The layout in lines for people; of many groups the first few."""
+        nodes = len(set(self.node_of_rank))
+        product = " x ".join(f"{axis}({size})" for axis, size in zip(self.axes, self.sizes, strict=True))
+        lines = [f"{_count(len(self.node_of_rank), 'rank')} on {_count(nodes, 'node')}: {product}, innermost axis first"]
+        return lines + [self._describe_axis(axis, size) for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1]
+
+    def _describe_axis(self, axis: str, size: int) -> str:
+        count, across = len(self.rank_at_place) // size, self.groups_across_nodes(axis)
+        where = "inside nodes" if not across else "across nodes" if across == count else f"{across:,} of {count:,} across nodes"
+        groups = self.groups(axis)
+        shown = [_span(next(groups)) for _ in range(min(count, _SHOWN))]
+        more = f"  … {count - len(shown):,} more" if count > len(shown) else ""
+        return f"  {axis:<9} {_count(count, 'group')} of {size:,}, {where}:  {'  '.join(shown)}{more}"
+
+    @cached_property
+    def _stride(self) -> dict[str, int]:
+        """Places between neighbours along each axis."""
+        return {axis: prod(self.sizes[:number]) for number, axis in enumerate(self.axes)}
+
+
+def _impossible(wanted: dict[str, int], ranks: int) -> str:
+    """All numbers, and what would work: another number of ranks, or another size of one axis."""
+    together = prod(wanted.values())
+    product = " x ".join(f"{axis}({size})" for axis, size in wanted.items() if size > 1)
+    equals = f" = {together}" if product.count("(") > 1 else ""
+    below = ranks // together * together
+    fixes = [f"mpirun -n {below + together}" + (f" or {below}" if below else "")]
+    for axis, size in wanted.items():
+        others = together // size
+        if size > 1 and ranks % others == 0:
+            fixes.append(f"parallel.{axis} = {_alternatives(_nearest_divisors(ranks // others, size))}")
+    return f"{product}{equals} does not divide the {_count(ranks, 'rank')} given: use {', or '.join(fixes)}"
+
+
+def _nearest_divisors(number: int, near: int) -> list[int]:
+    divisors = {small for small in range(1, isqrt(number) + 1) if number % small == 0}
+    divisors |= {number // small for small in divisors}
+    useful = divisors - {1} or {1}
+    return sorted(sorted(useful, key=lambda divisor: abs(divisor - near))[:_SHOWN])
+
+
+def _alternatives(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _span(group: tuple[int, ...]) -> str:
+    """[0 2 4 6], or with many ranks [0 2 4 … 98]."""
+    shown = [str(rank) for rank in group]
+    if len(shown) > 2 * _SHOWN:
+        shown = [*shown[: _SHOWN - 1], "…", shown[-1]]
+    return f"[{' '.join(shown)}]"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

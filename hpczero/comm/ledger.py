@@ -1,0 +1,53 @@
+"""What was sent, along which axis, by which operation, and how long it was waited for (design §7).
+
+Bytes follow one convention per rank, whatever algorithm carried them: with N ranks and a tensor of B bytes, all_reduce counts
+2(N-1)/N·B, reduce_scatter, all_gather and broadcast (N-1)/N·B, all_to_all what goes to others, send B. A receive counts
+no bytes (its sender did) but its waiting. `inside` and `between` split the bytes by the share of the peers on the same and on other nodes.
+"""
+
+from dataclasses import asdict, dataclass
+
+
+@dataclass
+class Entry:
+    count: int = 0
+    bytes: int = 0
+    inside: int = 0  # bytes to ranks of the same node
+    between: int = 0  # bytes to ranks of other nodes
+    seconds: float = 0.0  # waited by the host
+
+    def sent(self, size: int, between: int) -> None:
+        self.count += 1
+        self.bytes += size
+        self.between += between
+        self.inside += size - between
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, str], Entry] = {}
+
+    def entry(self, axis: str, operation: str) -> Entry:
+        """The running totals of one operation along one axis."""
+        found = self._entries.get((axis, operation))
+        if found is None:
+            found = self._entries[axis, operation] = Entry()
+        return found
+
+    @property
+    def seconds(self) -> float:
+        """Waited in all operations together."""
+        return sum(entry.seconds for entry in self._entries.values())
+
+    def reset(self) -> None:
+        """Forget everything; what operations under way add afterwards is counted anew."""
+        for entry in self._entries.values():
+            entry.__init__()  # type: ignore[misc]  # operations under way hold the entry: empty it, do not replace it
+
+    def as_dict(self) -> dict[str, dict[str, dict[str, float]]]:
+        """axis -> operation -> totals, for summary.json; what never happened is left out."""
+        totals: dict[str, dict[str, dict[str, float]]] = {}
+        for (axis, operation), entry in sorted(self._entries.items()):
+            if entry.count:
+                totals.setdefault(axis, {})[operation] = asdict(entry)
+        return totals

@@ -1,0 +1,202 @@
+"""From paths to text: which files a corpus is made of, and how each is cut into documents and sections.
+
+A *document* is a whole .txt, .md or .py file, or the "text" of a line of a .jsonl file. A document longer than 256 KiB is read in
+*sections* of about 64 KiB that end with a line, so that one large file is streamed, has a part in either split, and can be
+resumed inside. The position after a section is its `resume`: reading from there gives the sections that follow.
+"""
+
+import glob
+import io
+import json
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from hpczero.errors import InputError
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+LONG_DOCUMENT = 256 * 1024
+_SECTION = 64 * 1024
+_LONGEST_LINE = 2**30
+_BYTE_ORDER_MARK = "\ufeff"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file to read. `name` is its place under the path that was given: it does not depend on where the corpus lies."""
+
+    path: Path
+    name: str
+    size: int
+    changed: int  # modification time, nanoseconds
+
+
+@dataclass(frozen=True)
+class Section:
+    text: str
+    ends_document: bool
+    resume: int | None  # byte of the file to go on from; None inside a line of .jsonl, where one cannot
+    damaged: bool = False  # was not UTF-8; what did not decode is now U+FFFD
+
+
+@dataclass
+class Found:
+    inputs: list[Input] = field(default_factory=list)
+    unreadable: list[Path] = field(default_factory=list)
+    others: int = 0  # files of other kinds inside the folders, left out
+    _seen: set[tuple[int, int]] = field(default_factory=set)  # (device, inode): each file and folder once; links may run in circles
+
+    def first_time(self, status: os.stat_result) -> bool:
+        identity = (status.st_dev, status.st_ino)
+        new = identity not in self._seen
+        self._seen.add(identity)
+        return new
+
+
+def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> Found:
+    """The files under `paths` (files, folders, globs) in the order given, sorted inside each.
+
+    Hidden files and folders inside folders are left out, and so are folders with a name in `leave_out`.
+    """
+    found = Found()
+    for given in paths:
+        matches = [given] if os.path.lexists(given) else sorted(glob.glob(given, recursive=True))
+        if not matches:
+            raise InputError(f"{given}: no such file or folder, and nothing matches it as a pattern")
+        for match in map(Path, matches):
+            if match.is_dir():
+                _walk(match, "", leave_out, found)
+            elif match.suffix.lower() in SUFFIXES:
+                _add(match, match.name, found)
+            elif len(matches) == 1:
+                raise InputError(f"{match}: files of this kind are not read; hpczero reads {' '.join(SUFFIXES)}")
+            else:
+                found.others += 1
+    if not found.inputs:
+        left = f"{found.others} files of other kinds, {len(found.unreadable)} that cannot be read"
+        raise InputError(f"nothing to read in {', '.join(paths)}: no {' '.join(SUFFIXES)} files ({left})")
+    return found
+
+
+def _walk(folder: Path, name: str, leave_out: frozenset[str], found: Found) -> None:
+    """Adds the folder's files, then what is in its folders, each sorted by name."""
+    try:
+        if not found.first_time(folder.stat()):
+            return
+        entries = sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=os.fsencode)
+        folders = [entry for entry in entries if entry.is_dir()]
+    except OSError:
+        found.unreadable.append(folder)
+        return
+    for entry in entries:
+        if entry in folders:
+            continue
+        if entry.suffix.lower() in SUFFIXES:
+            _add(entry, name + entry.name, found)
+        else:
+            found.others += 1
+    for entry in folders:
+        if entry.name not in leave_out:
+            _walk(entry, f"{name}{entry.name}/", leave_out, found)
+
+
+def _add(path: Path, name: str, found: Found) -> None:
+    try:
+        status = path.stat()
+    except OSError:
+        found.unreadable.append(path)
+        return
+    if not stat.S_ISREG(status.st_mode):
+        found.others += 1
+    elif found.first_time(status):
+        found.inputs.append(Input(path, name, status.st_size, status.st_mtime_ns))
+
+
+def sections(source: Input, file: BinaryIO, start: int = 0) -> Iterator[Section]:
+    """The sections from byte `start` of the opened file on; InputError where a line of .jsonl is not what it should be."""
+    file.seek(start)
+    if source.path.suffix.lower() == ".jsonl":
+        return _lines(source, file)
+    return _cut(file, source.size, start)
+
+
+def _cut(file: BinaryIO, size: int, start: int = 0) -> Iterator[Section]:
+    """One document of `size` bytes, from byte `start` on; an empty one has no section."""
+    whole = size <= LONG_DOCUMENT
+    position = start
+    held = file.read(LONG_DOCUMENT if whole else _SECTION)
+    while held:
+        piece = held if whole else _to_line_end(held, file)
+        held = file.read(_SECTION)
+        text, damaged = _decode(piece)
+        if position == 0:
+            text = text.removeprefix(_BYTE_ORDER_MARK)
+        position += len(piece)
+        yield Section(text, ends_document=not held, resume=position, damaged=damaged)
+
+
+def _to_line_end(piece: bytes, file: BinaryIO) -> bytes:
+    """`piece` and the rest of its last line; where the line has no end for long, up to the end of a character."""
+    if not piece.endswith(b"\n"):
+        piece += file.readline(LONG_DOCUMENT - _SECTION)
+    if not piece.endswith(b"\n"):
+        following = file.read(3)  # a character continues with three bytes of the form 10xxxxxx at most
+        rest = next((count for count, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+        file.seek(rest - len(following), os.SEEK_CUR)
+        piece += following[:rest]
+    return piece
+
+
+def _lines(source: Input, file: BinaryIO) -> Iterator[Section]:
+    """The documents of a .jsonl file from where it stands; an empty line is none."""
+    while True:
+        before = file.tell()
+        line = file.readline(_LONGEST_LINE)
+        if not line:
+            return
+        if not line.strip():
+            continue
+        try:
+            content, damaged = _content(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{source.path}:{_line_number(file, before)}: {error}") from error
+        after = file.tell()
+        for section in _cut(io.BytesIO(content), len(content)):
+            yield Section(section.text, section.ends_document, after if section.ends_document else None, damaged)
+
+
+def _content(line: bytes) -> tuple[bytes, bool]:
+    """The "text" of a line of .jsonl, and whether something in it was not text; ValueError says what is wrong with the line."""
+    if len(line) == _LONGEST_LINE:
+        raise ValueError(f"the line is longer than {_LONGEST_LINE} bytes")
+    decoded, damaged = _decode(line)
+    try:
+        record = json.loads(decoded.removeprefix(_BYTE_ORDER_MARK))
+    except ValueError as error:
+        raise ValueError(f"the line is not JSON ({error})") from error
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        has = f"has the keys {', '.join(sorted(record)[:8]) or '(none)'}" if isinstance(record, dict) else f"is a {type(record).__name__}"
+        raise ValueError(f'every line must be an object with a string "text"; this one {has}')
+    text = str(record["text"])
+    content = text.encode("utf-8", errors="replace")  # "\ud800" alone is no character
+    return content, damaged or len(content) != len(text.encode("utf-8", errors="surrogatepass"))
+
+
+def _line_number(file: BinaryIO, position: int) -> int:
+    """The number, from 1, of the line that begins at byte `position`."""
+    file.seek(0)
+    number = 1
+    while position > 0 and (block := file.read(min(position, _SECTION))):
+        number += block.count(b"\n")
+        position -= len(block)
+    return number
+
+
+def _decode(piece: bytes) -> tuple[str, bool]:
+    try:
+        return piece.decode("utf-8"), False
+    except UnicodeDecodeError:
+        return piece.decode("utf-8", errors="replace"), True

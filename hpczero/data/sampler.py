@@ -1,0 +1,68 @@
+"""Which text each rank reads at each step: pure functions of integers, so that neither the layout nor a restart changes the order.
+
+A *window* is a run of seq_len + 1 tokens of a split. Sample 0, 1, 2, … of a run's whole life are numbered through its global batches:
+position p of step s (counted from 0) is sample s * global_batch + p. `window` says which window a sample reads, `micro_batches_of`
+which positions of the global batch a rank takes, and in which micro-batches.
+"""
+
+_MASK = 2**64 - 1
+_ROUNDS = 8
+_SMALLEST_HALF = 2  # bits; below it a Feistel network reaches too few permutations
+_MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64's finalizer (Steele, Lea, Flood 2014)
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def window(seed: int, windows: int, index: int) -> int:
+    """The window that sample `index` of the run reads: every epoch visits every window once, in an order of its own.
+
+    Random access to a pseudo-random permutation: a Feistel network (Luby and Rackoff 1988) over the smallest power of 4 that holds all
+    windows, keyed by (seed, epoch); a result past the last window is sent through again until it falls inside (cycle walking,
+    Black and Rogaway 2002): less than four times on average.
+    """
+    assert windows > 0 and index >= 0, (windows, index)
+    epoch, position = divmod(index, windows)
+    half = max(_SMALLEST_HALF, ((windows - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    position = _permute(position, half, keys)
+    while position >= windows:
+        position = _permute(position, half, keys)
+    return position
+
+
+def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int) -> list[range]:
+    """The positions in the global batch that `rank` takes, one range per micro-batch.
+
+    Every rank has ceil(global_batch / (micro_batch * ranks)) micro-batches; over all ranks their sizes differ by one sample at most (they
+    are empty where there are more ranks than samples), and so do the ranks' totals.
+    """
+    assert global_batch > 0 and micro_batch > 0 and 0 <= rank < ranks, (rank, global_batch, micro_batch, ranks)
+    accumulation = -(-global_batch // (micro_batch * ranks))
+    slots = accumulation * ranks
+    first = rank * accumulation
+    return [range(slot * global_batch // slots, (slot + 1) * global_batch // slots) for slot in range(first, first + accumulation)]
+
+
+def micro_batches(global_batch: int, micro_batch: int, ranks: int) -> list[list[range]]:
+    """`micro_batches_of` for every rank."""
+    return [micro_batches_of(rank, global_batch, micro_batch, ranks) for rank in range(ranks)]
+
+
+def _permute(position: int, half: int, keys: list[int]) -> int:
+    low = (1 << half) - 1
+    left, right = position >> half, position & low
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) >> 64 - half)
+    return left << half | right
+
+
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    state = _mix(_mix(seed) + epoch & _MASK)
+    return [_mix(state + turn * _GOLDEN & _MASK) for turn in range(1, _ROUNDS + 1)]
+
+
+def _mix(value: int) -> int:
+    """64 bits in, 64 well-mixed bits out, one to one."""
+    value = value + _GOLDEN & _MASK
+    for shift, factor in _MIXERS:
+        value = (value ^ value >> shift) * factor & _MASK
+    return value ^ value >> 31

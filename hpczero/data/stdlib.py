@@ -1,0 +1,49 @@
+"""The corpus that every machine has: the text of the running Python's library, built on first use into the cache."""
+
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from hpczero import env
+from hpczero.data.build import BUILDER, Recipe, build
+from hpczero.data.corpus import find
+from hpczero.errors import HpczeroError, InputError
+from hpczero.spec.schema import Spec
+
+# not the library proper: tests and their data, what was installed into it, bundled copies, the editor
+_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "idlelib", "lib2to3", "turtledemo"})
+
+
+class _Silent:
+    def said(self, line: str) -> None: ...
+
+    def advanced(self, done: int, total: int) -> None: ...
+
+
+def token_file(spec: Spec) -> Path:
+    """The path of the stdlib's token file for this spec; builds it if it is not there yet.
+
+    Several jobs may build at once: each in a folder of its own, each puts the same bytes in place.
+    """
+    cache = Path(env.expand(spec.paths.cache)) if spec.paths.cache else env.cache_folder()
+    recipe = Recipe(spec.data.tokenizer, spec.data.validation_fraction)
+    name = f"stdlib-{platform.python_implementation().lower()}-{platform.python_version()}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
+    final = cache.absolute() / name
+    if final.exists():
+        return final
+    print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    except OSError as error:
+        raise InputError(f"the cache folder {cache} cannot be written ({error.strerror}): set paths.cache to a folder that can") from error
+    try:
+        build(find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT), final, recipe, work, _Silent())
+    except HpczeroError as error:
+        raise InputError(f"building the stdlib corpus: {error} (paths.cache says where it goes)") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return final

@@ -1,0 +1,20 @@
+"""What a model is given: one micro-batch, and what its random choices depend on."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Legend: [samples, seq] for tokens and targets, [samples] for the positions of the samples in the global batch."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    samples: torch.Tensor
+    step: int
+    seed: int
+
+    @property
+    def token_count(self) -> int:
+        return self.targets.numel()

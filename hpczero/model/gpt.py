@@ -1,0 +1,146 @@
+"""GPT (Radford et al. 2019): learned positions, pre-norm blocks, GELU, tied embeddings. Plain PyTorch that knows no parallelism.
+
+A model is a list of layers, each called as layer(x, batch); the first makes x from the batch's tokens, the last turns it into the summed loss. How many
+heads and columns a layer has is read off its weights, so a layer that holds a part of them works as it is.
+Legend: [samples, seq, hidden], heads x head_dim = inner.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpczero.model import shapes
+from hpczero.model.batch import MicroBatch
+from hpczero.spec.schema import Model
+from hpczero_kernels.dropout import dropout
+from hpczero_kernels.philox import key_of
+
+
+class GPT(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.embedding = Embedding(model)
+        self.blocks = nn.ModuleList(Block(model, f"blocks.{index}") for index in range(model.layers))
+        self.head = Head(model)
+        if model.tied_embeddings:
+            self.head.weight = self.embedding.tokens
+
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding, *self.blocks, self.head]
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """The summed cross-entropy of the batch's targets, in fp32."""
+        x = batch.tokens
+        for layer in self.layers():
+            x = layer(x, batch)
+        return x
+
+
+class Dropout(nn.Module):
+    """Dropout that depends on (seed, step, sample, site, index), not on the order of execution."""
+
+    def __init__(self, probability: float, site: str) -> None:
+        super().__init__()
+        self.probability, self.site = probability, site
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        if not self.training or self.probability == 0:
+            return x
+        return dropout(x, self.probability, key_of(batch.seed, "dropout", self.site, batch.step), batch.samples)
+
+
+class Norm(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden))
+        self.bias = nn.Parameter(torch.empty(hidden))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
+
+
+class Linear(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+class StackedLinear(nn.Module):
+    """Several linear maps of the same input, in one weight [maps, outputs, inputs]: a part of the outputs of all of them is one rectangle."""
+
+    def __init__(self, inputs: int, maps: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(maps, outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(maps, outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., maps, outputs]"""
+        return functional.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(-1, self.bias.shape)
+
+
+class Embedding(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(model.vocab, model.hidden))
+        self.positions = nn.Parameter(torch.empty(model.seq_len, model.hidden))
+        self.dropout = Dropout(model.dropout, "embedding")
+
+    def forward(self, tokens: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        x = functional.embedding(tokens, self.tokens) + self.positions[: tokens.shape[1]]
+        return self.dropout(x, batch)
+
+
+class Attention(nn.Module):
+    def __init__(self, model: Model, name: str) -> None:
+        super().__init__()
+        self.head_dim = shapes.head_dim(model)
+        inner = model.heads * self.head_dim
+        self.norm = Norm(model.hidden)
+        self.qkv = StackedLinear(model.hidden, 3, inner)
+        self.output = Linear(inner, model.hidden)
+        self.dropout = Dropout(model.dropout, f"{name}.attention")
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))  # [samples, seq, 3, heads, head_dim]
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, model: Model, name: str) -> None:
+        super().__init__()
+        self.norm = Norm(model.hidden)
+        self.up = Linear(model.hidden, shapes.ffn(model))
+        self.down = Linear(shapes.ffn(model), model.hidden)
+        self.dropout = Dropout(model.dropout, f"{name}.feed_forward")
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        wide = functional.gelu(self.up(self.norm(x)), approximate="tanh")
+        return self.dropout(self.down(wide), batch)
+
+
+class Block(nn.Module):
+    def __init__(self, model: Model, name: str) -> None:
+        super().__init__()
+        self.attention = Attention(model, name)
+        self.feed_forward = FeedForward(model, name)
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        x = x + self.attention(x, batch)
+        return x + self.feed_forward(x, batch)
+
+
+class Head(nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.norm = Norm(model.hidden)
+        self.weight = nn.Parameter(torch.empty(model.vocab, model.hidden))
+
+    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        logits = functional.linear(self.norm(x), self.weight)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")

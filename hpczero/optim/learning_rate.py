@@ -1,0 +1,26 @@
+"""The learning rate at every step, as a pure function."""
+
+from math import cos, pi
+
+from hpczero.spec.schema import Spec
+
+
+def learning_rate(spec: Spec, step: int) -> float:
+    """The rate that step `step` (counted from 0) uses.
+
+    Warm-up grows linearly and ends at the full rate with step warmup_steps - 1; the shape after it ends at min_lr with the last step.
+    """
+    schedule, peak = spec.schedule, spec.optimizer.lr
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / schedule.warmup_steps
+    last = spec.train.steps - 1
+    if schedule.name == "constant":
+        return peak
+    start = schedule.warmup_steps
+    if schedule.name == "wsd":
+        start = max(start, spec.train.steps - (schedule.decay_steps or -(-spec.train.steps // 5)))
+        if step < start:
+            return peak
+    done = min(1.0, (step - start) / (last - start)) if last > start else 1.0
+    left = 0.5 * (1.0 + cos(pi * done)) if schedule.name == "cosine" else 1.0 - done
+    return schedule.min_lr + (peak - schedule.min_lr) * left

@@ -1,0 +1,156 @@
+"""The layers that a spec is made of, lowest first: the chain of `extends`, the spec itself, each `--set`.
+
+(The profile of a site comes below all of them: it will be the first layer of `read_layers`' answer.)
+"""
+
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpczero.errors import InputError
+from hpczero.spec.keys import keys
+from hpczero.spec.locate import TooDeep, locate
+from hpczero.spec.mistakes import Mistake, Source
+from hpczero.spec.show import printable, shown
+
+_LARGEST_FILE = 100_000  # bytes; what a spec can say fits many times
+_LONG_NUMBER = re.compile(r"[\d_]{4300,}")
+_PLACE = re.compile(r" ?\(at (?:line (\d+), column \d+|end of document)\)$")
+
+
+@dataclass(frozen=True)
+class Layer:
+    tree: dict[str, Any]
+    file: str = ""
+    lines: dict[tuple[str, ...], int] = field(default_factory=dict)
+    option: str = ""  # the text after --set
+
+    def source(self, *path: str) -> Source:
+        if not self.file:
+            return Source("", None, f"--set {printable(self.option, 80)}")
+        line = self.lines.get(path) or self.lines.get(path[:1])
+        return Source(self.file, line, printable(self.file) + (f":{line}" if line else ""))
+
+
+def read_layers(path: str | Path, overrides: Sequence[str]) -> tuple[list[Layer], list[Mistake]]:
+    """A mistake that hides the rest of its file is raised; others are handed back, so that they are all reported at once."""
+    layers, mistakes = _read_chain(str(path))
+    for option in overrides:
+        layer, mistake = _read_option(option)
+        layers += [layer] if layer else []
+        mistakes += [mistake] if mistake else []
+    return layers, mistakes
+
+
+def _read_chain(path: str) -> tuple[list[Layer], list[Mistake]]:
+    """The file and its parents, the furthest first."""
+    layers: list[Layer] = []
+    seen: list[str] = []
+    while True:
+        layer = _read_file(path)
+        layers.insert(0, layer)
+        seen.append(os.path.realpath(path))
+        if "extends" not in layer.tree:
+            return layers, []
+        parent, problem = _parent(path, layer.tree.pop("extends"))
+        if not problem and os.path.realpath(parent) in seen:
+            turns = [os.path.basename(file) for file in [*seen, os.path.realpath(parent)]]
+            problem = "these files extend each other in a circle: " + printable(" -> ".join(turns))
+        if problem:
+            return layers, [Mistake(layer.source("extends"), partial(str, problem))]
+        path = parent
+
+
+def _parent(child: str, value: Any) -> tuple[str, str]:
+    """The path of the file that `child` extends, and what is wrong with it ("" where nothing is)."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        return "", f"extends = {shown(value)}: must be the path of one other spec"
+    parent = os.path.join(os.path.dirname(child), value)
+    problem = _unreadable(parent)
+    return parent, problem and f"extends = {shown(value)}: {printable(parent)} {problem}"
+
+
+def _unreadable(path: str) -> str:
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError) as error:
+        return "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {_reason(error)}"
+    if stat.S_ISREG(mode):
+        return ""
+    return "is a folder, not a file" if stat.S_ISDIR(mode) else "is not a regular file"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _read_file(path: str) -> Layer:
+    name = printable(path)
+    if problem := _unreadable(path):
+        raise InputError(f"{name} {problem}")
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {_reason(error)}") from None
+    if len(content) > _LARGEST_FILE:
+        raise InputError(f"{name} is no spec: it is larger than {_LARGEST_FILE:,} bytes")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{name}:{line}: not UTF-8 text, as TOML must be (byte {error.start + 1} of the file)") from None
+    return _parse(path, text)
+
+
+def _parse(path: str, text: str) -> Layer:
+    name = printable(path)
+    try:
+        lines = locate(text)
+        return Layer(tomllib.loads(text), path, lines)
+    except TooDeep as error:
+        raise InputError(f"{name}:{error.line}: {error}") from None
+    except ValueError as error:  # tomllib's own kind, and those of int() and datetime that it lets through
+        raise InputError(f"{name}:{_syntax_problem(text, str(error))}") from None
+
+
+def _syntax_problem(text: str, problem: str) -> str:
+    """tomllib's message with the line in front; nothing of the file's contents but a key's name."""
+    if place := _PLACE.search(problem):
+        line = int(place[1]) if place[1] else text.count("\n") + 1
+        return f"{line}: not valid TOML: {printable(problem[: place.start()], 100)}"
+    number = _LONG_NUMBER.search(text)
+    return f"{text.count(chr(10), 0, number.start() if number else 0) + 1}: not valid TOML: a number of too many digits"
+
+
+def _read_option(option: str) -> tuple[Layer | None, Mistake | None]:
+    """`section.key=value` as a layer of its own; the value is TOML, or else the text as it stands."""
+    name, equals, text = option.partition("=")
+    name = name.strip()
+    source = Layer({}, option=option).source()
+    if not equals or not name:
+        return None, Mistake(source, lambda: "must be SECTION.KEY=VALUE, as in --set train.steps=100")
+    if name == "extends":
+        return None, Mistake(source, lambda: "extends can only be set in a file")
+    value, known = _option_value(text), keys().get(name)
+    if known and known.is_text and not isinstance(value, str):
+        value = text
+    parts = name.split(".")
+    if len(parts) == 2:
+        return Layer({parts[0]: {parts[1]: value}}, option=option), None
+    return Layer({name: value}, option=option), None
+
+
+def _option_value(text: str) -> Any:
+    try:
+        locate(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
+    except ValueError:
+        return text
+    return parsed["value"] if parsed.keys() == {"value"} else text

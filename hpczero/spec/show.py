@@ -1,0 +1,38 @@
+"""Values and names as messages show them: one line, no control characters, no longer than a reader wants."""
+
+import datetime
+from typing import Any
+
+_LONGEST = 60
+_MOST_ITEMS = 8
+
+
+def printable(text: str, longest: int = 500) -> str:
+    """`text` with whatever a terminal would act on written as an escape (control characters, line ends, right-to-left marks)."""
+    cut = text if len(text) <= longest else text[: longest - 1] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in cut)
+
+
+def shown(value: Any) -> str:
+    """A value from a spec, much as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + printable(value.replace("\\", "\\\\").replace('"', '\\"'), _LONGEST) + '"'
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return f"a whole number of {value.bit_length()} bits"
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, list | tuple):
+        if any(isinstance(item, dict) for item in value):
+            return "an array of tables"
+        items = ["[…]" if isinstance(item, list | tuple) else shown(item) for item in value[:_MOST_ITEMS]]
+        return "[" + ", ".join(items + ["…"] * (len(value) > _MOST_ITEMS)) + "]"
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return printable(repr(value), _LONGEST)
+
+
+def listed(words: list[str], last: str = "and") -> str:
+    """a, b and c"""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

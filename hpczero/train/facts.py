@@ -1,0 +1,58 @@
+"""What a run notes about where it runs: packages, git state, memory, and its share of the cores."""
+
+import os
+import resource
+import subprocess
+import sys
+from importlib import metadata
+
+import torch
+
+from hpczero import __version__, machine
+from hpczero.comm.world import World
+
+_PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
+
+
+def process() -> int:
+    return os.getpid()
+
+
+def packages() -> dict[str, str | None]:
+    return {"python": sys.version.split()[0], "hpczero": __version__} | {name: _version(name) for name in _PACKAGES}
+
+
+def git_state() -> dict[str, object] | None:
+    """Commit and cleanliness of the folder that the job was started in; None outside a checkout or without git."""
+    commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "changed": bool(changed)}
+
+
+def memory() -> dict[str, int]:
+    """The largest amount of memory that this process has held so far, in bytes."""
+    return {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def use_threads(world: World) -> int:
+    """This rank takes its share of the cores: torch runs that many threads from now on."""
+    mine = {"node": world.node, "cores": sorted(os.sched_getaffinity(0)), "quota": machine.cpu_quota()}
+    everyone = world.share(world.collect(mine))
+    here = [one for one in everyone if one["node"] == world.node]
+    threads = machine.threads_per_rank([set(one["cores"]) for one in here], here[0]["quota"])[world.local_rank]
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

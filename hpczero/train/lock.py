@@ -1,0 +1,205 @@
+"""One writer per run directory: the file `<run>/lock` names who holds it.
+
+Protocol:
+1. Open `lock`, creating it, and take the kernel's lock on it (flock). It dies with its process, so nothing is ever left to clean by hand.
+   Refused: somebody on this computer, or on any computer where the file system's locks reach, is writing.
+2. The file may have been removed between opening and locking: if the path no longer leads to what was locked, begin again.
+3. On a local file system the kernel's word is final. On a shared one its locks may end at the computer's edge (Lustre `localflock`)
+   or not exist: then the record in the file counts too. A holder on this computer lives if its process does (same number, same
+   start time); one elsewhere lives if the file was touched within `STALE_AFTER` seconds, which `beat` does.
+4. Write the own record. Where the kernel's word is not final, wait for `SETTLE` seconds and read it back: of two computers that
+   got here at once the last one to write has won, the other one gives up.
+5. Release: remove the file while it is still locked, then close it.
+
+The descriptor is closed on exec and in forked children, so that no child keeps a dead run's lock.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import pwd
+import socket
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from hpczero import env, machine
+from hpczero.errors import InputError
+
+STALE_AFTER = 600.0  # seconds without a beat after which a holder on another computer counts as dead
+BEAT_EVERY = 15.0
+SETTLE = 1.0
+_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, as written in its file."""
+
+    host: str
+    kernel: str  # the boot's identity: tells two computers of the same name apart
+    pid: int
+    process_start: float  # tells a living process from another one that got its number
+    user: str
+    since: str
+    job: str | None
+
+    @classmethod
+    def this_process(cls) -> "Holder":
+        process = psutil.Process()
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return cls(socket.gethostname(), machine.boot_identity(), process.pid, process.create_time(), _user(), now, env.batch_job())
+
+    @classmethod
+    def parse(cls, text: str) -> "Holder | None":
+        """The record in a lock file; None for an empty file or anything that no version of hpczero wrote."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            return None
+
+    def lives(self, seconds_since_beat: float) -> bool:
+        if self.kernel == machine.boot_identity():
+            try:
+                return abs(psutil.Process(self.pid).create_time() - self.process_start) < 1
+            except psutil.Error:
+                return False
+        return seconds_since_beat < STALE_AFTER
+
+    def __str__(self) -> str:
+        job = f", batch job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}, started by {self.user} at {self.since}{job}"
+
+
+class RunLock:
+    """`with RunLock(run_directory) as lock:` holds the directory; `lock.beat()` now and then says that the holder lives."""
+
+    def __init__(self, run_directory: Path | str) -> None:
+        self.path = Path(run_directory) / "lock"
+        self._descriptor: int | None = None
+        self._beaten = 0.0
+
+    def __enter__(self) -> "RunLock":
+        self._take()
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
+
+    def beat(self) -> None:
+        """Say that the holder lives (at most every `BEAT_EVERY` seconds: call it freely); take the lock again if its file was removed."""
+        if self._descriptor is None or time.monotonic() - self._beaten < BEAT_EVERY:
+            return
+        if self._leads_here(self._descriptor):
+            os.utime(self._descriptor)
+            self._beaten = time.monotonic()
+        else:
+            self._forget()
+            self._take()
+
+    def release(self) -> None:
+        if self._descriptor is None:
+            return
+        if self._leads_here(self._descriptor):
+            with contextlib.suppress(OSError):  # a directory made read-only meanwhile: a record without a living holder holds nothing
+                self.path.unlink()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _take(self) -> None:
+        final = machine.is_local_file_system(self.path.parent)
+        while self._descriptor is None:
+            descriptor = self._open()
+            try:
+                if self._locked(descriptor) and self._leads_here(descriptor):
+                    self._claim(descriptor, final)
+                    self._descriptor = descriptor
+            finally:
+                if self._descriptor is None:
+                    os.close(descriptor)
+        self._beaten = time.monotonic()
+
+    def _open(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        except OSError as error:
+            raise InputError(f"cannot write in the run directory {self.path.parent}: {error.strerror}") from error
+
+    def _locked(self, descriptor: int) -> bool:
+        """Take the kernel's lock; InputError if another one has it."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if self._leads_here(descriptor):
+                raise self._held(self._record(descriptor)) from None
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise InputError(f"cannot lock {self.path}: {error.strerror}") from error
+        return True
+
+    def _claim(self, descriptor: int, final: bool) -> None:
+        """Make the record ours, unless its holder may be alive where the kernel's lock does not reach."""
+        if not final:
+            before = _read(descriptor)
+            silence = time.time() - os.fstat(descriptor).st_mtime
+            if before is not None and before.lives(silence):
+                raise self._held(before, silence)
+        own = Holder.this_process()
+        text = json.dumps(asdict(own)).encode() + b"\n"
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
+        if not final:
+            time.sleep(SETTLE)
+            after = Holder.parse(self.path.read_text(encoding="utf-8"))
+            if after != own:
+                raise self._held(after)
+
+    def _leads_here(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _record(self, descriptor: int) -> Holder | None:
+        """The holder's record; it may be a moment away from being written."""
+        for _ in range(20):
+            record = _read(descriptor)
+            if record is not None:
+                return record
+            time.sleep(0.05)
+        return None
+
+    def _held(self, holder: Holder | None, silence: float | None = None) -> InputError:
+        who = str(holder) if holder is not None else "another process that has not yet said who it is"
+        message = f"the run directory {self.path.parent} is in use by {who}: wait for it or stop it, or give this run another name"
+        if holder is not None and silence is not None and holder.kernel != machine.boot_identity():
+            message += (
+                f" (its last sign of life was {silence:.0f} s ago; after {STALE_AFTER:.0f} s it counts as dead; "
+                f"if you know that it has ended, remove {self.path})"
+            )
+        return InputError(message)
+
+
+def _read(descriptor: int) -> Holder | None:
+    return Holder.parse(os.pread(descriptor, 65536, 0).decode(errors="replace"))
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user without a name
+        return str(os.getuid())

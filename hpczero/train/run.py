@@ -1,0 +1,200 @@
+"""`hpczero run`: from the spec to a trained model.
+
+Everything that can be wrong with the input is found before anything is written, and found by all ranks together: they end with the same exit code and
+rank 0 says the one message. From then on a failure belongs to the rank that meets it: it says so and ends the job.
+"""
+
+import argparse
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hpczero.comm.grid import Grid
+from hpczero.comm.world import World
+from hpczero.data.source import Source, open_source
+from hpczero.errors import HpczeroError, InputError
+from hpczero.model import build, shapes
+from hpczero.parallel.zero import Engine, Settings
+from hpczero.spec.rules import unavailable
+from hpczero.spec.load import load
+from hpczero.spec.schema import Spec
+from hpczero.train import facts, rundir
+from hpczero.train.batches import Batches
+from hpczero.train.output import choose
+from hpczero.train.rundir import RunDirectory
+from hpczero.train.trainer import Outcome, Trainer, Voice
+
+Result = TypeVar("Result")
+
+
+def run(options: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    world = World.start()
+    try:
+        code = _run(world, options, began)
+    except HpczeroError as error:
+        code = error.exit_code
+        if world.rank == 0:
+            print(f"hpczero: {error}", file=sys.stderr, flush=True)
+    except BaseException as failure:
+        _say_failure(world, failure)
+        world.abort(getattr(failure, "exit_code", 1))
+        raise
+    world.close()
+    return code
+
+
+def together(world: World, action: Callable[[], Result]) -> Result:
+    """Runs the action on every rank; where the input is wrong on any of them, all raise the error of the first such rank."""
+    result, message = None, None
+    try:
+        result = action()
+    except InputError as error:
+        message = str(error)
+    messages = world.collect(message) or []
+    wrong = [f"rank {rank}: {text}" if rank else text for rank, text in enumerate(messages) if text]
+    first = world.share(wrong[0] if wrong else None)
+    if first:
+        raise InputError(first)
+    return result  # type: ignore[return-value]  # None only where the action returned None
+
+
+class RankFailure(Exception):
+    """Carries an error of one rank alone past the handler for errors that all ranks share."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks have agreed on before anything is written."""
+
+    spec: Spec
+    world: World
+    grid: Grid
+    source: Source
+    threads: int
+
+
+def _run(world: World, options: argparse.Namespace, began: float) -> int:
+    text = together(world, lambda: load(options.spec, options.overrides).spec.model_dump_json() if world.rank == 0 else "")
+    spec = Spec.model_validate_json(world.share(text))
+    if spec.comm.ranks_per_node:
+        world = world.part(range(world.size), spec.comm.ranks_per_node)
+    done = world.share(rundir.finished(spec) if world.rank == 0 and not options.fresh else None)
+    job = _prepare(world, spec)
+    directory = together(world, lambda: RunDirectory.claim(spec, options.resume, options.fresh) if world.rank == 0 and not done else None)
+    if done:
+        if world.rank == 0:
+            print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {done['final_loss']:.4f}); --fresh starts anew")
+        return 0
+    try:
+        return _train(job, directory, options, began)
+    except HpczeroError as error:
+        raise RankFailure(error) from error
+    finally:
+        if directory:
+            directory.close()
+
+
+def _prepare(world: World, spec: Spec) -> Job:
+    grid = Grid.build(spec.parallel, world.node_of_rank)
+    missing = unavailable(spec)
+    if missing:
+        raise InputError("; ".join(missing))
+    source = together(world, lambda: open_source(spec, world.share, world.rank == 0))
+    return Job(spec, world, grid, source, facts.use_threads(world))
+
+
+def _train(job: Job, directory: RunDirectory | None, options: argparse.Namespace, began: float) -> int:
+    spec, world = job.spec, job.world
+    voice = Voice(choose(options.progress, spec.train.steps, spec.train.log_every), directory) if directory else None
+    packages = facts.packages()
+    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": facts.process(), "node": world.node})
+    if voice:
+        voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
+        voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
+    data_ranks = job.grid.size("data")
+    group = world.group("data", job.grid.ranks(world.rank, "data"))
+    batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), data_ranks)
+    module = build.on_meta(spec.model)
+    settings = Settings(spec.train, spec.optimizer, spec.seed, accumulates=len(batches.parts()) > 1)
+    engine = Engine(module, shapes.layers(spec.model), group, settings)
+    if voice:
+        _say_layout(voice, job, batches)
+        voice.directory.keep_metrics_before(1)
+    trainer = Trainer(spec, world, engine, module, batches, voice)
+    began_training = time.perf_counter()
+    outcome = trainer.train()
+    seconds = time.perf_counter() - began_training
+    memory = world.collect(engine.memory() | facts.memory())
+    comm = world.collect(world.ledger.as_dict())
+    if voice and memory and comm:
+        summary = _summary(job, outcome, seconds) | {"wall_seconds": time.perf_counter() - began, "memory": memory, "comm": comm}
+        voice.directory.summary(summary)
+        voice.event("stop", state=outcome.state, step=outcome.steps, reason=outcome.reason or "all steps done", loss=outcome.final_loss)
+        voice.output.close()
+        print("\n".join(_closing_words(job, outcome, summary)), flush=True)
+    return 0 if outcome.state == "finished" else 1
+
+
+def _say_layout(voice: Voice, job: Job, batches: Batches) -> None:
+    sizes = [len(part) for part in batches.parts()]
+    voice.event(
+        "layout",
+        grid={axis: job.grid.size(axis) for axis in job.grid.axes},
+        nodes=len(set(job.world.node_of_rank)),
+        threads_per_rank=job.threads,
+        parameters=shapes.parameter_count(job.spec.model),
+        precision=job.spec.train.precision,
+        micro_batches=sizes,
+        data=job.source.describe()["path"],
+    )
+
+
+def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, object]:
+    spec = job.spec
+    tokens = outcome.steps * spec.train.global_batch * spec.model.seq_len
+    validated = outcome.validation_loss is not None
+    return {
+        "state": outcome.state,
+        "reason": outcome.reason,
+        "steps": outcome.steps,
+        "first_loss": outcome.first_loss,
+        "final_loss": outcome.final_loss,
+        "validation_loss": outcome.validation_loss,
+        "unigram_entropy": job.source.unigram_entropy("validation") if validated else job.source.unigram_entropy("train"),
+        "parameters": shapes.parameter_count(spec.model),
+        "ranks": job.world.size,
+        "threads_per_rank": job.threads,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "data": job.source.describe(),
+    }
+
+
+def _closing_words(job: Job, outcome: Outcome, summary: dict[str, object]) -> list[str]:
+    words = [
+        f"trained:    {job.spec.name}, a {job.spec.model.family.upper()} of {summary['parameters']:,} parameters, on {summary['tokens']:,} tokens "
+        f"in {outcome.steps} steps ({summary['seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s on {job.world.size} ranks)",
+        f"loss:       {outcome.first_loss:.4f} at the first step, {outcome.final_loss:.4f} at the last (nats per token)",
+    ]
+    if outcome.validation_loss is not None:
+        words.append(f"validation: {outcome.validation_loss:.4f}; the text's unigram entropy is {summary['unigram_entropy']:.4f}")
+    words.append(f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)")
+    if outcome.state == "stopped":
+        words.append(f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}; this version keeps no checkpoints: started again, it begins anew")
+    if outcome.state == "failed":
+        words.append(f"failed: {outcome.reason}")
+    return words
+
+
+def _say_failure(world: World, failure: BaseException) -> None:
+    cause = failure.__cause__ if isinstance(failure, RankFailure) and failure.__cause__ else failure
+    if not isinstance(cause, HpczeroError):
+        traceback.print_exception(cause)
+    kind = "" if isinstance(cause, HpczeroError) else f"{type(cause).__name__}: "
+    print(f"hpczero: rank {world.rank} on {socket.gethostname()} failed: {kind}{cause}; the job ends", file=sys.stderr, flush=True)

@@ -1,0 +1,99 @@
+"""Whether a person sees what this process prints.
+
+A rank's own stdout says little: under MPICH it is a pipe, under Open MPI a pseudo-terminal even if mpirun's output goes to a file. So the
+stream is followed from hand to hand: whoever among the launchers that started this process holds the other end of the pipe or
+pseudo-terminal passes it on to its own stdout, and so on, until nobody takes it any further. Where that ends at a terminal, it is seen.
+Whatever cannot be found out counts as not seen.
+"""
+
+import fcntl
+import os
+import stat
+import struct
+import termios
+from typing import TextIO
+
+import psutil
+
+from hpczero import env
+
+_LAUNCHERS = ("mpirun", "mpiexec", "hydra_", "pmi_proxy", "prterun", "prted", "orterun", "orted", "oshrun")
+# What makes a launcher write somewhere else, or put words before each line.
+_REDIRECTING = ("-outfile", "-errfile", "-output", "-tag-output", "-timestamp-output", "-xterm", "-prepend", "-l")
+
+
+def find(stream: TextIO) -> str | None:
+    """The path of the terminal that shows what is written to `stream`."""
+    if env.variable("TERM") in (None, "dumb"):
+        return None
+    try:
+        process, end = psutil.Process(), os.readlink(f"/proc/self/fd/{stream.fileno()}")
+        while (reader := _reader(process, end)) is not None:
+            if _redirects(reader.cmdline()):
+                return None
+            process, end = reader, os.readlink(f"/proc/{reader.pid}/fd/1")
+        return end if _is_terminal(end) else None
+    except (OSError, ValueError, psutil.Error):
+        return None
+
+
+def is_file(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def size(path: str) -> tuple[int, int] | None:
+    """Columns and rows of the terminal `path` at this moment."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            rows, columns, _, _ = struct.unpack("4H", fcntl.ioctl(descriptor, termios.TIOCGWINSZ, bytes(8)))
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    return (columns, rows) if columns and rows else None
+
+
+def _reader(process: psutil.Process, end: str) -> psutil.Process | None:
+    """The launcher among the ancestors of `process` that reads what is written into `end`."""
+    for ancestor in process.parents():
+        if ancestor.name().startswith(_LAUNCHERS) and _holds_other_side(ancestor.pid, end):
+            return ancestor
+    return None
+
+
+def _holds_other_side(pid: int, end: str) -> bool:
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+            if end.startswith("/dev/pts/"):
+                if link.endswith("ptmx") and _terminal_index(pid, descriptor) == end.removeprefix("/dev/pts/"):
+                    return True
+            elif link == end and not end.startswith("/"):  # a pipe; a socket's two sides have different names
+                return True
+        except FileNotFoundError:  # closed since
+            continue
+    return False
+
+
+def _terminal_index(pid: int, descriptor: str) -> str | None:
+    """Which /dev/pts/<index> a pseudo-terminal's master side belongs to (`tty-index` since Linux 4.14)."""
+    with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii") as lines:
+        return next((line.split()[1] for line in lines if line.startswith("tty-index:")), None)
+
+
+def _redirects(command: list[str]) -> bool:
+    return any(word.replace("--", "-", 1).startswith(_REDIRECTING[:-1]) or word == _REDIRECTING[-1] for word in command)
+
+
+def _is_terminal(path: str) -> bool:
+    if not path.startswith("/dev/"):
+        return False
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.isatty(descriptor)
+    finally:
+        os.close(descriptor)

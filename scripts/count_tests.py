@@ -1,0 +1,52 @@
+"""Sums up the parts of scripts/test.sh: a line for each part, and at the end "N passed, N failed, N skipped".
+
+The folder holds `parts` (a line each: name, exit code, processes left running, seconds) and NAME.xml (JUnit) for the parts that are
+pytest. A part that ends badly without a failed test to show for it, or that leaves processes behind, counts as one failure.
+"""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+
+class Count(NamedTuple):
+    passed: int
+    failed: int
+    skipped: int
+
+
+def count(code: int, left: int, results: Path) -> Count:
+    passed = failed = skipped = 0
+    if results.is_file():
+        for case in ElementTree.parse(results).iter("testcase"):
+            kinds = {child.tag for child in case}
+            if kinds & {"failure", "error"}:
+                failed += 1
+            elif "skipped" in kinds:
+                skipped += 1
+            else:
+                passed += 1
+    elif code == 0:
+        passed = 1
+    if (code != 0 and failed == 0) or left > 0:
+        failed += 1
+    return Count(passed, failed, skipped)
+
+
+def main(folder: Path) -> int:
+    total = Count(0, 0, 0)
+    print()
+    for line in (folder / "parts").read_text().splitlines():
+        name, code, left, seconds = line.split("\t")
+        part = count(int(code), int(left), folder / f"{name}.xml")
+        remark = f", exit code {code}" if code != "0" else ""
+        remark += f", {left} processes left running" if left != "0" else ""
+        print(f"{name:16} {part.passed:5} passed {part.failed:4} failed {part.skipped:4} skipped {seconds:>5} s{remark}")
+        total = Count(*map(sum, zip(total, part, strict=True)))
+    print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
+    return 1 if total.failed or not total.passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

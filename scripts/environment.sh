@@ -1,0 +1,52 @@
+# Sourced by quickstart.sh and test.sh: private virtual environments, each with its own MPI, apart from whatever the shell has loaded.
+
+unset PYTHONPATH PYTHONHOME MPI4PY_MPIABI MPI4PY_LIBMPI
+export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
+# inside a batch job, stay on this machine instead of asking the scheduler for others
+export HYDRA_LAUNCHER=fork HYDRA_RMK=user
+
+fail() {
+    echo "$(basename "$0"): $*" >&2
+    exit 1
+}
+
+# The name of the first Python that will do; HPCZERO_PYTHON comes before all others.
+find_python() {
+    local name seen=""
+    for name in ${HPCZERO_PYTHON:-python3 python3.13 python3.12 python3.11 python3.14 python}; do
+        command -v "$name" >/dev/null || continue
+        if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            seen+="; $name is $("$name" --version 2>&1 || true)"
+        elif ! "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+            seen+="; $name has no venv (Debian and Ubuntu: install $("$name" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))"
+        else
+            echo "$name"
+            return
+        fi
+    done
+    fail "needs Python 3.11 or newer with venv${seen:-; found none}. Install or load one (e.g. 'module load python'), or name it: HPCZERO_PYTHON=/path/to/python3.12"
+}
+
+# make_environment FOLDER EXTRAS [PACKAGE...]: hpczero from this checkout with EXTRAS and PACKAGEs, in FOLDER. What is there already is
+# used again unless the list of packages has changed since. A folder that was not made here is never touched.
+make_environment() {
+    local folder=$1 extras=$2
+    shift 2
+    local python note="$folder/made-by-hpczero" state
+    state="$PWD [$extras] $* $(cat setup.cfg pyproject.toml constraints.txt | cksum)"
+    if [ -e "$folder" ]; then
+        [ -f "$note" ] || fail "$folder exists and was not made by this script: name another folder or remove it"
+        if [ "$(cat "$note")" = "$state" ] && "$folder/bin/python" -c 'import hpczero' 2>/dev/null; then
+            return
+        fi
+        rm -rf "$folder"
+    fi
+    python=$(find_python)
+    echo "Installing hpczero[$extras] and its packages into $folder (once; torch is the large one) ..."
+    mkdir -p "$folder"
+    echo unfinished >"$note"
+    "$python" -m venv "$folder"
+    "$folder/bin/python" -m pip install -qq -c constraints.txt -e ".[$extras]" "$@" ||
+        fail "pip could not install the packages (its message is above); run this again to retry"
+    echo "$state" >"$note"
+}

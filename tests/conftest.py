@@ -1,0 +1,25 @@
+"""For every test: `--slow` adds the long ones, and under mpirun rank 0 alone writes the results file."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from hpczero import env
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if any(rank > 0 for rank, _ in env.launched_tasks().values()):
+        config.option.xmlpath = None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="takes long: runs with --slow"))

@@ -1,0 +1,83 @@
+"""Random numbers by address: the numba kernels equal their references, and a piece equals the same stretch of the whole."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpczero_kernels import dropout, normal, philox
+
+KEY = philox.key_of(7, "test")
+
+
+def test_philox_known_answers():
+    """The published vectors for Philox 4x32-10 with counter and key all zeros and all ones."""
+    zeros = philox.words_reference(0, 0, 0, 4).tolist()
+    assert zeros == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    ones = philox.block_of_words(2**64 - 1, 2**64 - 1, 2**64 - 1)
+    assert list(ones) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**62), st.integers(0, 2**40), st.integers(0, 70))
+@settings(max_examples=50, deadline=None)
+def test_words_equal_their_reference(key, stream, first, count):
+    assert torch.equal(philox.words(key, stream, first, count), philox.words_reference(key, stream, first, count))
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 1), (1, 1), (3, 1000), (2**33 + 1, 77)])
+def test_normal_equals_its_reference(first, count):
+    out = torch.full((count,), math.nan)
+    normal.fill_normal(out, KEY, first, 0.02)
+    torch.testing.assert_close(out, normal.normal_reference(KEY, first, count, 0.02), rtol=1e-6, atol=0)
+
+
+def test_normal_is_normal():
+    out = torch.empty(200_000)
+    normal.fill_normal(out, KEY, 0, 1.0)
+    assert abs(out.mean()) < 0.01
+    assert abs(out.std() - 1) < 0.01
+    assert abs((out.abs() < 1).float().mean() - 0.6827) < 0.01
+    assert abs((out[:-1] * out[1:]).mean()) < 0.01
+    assert out.isfinite().all()
+
+
+def test_a_piece_of_normal_equals_the_whole():
+    whole, piece = torch.empty(101), torch.empty(40)
+    normal.fill_normal(whole, KEY, 0, 1.0)
+    normal.fill_normal(piece, KEY, 33, 1.0)
+    assert torch.equal(piece, whole[33:73])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 123), (0, 5, 8), (2, 0, 8), (2, 3, 4)])
+def test_dropout_equals_its_reference(shape):
+    samples = torch.arange(shape[0]) * 1_000_003
+    place = dropout.Place(all_columns=shape[2] + 3, first_row=2, first_column=1)
+    expected = dropout.keep_reference(KEY, 0.3, samples, shape, place)
+    assert torch.equal(dropout.keep(KEY, 0.3, samples, shape, place), expected)
+
+
+def test_dropout_of_a_piece_equals_the_whole():
+    samples = torch.tensor([4, 9])
+    whole = dropout.keep(KEY, 0.4, samples, (2, 16, 33), dropout.Place(33))
+    piece = dropout.keep(KEY, 0.4, samples[1:], (1, 5, 7), dropout.Place(33, first_row=6, first_column=21))
+    assert torch.equal(piece[0], whole[1, 6:11, 21:28])
+
+
+def test_dropout_forward_and_backward():
+    x = torch.randn(4, 50, 60, requires_grad=True)
+    samples = torch.arange(4)
+    y = dropout.dropout(x, 0.25, KEY, samples)
+    kept = dropout.keep(KEY, 0.25, samples, (4, 50, 60), dropout.Place(60))
+    assert abs(kept.float().mean() - 0.75) < 0.02
+    torch.testing.assert_close(y, x * kept / 0.75)
+    gradient = torch.randn_like(x)
+    y.backward(gradient)
+    torch.testing.assert_close(x.grad, gradient * kept / 0.75)
+
+
+@pytest.mark.parametrize("probability", [1e-12, 0.999999])
+def test_dropout_at_its_limits(probability):
+    kept = dropout.keep(KEY, probability, torch.arange(2), (2, 8, 8), dropout.Place(8))
+    assert kept.all() if probability < 0.5 else not kept.all()

@@ -1,0 +1,212 @@
+"""Reads the imports of every module and holds the directions of docs/architecture.md, and the sizes of style rule 12."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
+
+# room -> what it may import of hpczero, besides itself; a longer name is more precise and wins for that module alone
+ALLOWED = {
+    "errors": set(),
+    "env": set(),
+    "locations": {"errors"},
+    "machine": {"errors", "env"},
+    "cli": {"errors", ""},
+    "__main__": {"cli"},
+    "": {"locations"},
+    "spec": {"errors", "env", "machine"},
+    "spec.verbs": {"errors", "env", "machine", "comm.grid", ""},
+    "comm": {"errors", "env", "spec"},
+    "model": {"hpczero_kernels", "spec", "errors"},
+    "parallel": {"model", "comm", "optim", "errors"},
+    "optim": {"spec", "hpczero_kernels", "errors"},
+    "data": {"errors", "env", "spec"},
+    "train": {"errors", "env", "machine", "spec", "comm", "model", "parallel", "optim", "data", "locations", "hpczero_kernels", ""},
+    "doctor": {"errors", "env", "machine", "comm", "locations", ""},
+}
+WITHOUT_TORCH = ("spec", "model.shapes", "comm.grid", "data", "machine", "cli", "errors", "env", "locations", "")
+IMPORTERS_OF_MPI4PY = ("comm",)
+READERS_OF_THE_ENVIRONMENT = ("env",)
+KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}
+LONGEST_FUNCTION, LONGEST_FILE = 60, 400
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package: "comm.grid" -> its file; a package's __init__ has the package's name, hpczero's own is ""."""
+    found = {}
+    for path in sorted((CHECKOUT / "hpczero").rglob("*.py")):
+        parts = path.relative_to(CHECKOUT / "hpczero").with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def python_files() -> list[Path]:
+    return [path for folder in ("hpczero", "numba_cuda", "scripts", "tests") for path in sorted((CHECKOUT / folder).rglob("*.py"))]
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, int]]:
+    """Full name of everything imported, at the top or inside functions, and its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+
+
+def lies_in(module: str, rooms: tuple[str, ...] | set[str]) -> bool:
+    return any(module == room or (room and module.startswith(room + ".")) for room in rooms)
+
+
+def room_of(module: str) -> str:
+    """The most precise entry of ALLOWED that a module belongs to."""
+    entries = [room for room in ALLOWED if lies_in(module, {room})]
+    assert entries, f"hpczero.{module} belongs to no room: enter it in docs/architecture.md and in this test"
+    return max(entries, key=len)
+
+
+def target(name: str) -> str:
+    """The module that an imported name of hpczero lies in: "hpczero.comm.grid.Grid" -> "comm.grid", "hpczero.__version__" -> ""."""
+    module = name.partition(".")[2]
+    known = modules()
+    while module not in known:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def offences(modules_to_read: dict[str, Path], *packages: str) -> list[str]:
+    """Where these modules import one of the packages."""
+    return [
+        f"{path.relative_to(CHECKOUT)}:{line}: imports {name}"
+        for path in modules_to_read.values()
+        for name, line in imported_names(path)
+        if name.split(".")[0] in packages
+    ]
+
+
+def test_imports_point_the_right_way() -> None:
+    wrong = []
+    for module, path in modules().items():
+        may_import = ALLOWED[room_of(module)] | {module.split(".")[0]}
+        for name, line in imported_names(path):
+            package = name.split(".")[0]
+            if package not in ("hpczero", "hpczero_kernels"):
+                continue
+            imported = target(name) if package == "hpczero" else package
+            if not lies_in(imported, may_import):
+                wrong.append(f"{path.relative_to(CHECKOUT)}:{line}: imports {name}; may import {sorted(may_import)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_of_rooms_names_every_room() -> None:
+    page = (CHECKOUT / "docs" / "architecture.md").read_text()
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    named = {row.strip(" `").removesuffix("/").removesuffix(".py").removeprefix("numba_cuda/") for row in rows}
+    rooms = {room.split(".")[0] for room in ALLOWED} - {"", "__main__"} | {"hpczero_kernels"}
+    assert named == rooms
+
+
+def test_only_comm_imports_mpi4py() -> None:
+    assert not offences({module: path for module, path in modules().items() if not lies_in(module, IMPORTERS_OF_MPI4PY)}, "mpi4py")
+
+
+def test_pure_modules_import_no_torch() -> None:
+    pure = {module: path for module, path in modules().items() if lies_in(module, WITHOUT_TORCH)}
+    assert len(pure) > 10
+    assert not offences(pure, "torch", "numba", "hpczero_kernels")
+
+
+def test_only_env_reads_the_environment() -> None:
+    wrong = [
+        f"{path.relative_to(CHECKOUT)}:{node.lineno}: os.{node.attr}"
+        for module, path in modules().items()
+        if not lies_in(module, READERS_OF_THE_ENVIRONMENT)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv", "expandvars")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kernels_know_nothing_of_hpczero() -> None:
+    files = sorted(KERNELS.rglob("*.py"))
+    assert files
+    outside = {
+        f"{path.name}:{line}: {name}"
+        for path in files
+        for name, line in imported_names(path)
+        if name.split(".")[0] not in KERNELS_MAY_IMPORT and not is_standard(name)
+    }
+    assert not outside
+
+
+def is_standard(name: str) -> bool:
+    return name.split(".")[0] in sys.stdlib_module_names
+
+
+def test_init_files_are_empty() -> None:
+    files = [path for folder in ("hpczero", "numba_cuda") for path in (CHECKOUT / folder).rglob("__init__.py")]
+    assert [path for path in files if path.read_text().strip()] == [CHECKOUT / "hpczero" / "__init__.py"]
+
+
+def test_numba_cuda_is_no_regular_package() -> None:
+    """NVIDIA's package has the same import name; see design of the folder in docs/architecture.md."""
+    assert not (CHECKOUT / "numba_cuda" / "__init__.py").exists()
+
+
+def test_nothing_is_pickled_and_no_shell_is_asked() -> None:
+    pickled = offences(modules(), "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
+    shells = [
+        f"{path.relative_to(CHECKOUT)}:{node.lineno}"
+        for path in modules().values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.keyword) and node.arg == "shell") or (isinstance(node, ast.Attribute) and node.attr in ("system", "popen"))
+    ]
+    assert not pickled + shells
+
+
+def test_every_verb_leads_to_a_function_that_exists() -> None:
+    tree = ast.parse((CHECKOUT / "hpczero" / "cli.py").read_text())
+    places = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("hpczero.")
+    ]
+    assert len(places) >= 7
+    known = modules()
+    for place in places:
+        module, function = place.removeprefix("hpczero.").split(":")
+        assert module in known, f"{place}: no such module"
+        body = ast.parse(known[module].read_text()).body
+        assert function in [node.name for node in body if isinstance(node, ast.FunctionDef)], f"{place}: no such function"
+
+
+def test_functions_fit_a_screen_and_files_a_sitting() -> None:
+    long = []
+    for path in python_files():
+        text = path.read_text()
+        if text.count("\n") > LONGEST_FILE:
+            long.append(f"{path.relative_to(CHECKOUT)}: {text.count(chr(10))} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (lines := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION:
+                long.append(f"{path.relative_to(CHECKOUT)}:{node.lineno} {node.name}: {lines} lines")
+    assert not long, "\n".join(long)
+
+
+@pytest.mark.parametrize("word", ["utils", "helpers", "manager", "misc", "common"])
+def test_names_explain_themselves(word: str) -> None:
+    assert not [path for path in python_files() if word in path.stem.split("_")]
+
+
+def test_the_rules_of_this_test_can_fail() -> None:
+    """The reading of the imports sees what it must: inside functions, of submodules, of names."""
+    assert target("hpczero.comm.grid.Grid") == "comm.grid"
+    assert target("hpczero.__version__") == ""
+    assert not lies_in("comm.world", ALLOWED["spec.verbs"])
+    assert lies_in("comm.grid", ALLOWED["spec.verbs"])
+    assert room_of("spec.verbs") == "spec.verbs"
+    assert room_of("spec.schema") == "spec"

@@ -1,0 +1,144 @@
+"""The shell behind scripts/quickstart.sh and scripts/test.sh, tried without installing anything."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def bash(code: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    variables = {"PATH": path or os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    script = f"set -euo pipefail\nsource scripts/environment.sh\n{code}"
+    return subprocess.run([shutil.which("bash") or "bash", "-c", script], cwd=CHECKOUT, env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A folder for PATH with the tools that the scripts need, but no Python."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    for name in ("basename", "cat", "cksum", "rm", "mkdir"):
+        (folder / name).symlink_to(shutil.which(name) or "")
+    return folder
+
+
+def program(path: Path, code: str) -> None:
+    path.write_text(f"#!{shutil.which('bash')}\n{code}\n")
+    path.chmod(0o755)
+
+
+def test_a_python_that_is_too_old_is_named(tools: Path) -> None:
+    program(tools / "python3", 'if [ "$1" = --version ]; then echo Python 3.9.2; else exit 1; fi')
+    result = bash("find_python", str(tools))
+    assert result.returncode == 1
+    assert "needs Python 3.11 or newer" in result.stderr
+    assert "python3 is Python 3.9.2" in result.stderr
+
+
+def test_no_python_at_all_is_said(tools: Path) -> None:
+    result = bash("find_python", str(tools))
+    assert result.returncode == 1
+    assert "found none" in result.stderr
+
+
+def test_a_python_without_venv_is_named(tools: Path) -> None:
+    program(tools / "python3.12", 'case "$2" in *%d*) echo python3.12-venv;; *venv*) exit 1;; esac')
+    result = bash("find_python", str(tools))
+    assert result.returncode == 1
+    assert "python3.12 has no venv (Debian and Ubuntu: install python3.12-venv)" in result.stderr
+
+
+def test_a_newer_python_beside_an_old_one_is_found(tools: Path) -> None:
+    program(tools / "python3", "exit 1")
+    (tools / "python3.11").symlink_to(sys.executable)
+    assert bash("find_python", str(tools)).stdout == "python3.11\n"
+
+
+def test_the_users_python_comes_first(tools: Path) -> None:
+    (tools / "python3").symlink_to(sys.executable)
+    (tools / "mine").symlink_to(sys.executable)
+    assert bash("HPCZERO_PYTHON=mine; find_python", str(tools)).stdout == "mine\n"
+
+
+def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    result = bash(f"make_environment {tmp_path} train")
+    assert result.returncode == 1
+    assert "was not made by this script" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_half_made_environment_is_made_again_and_a_finished_one_kept(tools: Path, tmp_path: Path) -> None:
+    """A Python that makes fake environments; its pip fails the first time."""
+    log, venv = tmp_path / "log", tmp_path / "venv"
+    pip = f"case $2 in pip) echo pip >>{log}; [ $(cat {log} | wc -l) -gt 1 ];; esac"
+    make = f'case $2 in venv) mkdir -p $3/bin; cp {tmp_path}/pip $3/bin/python;; esac'
+    for name in ("wc", "cp"):
+        (tools / name).symlink_to(shutil.which(name) or "")
+    program(tmp_path / "pip", pip)
+    program(tools / "python3", make)
+    first, second, third = (bash(f"make_environment {venv} train", str(tools)) for _ in range(3))
+    assert first.returncode == 1
+    assert "run this again" in first.stderr
+    assert second.returncode == 0
+    assert third.returncode == 0
+    assert log.read_text() == "pip\npip\n"
+
+
+def parts(code: str) -> subprocess.CompletedProcess[str]:
+    return bash(f'source scripts/parts.sh\n{code}\ncat "$results/parts"')
+
+
+def test_a_part_enters_its_exit_code() -> None:
+    lines = parts("part good 60 true; part bad 60 bash -c 'exit 3'").stdout.splitlines()
+    assert [line.split("\t")[:3] for line in lines[-2:]] == [["good", "0", "0"], ["bad", "3", "0"]]
+
+
+def test_a_part_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
+    """Not even one that ignores the signal in a session of its own, or its child."""
+    stubborn = f"""trap '' TERM; setsid bash -c 'trap "" TERM; echo $$ >{tmp_path}/pid; sleep 300' & sleep 300"""
+    program(tmp_path / "stubborn", f"echo $$ >{tmp_path}/parent\n{stubborn}")
+    result = bash(f'source scripts/parts.sh\ntimeout() {{ command timeout --foreground --kill-after=1 1 "${{@:4}}"; }}\npart stuck 1 {tmp_path}/stubborn; cat "$results/parts"')
+    name, code, left, _ = result.stdout.splitlines()[-1].split("\t")
+    assert (name, code) == ("stuck", "137")
+    assert int(left) >= 1
+    for file in ("pid", "parent"):
+        assert not runs(int((tmp_path / file).read_text()))
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended may stay as a zombie until its parent, here the machine's first process, takes note."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+CASES = '<testcase/><testcase><skipped/></testcase><testcase><failure/></testcase><testcase><error/></testcase>'
+
+
+@pytest.mark.parametrize(
+    ("line", "results", "expected", "exit_code"),
+    [
+        ("unit\t0\t0\t5", "<testcase/><testcase/>", "2 passed, 0 failed, 0 skipped", 0),
+        ("unit\t1\t0\t5", CASES, "1 passed, 2 failed, 1 skipped", 1),
+        ("ruff\t0\t0\t5", None, "1 passed, 0 failed, 0 skipped", 0),
+        ("ruff\t1\t0\t5", None, "0 passed, 1 failed, 0 skipped", 1),
+        ("crash\t139\t0\t5", None, "0 passed, 1 failed, 0 skipped", 1),
+        ("other rank failed\t1\t0\t5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
+        ("orphans\t0\t2\t5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
+        ("nothing ran\t0\t0\t5", "", "0 passed, 0 failed, 0 skipped", 1),
+    ],
+)
+def test_the_parts_are_summed_up(line: str, results: str | None, expected: str, exit_code: int, tmp_path: Path) -> None:
+    (tmp_path / "parts").write_text(line + "\n")
+    if results is not None:
+        (tmp_path / f"{line.split(chr(9))[0]}.xml").write_text(f"<testsuites><testsuite>{results}</testsuite></testsuites>")
+    result = subprocess.run([sys.executable, "scripts/count_tests.py", str(tmp_path)], cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines()[-1] == expected
+    assert result.returncode == exit_code
