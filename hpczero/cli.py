@@ -6,6 +6,7 @@ the verbs for login nodes start at once and need neither MPI nor torch.
 
 import argparse
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 
@@ -13,10 +14,14 @@ from hpczero import __version__
 from hpczero.errors import HpczeroError
 
 _FOR_TRAINING = ("torch", "mpi4py", "numba")
+_WHAT_IT_IS = "Trains large transformers over MPI from one TOML spec."
 _EXIT_CODES = "exit codes: 0 done, 1 failed, 2 the input is wrong, 75 stopped with a checkpoint, to be continued"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character shows its number
     options = _parser().parse_args(arguments)
     module, function = options.carried_out_by.split(":")
     try:
@@ -35,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hpczero", description=__doc__ and "Trains large transformers over MPI from one TOML spec.", epilog=_EXIT_CODES)
+    parser = argparse.ArgumentParser(prog="hpczero", description=_WHAT_IT_IS, epilog=_EXIT_CODES)
     parser.add_argument("--version", action="version", version=f"hpczero {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
     _init(verbs)
@@ -95,7 +100,7 @@ def _data(verbs: argparse._SubParsersAction) -> None:
 
 
 def _doctor(verbs: argparse._SubParsersAction) -> None:
-    verb = _verb(verbs, "doctor", "hpczero.doctor:doctor", "look at this machine and the MPI: what would go wrong, and the fix (alone or under mpirun)")
+    verb = _verb(verbs, "doctor", "hpczero.doctor.verb:doctor", "what would go wrong on this machine, and the fix (alone or under mpirun)")
     verb.add_argument("--clean", action="store_true", help="remove shared-memory segments that nobody owns any more")
     verb.add_argument("--json", action="store_true", help="print JSON")
 

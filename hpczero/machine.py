@@ -50,7 +50,7 @@ class _Mount:
 def _mounts(root: Path) -> Iterator[_Mount]:
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
-        fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
+        fields, (kind, _, options) = before.split(" "), after.split(" ", 2)  # a field may be empty
         yield _Mount(_unescaped(fields[3]), _unescaped(fields[4]), kind, frozenset(options.split(",")))
 
 

@@ -2,8 +2,9 @@
 
 unset PYTHONPATH PYTHONHOME MPI4PY_MPIABI MPI4PY_LIBMPI
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
-# inside a batch job, stay on this machine instead of asking the scheduler for others
+# inside a batch job, stay on this machine instead of asking the scheduler for others (MPICH, then Open MPI)
 export HYDRA_LAUNCHER=fork HYDRA_RMK=user
+export PRTE_MCA_ras=^slurm,pbs,lsf,gridengine PRTE_MCA_plm=^slurm
 
 fail() {
     echo "$(basename "$0"): $*" >&2

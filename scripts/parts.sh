@@ -15,8 +15,11 @@ part() {
     local name=$1 limit=$2 started=$SECONDS code=0 left=0
     shift 2
     printf '\n== %s\n' "$name"
+    set -m # in the background, so that a signal to this script counts at once; as a job, so that Ctrl-C is not ignored in there
     env HPCZERO_TEST_RUN="$results" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" PYTHONDONTWRITEBYTECODE=1 \
-        timeout --foreground --kill-after=20 "$limit" "$@" </dev/null || code=$?
+        timeout --kill-after=20 "$limit" "$@" </dev/null &
+    set +m
+    wait $! || code=$?
     [ "$code" -ne 124 ] && [ "$code" -ne 137 ] || echo "$name: ended after its limit of $limit s"
     for _ in {1..10}; do
         left=$(processes | wc -l)

@@ -17,7 +17,7 @@ make_environment "$venv" train,mpi
 cat <<END
 
 What to try next:
-  source $venv/bin/activate
+  source $(printf %q "$venv")/bin/activate
   hpczero doctor                                              # this machine, as hpczero sees it
   hpczero check jobspecs/quickstart.toml --explain train.steps
   mpirun -n 2 hpczero run jobspecs/quickstart.toml --fresh --set train.steps=300

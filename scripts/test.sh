@@ -18,9 +18,10 @@ for argument in "$@"; do
     *) paths+=("$argument") ;;
     esac
 done
+[ -t 1 ] || export NO_COLOR=1
 case $mode in
 quick) ranks=2 slow= ;;
-usual) ranks="1 2 3 4" slow= ;;
+usual) ranks="1 2 4" slow= ;;
 all) ranks="1 2 3 4 8 32" slow=--slow ;;
 esac
 
@@ -45,12 +46,12 @@ tests() {
     part "$name" "$limit" ${launcher[@]+"${launcher[@]}"} "$venv/bin/python" -m pytest -q -p no:cacheprovider $slow --junitxml="$results/$name.xml" "$@"
 }
 
-# launches NAME LAUNCHER...: the MPI tests at each number of ranks.
+# launches NAME LAUNCHER...: the MPI tests at each number of ranks (a launch also tries all smaller worlds).
 launches() {
     local name=$1 n
     shift
     for n in $ranks; do
-        tests "$name-$n" $((200 + 40 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi tests/mpi
+        tests "$name-$n" $((300 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi tests/mpi
     done
 }
 

@@ -1,7 +1,7 @@
-"""The grid: every rank has one coordinate along each axis, and talks along an axis with the ranks that differ in that coordinate only.
+"""The grid: every rank has one coordinate along each axis, and talks along it with the ranks that differ in that coordinate only.
 
-Pure arithmetic. Places of the grid are counted with the innermost axis fastest, and given to the ranks sorted by (node, rank): neighbours along the
-innermost axis share a node however the launcher dealt the ranks out, as long as the axis fits there.
+Pure arithmetic. Places of the grid are counted with the innermost axis fastest, and given to the ranks sorted by (node, rank):
+neighbours along the innermost axis share a node however the launcher dealt the ranks out, as long as the axis fits there.
 """
 
 from collections.abc import Iterator, Sequence

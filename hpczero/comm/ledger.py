@@ -1,8 +1,8 @@
 """What was sent, along which axis, by which operation, and how long it was waited for (design §7).
 
 Bytes follow one convention per rank, whatever algorithm carried them: with N ranks and a tensor of B bytes, all_reduce counts
-2(N-1)/N·B, reduce_scatter, all_gather and broadcast (N-1)/N·B, all_to_all what goes to others, send B. A receive counts
-no bytes (its sender did) but its waiting. `inside` and `between` split the bytes by the share of the peers on the same and on other nodes.
+2(N-1)/N·B, reduce_scatter, all_gather and broadcast (N-1)/N·B, all_to_all what goes to others, send B. A receive counts no bytes
+(its sender did) but its waiting. `inside` and `between` split the bytes by the share of the peers on the same and on other nodes.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,11 +16,15 @@ class Entry:
     between: int = 0  # bytes to ranks of other nodes
     seconds: float = 0.0  # waited by the host
 
-    def sent(self, size: int, between: int) -> None:
+    def sent(self, inside: int, between: int) -> None:
         self.count += 1
-        self.bytes += size
+        self.bytes += inside + between
+        self.inside += inside
         self.between += between
-        self.inside += size - between
+
+    def clear(self) -> None:
+        self.count = self.bytes = self.inside = self.between = 0
+        self.seconds = 0.0
 
 
 class Ledger:
@@ -40,9 +44,9 @@ class Ledger:
         return sum(entry.seconds for entry in self._entries.values())
 
     def reset(self) -> None:
-        """Forget everything; what operations under way add afterwards is counted anew."""
+        """Count anew; operations under way hold their entry, so entries are emptied, not replaced."""
         for entry in self._entries.values():
-            entry.__init__()  # type: ignore[misc]  # operations under way hold the entry: empty it, do not replace it
+            entry.clear()
 
     def as_dict(self) -> dict[str, dict[str, dict[str, float]]]:
         """axis -> operation -> totals, for summary.json; what never happened is left out."""

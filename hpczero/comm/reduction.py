@@ -1,13 +1,13 @@
 """The local half of a reduction: parts that have arrived, combined in rank order (so the result never depends on arrival)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 _BLOCK = 1 << 16  # elements: accumulator and parts stay in the cache
 _HALF = (torch.float16, torch.bfloat16)
-_OPERATIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_OPERATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def check(op: str, output: Tensor, dtype: torch.dtype) -> None:
@@ -18,8 +18,8 @@ def check(op: str, output: Tensor, dtype: torch.dtype) -> None:
 
 
 def combine(output: Tensor, parts: Sequence[Tensor], op: str) -> None:
-    """output = parts[0] op parts[1] op ..., from left to right; half precision accumulates in fp32 and is rounded once, when it is
-    written (not at all into an fp32 output). Integers wrap. `output` may be one of the parts.
+    """output = parts[0] op parts[1] op ..., from left to right. Half precision accumulates in fp32 and is rounded once, when it is
+    written (not at all into an fp32 output); integers wrap; NaN stays NaN. `output` may be one of the parts.
     """
     operation = _OPERATIONS[op]
     dtype = parts[0].dtype

@@ -6,11 +6,20 @@ Whoever waits for one operation moves all of them: a rank that waits here may be
 import os
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hpczero.comm.ledger import Entry
 
 Steps = Generator[Sequence[Any], None, None]  # yields requests; an empty yield means "not yet: ask again"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes in bytes: of the buffers that arriving pieces are kept in until they are summed, and of the largest single message."""
+
+    staging: int = 4 << 20
+    message: int = 1 << 30
 
 
 class Work:

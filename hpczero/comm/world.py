@@ -1,69 +1,81 @@
 """The ranks of this job: who they are, on which nodes they run, and the groups in which they talk."""
 
 import json
+import os
+import sys
 import time
+import traceback
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpczero import env
 from hpczero.comm.ledger import Entry, Ledger
-from hpczero.comm.work import Progress, Steps
-from hpczero.errors import InputError
+from hpczero.comm.work import Limits, Progress, Steps
+from hpczero.errors import HpczeroError, InputError, Stopped
 
 if TYPE_CHECKING:
-    from hpczero.comm.group import Group, Limits
+    from hpczero.comm.connection import Connection
+    from hpczero.comm.group import Group
 
 _PIECE = 1 << 30  # bytes: the largest message of share and collect
+_LAST_WORDS = 0.3  # seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends the job
+_HEAD_START = 1.0  # seconds in which rank 0 may say for all of them what is wrong with the input
 
 
 class World:
-    """All ranks of the job, or of a part of it (`part`).
+    """All ranks of the job, or of a part of it (`part`). Without torch everything works but the groups.
 
-    `.rank`, `.size`; `.node_of_rank` numbers the nodes in the order of their first ranks; `.hosts` the host name of each rank; `.node`,
-    `.local_rank`, `.local_size` where this rank runs; `.everyone` the group of all ranks; `.ledger` what was sent.
+    `.rank`, `.size`; `.hosts` the host name of each rank; `.node_of_rank` numbers the nodes in the order of their first ranks; `.node`,
+    `.local_rank`, `.local_size`: where this rank runs; `.everyone` the group of all; `.ledger` what was sent; `.library` which MPI.
+
+    As a context: an orderly end closes it; an error in it is said with its rank and ends the whole job (`fail`).
     """
 
-    def __init__(self, mpi: Any, communicator: Any, ranks_per_node: int = 0, limits: "Limits | None" = None, owns_mpi: bool = False) -> None:
+    def __init__(self, mpi: Any, communicator: Any, ranks_per_node: int = 0, limits: Limits | None = None) -> None:
         """Collective over the communicator, which the world then owns."""
         self._mpi = mpi
         self._communicator = communicator
-        self._limits = limits
-        self._owns_mpi = owns_mpi
+        self._limits = limits or Limits()
+        self._finalizes = False
         self._progress = Progress(mpi.Request)
-        self._groups: dict[tuple[str, tuple[int, ...]], tuple[Group, Any]] = {}
+        self._groups: dict[tuple[str, tuple[int, ...]], tuple[Group, Connection]] = {}
         self.ledger = Ledger()
+        self.library = _library(mpi)
         self.rank: int = communicator.rank
         self.size: int = communicator.size
-        self.library = " ".join(mpi.Get_library_version().rstrip("\x00").split("\n")[0].split())
-        described = self.collect([mpi.Get_processor_name(), self._node_leader(ranks_per_node)])
-        described = self.share(described)
-        leaders = sorted({leader for _, leader in described})
+        described = self.share(self.collect([mpi.Get_processor_name(), self._node_leader(ranks_per_node)]))
+        nodes = {leader: node for node, leader in enumerate(sorted({leader for _, leader in described}))}
         self.hosts: tuple[str, ...] = tuple(host for host, _ in described)
-        self.node_of_rank: tuple[int, ...] = tuple(leaders.index(leader) for _, leader in described)
+        self.node_of_rank: tuple[int, ...] = tuple(nodes[leader] for _, leader in described)
         self.node = self.node_of_rank[self.rank]
         neighbours = [rank for rank, node in enumerate(self.node_of_rank) if node == self.node]
         self.local_rank = neighbours.index(self.rank)
         self.local_size = len(neighbours)
 
     @classmethod
-    def start(cls, ranks_per_node: int = 0, limits: "Limits | None" = None) -> "World":
+    def start(cls, ranks_per_node: int = 0, limits: Limits | None = None) -> "World":
         """Start MPI. `ranks_per_node` overrides the nodes found: so many neighbouring ranks count as a node."""
         import mpi4py
 
-        mpi4py.rc.initialize = False  # we say when, and with which thread level
-        mpi4py.rc.finalize = False  # not behind our back: it would make a failing rank wait for the others
+        mpi4py.rc.initialize = False  # here, with the thread level that is needed
+        mpi4py.rc.finalize = False  # in close(): behind our back it would make a failing rank wait for the others
         from mpi4py import MPI
 
-        owns_mpi = not MPI.Is_initialized()
-        if owns_mpi:
-            MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        started = not MPI.Is_initialized()
+        if started:
+            _refuse_foreign_launcher(MPI)
+            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of mpi4py, about the launcher: said better below
+                MPI.Init_thread(MPI.THREAD_SERIALIZED)
         _refuse_unusable(MPI)
-        return cls(MPI, MPI.COMM_WORLD.Dup(), ranks_per_node, limits, owns_mpi)
+        world = cls(MPI, MPI.COMM_WORLD.Dup(), ranks_per_node, limits)
+        world._finalizes = started
+        return world
 
-    def part(self, ranks: Sequence[int], ranks_per_node: int = 0, limits: "Limits | None" = None) -> "World":
-        """A world of these ranks only, numbered in this order; called by them alone."""
-        return World(self._mpi, self._subset(ranks), ranks_per_node, limits)
+    def part(self, ranks: Sequence[int], ranks_per_node: int = 0, limits: Limits | None = None) -> "World":
+        """A world of these ranks only, numbered in this order; called by them alone. Its operations are waited for apart from ours."""
+        return World(self._mpi, self._subset(ranks), ranks_per_node, limits or self._limits)
 
     @property
     def everyone(self) -> "Group":
@@ -71,19 +83,20 @@ class World:
 
     def group(self, axis: str, ranks: Sequence[int]) -> "Group":
         """The group of these ranks, in this order. Collective over them and nobody else; asked for again, it is the same group."""
-        from hpczero.comm.group import Connection, Group, Limits
+        from hpczero.comm.connection import Connection
+        from hpczero.comm.group import Group
 
         key = axis, tuple(ranks)
         if key not in self._groups:
-            assert self.rank in ranks, f"rank {self.rank} asks for a group of ranks {list(ranks)} without itself"
+            assert self.rank in ranks, f"rank {self.rank} asks for a group without itself: {list(ranks)}"
             communicator = self._subset(ranks) if len(ranks) > 1 else None
-            connection = Connection(self._mpi, communicator, self._progress, self.ledger, self._limits or Limits())
+            connection = Connection(self._mpi, communicator, self._progress, self.ledger, self._limits)
             self._groups[key] = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection), connection
         return self._groups[key][0]
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on every rank: what JSON can carry, of any length (a tuple becomes a list)."""
-        box: list[bytes] = [json.dumps(value).encode() if self.rank == 0 else b""]
+        """Rank 0's value on every rank: what JSON can carry, of any length (a tuple becomes a list)."""
+        box = [json.dumps(value).encode() if self.rank == 0 else b""]
         self._run(self._share(box))
         return json.loads(box[0])
 
@@ -94,24 +107,41 @@ class World:
         return [json.loads(text) for text in received] if self.rank == 0 else None
 
     def abort(self, code: int = 1) -> None:
-        """End the whole job at once, with this exit code; does not return."""
+        """End the whole job with this exit code; does not return."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(_LAST_WORDS)
         self._mpi.COMM_WORLD.Abort(code)
+        os._exit(code)  # some libraries come back from Abort
+
+    def fail(self, error: BaseException) -> None:
+        """Say which rank failed and why, and end the whole job, as others may be waiting for this rank; does not return. What is wrong
+        with the input is usually found by all ranks: rank 0 says it, and the others wait a moment for it to do so.
+        """
+        if isinstance(error, InputError) and self.rank > 0:
+            time.sleep(_HEAD_START)
+        if not isinstance(error, HpczeroError):
+            traceback.print_exception(error)
+        print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {str(error) or type(error).__name__}", file=sys.stderr)
+        self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
 
     def close(self) -> None:
-        """The orderly end, on every rank: nothing may be under way."""
+        """The orderly end, on every rank; nothing may be under way."""
         for _, connection in self._groups.values():
             connection.close()
         self._groups.clear()
         self._communicator.Free()
-        if self._owns_mpi:
+        if self._finalizes:
             self._mpi.Finalize()
 
     def __enter__(self) -> "World":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
+        if error is None or isinstance(error, Stopped):
             self.close()
+        elif self.size > 1:
+            self.fail(error)
 
     def _run(self, steps: Steps) -> None:
         self._progress.start(steps, Entry()).wait()
@@ -119,25 +149,22 @@ class World:
     def _share(self, box: list[bytes]) -> Steps:
         length = bytearray(len(box[0]).to_bytes(8, "little"))
         yield [self._communicator.Ibcast([length, self._mpi.BYTE])]
-        text = bytearray(box[0]) if self.rank == 0 else bytearray(int.from_bytes(length, "little"))
+        text = bytearray(box[0]) or bytearray(int.from_bytes(length, "little"))
         for piece in _pieces(text):
             yield [self._communicator.Ibcast([piece, self._mpi.BYTE])]
         box[0] = bytes(text)
 
     def _collect(self, text: bytes, received: list[bytearray]) -> Steps:
-        lengths = bytearray(8 * self.size) if self.rank == 0 else None
-        mine = len(text).to_bytes(8, "little")
-        yield [self._communicator.Igather([mine, self._mpi.BYTE], [lengths, self._mpi.BYTE] if lengths is not None else None)]
-        if lengths is None:
-            yield [self._communicator.Isend([piece, self._mpi.BYTE], 0) for piece in _pieces(text)]
+        byte = self._mpi.BYTE
+        lengths = bytearray(8 * self.size if self.rank == 0 else 0)
+        yield [self._communicator.Igather([len(text).to_bytes(8, "little"), byte], [lengths, byte] if self.rank == 0 else None)]
+        if self.rank > 0:
+            yield [self._communicator.Isend([piece, byte], 0) for piece in _pieces(text)]
             return
         received += [bytearray(int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little")) for rank in range(self.size)]
         received[0][:] = text
-        yield [
-            self._communicator.Irecv([piece, self._mpi.BYTE], rank)
-            for rank in range(1, self.size)
-            for piece in _pieces(received[rank])
-        ]
+        arriving = [(rank, piece) for rank in range(1, self.size) for piece in _pieces(received[rank])]
+        yield [self._communicator.Irecv([piece, byte], rank) for rank, piece in arriving]
 
     def _node_leader(self, ranks_per_node: int) -> int:
         """The lowest rank on this rank's node."""
@@ -158,22 +185,40 @@ class World:
         return communicator
 
 
+def _library(mpi: Any) -> str:
+    """"MPICH Version: 5.0.2", "Open MPI v5.0.11"."""
+    return " ".join(mpi.Get_library_version().rstrip("\x00").split("\n")[0].split(",")[0].split())
+
+
 def _pieces(text: bytes | bytearray) -> list[memoryview]:
     return [memoryview(text)[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
 
 
+def _refuse_foreign_launcher(mpi: Any) -> None:
+    """MPICH without PMIx cannot even start under Open MPI's mpirun; its own message there helps nobody."""
+    version = mpi.Get_library_version()
+    if "Open MPI" in env.launched_tasks() and version.startswith("MPICH") and "pmix" not in version.lower():
+        _refuse_launcher(mpi)
+
+
 def _refuse_unusable(mpi: Any) -> None:
-    library = mpi.Get_library_version().rstrip("\x00").split("\n")[0]
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        raise InputError(f"{library} offers thread level {mpi.Query_thread()}; hpczero needs MPI_THREAD_SERIALIZED ({mpi.THREAD_SERIALIZED})")
+        level = f"thread level {mpi.Query_thread()}, below MPI_THREAD_SERIALIZED ({mpi.THREAD_SERIALIZED})"
+        raise InputError(f"{_library(mpi)} offers {level}, which hpczero needs: use an MPI that was built with thread support")
+    if mpi.COMM_WORLD.size == 1:
+        _refuse_launcher(mpi)
+
+
+def _refuse_launcher(mpi: Any) -> None:
+    """The MPI library is not the launcher's if that has started several processes and each would believe itself alone."""
     launcher, (rank, size) = next(iter(env.launched_tasks().items()), ("", (0, 1)))
-    if mpi.COMM_WORLD.size > 1 or size == 1:
+    if size == 1:
         return
-    if rank > 0:  # every process believes itself alone: only the launcher's first one speaks
-        time.sleep(1)
+    if rank > 0:  # the launcher's first process speaks; the others give it the time
+        time.sleep(_HEAD_START)
         raise SystemExit(InputError.exit_code)
     raise InputError(
-        f"the launcher ({launcher}) started {size} processes, but each believes itself alone: the MPI library in use is {library}, "
-        f"which is not the launcher's. Use that library's own mpirun (in the same virtual environment), or point mpi4py at the launcher's library "
-        f"(MPI4PY_LIBMPI=/path/to/libmpi.so); `python -m mpi4py --mpi-library` shows which one is taken"
+        f"the launcher ({launcher}) started {size} processes, but each would run alone: the MPI library in use, {_library(mpi)}, is not "
+        f"the launcher's. Start with the mpirun that belongs to this library (of the same virtual environment or module), or point mpi4py "
+        f"at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so); `python -m mpi4py --mpi-library` shows which one is taken"
     )

@@ -27,7 +27,7 @@ from hpczero.data.tokenizer import token_dtype, tokenizer
 from hpczero.errors import HpczeroError, InputError
 
 BUILDER = 1  # raised when the same text would give another token file
-COMMIT_EVERY = 128 * 2**20  # bytes of text
+COMMIT_EVERY = 32 * 2**20  # bytes of text
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ class Listener(Protocol):
 
     def advanced(self, done: int, total: int) -> None:
         """So many bytes of the text are read."""
+
+    def copied(self, done: int, total: int) -> None:
+        """So many bytes of tokens are in the token file."""
 
 
 @dataclass
@@ -78,18 +81,20 @@ class State:
     unreadable: Noted = field(default_factory=Noted)
 
 
-def build(found: Found, output: Path, recipe: Recipe, work: Path, listener: Listener, commit_every: int = COMMIT_EVERY) -> TokenFile:
+def build_token_file(
+    found: Found, output: Path, recipe: Recipe, work: Path, listener: Listener, commit_every: int = COMMIT_EVERY
+) -> TokenFile:
     """Makes `output` by way of the folder `work`, which is gone afterwards."""
     with writing(work):
         work.mkdir(parents=True, exist_ok=True)
-    with _only_builder(work, output):
+    with _only_builder(work, output, listener):
         with contextlib.closing(Reader(found.inputs, recipe, work, listener, commit_every)) as reader:
             reader.read()
         _report(reader, found, listener)
         attributes = asdict(recipe) | {"inputs": names_digest(found.inputs)}
-        write_token_file(work / "assembled.h5", tokenizer(recipe.tokenizer), attributes, reader.raw)
+        write_token_file(work / "assembled.h5", tokenizer(recipe.tokenizer), attributes, reader.raw, listener.copied)
         replace_file(work / "assembled.h5", output)
-        shutil.rmtree(work)
+        shutil.rmtree(work, ignore_errors=True)
     return open_token_file(output)
 
 
@@ -108,7 +113,7 @@ def names_digest(inputs: Sequence[Input]) -> str:
 
 
 @contextlib.contextmanager
-def _only_builder(work: Path, output: Path) -> Iterator[None]:
+def _only_builder(work: Path, output: Path, listener: Listener) -> Iterator[None]:
     """One builder per work folder: the kernel frees the lock when its holder ends, however it ends."""
     path = work / "lock"
     with writing(path):
@@ -118,8 +123,8 @@ def _only_builder(work: Path, output: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"another process is building {output} (it holds {path}): wait for it, or choose another output") from None
-        except OSError as error:
-            raise HpczeroError(f"{path} cannot be locked ({error.strerror}): choose an output on a file system with locks") from error
+        except OSError as error:  # some parallel file systems are mounted without locks
+            listener.said(f"WARN {path} cannot be locked ({error.strerror}): nothing keeps a second builder of {output} away")
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise InputError(f"another process has just built {output}")  # it finished between our open and our lock
         yield
@@ -157,7 +162,7 @@ class Reader:
                 if section.resume is None:
                     continue
                 state.position = section.resume
-                self._listener.advanced(before + state.position, total)
+                self._listener.advanced(min(total, before + state.position), total)  # a file may grow meanwhile
                 if before + state.position - committed >= self._commit_every:
                     self._commit(source)
                     committed = before + state.position
@@ -263,11 +268,11 @@ def _report(reader: Reader, found: Found, listener: Listener) -> None:
     for path in found.unreadable:
         state.unreadable.add(str(path))
     if found.others:
-        listener.said(f"{found.others} files of other kinds in the folders were left out")
+        listener.said(f"left out, being of other kinds: {found.others} files")
     if state.unreadable.count:
-        listener.said(f"WARN {state.unreadable.count} could not be read and were left out: {_named(state.unreadable)}")
+        listener.said(f"WARN left out, cannot be read: {state.unreadable.count} ({_named(state.unreadable)})")
     if state.replaced.count:
-        listener.said(f"WARN {state.replaced.count} had text that is not UTF-8, replaced by U+FFFD: {_named(state.replaced)}")
+        listener.said(f"WARN not UTF-8, what is not text became U+FFFD: {state.replaced.count} files ({_named(state.replaced)})")
 
 
 def _named(noted: Noted) -> str:

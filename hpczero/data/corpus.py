@@ -87,18 +87,16 @@ def _walk(folder: Path, name: str, leave_out: frozenset[str], found: Found) -> N
         if not found.first_time(folder.stat()):
             return
         entries = sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=os.fsencode)
-        folders = [entry for entry in entries if entry.is_dir()]
+        kinds = [(entry, entry.is_dir()) for entry in entries]
     except OSError:
         found.unreadable.append(folder)
         return
-    for entry in entries:
-        if entry in folders:
-            continue
+    for entry in (entry for entry, is_folder in kinds if not is_folder):
         if entry.suffix.lower() in SUFFIXES:
             _add(entry, name + entry.name, found)
         else:
             found.others += 1
-    for entry in folders:
+    for entry in (entry for entry, is_folder in kinds if is_folder):
         if entry.name not in leave_out:
             _walk(entry, f"{name}{entry.name}/", leave_out, found)
 
@@ -152,18 +150,15 @@ def _to_line_end(piece: bytes, file: BinaryIO) -> bytes:
 
 def _lines(source: Input, file: BinaryIO) -> Iterator[Section]:
     """The documents of a .jsonl file from where it stands; an empty line is none."""
-    while True:
-        before = file.tell()
-        line = file.readline(_LONGEST_LINE)
-        if not line:
-            return
+    after = file.tell()
+    while line := file.readline(_LONGEST_LINE):
+        before, after = after, after + len(line)
         if not line.strip():
             continue
         try:
             content, damaged = _content(line)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{source.path}:{_line_number(file, before)}: {error}") from error
-        after = file.tell()
         for section in _cut(io.BytesIO(content), len(content)):
             yield Section(section.text, section.ends_document, after if section.ends_document else None, damaged)
 

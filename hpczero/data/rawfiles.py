@@ -19,13 +19,16 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         held = path.stat().st_size if path.is_file() else 0
-        raise HpczeroError(f"{path} cannot be written ({held} bytes so far): {error.strerror or error}; {_room(path)}") from error
+        reason = f"{error.strerror or error}; {_free(path)} bytes are free there"
+        raise HpczeroError(
+            f"{path} cannot be written ({held} bytes so far): {reason}; once that is mended, the same command goes on where it was"
+        ) from error
 
 
-def _room(path: Path) -> str:
+def _free(path: Path) -> int:
     folder = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     state = os.statvfs(folder)
-    return f"{state.f_bavail * state.f_frsize} bytes are free there"
+    return state.f_bavail * state.f_frsize
 
 
 class RawFile:
@@ -34,18 +37,16 @@ class RawFile:
     def __init__(self, path: Path, dtype: np.dtype, length: int) -> None:
         """Goes on after the first `length` values; what follows them is cut off."""
         self.path, self.dtype, self.length = path, dtype, length
-        self._pending: list[np.ndarray] = []
-        self._pending_bytes = 0
+        self._pending = bytearray()
         with writing(path):
             self._file = open(path, "r+b" if length else "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
             self._file.truncate(length * dtype.itemsize)
             self._file.seek(0, os.SEEK_END)
 
     def append(self, values: np.ndarray) -> None:
-        self._pending.append(values.astype(self.dtype))
-        self._pending_bytes += self._pending[-1].nbytes
+        self._pending += values.astype(self.dtype).tobytes()
         self.length += len(values)
-        if self._pending_bytes >= _BUFFER:
+        if len(self._pending) >= _BUFFER:
             self._flush()
 
     def commit(self) -> None:
@@ -59,13 +60,11 @@ class RawFile:
         self._file.close()
 
     def _flush(self) -> None:
-        if not self._pending:
-            return
-        left = memoryview(np.concatenate(self._pending)).cast("B")
+        left = memoryview(self._pending)
         with writing(self.path):
             while left:
                 left = left[self._file.write(left) :]
-        self._pending, self._pending_bytes = [], 0
+        self._pending = bytearray()
 
 
 def replace_file(temporary: Path, final: Path) -> None:

@@ -19,7 +19,8 @@ def window(seed: int, windows: int, index: int) -> int:
     windows, keyed by (seed, epoch); a result past the last window is sent through again until it falls inside (cycle walking,
     Black and Rogaway 2002): less than four times on average.
     """
-    assert windows > 0 and index >= 0, (windows, index)
+    assert windows > 0, windows
+    assert index >= 0, index
     epoch, position = divmod(index, windows)
     half = max(_SMALLEST_HALF, ((windows - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
@@ -35,7 +36,8 @@ def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int)
     Every rank has ceil(global_batch / (micro_batch * ranks)) micro-batches; over all ranks their sizes differ by one sample at most (they
     are empty where there are more ranks than samples), and so do the ranks' totals.
     """
-    assert global_batch > 0 and micro_batch > 0 and 0 <= rank < ranks, (rank, global_batch, micro_batch, ranks)
+    assert min(global_batch, micro_batch) > 0, (global_batch, micro_batch)
+    assert 0 <= rank < ranks, (rank, ranks)
     accumulation = -(-global_batch // (micro_batch * ranks))
     slots = accumulation * ranks
     first = rank * accumulation

@@ -68,7 +68,8 @@ def _checked(file: TokenFile, spec: Spec) -> Source:
     if not source.windows("train"):
         tokens = len(file.splits["train"].tokens)
         raise InputError(
-            f"{file.path} has {tokens} tokens to train on, a sequence needs {needs} (model.seq_len + 1): use more text, or a shorter model.seq_len"
+            f"{file.path} has {tokens} tokens to train on, a sequence needs {needs} (model.seq_len + 1): "
+            "use more text, or a shorter model.seq_len"
         )
     if spec.train.eval_batches and not source.windows("validation"):
         tokens = len(file.splits["validation"].tokens)
@@ -90,13 +91,14 @@ class FileSource:
         return max(0, len(self._file.splits[split].tokens) - 1) // self._seq_len
 
     def fill(self, split: str, window: int, out: np.ndarray) -> None:
-        assert 0 <= window < self.windows(split) and out.shape == (self._seq_len + 1,), (split, window, out.shape)
+        assert 0 <= window < self.windows(split), (split, window)
         start = window * self._seq_len
         held = self._file.splits[split]
         out[:] = held.tokens[start : start + self._seq_len + 1]
         if out.max() > held.largest:  # the file's own counts say otherwise: it would index past the embedding
             raise InputError(
-                f"{self._file.path} is damaged: window {window} of {split} holds token {out.max()}, the counts say {held.largest} at most; build it again"
+                f"{self._file.path} is damaged: window {window} of {split} holds token {out.max()}, "
+                f"the counts say {held.largest} at most; build it again"
             )
 
     def unigram_entropy(self, split: str) -> float:
@@ -106,30 +108,31 @@ class FileSource:
         return self._file.describe()
 
 
+_SYNTHETIC_WINDOWS = {"train": 2**31, "validation": 2**20}
+_SYNTHETIC_SALT = {"train": 1 << 63, "validation": 0}  # a seed has 63 bits
+
+
 class SyntheticSource:
     """Uniformly random tokens, each a hash of (seed, split, position): needs no file, and cannot be learned beyond ln(vocab)."""
-
-    _WINDOWS = {"train": 2**31, "validation": 2**20}
-    _SALT = {"train": 0x7261696E, "validation": 0x76616C69}
 
     def __init__(self, seed: int, vocabulary: int, seq_len: int) -> None:
         self._seed, self.vocabulary, self._seq_len = seed, vocabulary, seq_len
 
     def windows(self, split: str) -> int:
-        return self._WINDOWS[split]
+        return _SYNTHETIC_WINDOWS[split]
 
     def fill(self, split: str, window: int, out: np.ndarray) -> None:
-        assert 0 <= window < self.windows(split) and out.shape == (self._seq_len + 1,), (split, window, out.shape)
+        assert 0 <= window < self.windows(split), (split, window)
         start = window * self._seq_len
         positions = np.arange(start, start + self._seq_len + 1, dtype=np.uint64)
-        key = _mix(np.array([self._seed ^ self._SALT[split] << 64 - 32], dtype=np.uint64))
+        key = _mix(np.array([self._seed ^ _SYNTHETIC_SALT[split]], dtype=np.uint64))
         out[:] = ((_mix(positions ^ key) >> np.uint64(32)) * np.uint64(self.vocabulary)) >> np.uint64(32)
 
     def unigram_entropy(self, split: str) -> float:
         return math.log(self.vocabulary)
 
     def describe(self) -> dict[str, Any]:
-        tokens = {split: windows * self._seq_len + 1 for split, windows in self._WINDOWS.items()}
+        tokens = {split: windows * self._seq_len + 1 for split, windows in _SYNTHETIC_WINDOWS.items()}
         return {
             "path": "synthetic",
             "tokenizer": "none",

@@ -8,19 +8,21 @@ import tempfile
 from pathlib import Path
 
 from hpczero import env
-from hpczero.data.build import BUILDER, Recipe, build
+from hpczero.data.build import BUILDER, Recipe, build_token_file
 from hpczero.data.corpus import find
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.schema import Spec
 
 # not the library proper: tests and their data, what was installed into it, bundled copies, the editor
-_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "idlelib", "lib2to3", "turtledemo"})
+_LEFT_OUT = frozenset(["test", "tests", "site-packages", "dist-packages", "__pycache__", "_bundled", "idlelib", "lib2to3", "turtledemo"])
 
 
-class _Silent:
+class Silent:
     def said(self, line: str) -> None: ...
 
     def advanced(self, done: int, total: int) -> None: ...
+
+    def copied(self, done: int, total: int) -> None: ...
 
 
 def token_file(spec: Spec) -> Path:
@@ -30,18 +32,18 @@ def token_file(spec: Spec) -> Path:
     """
     cache = Path(env.expand(spec.paths.cache)) if spec.paths.cache else env.cache_folder()
     recipe = Recipe(spec.data.tokenizer, spec.data.validation_fraction)
-    name = f"stdlib-{platform.python_implementation().lower()}-{platform.python_version()}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
-    final = cache.absolute() / name
+    python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
+    final = cache.absolute() / f"stdlib-{python}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
     if final.exists():
         return final
-    print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     except OSError as error:
         raise InputError(f"the cache folder {cache} cannot be written ({error.strerror}): set paths.cache to a folder that can") from error
+    print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
     try:
-        build(find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT), final, recipe, work, _Silent())
+        build_token_file(find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT), final, recipe, work, Silent())
     except HpczeroError as error:
         raise InputError(f"building the stdlib corpus: {error} (paths.cache says where it goes)") from error
     finally:

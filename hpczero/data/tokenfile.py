@@ -5,10 +5,10 @@ nothing outside the file is ever read (no links, no external or virtual storage)
 """
 
 import os
-import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -125,7 +125,7 @@ def _attribute(file: "h5py.File", name: str, kind: type) -> Any:
     value = file.attrs[name]
     if isinstance(value, bytes):
         value = value.decode("utf-8", errors="replace")
-    accepted = {str: str, int: (int, np.integer), float: (float, np.floating)}[kind]
+    accepted: tuple[type, ...] = {str: (str,), int: (int, np.integer), float: (float, np.floating)}[kind]
     return kind(value) if isinstance(value, accepted) else None
 
 
@@ -167,24 +167,33 @@ def _mapped(path: Path, size: int, group: "h5py.Group", name: str, dtype: np.dty
     return np.memmap(path, dtype, "r", offset, (length,))
 
 
-def write_token_file(path: Path, encoding: Tokenizer, facts: dict[str, Any], raw: dict[str, dict[str, RawFile]]) -> None:
+def write_token_file(
+    path: Path, encoding: Tokenizer, facts: dict[str, Any], raw: dict[str, dict[str, RawFile]], copied: Callable[[int, int], None]
+) -> None:
     """Makes a token file of the raw files.
 
     The datasets are allocated first; the values are then copied to where they lie, outside HDF5, counted and hashed on the way;
-    counts and attributes come last. The same values give the same bytes.
+    counts and attributes come last. The same values give the same bytes. `copied` is told how many bytes of how many are there.
     """
     import h5py
 
     digest = xxhash.xxh3_128()
+    total, done = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values()), 0
     with writing(path):
         offsets = _allocate(path, encoding.vocabulary, raw)
         counts = {}
         with open(path, "r+b") as file:
             for split in SPLITS:
-                counts[split] = _copy_tokens(file, offsets[split, "tokens"], raw[split]["tokens"], encoding.vocabulary, digest)
-                with open(raw[split]["documents"].path, "rb") as documents:
-                    file.seek(offsets[split, "documents"])
-                    shutil.copyfileobj(documents, file, _CHUNK)
+                counts[split] = np.zeros(encoding.vocabulary, np.int64)
+                file.seek(offsets[split, "tokens"])
+                for block in _blocks(raw[split]["tokens"].path):
+                    counts[split] += np.bincount(np.frombuffer(block, raw[split]["tokens"].dtype), minlength=encoding.vocabulary)
+                    digest.update(block)
+                    file.write(block)
+                    done += len(block)
+                    copied(done, total)
+                file.seek(offsets[split, "documents"])
+                file.writelines(_blocks(raw[split]["documents"].path))
         with h5py.File(path, "r+", libver=LIBRARY_VERSIONS, locking=False) as made:
             for split in SPLITS:
                 made[f"{split}/counts"][:] = counts[split]
@@ -209,21 +218,15 @@ def _allocate(path: Path, vocabulary: int, raw: dict[str, dict[str, RawFile]]) -
     with h5py.File(path, "w", libver=LIBRARY_VERSIONS, locking=False, alignment_threshold=_PAGE, alignment_interval=_PAGE) as file:
         for split in SPLITS:
             group = file.create_group(split)
-            sizes = {kind: (content.length, content.dtype) for kind, content in raw[split].items()} | {"counts": (vocabulary, np.dtype("<i8"))}
-            for name, (length, dtype) in sizes.items():
+            datasets = {name: (content.length, content.dtype) for name, content in raw[split].items()}
+            for name, (length, dtype) in (datasets | {"counts": (vocabulary, np.dtype("<i8"))}).items():
                 kind, space = h5py.h5t.py_create(dtype, logical=True), h5py.h5s.create_simple((length,))
                 dataset = h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=creation)
                 offsets[split, name] = dataset.get_offset() or 0
     return offsets
 
 
-def _copy_tokens(file: BinaryIO, offset: int, tokens: RawFile, vocabulary: int, digest: "xxhash.xxh3_128") -> np.ndarray:
-    """Copies the values to `offset` and adds them to the digest; returns how often each id occurs."""
-    counts = np.zeros(vocabulary, np.int64)
-    file.seek(offset)
-    with open(tokens.path, "rb") as source:
-        while block := source.read(_CHUNK):
-            counts += np.bincount(np.frombuffer(block, tokens.dtype), minlength=vocabulary)
-            digest.update(block)
-            file.write(block)
-    return counts
+def _blocks(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        while block := file.read(_CHUNK):
+            yield block

@@ -1,7 +1,7 @@
 """GPT (Radford et al. 2019): learned positions, pre-norm blocks, GELU, tied embeddings. Plain PyTorch that knows no parallelism.
 
-A model is a list of layers, each called as layer(x, batch); the first makes x from the batch's tokens, the last turns it into the summed loss. How many
-heads and columns a layer has is read off its weights, so a layer that holds a part of them works as it is.
+A model is a list of layers, each called as layer(x, batch); the first makes x from the batch's tokens, the last turns it into the
+summed loss. How many heads and columns a layer has is read off its weights, so a layer that holds a part of them works as it is.
 Legend: [samples, seq, hidden], heads x head_dim = inner.
 """
 

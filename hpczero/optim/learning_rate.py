@@ -21,6 +21,6 @@ def learning_rate(spec: Spec, step: int) -> float:
         start = max(start, spec.train.steps - (schedule.decay_steps or -(-spec.train.steps // 5)))
         if step < start:
             return peak
-    done = min(1.0, (step - start) / (last - start)) if last > start else 1.0
+    done = min(1.0, (step - start) / max(1, last - start))
     left = 0.5 * (1.0 + cos(pi * done)) if schedule.name == "cosine" else 1.0 - done
     return schedule.min_lr + (peak - schedule.min_lr) * left

@@ -47,6 +47,7 @@ class _Scan:
     def __init__(self) -> None:
         self.lines: dict[tuple[str, ...], int] = {}
         self.key: list[str] | None = []
+        self.after_dot = False
         self.path: tuple[str, ...] | None = ()  # of the value being read; None inside an array
         # what encloses the place: an opening bracket (none for the document) and the path of the table (None inside an array)
         self.around: list[tuple[str, tuple[str, ...] | None]] = [("", ())]
@@ -60,15 +61,23 @@ class _Scan:
         elif self.key is None:
             self._value(kind, token, line)
         elif kind != "mark":
-            self.key.append(_unquoted(token) if kind == "string" else token)
-            if len(self.key) > DEEPEST:
-                raise TooDeep(line)
+            self._name(_unquoted(token) if kind == "string" else token, line)
+        elif token == ".":
+            self.after_dot = True
         elif token == "=":
             self.path = self._enter(self.around[-1][1], line)
         elif token == "]":  # the end of a table's header
             self.around = [("", self._enter((), line))]
         elif token == "}":  # of an inline table that is empty
             self._close()
+
+    def _name(self, name: str, line: int) -> None:
+        if self.key is None or (self.key and not self.after_dot):  # two words in a row are no key: not TOML
+            return
+        self.key.append(name)
+        self.after_dot = False
+        if len(self.key) > DEEPEST:
+            raise TooDeep(line)
 
     def _enter(self, table: tuple[str, ...] | None, line: int) -> tuple[str, ...] | None:
         """The key is complete: notes its line and that of the tables that it opens on the way."""

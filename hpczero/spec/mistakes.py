@@ -58,6 +58,8 @@ def unknown(table: str, leaf: str, value: Any) -> str:
 
 
 def no_such_key(name: str) -> str:
+    if name in tables():
+        return f"{name} is a table; its keys are {listed([key.name for key in tables()[name].values()])}"
     close = nearest(name, keys())
     return f"{printable(name, 100)} is no key of the spec; " + (f"did you mean {close}?" if close else "hpczero spec prints them all")
 

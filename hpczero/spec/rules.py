@@ -76,8 +76,10 @@ def _model(spec: Spec) -> list[Contradiction]:
 
 
 def _parallel(spec: Spec) -> list[Contradiction]:
-    order = spec.parallel.order
-    if sorted(order.split(",")) != sorted(AXES):
-        text = f'parallel.order = {shown(order)}: must name each of {", ".join(AXES)} once, as in "{",".join(AXES)}"'
-        return [Contradiction(("parallel.order",), text)]
-    return []
+    parallel = spec.parallel
+    named = [axis.strip() for axis in parallel.order.split(",")]
+    needed = {"data"} | {axis for axis in ("tensor", "pipeline") if getattr(parallel, axis) > 1}
+    if len(set(named)) == len(named) and needed <= set(named) <= set(AXES):
+        return []
+    text = f'parallel.order = {shown(parallel.order)}: must name each axis once, as in "{",".join(AXES)}"'
+    return [Contradiction(("parallel.order",), text)]

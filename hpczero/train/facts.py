@@ -35,7 +35,7 @@ def memory() -> dict[str, int]:
 
 def use_threads(world: World) -> int:
     """This rank takes its share of the cores: torch runs that many threads from now on."""
-    mine = {"node": world.node, "cores": sorted(os.sched_getaffinity(0)), "quota": machine.cpu_quota()}
+    mine = {"node": world.node, "cores": sorted(machine.usable_cores()), "quota": machine.cpu_quota()}
     everyone = world.share(world.collect(mine))
     here = [one for one in everyone if one["node"] == world.node]
     threads = machine.threads_per_rank([set(one["cores"]) for one in here], here[0]["quota"])[world.local_rank]

@@ -1,5 +1,6 @@
 """The live display of a run: a panel that stays at the bottom of the terminal, events as lines above it."""
 
+import sys
 import time
 from collections import deque
 from typing import IO, TextIO, cast
@@ -32,7 +33,8 @@ class Live:
         self._evaluation = ""
         self._drawn = 0.0
         self._fit()
-        self._region = Region(console=self._console, auto_refresh=False, get_renderable=self._panel)
+        same_place = self._terminal is not None and terminal.find(sys.stderr) == self._terminal
+        self._region = Region(console=self._console, auto_refresh=False, redirect_stderr=same_place, get_renderable=self._panel)
         self._region.start()
         self._console.show_cursor(True)  # a job that is killed must not leave a terminal without its cursor
 

@@ -164,7 +164,7 @@ class RunLock:
         os.ftruncate(descriptor, len(text))
         if not final:
             time.sleep(SETTLE)
-            after = Holder.parse(self.path.read_text(encoding="utf-8"))
+            after = _read(descriptor) if self._leads_here(descriptor) else None
             if after != own:
                 raise self._held(after)
 

@@ -159,7 +159,7 @@ def number(figure: float | None) -> str:
 
 def _three_digits(figure: float) -> str:
     size = abs(figure)
-    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3
+    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3 if size >= 0.09995 or not size else 4
     return f"{figure:.{digits}f}"
 
 

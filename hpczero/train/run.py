@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
@@ -19,8 +19,8 @@ from hpczero.data.source import Source, open_source
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model import build, shapes
 from hpczero.parallel.zero import Engine, Settings
-from hpczero.spec.rules import unavailable
 from hpczero.spec.load import load
+from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, rundir
 from hpczero.train.batches import Batches
@@ -42,8 +42,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"hpczero: {error}", file=sys.stderr, flush=True)
     except BaseException as failure:
         _say_failure(world, failure)
-        world.abort(getattr(failure, "exit_code", 1))
-        raise
+        world.abort(1)
     world.close()
     return code
 
@@ -83,20 +82,24 @@ def _run(world: World, options: argparse.Namespace, began: float) -> int:
     spec = Spec.model_validate_json(world.share(text))
     if spec.comm.ranks_per_node:
         world = world.part(range(world.size), spec.comm.ranks_per_node)
-    done = world.share(rundir.finished(spec) if world.rank == 0 and not options.fresh else None)
+    done = world.share(together(world, lambda: rundir.finished(spec) if world.rank == 0 and not options.fresh else None))
     job = _prepare(world, spec)
     directory = together(world, lambda: RunDirectory.claim(spec, options.resume, options.fresh) if world.rank == 0 and not done else None)
     if done:
         if world.rank == 0:
             print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {done['final_loss']:.4f}); --fresh starts anew")
         return 0
+    voice = Voice(choose(options.progress, spec.train.steps, spec.train.log_every), directory) if directory else None
     try:
-        return _train(job, directory, options, began)
+        outcome, summary = _train(job, voice, began)
     except HpczeroError as error:
         raise RankFailure(error) from error
     finally:
-        if directory:
-            directory.close()
+        if voice:
+            voice.close()
+    if voice:
+        print("\n".join(_closing_words(job, outcome, summary)), flush=True)
+    return 0 if outcome.state == "finished" else 1
 
 
 def _prepare(world: World, spec: Spec) -> Job:
@@ -108,9 +111,8 @@ def _prepare(world: World, spec: Spec) -> Job:
     return Job(spec, world, grid, source, facts.use_threads(world))
 
 
-def _train(job: Job, directory: RunDirectory | None, options: argparse.Namespace, began: float) -> int:
+def _train(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
     spec, world = job.spec, job.world
-    voice = Voice(choose(options.progress, spec.train.steps, spec.train.log_every), directory) if directory else None
     packages = facts.packages()
     places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": facts.process(), "node": world.node})
     if voice:
@@ -126,18 +128,19 @@ def _train(job: Job, directory: RunDirectory | None, options: argparse.Namespace
         _say_layout(voice, job, batches)
         voice.directory.keep_metrics_before(1)
     trainer = Trainer(spec, world, engine, module, batches, voice)
-    began_training = time.perf_counter()
+    began_training, cpu_before = time.perf_counter(), time.process_time()
     outcome = trainer.train()
     seconds = time.perf_counter() - began_training
-    memory = world.collect(engine.memory() | facts.memory())
-    comm = world.collect(world.ledger.as_dict())
-    if voice and memory and comm:
-        summary = _summary(job, outcome, seconds) | {"wall_seconds": time.perf_counter() - began, "memory": memory, "comm": comm}
+    of_ranks = {
+        "memory": world.collect(engine.memory() | facts.memory()),
+        "comm": world.collect(world.ledger.as_dict()),
+        "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
+    }
+    summary = _summary(job, outcome, seconds) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    if voice:
         voice.directory.summary(summary)
         voice.event("stop", state=outcome.state, step=outcome.steps, reason=outcome.reason or "all steps done", loss=outcome.final_loss)
-        voice.output.close()
-        print("\n".join(_closing_words(job, outcome, summary)), flush=True)
-    return 0 if outcome.state == "finished" else 1
+    return outcome, summary
 
 
 def _say_layout(voice: Voice, job: Job, batches: Batches) -> None:
@@ -154,7 +157,7 @@ def _say_layout(voice: Voice, job: Job, batches: Batches) -> None:
     )
 
 
-def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, object]:
+def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
     spec = job.spec
     tokens = outcome.steps * spec.train.global_batch * spec.model.seq_len
     validated = outcome.validation_loss is not None
@@ -176,7 +179,7 @@ def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, object]:
     }
 
 
-def _closing_words(job: Job, outcome: Outcome, summary: dict[str, object]) -> list[str]:
+def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[str]:
     words = [
         f"trained:    {job.spec.name}, a {job.spec.model.family.upper()} of {summary['parameters']:,} parameters, on {summary['tokens']:,} tokens "
         f"in {outcome.steps} steps ({summary['seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s on {job.world.size} ranks)",
@@ -186,7 +189,10 @@ def _closing_words(job: Job, outcome: Outcome, summary: dict[str, object]) -> li
         words.append(f"validation: {outcome.validation_loss:.4f}; the text's unigram entropy is {summary['unigram_entropy']:.4f}")
     words.append(f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)")
     if outcome.state == "stopped":
-        words.append(f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}; this version keeps no checkpoints: started again, it begins anew")
+        words.append(
+            f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}; "
+            "this version keeps no checkpoints: started again, it begins anew"
+        )
     if outcome.state == "failed":
         words.append(f"failed: {outcome.reason}")
     return words

@@ -89,11 +89,13 @@ class RunDirectory:
 
 
 def finished(spec: Spec) -> dict[str, Any] | None:
-    """The summary of a run that has done all its steps."""
+    """The summary of this run if it has done all its steps; InputError if it is another run that is there."""
+    path = path_of(spec)
     try:
-        summary = json.loads((path_of(spec) / "summary.json").read_text(encoding="utf-8"))
+        summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    _same_run(path, spec)
     done = isinstance(summary, dict) and summary.get("state") == "finished" and summary.get("steps", 0) >= spec.train.steps
     return summary if done else None
 

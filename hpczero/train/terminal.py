@@ -23,15 +23,16 @@ _REDIRECTING = ("-outfile", "-errfile", "-output", "-tag-output", "-timestamp-ou
 
 
 def find(stream: TextIO) -> str | None:
-    """The path of the terminal that shows what is written to `stream`."""
+    """The path of the terminal that shows what is written to `stream` (stdout or stderr)."""
     if env.variable("TERM") in (None, "dumb"):
         return None
     try:
-        process, end = psutil.Process(), os.readlink(f"/proc/self/fd/{stream.fileno()}")
+        channel = stream.fileno()
+        process, end = psutil.Process(), os.readlink(f"/proc/self/fd/{channel}")
         while (reader := _reader(process, end)) is not None:
             if _redirects(reader.cmdline()):
                 return None
-            process, end = reader, os.readlink(f"/proc/{reader.pid}/fd/1")
+            process, end = reader, os.readlink(f"/proc/{reader.pid}/fd/{2 if channel == 2 else 1}")
         return end if _is_terminal(end) else None
     except (OSError, ValueError, psutil.Error):
         return None

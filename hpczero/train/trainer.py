@@ -8,13 +8,13 @@ Rank 0 also speaks and writes the run directory.
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
-from hpczero.data.source import Source
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.zero import Engine, StepResult
@@ -50,6 +50,10 @@ class Voice:
         self.output.event(name, **values)
         self.directory.event(name, **values)
 
+    def close(self) -> None:
+        self.output.close()
+        self.directory.close()
+
 
 class Trainer:
     def __init__(self, spec: Spec, world: World, engine: Engine, module: nn.Module, batches: Batches, voice: Voice | None) -> None:
@@ -81,7 +85,7 @@ class Trainer:
         loss, asked = self._agree(loss_sum, requests)
         seconds = time.perf_counter() - began
         in_comm = self.world.ledger.seconds - communicated
-        metrics = {
+        metrics: dict[str, Any] = {
             "step": step + 1,
             "loss": loss,
             "grad_norm": result.grad_norm,
@@ -137,14 +141,14 @@ class Trainer:
         self.world.everyone.all_reduce(sums)
         return float(sums[0] / sums[1])
 
-    def _report(self, voice: Voice, metrics: dict[str, object], result: StepResult, first: bool) -> None:
+    def _report(self, voice: Voice, metrics: dict[str, Any], result: StepResult, first: bool) -> None:
         voice.directory.metrics(metrics)
         if first:
             voice.event("first", step=metrics["step"], loss=metrics["loss"], seconds=metrics["step_seconds"])
         if result.bad:
             where = f"first in {result.bad.tensor} of data rank {result.bad.data_rank}" if result.bad.tensor else "only the sum over the ranks"
             voice.event("WARN", what="gradient not finite, step skipped", step=metrics["step"], where=where, loss_scale=result.loss_scale)
-        voice.output.step(int(str(metrics["step"])), metrics)
+        voice.output.step(metrics["step"], metrics)
         if "validation_loss" in metrics:
             entropy = self.batches.source.unigram_entropy("validation")
             voice.event("eval", step=metrics["step"], validation_loss=metrics["validation_loss"], unigram_entropy=entropy)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hpczero_kernels.adamw import State, adamw_reference, scalars_of_step
 
 

@@ -39,8 +39,16 @@ class Installation:
 
 def run(command: Sequence[str | Path], folder: Path, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """A command in a bare environment: no user's pip settings, no PYTHONPATH but the given one."""
-    bare = {"PATH": os.environ["PATH"], "HOME": str(folder), "LC_ALL": "C.UTF-8", "PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run([str(word) for word in command], cwd=folder, env=bare | (variables or {}), capture_output=True, text=True, timeout=120, check=False)
+    bare = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "LC_ALL": "C.UTF-8",
+        "PIP_CONFIG_FILE": os.devnull,
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    return subprocess.run(
+        [str(word) for word in command], cwd=folder, env=bare | (variables or {}), capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def succeed(result: subprocess.CompletedProcess[str]) -> str:
@@ -109,7 +117,9 @@ def pip_install(python: Path, *arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def installation(request: pytest.FixtureRequest, checkout: Path, wheel: Path, requirements: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+def installation(
+    request: pytest.FixtureRequest, checkout: Path, wheel: Path, requirements: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Installation:
     folder = tmp_path_factory.mktemp(request.param)
     python = environment(folder / "venv", requirements)
     module = [str(python), "-m", "hpczero"]
@@ -122,7 +132,9 @@ def installation(request: pytest.FixtureRequest, checkout: Path, wheel: Path, re
         return Installation([str(python.parent / "hpczero")], python, checkout, checkout)
     if request.param == "target":
         pip_install(python, "--no-deps", "--target", folder / "target", wheel)
-        return Installation(module, python, folder / "target", folder / "target" / "share" / "hpczero", {"PYTHONPATH": str(folder / "target")})
+        return Installation(
+            module, python, folder / "target", folder / "target" / "share" / "hpczero", {"PYTHONPATH": str(folder / "target")}
+        )
     return Installation(module, python, checkout, checkout, {"PYTHONPATH": str(checkout)})
 
 
@@ -141,7 +153,9 @@ def test_its_files_are_found(installation: Installation, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("inside_checkout", [False, True], ids=["elsewhere", "in the checkout"])
-def test_the_verbs_for_login_nodes_work_without_torch_and_mpi4py(installation: Installation, checkout: Path, tmp_path: Path, inside_checkout: bool) -> None:
+def test_the_verbs_for_login_nodes_work_without_torch_and_mpi4py(
+    installation: Installation, checkout: Path, tmp_path: Path, inside_checkout: bool
+) -> None:
     folder = checkout if inside_checkout else tmp_path
     assert run([installation.python, "-c", "import torch"], folder).returncode != 0
     assert run([installation.python, "-c", "import mpi4py"], folder).returncode != 0
@@ -223,7 +237,7 @@ def versions(python: Path, variables: dict[str, str]) -> tuple[str, str]:
 @pytest.mark.parametrize("upgrade", [[], ["--upgrade"]], ids=["install", "upgrade"])
 @pytest.mark.parametrize("place", ["environment", "PYTHONPATH", "nowhere"])
 def test_a_sites_own_torch_and_mpi4py_stay(place: str, upgrade: list[str], index: Path, tmp_path: Path) -> None:
-    """Whether the site's builds lie in the environment itself or come from a module's PYTHONPATH. (Where there are none, pip takes the index's.)"""
+    """Whether they lie in the environment itself or come from a module through PYTHONPATH; where there are none, pip takes the newest."""
     python = environment(tmp_path / "venv")
     site = [fake_wheel(tmp_path, "torch", "2.6.0a0+site"), fake_wheel(tmp_path, "mpi4py", "4.1.0+site")]
     variables = {}
@@ -232,6 +246,19 @@ def test_a_sites_own_torch_and_mpi4py_stay(place: str, upgrade: list[str], index
     elif place == "PYTHONPATH":
         pip_install(python, "--target", tmp_path / "module", *site)
         variables = {"PYTHONPATH": str(tmp_path / "module")}
-    command = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", "--find-links", index, *upgrade, "hpczero[train]"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "-q",
+        "--no-index",
+        "--find-links",
+        index,
+        *upgrade,
+        "hpczero[train]",
+    ]
     succeed(run(command, tmp_path, variables))
     assert versions(python, variables) == (("99.0", "99.0") if place == "nowhere" else ("2.6.0a0+site", "4.1.0+site"))

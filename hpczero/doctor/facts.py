@@ -1,0 +1,195 @@
+"""What one rank sees: plain data that can be sent to rank 0 as JSON. Nothing is judged here."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hpczero import __version__, env, locations, machine
+from hpczero.comm.library import Library, installed_wheels
+
+PACKAGES = ("torch", "mpi4py", "numba", "numba-cuda", "h5py", "numpy", "pydantic")
+_LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "srun", "aprun", "palsd")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The command that started this rank, found among its ancestors."""
+
+    command: str
+    cores: int  # that it may use itself: what there is to give to its ranks
+
+
+@dataclass(frozen=True)
+class Storage:
+    """HDF5, and whether file locks work in the working directory ("" if they do)."""
+
+    hdf5: str | None
+    locking: str | None  # HDF5_USE_FILE_LOCKING
+    lock_error: str
+    directory: str
+    file_system: str
+
+
+@dataclass
+class Report:
+    """The facts of one rank; those about the job (`rank`, `node`, `skew`) are entered by whoever asked all ranks."""
+
+    host: str
+    python: str
+    executable: str
+    in_checkout: bool
+    packages: dict[str, str | None]
+    launched: dict[str, list[int]]  # launcher's variables: [rank, size]
+    launcher: Launcher | None
+    mpirun_on_path: str | None
+    cores: list[int]
+    quota: float | None
+    physical: int
+    available: int
+    memory_limit: int | None
+    usable: int
+    shm: tuple[int, int] | None  # size, free
+    gpu_driver: bool
+    gpus: list[str]
+    gpu_error: str
+    storage: Storage
+    sees_all: bool
+    wheels: list[str]  # PyPI's MPIs in this Python environment
+    stale: list[tuple[str, int, str]] = field(default_factory=list)  # name, bytes, made by; of a node's first rank alone
+    removed: list[tuple[str, int, str]] = field(default_factory=list)
+    library: Library | None = None
+    library_error: str = ""
+    rank: int = 0
+    size: int = 1
+    node: int = 0
+    skew: float = 0.0
+
+    @property
+    def under_a_launcher(self) -> bool:
+        """Whether this is a rank of a job. One task of Slurm's may be no more than a job's shell."""
+        return any(launcher != "Slurm" or size > 1 for launcher, (_, size) in self.launched.items())
+
+
+def report() -> Report:
+    memory = machine.memory()
+    shm = machine.shared_memory()
+    gpus, gpu_error = _gpus()
+    return Report(
+        host=socket.gethostname(),
+        python=".".join(map(str, sys.version_info[:3])),
+        executable=sys.executable,
+        in_checkout=locations.in_checkout(),
+        packages={"hpczero": __version__, **{name: _version(name) for name in PACKAGES}},
+        launched={name: list(task) for name, task in env.launched_tasks().items()},
+        launcher=_launcher(),
+        mpirun_on_path=shutil.which("mpirun"),
+        cores=sorted(machine.usable_cores()),
+        quota=machine.cpu_quota(),
+        physical=memory.physical,
+        available=memory.available,
+        memory_limit=memory.limit.limit if memory.limit else None,
+        usable=memory.usable,
+        shm=(shm.size, shm.free) if shm else None,
+        gpu_driver=_gpu_driver(),
+        gpus=gpus,
+        gpu_error=gpu_error,
+        storage=_storage(),
+        sees_all=machine.sees_all_users_of(),
+        wheels=installed_wheels(),
+    )
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    return asdict(report)
+
+
+def from_json(data: dict[str, Any]) -> Report:
+    launcher = Launcher(**data["launcher"]) if data["launcher"] else None
+    library = Library(**data["library"]) if data["library"] else None
+    return Report(**{**data, "launcher": launcher, "library": library, "storage": Storage(**data["storage"])})
+
+
+def look_for_stale_segments(report: Report, remove: bool) -> None:
+    """Enter this user's segments that nobody uses, and those of them that were removed."""
+    stale, gone = machine.stale_segments(), []
+    if remove and report.sees_all:
+        for segment in stale:
+            with contextlib.suppress(OSError):  # somebody else removed it, or it may not be removed: it stays on the list
+                segment.path.unlink()
+                gone.append(segment)
+    report.stale = _described([segment for segment in stale if segment not in gone])
+    report.removed = _described(gone)
+
+
+def _described(segments: Sequence[machine.Segment]) -> list[tuple[str, int, str]]:
+    return [(segment.path.name, segment.size, segment.made_by) for segment in segments]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _launcher() -> Launcher | None:
+    try:
+        for ancestor in psutil.Process().parents():
+            if ancestor.name().startswith(_LAUNCHERS):
+                return Launcher(ancestor.exe() or ancestor.name(), len(ancestor.cpu_affinity()))
+    except (OSError, psutil.Error):
+        pass
+    return None
+
+
+def _gpu_driver() -> bool:
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+
+
+def _gpus() -> tuple[list[str], str]:
+    """Names of the GPUs that torch offers this rank; torch (seconds to import) is asked only where there is a driver."""
+    if not _gpu_driver():
+        return [], ""
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return names, "" if names else f"torch {torch.__version__} finds none"
+    except Exception as error:  # a driver that does not fit can raise anything, and the others' facts still count
+        return [], f"{type(error).__name__}: {error}"
+
+
+def _storage() -> Storage:
+    try:
+        import h5py
+
+        hdf5 = h5py.version.hdf5_version
+    except ImportError:
+        hdf5 = None
+    directory = Path.cwd()
+    return Storage(hdf5, env.variable("HDF5_USE_FILE_LOCKING"), _lock_error(directory), str(directory), machine.file_system_type(directory))
+
+
+def _lock_error(directory: Path) -> str:
+    """Why a lock cannot be had in this folder; asked of the folder itself, so that nothing is written."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # somebody else has it: locks work
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""

@@ -1,0 +1,184 @@
+"""The verbs about specs: check, init, spec. They run on login nodes: no torch, no mpi4py."""
+
+import json
+import re
+import shlex
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpczero.errors import InputError
+from hpczero.spec.keys import flat, keys
+from hpczero.spec.load import Loaded, load
+from hpczero.spec.mistakes import no_such_key
+from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text
+from hpczero.spec.rules import unavailable, without_effect
+from hpczero.spec.schema import Spec
+from hpczero.spec.show import printable, shown
+from hpczero.spec.write import to_start_from
+
+_MOST_RANKS = 1_000_000
+
+
+def check(options: Namespace) -> int:
+    if options.explain and options.explain not in keys():
+        raise InputError(no_such_key(options.explain))
+    loaded = load(options.spec, options.overrides)
+    if options.explain:
+        print(json.dumps(_explained(loaded, options.explain), indent=2) if options.json else _explanation(loaded, options.explain))
+        return 0
+    layout = _lay_out(loaded.spec, options.ranks, options.ranks_per_node)
+    notes = unavailable(loaded.spec) + without_effect(loaded.spec) + _idle(loaded.spec, layout)
+    print(json.dumps(_as_data(loaded, layout, notes), indent=2) if options.json else _as_text(options.spec, loaded, layout, notes))
+    return 0
+
+
+def init(options: Namespace) -> int:
+    path = Path(options.path)
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(to_start_from(_run_name(path.stem)))
+    except FileExistsError:
+        raise InputError(f"{printable(options.path)} exists already and is left as it is: name another file") from None
+    except OSError as error:
+        raise InputError(f"{printable(options.path)} cannot be written: {error.strerror}") from None
+    name = printable(shlex.quote(options.path))
+    print(f"wrote {name}; edit it, then\n  hpczero check {name}             what the job is\n  mpirun -n 2 hpczero run {name}   train it")
+    return 0
+
+
+def _run_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")[:100] or "run"
+
+
+def reference(options: Namespace) -> int:
+    print(json.dumps(as_data(), indent=2) if options.json else as_markdown() if options.markdown else as_text())
+    return 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a number of ranks makes of the job."""
+
+    grid: list[str]  # in lines for people
+    ranks: int
+    data_ranks: int
+    micro_batches: int  # in a step, on each data rank
+    smallest: int  # sequences in the smallest and the largest micro-batch
+    largest: int
+
+
+def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
+    if ranks is None:
+        if per_node is not None:
+            raise InputError(f"--ranks-per-node {per_node} lays out the ranks of --ranks: say how many there are")
+        return None
+    if per_node is None:
+        per_node = spec.comm.ranks_per_node or ranks
+    if not 1 <= ranks <= _MOST_RANKS or per_node < 1:
+        raise InputError(f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node")
+    from hpczero.comm.grid import Grid
+
+    grid = Grid.build(spec.parallel, [rank // per_node for rank in range(ranks)])
+    data_ranks = grid.size("data")
+    return Layout(grid.describe(), ranks, data_ranks, *micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks))
+
+
+def micro_batch_sizes(global_batch: int, micro_batch: int, data_ranks: int) -> tuple[int, int, int]:
+    """How many micro-batches each data rank has in a step, and the smallest and the largest size (as data/sampler deals them out)."""
+    count = -(-global_batch // (micro_batch * data_ranks))
+    return count, global_batch // (count * data_ranks), -(-global_batch // (count * data_ranks))
+
+
+def _idle(spec: Spec, layout: Layout | None) -> list[str]:
+    batch = spec.train.global_batch
+    if not layout or layout.smallest:
+        return []
+    return [f"train.global_batch = {batch} leaves {layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks without a sequence"]
+
+
+def _parameters(spec: Spec) -> int:
+    from hpczero.model.shapes import parameter_count
+
+    return parameter_count(spec.model)
+
+
+def _tokens_per_step(spec: Spec) -> int:
+    return spec.train.global_batch * spec.model.seq_len
+
+
+def _as_text(path: str, loaded: Loaded, layout: Layout | None, notes: list[str]) -> str:
+    spec = loaded.spec
+    model, train, schedule, parameters, per_step = spec.model, spec.train, spec.schedule, _parameters(spec), _tokens_per_step(spec)
+    tokens = train.steps * per_step
+    width = f" of {model.head_dim}" if model.head_dim else ""
+    lines = [
+        f"{printable(path)} is a valid job",
+        f"  run       {spec.name}, in the folder {shown(spec.output)}, seed {spec.seed}",
+        f"  model     {model.family}: {parameters:,} parameters; layers {model.layers}, hidden {model.hidden}, heads {model.heads}{width},"
+        f" vocabulary {model.vocab}, sequence {model.seq_len}",
+        f"  data      {shown(spec.data.source)}",
+        f"  a step    {train.global_batch} sequences = {per_step:,} tokens, in {train.precision}",
+        f"  training  {train.steps:,} steps = {tokens:,} tokens, {_ratio(tokens, parameters)} for each parameter",
+        f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {schedule.name}, {schedule.warmup_steps} steps of warm-up",
+    ]
+    if layout:
+        first, *others = layout.grid
+        lines += [f"  ranks     {first}", *(f"          {line}" for line in others), f"            {_dealt_out(layout)}"]
+    changed = [(name, value) for name, value in flat(spec).items() if value != keys()[name].default]
+    if changed:
+        lines.append("not the default:")
+        lines += [f"  {f'{name} = {shown(value)}':<42}  {loaded.sources[name].text}" for name, value in changed]
+    return "\n".join(lines + [f"note: {note}" for note in notes])
+
+
+def _ratio(tokens: int, parameters: int) -> str:
+    return f"{tokens / parameters:.3g}" if tokens < 1000 * parameters else f"{tokens // parameters:,}"
+
+
+def _dealt_out(layout: Layout) -> str:
+    each = f"{layout.smallest}" if layout.smallest == layout.largest else f"{layout.smallest} or {layout.largest}"
+    plural = "micro-batch" if layout.micro_batches == 1 else "micro-batches"
+    return f"each of the {layout.data_ranks:,} data ranks takes {layout.micro_batches:,} {plural} of {each} sequences in a step"
+
+
+def _as_data(loaded: Loaded, layout: Layout | None, notes: list[str]) -> dict[str, Any]:
+    spec = loaded.spec
+    return {
+        "name": spec.name,
+        "parameters": _parameters(spec),
+        "tokens_per_step": _tokens_per_step(spec),
+        "tokens": spec.train.steps * _tokens_per_step(spec),
+        "spec": spec.model_dump(),
+        "sources": {name: source.text for name, source in loaded.sources.items() if source.text != "default"},
+        "layout": vars(layout) if layout else None,
+        "notes": notes,
+    }
+
+
+def _explained(loaded: Loaded, name: str) -> dict[str, Any]:
+    key, given = keys()[name], loaded.history[name]
+    return {
+        "key": name,
+        "value": flat(loaded.spec)[name],
+        "source": given[-1].source.text,
+        "instead_of": [{"value": older.value, "source": older.source.text} for older in reversed(given[:-1])],
+        "default": key.default,
+        "allowed": key.allowed,
+        "role": key.role,
+        "description": key.description,
+    }
+
+
+def _explanation(loaded: Loaded, name: str) -> str:
+    key, given = keys()[name], loaded.history[name]
+    lines = [
+        f"{name} = {shown(flat(loaded.spec)[name])}",
+        f"  meaning     {key.description}",
+        f"  allowed     {key.allowed}",
+        f"  default     {shown(key.default)}",
+        f"  role        {key.role}: {ROLES[key.role]}",
+        f"  from        {given[-1].source.text}",
+    ]
+    return "\n".join(lines + [f"  instead of  {shown(older.value)}  ({older.source.text})" for older in reversed(given[:-1])])

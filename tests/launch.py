@@ -1,0 +1,100 @@
+"""Starts commands as a user would, under this environment's mpirun or alone, with a hard time-out, and sees what they leave behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+_MARK = "HPCZERO_TEST_LAUNCH"
+_LEAVE = 5  # seconds that processes get to go away after the command itself has ended
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended. `code` is None if it had to be killed after its time; `left` are processes that outlived it."""
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+    left: list[str]
+
+
+def hpczero(*arguments: str) -> list[str]:
+    """The program of this checkout, in this environment."""
+    return [sys.executable, "-m", "hpczero", *arguments]
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The launcher that belongs to this environment's MPI library, and the options that it needs here."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if not found:
+        pytest.skip("there is no mpirun")
+    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+    options = ["--oversubscribe"] if "Open MPI" in version else []
+    return [found, *options, "-n", str(ranks)]
+
+
+def launch(command: Sequence[str], seconds: float, folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None) -> Finished:
+    """Run to the end, or until `seconds` have passed; nothing outlives this call."""
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
+    process = start(command, folder, {**(environment or {}), _MARK: mark})
+    try:
+        out, err = process.communicate(timeout=seconds)
+        code: int | None = process.returncode
+    except subprocess.TimeoutExpired:
+        _kill(mark)
+        out, err = process.communicate()
+        code = None
+    taken = time.monotonic() - started
+    return Finished(code, out.decode(errors="replace"), err.decode(errors="replace"), taken, _await_the_end(mark))
+
+
+def start(command: Sequence[str], folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Only started, for tests that do something to it while it runs."""
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    surroundings = {**os.environ, **allowed, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(
+        list(command), cwd=folder, env=surroundings, stdin=nothing, stdout=pipe, stderr=pipe, start_new_session=True
+    )
+
+
+def _await_the_end(mark: str) -> list[str]:
+    deadline = time.monotonic() + _LEAVE
+    while (left := _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _kill(mark)
+    return [f"{pid}: {command}" for pid, command in left.items()]
+
+
+def _kill(mark: str) -> None:
+    for pid in _marked(mark):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Processes that carry the mark in their environment, wherever they have gone: pid -> command line."""
+    entry, found = f"{_MARK}={mark}".encode(), {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if entry in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # gone, or another user's
+            continue
+    return found

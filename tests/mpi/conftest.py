@@ -1,0 +1,147 @@
+"""Distributed tests: mpirun -n N python -m pytest --with-mpi tests/mpi
+
+Every rank runs the same tests in the same order. After each phase of a test (set-up, body, tear-down) all ranks agree on its
+outcome: a test that fails on one rank fails on all, and rank 0, which alone reports, shows every failure with its rank. A rank that
+does not come to the agreement (it hangs, or waits in a collective for one that failed) ends the launch, with a message that names
+the test and the rank.
+
+A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the other ranks sit it out.
+"""
+
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hpczero.comm.world import World
+
+SIZES = (1, 2, 3, 4, 6, 8)
+LIMIT = 90  # seconds for one test, on every rank
+GRACE = 10  # seconds that a rank whose test failed waits for the others
+_RECORD = 16384  # bytes of a rank's outcome and error text
+
+
+class Verdict:
+    """The ranks' agreement on the outcome of each phase."""
+
+    def __init__(self, whole: World) -> None:
+        from mpi4py import MPI
+
+        self.whole = whole
+        self.test = ""
+        self._mpi = MPI
+        self._communicator = MPI.COMM_WORLD.Dup()
+        self._stderr = os.fdopen(os.dup(2), "w")  # the tests' own is captured
+
+    def agree(self, report: pytest.TestReport) -> None:
+        outcomes = self._gather(report)
+        kinds = {outcome for outcome, _ in outcomes}
+        if len(kinds) == 1 and "failed" not in kinds:
+            return
+        told = [f"---- rank {rank}: {outcome}\n{text}" for rank, (outcome, text) in enumerate(outcomes) if text or "failed" not in kinds]
+        report.outcome = "failed"
+        report.longrepr = "\n".join(told)
+
+    def _gather(self, report: pytest.TestReport) -> list[tuple[str, str]]:
+        text = report.longreprtext if report.failed else ""
+        mine = json.dumps([report.outcome, text[-_RECORD // 2 :]]).encode()
+        mine = (mine if len(mine) <= _RECORD else json.dumps([report.outcome, "(too long to be passed on)"]).encode()).ljust(_RECORD)
+        records = bytearray(_RECORD * self.whole.size)
+        request = self._communicator.Iallgather([mine, self._mpi.BYTE], [records, self._mpi.BYTE])
+        begun = time.monotonic()
+        while not request.Test():
+            if report.failed and time.monotonic() - begun > GRACE:
+                missing = "not every other rank came to its end"
+                self.end_launch(f"rank {self.whole.rank} failed in {self.test} ({report.when}), and {missing}:\n{report.longreprtext}")
+            time.sleep(0.0005)
+        return [tuple(json.loads(records[rank * _RECORD : (rank + 1) * _RECORD])) for rank in range(self.whole.size)]
+
+    def too_long(self) -> None:
+        faulthandler.dump_traceback(self._stderr)
+        self.end_launch(f"rank {self.whole.rank} is still in {self.test} after {LIMIT} s: ending the launch")
+
+    def end_launch(self, message: str) -> None:
+        """From any thread, even while another one is stuck inside MPI: the launcher ends the job when a rank is gone."""
+        print(f"\n{message}", file=self._stderr, flush=True)
+        time.sleep(0.5)
+        os._exit(1)
+
+
+class Distributed:
+    """The plugin that carries this out, in a launch with --with-mpi."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        torch.set_num_threads(1)  # there are as many ranks as cores, or more
+        self.whole = World.start()
+        self.verdict = Verdict(self.whole)
+        if self.whole.rank > 0:
+            config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115  # open until the end
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self.verdict.test = item.nodeid
+        watch = threading.Timer(LIMIT, self.verdict.too_long)
+        watch.daemon = True
+        watch.start()
+        try:
+            return (yield)
+        finally:
+            watch.cancel()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        self.verdict.agree(report)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """The body is run by the ranks of its world only."""
+        return True if pyfuncitem.funcargs.get("world", self) is None else None
+
+    def pytest_unconfigure(self) -> None:
+        self.whole.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--with-mpi"):
+        config.pluginmanager.register(Distributed(config), "distributed")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "world" in metafunc.fixturenames:
+        plugin: Any = metafunc.config.pluginmanager.get_plugin("distributed")
+        given = plugin.whole.size if plugin else 1
+        sizes = sorted({size for size in SIZES if size <= given} | {given}) if given <= max(SIZES) else [given]
+        metafunc.parametrize("world", sizes, indirect=True, ids=lambda size: f"{size}-ranks")
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[World | None]:
+    """A world of the first so many ranks; None on the others, whose bodies are not run."""
+    whole = whole_of(request)
+    part = whole.part(range(request.param)) if whole.rank < request.param else None
+    yield part
+    if part:
+        part.close()
+
+
+@pytest.fixture
+def whole(request: pytest.FixtureRequest) -> World:
+    """All ranks of the launch."""
+    return whole_of(request)
+
+
+def whole_of(request: pytest.FixtureRequest) -> World:
+    plugin: Any = request.config.pluginmanager.get_plugin("distributed")
+    if plugin is None:
+        pytest.skip("needs --with-mpi")
+    whole: World = plugin.whole
+    return whole

@@ -1,0 +1,310 @@
+"""Every collective against what one process computes: bit for bit, so that no two runs and no two MPI libraries can differ."""
+
+import zlib
+from collections.abc import Callable, Iterator
+from functools import reduce
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero.comm.group import Group, shard
+from hpczero.comm.work import Limits
+from hpczero.comm.world import World
+
+pytestmark = pytest.mark.mpi
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+HALF = (torch.float16, torch.bfloat16)
+OPERATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+SMALL = Limits(staging=100, message=7)  # bytes: everything goes in many pieces
+LENGTHS = (0, 1, 5, 64, 301)
+LONG = 300_001  # elements: beyond what is gathered whole, and divided by no number of ranks here
+
+
+@pytest.fixture
+def narrow(world: World) -> Iterator[World | None]:
+    """The same ranks with tiny limits."""
+    part = world.part(range(world.size), limits=SMALL) if world else None
+    yield part
+    if part:
+        part.close()
+
+
+def values(rank: int, length: int, dtype: torch.dtype) -> Tensor:
+    """What `rank` brings: every rank can compute everyone's. Floats of very different size, so that the order of a sum shows."""
+    index = torch.arange(length, dtype=torch.int64)
+    mixed = (index * 2654435761 + (rank + 1) * 40503 + (index ^ rank) * 97) % 65521
+    if dtype is torch.bool:
+        return mixed % 3 == 0
+    if not dtype.is_floating_point:
+        return mixed.to(dtype)
+    return ((mixed.double() / 32768 - 1) * torch.pow(2.0, (mixed % 11).double())).to(dtype)
+
+
+def reduced(parts: list[Tensor], op: str = "sum") -> Tensor:
+    """In rank order; half precision in fp32, unrounded."""
+    wide = [part.float() if part.dtype in HALF else part for part in parts]
+    return reduce(OPERATIONS[op], wide)
+
+
+def everyones(group: Group, length: int, dtype: torch.dtype) -> list[Tensor]:
+    return [values(rank, length, dtype) for rank in range(group.size)]
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """Bit for bit."""
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), f"{found} is not {expected}"
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
+def test_all_reduce_is_the_sum_in_rank_order(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where, lengths in ((world, (*LENGTHS, LONG)), (narrow, LENGTHS)):
+        for length in lengths:
+            parts = everyones(where.everyone, length, dtype)
+            found = parts[where.rank].clone()
+            where.everyone.all_reduce(found)
+            assert_same(found, reduced(parts).to(dtype))
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
+def test_all_reduce_of_extremes(world: World, narrow: World, dtype: torch.dtype, op: str) -> None:
+    for where in (world, narrow):
+        parts = everyones(where.everyone, 301, dtype)
+        found = parts[where.rank].clone()
+        where.everyone.all_reduce(found, op)
+        assert_same(found, reduced(parts, op).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
+def test_reduce_scatter_gives_each_rank_its_shard(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where, lengths in ((world, (*LENGTHS, LONG)), (narrow, LENGTHS)):
+        group = where.everyone
+        for length in lengths:
+            parts = everyones(group, length, dtype)
+            whole = parts[group.rank].clone()
+            mine = shard(length, group.size, group.rank)
+            output = torch.empty(mine.stop - mine.start, dtype=dtype)
+            group.reduce_scatter(output, whole)
+            assert_same(output, reduced(parts).to(dtype)[mine])
+            assert_same(whole, parts[group.rank])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reduce_scatter_in_place_changes_the_own_shard_only(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where in (world, narrow):
+        group = where.everyone
+        parts = everyones(group, 301, dtype)
+        whole, mine = parts[group.rank].clone(), shard(301, group.size, group.rank)
+        expected = whole.clone()
+        expected[mine] = reduced(parts).to(dtype)[mine]
+        group.reduce_scatter(whole[mine], whole)
+        assert_same(whole, expected)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_reduce_scatter_of_half_precision_into_fp32_is_not_rounded(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where in (world, narrow):
+        group = where.everyone
+        parts = everyones(group, 301, dtype)
+        mine = shard(301, group.size, group.rank)
+        output = torch.empty(mine.stop - mine.start, dtype=torch.float32)
+        group.reduce_scatter(output, parts[group.rank])
+        assert_same(output, reduced(parts).float()[mine])
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
+def test_all_gather_puts_the_shards_in_rank_order(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where, lengths in ((world, (*LENGTHS, LONG)), (narrow, LENGTHS)):
+        group = where.everyone
+        for length in lengths:
+            expected = values(7, length, dtype)
+            mine = shard(length, group.size, group.rank)
+            output = torch.zeros(length, dtype=dtype)
+            group.all_gather(output, expected[mine].clone())
+            assert_same(output, expected)
+            output.zero_()
+            output[mine] = expected[mine]
+            group.all_gather(output, output[mine])
+            assert_same(output, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)
+def test_broadcast_from_every_root(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where in (world, narrow):
+        for root in range(where.size):
+            for length in (0, 1, 301):
+                tensor = values(where.rank, length, dtype)
+                where.everyone.broadcast(tensor, root)
+                assert_same(tensor, values(root, length, dtype))
+
+
+def test_broadcast_in_pieces(world: World) -> None:
+    tensor = values(world.rank, 700_001, torch.float32)  # more than two pieces of the tree's pipeline
+    world.everyone.broadcast(tensor, world.size - 1)
+    assert_same(tensor, values(world.size - 1, 700_001, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8], ids=str)
+def test_all_to_all_with_sizes_of_all_kinds(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where in (world, narrow):
+        size, rank = where.size, where.rank
+        inputs = [values(rank * size + to, (rank * 3 + to * 5) % 17, dtype) for to in range(size)]  # some are empty
+        outputs = [torch.zeros((source * 3 + rank * 5) % 17, dtype=dtype) for source in range(size)]
+        where.everyone.all_to_all(outputs, inputs)
+        for source, output in enumerate(outputs):
+            assert_same(output, values(source * size + rank, (source * 3 + rank * 5) % 17, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64], ids=str)
+def test_messages_arrive_in_the_order_in_which_they_were_started(world: World, narrow: World, dtype: torch.dtype) -> None:
+    for where in (world, narrow):
+        group = where.everyone
+        if group.size == 1:
+            continue
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        lengths = (301, 0, 3, 40)
+        received = [torch.zeros(length, dtype=dtype) for length in lengths]
+        works = [group.start_receive(tensor, before) for tensor in received]
+        works += [group.start_send(values(group.rank + number, length, dtype), after) for number, length in enumerate(lengths)]
+        for work in reversed(works):
+            work.wait()
+        for number, tensor in enumerate(received):
+            assert_same(tensor, values(before + number, lengths[number], dtype))
+
+
+def test_blocking_send_and_receive(world: World) -> None:
+    group, tensor = world.everyone, torch.zeros(LONG)
+    for receiver in range(1, group.size):
+        if group.rank == 0:
+            group.send(values(receiver, LONG, torch.float32), receiver)
+        elif group.rank == receiver:
+            group.receive(tensor, 0)
+            assert_same(tensor, values(receiver, LONG, torch.float32))
+
+
+def test_nan_and_infinity_arrive(world: World, narrow: World) -> None:
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
+    for where in (world, narrow):
+        for dtype in FLOATS:
+            for length in (4, 80_000):
+                tensor = special.to(dtype).repeat(length // 4) if where.rank == where.size - 1 else torch.ones(length, dtype=dtype)
+                where.everyone.all_reduce(tensor)
+                assert tensor[0].isnan()
+                assert tensor[1] == float("inf")
+                assert tensor[-2] == -float("inf")
+                assert tensor[-1] == where.size
+                if where is narrow:
+                    break
+
+
+def test_half_precision_is_rounded_once(world: World) -> None:
+    """1 + 2^-9 + 2^-9 + ...: summed in bf16 the small parts would all be lost."""
+    for length in (1, LONG):
+        tensor = torch.full((length,), 1.0 if world.rank == 0 else 2.0**-9, dtype=torch.bfloat16)
+        world.everyone.all_reduce(tensor)
+        assert tensor[0] == torch.tensor(1 + (world.size - 1) * 2.0**-9).bfloat16()
+
+
+def test_the_same_bits_in_every_run_and_under_every_library(world: World) -> None:
+    """Known values, found by one process without MPI."""
+    known = {1: 1562103883, 2: 2215577548, 3: 2681625937, 4: 914340126}
+    for _ in range(3):
+        tensor = values(world.rank, LONG, torch.float32)
+        world.everyone.all_reduce(tensor)
+        if world.size in known:
+            assert zlib.crc32(tensor.numpy().tobytes()) == known[world.size]
+
+
+def test_many_operations_of_many_groups_under_way(world: World, narrow: World) -> None:
+    """Every rank waits in another order; more reductions are started than there are buffers for."""
+    for where in (world, narrow):
+        pairs = [tuple(range(first, min(first + 2, where.size))) for first in range(0, where.size, 2)]
+        groups = [where.everyone, where.group("data", next(pair for pair in pairs if where.rank in pair))]
+        length = 20_000 if where is world else 500
+        tensors, expected, works = [], [], []
+        for number in range(8):
+            group = groups[number % 2]
+            parts = [values(rank + number, length, torch.float32) for rank in group.ranks]
+            tensors.append(parts[group.rank].clone())
+            expected.append(reduced(parts))
+            works.append(group.start_all_reduce(tensors[-1]))
+            works.append(group.start_barrier())
+        for step in range(len(works)):
+            works[(step * 5 + where.rank * 3) % len(works)].wait()
+        for tensor, sum_of_all in zip(tensors, expected, strict=True):
+            assert_same(tensor, sum_of_all)
+
+
+def test_polling_alone_finishes_an_operation(world: World) -> None:
+    tensor = values(world.rank, LONG, torch.float32)
+    work = world.everyone.start_all_reduce(tensor)
+    while not work.poll():
+        pass
+    work.wait()
+    assert_same(tensor, reduced(everyones(world.everyone, LONG, torch.float32)))
+
+
+def test_tensors_of_any_shape_and_parameters(world: World) -> None:
+    tensor = torch.nn.Parameter(torch.full((3, 5, 7), float(world.rank)))
+    world.everyone.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((3, 5, 7), float(sum(range(world.size)))))
+
+
+def test_misuse_is_said(world: World) -> None:
+    group = world.everyone
+    with pytest.raises(AssertionError, match="only contiguous"):
+        group.all_reduce(torch.zeros(4, 4).t())
+    with pytest.raises(AssertionError, match="unknown; there are sum, max, min"):
+        group.all_reduce(torch.zeros(4), "mean")
+    with pytest.raises(AssertionError, match="booleans have no sum"):
+        group.all_reduce(torch.zeros(4, dtype=torch.bool))
+    with pytest.raises(AssertionError, match="of 10 elements over"):
+        group.all_gather(torch.zeros(10), torch.zeros(11))
+    with pytest.raises(AssertionError, match="cannot be written to"):
+        group.reduce_scatter(torch.zeros(0, dtype=torch.int32), torch.zeros(0))
+    with pytest.raises(AssertionError, match="to itself"):
+        group.send(torch.zeros(1), group.rank)
+    with pytest.raises(AssertionError, match="this one is on meta"):
+        group.all_reduce(torch.zeros(1, device="meta"))
+    group.barrier()  # nothing of the above is under way
+
+
+def test_the_ledger_counts_by_the_convention(world: World) -> None:
+    tried = world.part(range(world.size), ranks_per_node=2)
+    group, size = tried.everyone, tried.size
+    tensor = torch.zeros(size * 1000)
+    mine = shard(tensor.numel(), size, group.rank)
+    group.all_reduce(tensor)
+    group.reduce_scatter(tensor[mine], tensor)
+    group.all_gather(tensor, tensor[mine])
+    group.all_to_all([torch.zeros(10) for _ in range(size)], [torch.zeros(10) for _ in range(size)])
+    found = tried.ledger.as_dict()["world"]
+    sent = (size - 1) * 4000
+    assert {name: entry["bytes"] for name, entry in found.items()} == {
+        "all_reduce": 2 * sent,
+        "reduce_scatter": sent,
+        "all_gather": sent,
+        "all_to_all": (size - 1) * 40,
+    }
+    neighbours = tried.local_size - 1
+    for entry in found.values():
+        assert entry["count"] == 1
+        assert entry["inside"] * max(1, size - 1) == entry["bytes"] * neighbours
+        assert entry["inside"] + entry["between"] == entry["bytes"]
+    tried.close()
+
+
+def test_the_ledger_enters_messages_at_the_sender(world: World) -> None:
+    tried = world.part(range(world.size), ranks_per_node=1)
+    if tried.size > 1 and tried.rank < 2:
+        pair = tried.group("pipeline", [0, 1])
+        pair.send(torch.zeros(10), 1) if pair.rank == 0 else pair.receive(torch.zeros(10), 0)
+        operation, sent = ("send", 40) if pair.rank == 0 else ("receive", 0)
+        entry = tried.ledger.as_dict()["pipeline"][operation]
+        assert (entry["bytes"], entry["between"], entry["count"]) == (sent, sent, 1)
+        assert entry["seconds"] > 0
+    tried.close()

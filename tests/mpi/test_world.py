@@ -1,0 +1,64 @@
+"""World: ranks, nodes, small values, parts of the world."""
+
+import pytest
+
+from hpczero.comm.world import World
+
+pytestmark = pytest.mark.mpi
+
+
+def test_ranks_and_nodes_of_this_machine(world: World) -> None:
+    assert world.node_of_rank == (0,) * world.size
+    assert (world.node, world.local_rank, world.local_size) == (0, world.rank, world.size)
+    assert len(world.hosts) == world.size
+    assert len(set(world.hosts)) == 1
+
+
+def test_simulated_nodes_may_be_of_unequal_size(world: World) -> None:
+    tried = world.part(range(world.size), ranks_per_node=2)
+    assert tried.node_of_rank == tuple(rank // 2 for rank in range(world.size))
+    assert tried.local_rank == world.rank % 2
+    assert tried.local_size == min(2, world.size - world.rank // 2 * 2)
+    tried.close()
+
+
+@pytest.mark.parametrize("value", [None, 0, "ä", [1.5, {"a": [True, None]}], {}, "x" * 3_000_000], ids=lambda value: repr(value)[:12])
+def test_share(world: World, value: object) -> None:
+    assert world.share(value if world.rank == 0 else "not this") == value
+
+
+def test_collect_keeps_rank_order_and_takes_any_length(world: World) -> None:
+    collected = world.collect(["é" * (world.rank * 100_000), world.rank])
+    expected = [["é" * (rank * 100_000), rank] for rank in range(world.size)]
+    assert collected == (expected if world.rank == 0 else None)
+
+
+def test_share_of_what_json_cannot_carry_is_an_error(world: World) -> None:
+    if world.rank == 0:
+        with pytest.raises(TypeError):
+            world.share(object())
+    assert world.share(1 if world.rank == 0 else None) == 1
+
+
+def test_a_part_numbers_its_ranks_in_the_given_order(world: World) -> None:
+    order = list(reversed(range(world.size)))
+    part = world.part(order)
+    assert part.rank == world.size - 1 - world.rank
+    assert part.share(world.rank if part.rank == 0 else None) == world.size - 1
+    part.close()
+
+
+def test_the_group_asked_for_again_is_the_same(world: World) -> None:
+    assert world.everyone is world.everyone
+    assert world.group("data", range(world.size)) is not world.everyone
+    assert world.group("data", [world.rank]).size == 1
+
+
+def test_a_group_without_the_own_rank_is_refused(world: World) -> None:
+    with pytest.raises(AssertionError, match="without itself"):
+        world.group("data", [world.rank + 1])
+
+
+def test_the_library_is_named(world: World) -> None:
+    assert any(name in world.library for name in ("MPICH", "Open MPI", "Intel", "MVAPICH", "CRAY"))
+    assert "\n" not in world.library

@@ -1,0 +1,144 @@
+"""check, init and spec as a user runs them: in a process of their own, without anything that a login node lacks."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+Hpczero = Callable[..., subprocess.CompletedProcess[str]]
+
+BLOCKER = """
+import importlib.abc, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked}:
+            raise ImportError("imported " + name)
+
+sys.meta_path.insert(0, Blocker())
+from hpczero.cli import main
+sys.exit(main())
+"""
+HEAVY = ("torch", "mpi4py", "numba", "h5py", "numpy", "psutil", "rich")
+
+
+@pytest.fixture
+def hpczero(tmp_path: Path) -> Hpczero:
+    """Runs the program in an empty folder; importing any of `without` there fails."""
+
+    def run(*arguments: str, without: Sequence[str] = HEAVY) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", BLOCKER.format(blocked=list(without)), *arguments]
+        variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
+
+
+def test_help_imports_nothing_but_python(hpczero: Hpczero) -> None:
+    for arguments in (["--help"], ["check", "--help"], ["run", "--help"], ["--version"]):
+        result = hpczero(*arguments, without=[*HEAVY, "pydantic", "pydantic_core"])
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "hpczero" in result.stdout
+
+
+def test_the_blocker_blocks(hpczero: Hpczero) -> None:
+    assert "imported pydantic" in hpczero("spec", without=["pydantic"]).stderr
+
+
+def test_from_nothing_to_a_checked_job(hpczero: Hpczero, tmp_path: Path) -> None:
+    result = hpczero("init", "first job.toml")
+    assert result.returncode == 0
+    assert "hpczero check 'first job.toml'" in result.stdout
+    result = hpczero("check", "first job.toml", "--ranks", "6", "--ranks-per-node", "2", "--set", "model.layers=2")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "first job.toml is a valid job" in result.stdout
+    assert "1,678,592 parameters; layers 2, hidden 256" in result.stdout
+    assert "100 steps = 204,800 tokens" in result.stdout
+    assert "6 ranks on 3 nodes" in result.stdout
+    assert "each of the 6 data ranks takes 1 micro-batch of 2 or 3 sequences" in result.stdout
+    changed = result.stdout.partition("not the default:\n")[2].split()
+    assert changed == ["name", "=", '"first-job"', "first", "job.toml:2", "model.layers", "=", "2", "--set", "model.layers=2"]
+    before = (tmp_path / "first job.toml").read_text()
+    result = hpczero("init", "first job.toml")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "exists already and is left as it is" in result.stderr
+    assert (tmp_path / "first job.toml").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["first job.toml"], "nothing else is written"
+
+
+def test_init_where_nothing_can_be_written(hpczero: Hpczero) -> None:
+    for path in ("missing/spec.toml", "."):
+        result = hpczero("init", path)
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"hpczero: {path} ")
+        assert "Traceback" not in result.stderr
+
+
+def test_mistakes_end_with_2_and_one_message(hpczero: Hpczero, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text('name = "\\u001b[31mred"\n[trian]\nsteps = 5\n')
+    result = hpczero("check", "job.toml")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.splitlines()[0] == "hpczero: 2 mistakes in job.toml:"
+    assert '  job.toml:1: name = "\\x1b[31mred": must be text' in result.stderr
+    assert "  job.toml:2: [trian]: unknown table; did you mean [train]?" in result.stderr
+    result = hpczero("check", "nowhere.toml")
+    assert (result.returncode, result.stderr) == (2, "hpczero: nowhere.toml does not exist\n")
+
+
+def test_explain_says_where_a_value_came_from(hpczero: Hpczero, tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[train]\nsteps = 5\n")
+    (tmp_path / "job.toml").write_text('extends = "base.toml"\n\n[train]\nsteps = 6\n')
+    result = hpczero("check", "job.toml", "--explain", "train.steps", "--set", "train.steps=7")
+    assert result.returncode == 0
+    assert [line.split(maxsplit=1) for line in result.stdout.splitlines()[-4:]] == [
+        ["from", "--set train.steps=7"],
+        ["instead", "of  6  (job.toml:4)"],
+        ["instead", "of  5  (base.toml:2)"],
+        ["instead", "of  100  (default)"],
+    ]
+    answer = json.loads(hpczero("check", "job.toml", "--explain", "train.steps", "--json").stdout)
+    assert (answer["value"], answer["source"], answer["role"]) == (6, "job.toml:4", "changeable")
+    for key, help_ in (
+        ("train.stesp", "did you mean train.steps?"),
+        ("train", "its keys are train.steps, "),
+        ("\x1b[1m", "hpczero spec prints"),
+    ):
+        result = hpczero("check", "job.toml", "--explain", key)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert help_ in result.stderr
+        assert "\x1b" not in result.stderr
+
+
+def test_a_layout_that_cannot_be_and_one_that_cannot_run_yet(hpczero: Hpczero, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("parallel.tensor = 2\n")
+    result = hpczero("check", "job.toml", "--ranks", "5")
+    assert result.returncode == 2
+    assert "tensor(2) does not divide the 5 ranks" in result.stderr
+    result = hpczero("check", "job.toml", "--ranks", "4")
+    assert result.returncode == 0
+    assert "note: parallel.tensor = 2: this version trains with data parallelism only" in result.stdout
+    result = hpczero("check", "job.toml", "--ranks", "40", "--set", "parallel.tensor=1")
+    assert "note: train.global_batch = 16 leaves 24 of the 40 data ranks without a sequence" in result.stdout
+    for arguments in (["--ranks", "0"], ["--ranks", "-4"], ["--ranks", "4", "--ranks-per-node", "0"], ["--ranks-per-node", "4"]):
+        assert hpczero("check", "job.toml", *arguments).returncode == 2, arguments
+
+
+def test_check_as_data(hpczero: Hpczero, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("train.global_batch = 10\n")
+    answer = json.loads(hpczero("check", "job.toml", "--json", "--ranks", "4").stdout)
+    assert answer["tokens_per_step"] == 1280
+    assert answer["tokens"] == 128_000
+    assert answer["spec"]["train"]["global_batch"] == 10
+    assert answer["sources"] == {"train.global_batch": "job.toml:1"}
+    assert (answer["layout"]["data_ranks"], answer["layout"]["smallest"], answer["layout"]["largest"]) == (4, 2, 3)
+    assert answer["notes"] == []
+
+
+def test_the_reference(hpczero: Hpczero) -> None:
+    assert "learning rate at its highest" in hpczero("spec").stdout
+    assert "| `lr` | `0.0003` | a number > 0 |" in hpczero("spec", "--markdown").stdout
+    assert any(entry["key"] == "optimizer.lr" for entry in json.loads(hpczero("spec", "--json").stdout))

@@ -1,0 +1,104 @@
+"""`hpczero doctor` as a user runs it: alone and under mpirun."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MPIRUN = Path(sys.executable).parent / "mpirun"
+SHARED_MEMORY = Path("/dev/shm")
+# Open MPI refuses to be root and to start more ranks than cores unless told otherwise; others ignore this.
+OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+
+under_mpirun = pytest.mark.skipif(not MPIRUN.is_file(), reason="this Python environment has no MPI of its own")
+
+
+def doctor(*options: str, ranks: int = 0, **environment: str) -> "subprocess.CompletedProcess[str]":
+    launcher = [str(MPIRUN), "-n", str(ranks)] if ranks else []
+    command = [*launcher, sys.executable, "-m", "hpczero", "doctor", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **OPEN_MPI, **environment})
+
+
+def facts(*options: str, ranks: int = 0, **environment: str) -> dict[str, Any]:
+    done = doctor("--json", *options, ranks=ranks, **environment)
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.returncode == (1 if found["verdict"] == "FAIL" else 0), done
+    return found
+
+
+@pytest.fixture
+def forgotten_segment() -> Iterator[Path]:
+    if not os.access(SHARED_MEMORY, os.W_OK):
+        pytest.skip("no /dev/shm to write in")
+    path = SHARED_MEMORY / f"hpczero-test-{os.getpid()}"
+    path.write_bytes(b"x" * 5000)
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_alone_it_prints_topics_verdicts_and_a_count() -> None:
+    done = doctor()
+    assert done.returncode in (0, 1), done
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    topics = [line for line in lines[:-1] if line and not line.startswith(" ")]
+    assert [topic for topic in topics if topic != "MPI"] == ["Software", "Ranks", "Cores", "Memory", "Shared memory", "GPUs", "Files"]
+    assert all(line.split()[0] in ("ok", "WARN", "FAIL") for line in lines if line.startswith("  ") and not line.startswith("   "))
+    assert lines[-1] == "nothing to complain about" or lines[-1].endswith(" WARN")
+
+
+def test_an_mpi_that_cannot_be_loaded_is_one_finding_among_others() -> None:
+    pytest.importorskip("mpi4py", reason="the base installation has no mpi4py")
+    found = facts(MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert [finding["what"] for finding in found["findings"] if "no MPI could be started" in finding["what"]]
+    assert found["ranks"][0]["physical"] > 0
+
+
+def test_clean_removes_what_nobody_uses_and_nothing_else(forgotten_segment: Path) -> None:
+    other = SHARED_MEMORY / f"thesis-{os.getpid()}"
+    other.touch()
+    try:
+        assert forgotten_segment.name in [name for name, _, _ in facts()["ranks"][0]["stale"]]
+        assert forgotten_segment.exists()
+        with forgotten_segment.open("rb"):
+            facts("--clean")
+            assert forgotten_segment.exists(), "a living process has it open"
+        assert forgotten_segment.name in [name for name, _, _ in facts("--clean")["ranks"][0]["removed"]]
+        assert not forgotten_segment.exists()
+        assert other.exists()
+    finally:
+        other.unlink()
+
+
+@under_mpirun
+def test_under_mpirun_one_rank_speaks_for_all() -> None:
+    found = facts(ranks=2)
+    assert [(rank["rank"], rank["size"]) for rank in found["ranks"]] == [(0, 2), (1, 2)]
+    libraries = {rank["library"]["path"] for rank in found["ranks"]}
+    assert len(libraries) == 1
+    assert Path(libraries.pop()).is_relative_to(MPIRUN.parent.parent), "the environment's own library"
+    launch = [finding for finding in found["findings"] if "its mpirun is the one in use" in finding["what"]]
+    assert [finding["verdict"] for finding in launch] == ["ok"]
+    assert "\n2 ranks on 1 node\n" in "\n" + "\n".join(finding["what"] for finding in found["findings"]) + "\n"
+
+
+@under_mpirun
+def test_more_ranks_than_cores_are_a_warning() -> None:
+    cores = len(os.sched_getaffinity(0))
+    if cores > 4:
+        pytest.skip("too many cores to have more ranks than them")
+    found = facts(ranks=cores + 1)
+    assert [finding["fix"] for finding in found["findings"] if finding["topic"] == "Cores" and finding["verdict"] == "WARN"]
+
+
+def test_one_task_of_several_by_accident_is_a_failure_with_the_fix() -> None:
+    pytest.importorskip("mpi4py", reason="the base installation has no mpi4py")
+    done = doctor(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
+    assert done.returncode == 1
+    assert "4 processes" in done.stdout
+    assert "fix: " in done.stdout

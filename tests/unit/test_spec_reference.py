@@ -1,0 +1,98 @@
+"""What is printed from the schema: the reference, the page in docs/, the spec to start from."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hpczero.data.sampler import micro_batches
+from hpczero.spec.keys import about, flat, keys, nearest, tables
+from hpczero.spec.load import load
+from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text
+from hpczero.spec.schema import Spec
+from hpczero.spec.show import printable, shown
+from hpczero.spec.verbs import micro_batch_sizes
+from hpczero.spec.write import to_start_from
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "spec.md"
+
+
+def test_the_page_in_docs_is_what_the_program_prints() -> None:
+    assert PAGE.read_text(encoding="utf-8") == as_markdown() + "\n", "run: hpczero spec --markdown > docs/spec.md"
+
+
+def test_every_key_is_explained() -> None:
+    assert len(keys()) == len(flat(Spec())) > 35
+    for key in keys().values():
+        assert key.description
+        assert key.allowed
+        assert key.role in ROLES
+        assert f"`{key.leaf}`" in as_markdown()
+        assert key.description in as_text()
+    assert [entry["key"] for entry in as_data()] == list(keys())
+    assert all(about(table) for table in tables())
+
+
+def test_the_limits_in_words() -> None:
+    allowed = {name: key.allowed for name, key in keys().items()}
+    assert allowed["train.steps"] == "a whole number from 1 to 10**15"
+    assert allowed["optimizer.lr"] == "a number > 0"
+    assert allowed["model.dropout"] == "a number >= 0 and < 1"
+    assert allowed["optimizer.betas"] == "a list of 2 numbers, each a number >= 0 and < 1"
+    assert allowed["train.precision"] == '"bf16", "fp16" or "fp32"'
+    assert allowed["model.tied_embeddings"] == "true or false"
+    assert allowed["name"].startswith("text (at most 100 letters, digits")
+
+
+def test_the_spec_to_start_from_is_valid_and_names_every_key(tmp_path: Path) -> None:
+    text = to_start_from("mine")
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    assert load(path).spec == Spec(name="mine")
+    written = {name if not isinstance(value, dict) else "" for name, value in tomllib.loads(text).items()} - {""}
+    assert written == {"name", "seed"}
+    path.write_text("\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines()))
+    loaded = load(path)
+    assert all(source.line for source in loaded.sources.values()), "with the commented keys too, every key is there"
+    assert loaded.spec == Spec(name="mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("train.stesp", "train.steps"),
+        ("train.layers", "model.layers"),
+        ("schedule.nmae", "schedule.name"),
+        ("Train.Steps", "train.steps"),
+        ("lr", "optimizer.lr"),
+        ("optim.lr", "optimizer.lr"),
+        ("warmup", "schedule.warmup_steps"),
+        ("train.globalbatch", "train.global_batch"),
+        ("x", None),
+        ("", None),
+        ("z" * 100_000, None),
+    ],
+)
+def test_the_nearest_key(name: str, meant: str | None) -> None:
+    assert nearest(name, keys()) == meant
+
+
+def test_values_as_messages_show_them() -> None:
+    assert shown('a"b\\c\x1b[31m\u202e\ud800') == '"a\\"b\\\\c\\x1b[31m\\u202e\\ud800"'
+    assert len(shown("x" * 10_000)) < 70
+    assert len(shown(list(range(10_000)))) < 70
+    assert len(shown([["x" * 1000] * 100] * 100)) < 100
+    assert shown(10**5000) == "a whole number of 16610 bits"
+    assert shown([True, 1.5, [1]]) == "[true, 1.5, […]]"
+    assert printable("a\tb\r\n") == "a\\tb\\r\\n"
+
+
+def test_micro_batches_are_counted_as_they_are_dealt_out() -> None:
+    for global_batch in (1, 2, 7, 16, 33):
+        for micro_batch in (1, 2, 3, 8):
+            for ranks in (1, 2, 3, 5, 40):
+                dealt = micro_batches(global_batch, micro_batch, ranks)
+                sizes = [len(batch) for rank in dealt for batch in rank]
+                expected = {len(rank) for rank in dealt}, min(sizes), max(sizes)
+                count, smallest, largest = micro_batch_sizes(global_batch, micro_batch, ranks)
+                assert ({count}, smallest, largest) == expected
