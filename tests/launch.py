@@ -1,5 +1,6 @@
 """Starts commands as a user would, under this environment's mpirun or alone, with a hard time-out, and sees what they leave behind."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,18 @@ def start(command: Sequence[str], folder: Path = CHECKOUT, environment: Mapping[
     return subprocess.Popen(
         list(command), cwd=folder, env=surroundings, stdin=nothing, stdout=pipe, stderr=pipe, start_new_session=True
     )
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], folder: Path = CHECKOUT) -> Iterator[subprocess.Popen[bytes]]:
+    """`start`, and an end to it and everything that it started when the block ends."""
+    mark = uuid.uuid4().hex
+    process = start(command, folder, {_MARK: mark})
+    try:
+        yield process
+    finally:
+        _kill(mark)
+        process.communicate()
 
 
 def _await_the_end(mark: str) -> list[str]:

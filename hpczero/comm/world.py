@@ -6,9 +6,9 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpczero import env
 from hpczero.comm.ledger import Entry, Ledger
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _PIECE = 1 << 30  # bytes: the largest message of share and collect
 _LAST_WORDS = 0.3  # seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends the job
 _HEAD_START = 1.0  # seconds in which rank 0 may say for all of them what is wrong with the input
+
+Result = TypeVar("Result")
 
 
 class World:
@@ -106,6 +108,20 @@ class World:
         self._run(self._collect(json.dumps(value).encode(), received))
         return [json.loads(text) for text in received] if self.rank == 0 else None
 
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Runs the action on every rank; where the input is wrong on any of them, all raise the error of the first such rank."""
+        result, message = None, None
+        try:
+            result = action()
+        except InputError as error:
+            message = str(error)
+        messages = self.collect(message) or []
+        first = self.share(next(((rank, text) for rank, text in enumerate(messages) if text is not None), None))
+        if first:
+            rank, text = first
+            raise InputError(f"rank {rank} on {self.hosts[rank]}: {text}" if rank else text)
+        return cast(Result, result)
+
     def abort(self, code: int = 1) -> None:
         """End the whole job with this exit code; does not return."""
         sys.stdout.flush()
@@ -122,7 +138,8 @@ class World:
             time.sleep(_HEAD_START)
         if not isinstance(error, HpczeroError):
             traceback.print_exception(error)
-        print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {str(error) or type(error).__name__}", file=sys.stderr)
+        kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
+        print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {kind}{error}", file=sys.stderr)
         self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
 
     def close(self) -> None:

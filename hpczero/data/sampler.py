@@ -38,15 +38,21 @@ def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int)
     """
     assert min(global_batch, micro_batch) > 0, (global_batch, micro_batch)
     assert 0 <= rank < ranks, (rank, ranks)
-    accumulation = -(-global_batch // (micro_batch * ranks))
+    accumulation = _accumulation(global_batch, micro_batch, ranks)
     slots = accumulation * ranks
     first = rank * accumulation
     return [range(slot * global_batch // slots, (slot + 1) * global_batch // slots) for slot in range(first, first + accumulation)]
 
 
-def micro_batches(global_batch: int, micro_batch: int, ranks: int) -> list[list[range]]:
-    """`micro_batches_of` for every rank."""
-    return [micro_batches_of(rank, global_batch, micro_batch, ranks) for rank in range(ranks)]
+def micro_batch_sizes(global_batch: int, micro_batch: int, ranks: int) -> tuple[int, int, int]:
+    """How many micro-batches `micro_batches_of` deals out to every rank, and the sizes of the smallest and the largest of all of them."""
+    accumulation = _accumulation(global_batch, micro_batch, ranks)
+    slots = accumulation * ranks
+    return accumulation, global_batch // slots, -(-global_batch // slots)
+
+
+def _accumulation(global_batch: int, micro_batch: int, ranks: int) -> int:
+    return -(-global_batch // (micro_batch * ranks))
 
 
 def _permute(position: int, half: int, keys: list[int]) -> int:

@@ -79,16 +79,11 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
     if not 1 <= ranks <= _MOST_RANKS or per_node < 1:
         raise InputError(f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node")
     from hpczero.comm.grid import Grid
+    from hpczero.data.sampler import micro_batch_sizes
 
     grid = Grid.build(spec.parallel, [rank // per_node for rank in range(ranks)])
     data_ranks = grid.size("data")
     return Layout(grid.describe(), ranks, data_ranks, *micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks))
-
-
-def micro_batch_sizes(global_batch: int, micro_batch: int, data_ranks: int) -> tuple[int, int, int]:
-    """How many micro-batches each data rank has in a step, and the smallest and the largest size (as data/sampler deals them out)."""
-    count = -(-global_batch // (micro_batch * data_ranks))
-    return count, global_batch // (count * data_ranks), -(-global_batch // (count * data_ranks))
 
 
 def _idle(spec: Spec, layout: Layout | None) -> list[str]:

@@ -1,6 +1,5 @@
 """What a run notes about where it runs: packages, git state, memory, and its share of the cores."""
 
-import os
 import resource
 import subprocess
 import sys
@@ -12,10 +11,6 @@ from hpczero import __version__, machine
 from hpczero.comm.world import World
 
 _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
-
-
-def process() -> int:
-    return os.getpid()
 
 
 def packages() -> dict[str, str | None]:

@@ -79,18 +79,21 @@ class Holder:
 
 
 class RunLock:
-    """`with RunLock(run_directory) as lock:` holds the directory; `lock.beat()` now and then says that the holder lives."""
+    """Holds the directory from `take` to `release`, or as a context; `beat` now and then says that the holder lives."""
 
     def __init__(self, run_directory: Path | str) -> None:
         self.path = Path(run_directory) / "lock"
         self._descriptor: int | None = None
         self._beaten = 0.0
 
-    def __enter__(self) -> "RunLock":
+    def take(self) -> "RunLock":
         self._take()
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
         return self
+
+    def __enter__(self) -> "RunLock":
+        return self.take()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.release()

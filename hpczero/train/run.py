@@ -5,18 +5,17 @@ rank 0 says the one message. From then on a failure belongs to the rank that mee
 """
 
 import argparse
+import os
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.data.source import Source, open_source
-from hpczero.errors import HpczeroError, InputError
+from hpczero.errors import InputError
 from hpczero.model import build, shapes
 from hpczero.parallel.zero import Engine, Settings
 from hpczero.spec.load import load
@@ -28,42 +27,17 @@ from hpczero.train.output import choose
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.trainer import Outcome, Trainer, Voice
 
-Result = TypeVar("Result")
-
 
 def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    world = World.start()
-    try:
-        code = _run(world, options, began)
-    except HpczeroError as error:
-        code = error.exit_code
-        if world.rank == 0:
-            print(f"hpczero: {error}", file=sys.stderr, flush=True)
-    except BaseException as failure:
-        _say_failure(world, failure)
-        world.abort(1)
-    world.close()
-    return code
-
-
-def together(world: World, action: Callable[[], Result]) -> Result:
-    """Runs the action on every rank; where the input is wrong on any of them, all raise the error of the first such rank."""
-    result, message = None, None
-    try:
-        result = action()
-    except InputError as error:
-        message = str(error)
-    messages = world.collect(message) or []
-    wrong = [f"rank {rank}: {text}" if rank else text for rank, text in enumerate(messages) if text]
-    first = world.share(wrong[0] if wrong else None)
-    if first:
-        raise InputError(first)
-    return result  # type: ignore[return-value]  # None only where the action returned None
-
-
-class RankFailure(Exception):
-    """Carries an error of one rank alone past the handler for errors that all ranks share."""
+    with World.start() as world:  # an error that one rank meets alone is said, and ends the job, here
+        try:
+            job, directory = _prepare(world, options)
+        except InputError as error:
+            if world.rank == 0:
+                print(f"hpczero: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        return _train(job, directory, options.progress, began) if job else 0
 
 
 @dataclass(frozen=True)
@@ -77,23 +51,32 @@ class Job:
     threads: int
 
 
-def _run(world: World, options: argparse.Namespace, began: float) -> int:
-    text = together(world, lambda: load(options.spec, options.overrides).spec.model_dump_json() if world.rank == 0 else "")
+def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, RunDirectory | None]:
+    """Everything up to the claim of the run directory (rank 0 has it); no job if the run is finished already."""
+    first = world.rank == 0
+    text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
     if spec.comm.ranks_per_node:
         world = world.part(range(world.size), spec.comm.ranks_per_node)
-    done = world.share(together(world, lambda: rundir.finished(spec) if world.rank == 0 and not options.fresh else None))
-    job = _prepare(world, spec)
-    directory = together(world, lambda: RunDirectory.claim(spec, options.resume, options.fresh) if world.rank == 0 and not done else None)
+    grid = Grid.build(spec.parallel, world.node_of_rank)
+    missing = unavailable(spec)
+    if missing:
+        raise InputError("; ".join(missing))
+    source = world.together(lambda: open_source(spec, world.share, first))
+    done = world.share(world.together(lambda: rundir.finished(spec) if first and not options.fresh else None))
     if done:
-        if world.rank == 0:
+        if first:
             print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {done['final_loss']:.4f}); --fresh starts anew")
-        return 0
-    voice = Voice(choose(options.progress, spec.train.steps, spec.train.log_every), directory) if directory else None
+        return None, None
+    directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
+    return Job(spec, world, grid, source, facts.use_threads(world)), directory
+
+
+def _train(job: Job, directory: RunDirectory | None, progress: str, began: float) -> int:
+    train = job.spec.train
+    voice = Voice(choose(progress, train.steps, train.log_every), directory) if directory else None
     try:
-        outcome, summary = _train(job, voice, began)
-    except HpczeroError as error:
-        raise RankFailure(error) from error
+        outcome, summary = _carry_out(job, voice, began)
     finally:
         if voice:
             voice.close()
@@ -102,19 +85,10 @@ def _run(world: World, options: argparse.Namespace, began: float) -> int:
     return 0 if outcome.state == "finished" else 1
 
 
-def _prepare(world: World, spec: Spec) -> Job:
-    grid = Grid.build(spec.parallel, world.node_of_rank)
-    missing = unavailable(spec)
-    if missing:
-        raise InputError("; ".join(missing))
-    source = together(world, lambda: open_source(spec, world.share, world.rank == 0))
-    return Job(spec, world, grid, source, facts.use_threads(world))
-
-
-def _train(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
+def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
     spec, world = job.spec, job.world
     packages = facts.packages()
-    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": facts.process(), "node": world.node})
+    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "node": world.node})
     if voice:
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
@@ -196,11 +170,3 @@ def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[
     if outcome.state == "failed":
         words.append(f"failed: {outcome.reason}")
     return words
-
-
-def _say_failure(world: World, failure: BaseException) -> None:
-    cause = failure.__cause__ if isinstance(failure, RankFailure) and failure.__cause__ else failure
-    if not isinstance(cause, HpczeroError):
-        traceback.print_exception(cause)
-    kind = "" if isinstance(cause, HpczeroError) else f"{type(cause).__name__}: "
-    print(f"hpczero: rank {world.rank} on {socket.gethostname()} failed: {kind}{cause}; the job ends", file=sys.stderr, flush=True)

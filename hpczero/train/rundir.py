@@ -48,8 +48,7 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot create the run directory {path}: {error.strerror}; set output to a folder that you may write in") from error
-        lock = RunLock(path)
-        lock.__enter__()
+        lock = RunLock(path).take()
         if exists and fresh:
             lock = _move_aside(path, lock)
         try:
@@ -129,9 +128,7 @@ def _move_aside(path: Path, lock: RunLock) -> RunLock:
     lock.release()
     path.rename(aside)
     path.mkdir()
-    lock = RunLock(path)
-    lock.__enter__()
-    return lock
+    return RunLock(path).take()
 
 
 def _free_name(candidate: Callable[[int], Path]) -> Path:

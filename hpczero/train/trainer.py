@@ -17,7 +17,7 @@ from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.zero import Engine, StepResult
+from hpczero.parallel.zero import BadGradient, Engine, StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.output import Output
@@ -146,8 +146,8 @@ class Trainer:
         if first:
             voice.event("first", step=metrics["step"], loss=metrics["loss"], seconds=metrics["step_seconds"])
         if result.bad:
-            where = f"first in {result.bad.tensor} of data rank {result.bad.data_rank}" if result.bad.tensor else "only the sum over the ranks"
-            voice.event("WARN", what="gradient not finite, step skipped", step=metrics["step"], where=where, loss_scale=result.loss_scale)
+            scale = result.loss_scale
+            voice.event("WARN", what="gradient not finite, step skipped", step=metrics["step"], where=_where(result.bad), loss_scale=scale)
         voice.output.step(metrics["step"], metrics)
         if "validation_loss" in metrics:
             entropy = self.batches.source.unigram_entropy("validation")
@@ -157,10 +157,13 @@ class Trainer:
         first = loss if before.first_loss is None else before.first_loss
         self.skipped = self.skipped + 1 if result.bad else 0
         state, reason = "finished", ""
-        if self.skipped == _MOST_SKIPPED:
-            where = f"first in {result.bad.tensor}" if result.bad and result.bad.tensor else "in the sum over the ranks"
-            state, reason = "failed", f"{self.skipped} steps in a row had a gradient that is not finite ({where}): lower optimizer.lr, or use bf16"
+        if result.bad and self.skipped == _MOST_SKIPPED:
+            what = f"{self.skipped} steps in a row had a gradient that is not finite ({_where(result.bad)})"
+            state, reason = "failed", f"{what}: lower optimizer.lr, or use bf16"
         elif asked and steps < self.spec.train.steps:
             state, reason = "stopped", asked
         return Outcome(state, steps, reason, first, loss, validation)
 
+
+def _where(bad: BadGradient) -> str:
+    return f"first in {bad.tensor} of data rank {bad.data_rank}" if bad.tensor else "only the sum over the ranks"

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.system.launch import Process, command, needs_mpirun, run, started
+from tests.launch import Finished, hpczero, launch, mpirun, started
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
-pytestmark = needs_mpirun
+
+Process = subprocess.Popen[bytes]
 
 SPEC = """
 name = "tiny"
@@ -43,8 +45,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def train(folder: Path, ranks: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, command(ranks, "run", "spec.toml", *arguments), **variables)
+def command(ranks: int, *arguments: str) -> list[str]:
+    """`ranks` = 0: without mpirun."""
+    return [*(mpirun(ranks) if ranks else []), *hpczero("run", "spec.toml", *arguments)]
+
+
+def train(folder: Path, ranks: int, *arguments: str, **variables: str) -> Finished:
+    done = launch(command(ranks, *arguments), 120, folder, variables)
+    assert done.left == []
+    return done
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -70,7 +79,7 @@ ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
 @pytest.mark.parametrize("ranks", [0, 2, 3])
 def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     done = train(folder, ranks)
-    assert done.returncode == 0, done
+    assert done.code == 0, done
     directory = folder / "runs" / "tiny"
     assert {path.name for path in directory.iterdir()} == {"spec.toml", "metrics.jsonl", "events.jsonl", "summary.json"}
     metrics = lines_of(directory / "metrics.jsonl")
@@ -84,16 +93,16 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["final_loss"]) == ("finished", 5, metrics[-1]["loss"])
     assert len(summary["memory"]) == len(summary["comm"]) == max(1, ranks)
-    words = [line.split()[1] for line in done.stdout.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)]
+    words = [line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)]
     assert words == ["start", "layout", "first", *["step"] * 5, "eval", "stop"]
-    assert "\x1b" not in done.stdout
+    assert "\x1b" not in done.out
 
 
 def test_the_same_losses_on_any_number_of_ranks(folder: Path) -> None:
     losses = []
     for ranks in (0, 2, 4):
         done = train(folder, ranks, "--set", f"name=on{ranks}", "--set", "train.precision=fp32")
-        assert done.returncode == 0, done
+        assert done.code == 0, done
         losses.append([line["loss"] for line in lines_of(folder / "runs" / f"on{ranks}" / "metrics.jsonl")])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
@@ -104,19 +113,19 @@ def test_each_rank_uses_its_share_of_the_cores(folder: Path) -> None:
     if cores < 2:
         pytest.skip("one core cannot be shared out")
     done = train(folder, cores, "--set", "model.hidden=128", "--set", "train.global_batch=16", "--set", "train.steps=20")
-    assert done.returncode == 0, done
+    assert done.code == 0, done
     summary = json.loads((folder / "runs" / "tiny" / "summary.json").read_text())
     assert summary["threads_per_rank"] == 1
     assert all(used < 1.3 for used in summary["cores_used"]), "one thread computes; the background reader takes a moment"
 
 
 def test_a_finished_run_is_not_run_again_unless_asked(folder: Path) -> None:
-    assert train(folder, 0).returncode == 0
+    assert train(folder, 0).code == 0
     again = train(folder, 2)
-    assert (again.returncode, again.stderr) == (0, "")
-    assert "all 5 steps are done" in again.stdout
+    assert (again.code, again.err) == (0, "")
+    assert "all 5 steps are done" in again.out
     fresh = train(folder, 0, "--fresh")
-    assert fresh.returncode == 0, fresh
+    assert fresh.code == 0, fresh
     folders = sorted(path.name for path in (folder / "runs").iterdir())
     assert len(folders) == 2
     assert re.fullmatch(r"tiny\.\d{8}T\d{6}", folders[1])
@@ -124,8 +133,8 @@ def test_a_finished_run_is_not_run_again_unless_asked(folder: Path) -> None:
 
 
 def test_more_steps_go_on_with_a_finished_run(folder: Path) -> None:
-    assert train(folder, 0).returncode == 0
-    assert train(folder, 0, "--set", "train.steps=7").returncode == 0
+    assert train(folder, 0).code == 0
+    assert train(folder, 0, "--set", "train.steps=7").code == 0
     assert [line["step"] for line in lines_of(folder / "runs" / "tiny" / "metrics.jsonl")] == list(range(1, 8))
 
 
@@ -133,7 +142,7 @@ def test_more_steps_go_on_with_a_finished_run(folder: Path) -> None:
 def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
     """To one rank of two: both stop after the same step."""
     directory = folder / "runs" / "tiny"
-    with started(folder, command(2, "run", "spec.toml", *ENDLESS)) as process:
+    with started(command(2, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 3, process)
         if how == "stop file":
             (directory / "stop").touch()
@@ -142,18 +151,18 @@ def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: st
             os.kill(pid, getattr(signal, how))
         output, errors = process.communicate(timeout=30)
     assert process.returncode == 1, (output, errors)
-    assert f"stopped by {how} after step" in output
+    assert f"stopped by {how} after step" in output.decode()
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["state"], summary["reason"], summary["steps"]) == ("stopped", how, steps_done(folder))
     assert not (directory / "lock").exists()
 
 
 def test_a_second_writer_is_refused(folder: Path) -> None:
-    with started(folder, command(0, "run", "spec.toml", *ENDLESS)) as process:
+    with started(command(0, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 0, process)
         second = train(folder, 2, *ENDLESS)
-        assert second.returncode == 2, second
-        assert f"is in use by process {process.pid} on" in second.stderr
+        assert second.code == 2, second
+        assert f"is in use by process {process.pid} on" in second.err
         before = steps_done(folder)
         wait_for(lambda: steps_done(folder) > before, process)
 
@@ -175,13 +184,11 @@ sys.exit(main())
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_rank_that_raises_says_so_and_ends_the_job(folder: Path, rank: int) -> None:
     (folder / "broken.py").write_text(RAISES.format(rank=rank))
-    begun = time.monotonic()
-    done = run(folder, command(3, "run", "spec.toml", program=("broken.py",)), limit=40)
-    assert done.returncode != 0
-    said = [line for line in done.stderr.splitlines() if line.startswith("hpczero: ")]
-    assert len(said) == 1, done.stderr
-    assert re.search(rf"rank {rank} on \S+ failed: ValueError: the disk of this node is on fire", said[0])
-    assert time.monotonic() - begun < 40
+    done = launch([*mpirun(3), sys.executable, "broken.py", "run", "spec.toml"], 40, folder)
+    assert (done.code not in (0, None), done.left) == (True, [])
+    said = [line for line in done.err.splitlines() if line.startswith("hpczero: ")]
+    assert len(said) == 1, done.err
+    assert re.search(rf"rank {rank} on \S+: ValueError: the disk of this node is on fire", said[0])
 
 
 def our_segments() -> set[str]:
@@ -191,7 +198,7 @@ def our_segments() -> set[str]:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(folder: Path, victim: int) -> None:
     segments = our_segments()
-    with started(folder, command(2, "run", "spec.toml", *ENDLESS)) as process:
+    with started(command(2, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 2, process)
         places = lines_of(folder / "runs" / "tiny" / "events.jsonl")[0]["ranks"]
         assert [place["rank"] for place in places] == [0, 1]
@@ -203,7 +210,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(folder: Path, 
     assert not gone, f"still there: {gone}"
     assert our_segments() <= segments
     done = train(folder, 2, "--set", "train.steps=4")
-    assert done.returncode == 0, done
+    assert done.code == 0, done
     assert [line["step"] for line in lines_of(folder / "runs" / "tiny" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
@@ -214,7 +221,7 @@ def wrong_token_file(folder: Path, kind: str) -> None:
     if kind == "foreign":
         target.write_bytes(b"\x89PNG not a token file at all" * 100)
     if kind in ("truncated", "vocabulary"):
-        assert run(folder, command(0, "data", "build", "-o", "corpus.h5", "text.txt", "--validation-fraction", "0.2")).returncode == 0
+        assert launch(hpczero("data", "build", "-o", "corpus.h5", "text.txt"), 60, folder).code == 0
     if kind == "truncated":
         os.truncate(target, target.stat().st_size // 2)
 
@@ -242,22 +249,22 @@ def test_wrong_input_is_one_message_and_nothing_written(folder: Path, mistake: s
     wrong_token_file(folder, mistake.split()[0])
     before = sorted(folder.iterdir())
     done = train(folder, ranks, *arguments)
-    assert done.returncode == 2, done
-    said = [line for line in done.stderr.splitlines() if "hpczero: " in line]
-    assert len(said) == 1, done.stderr
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == "" or ranks, done.stdout
+    assert done.code == 2, done
+    said = [line for line in done.err.splitlines() if "hpczero: " in line]
+    assert len(said) == 1, done.err
+    assert expected in done.err
+    assert "Traceback" not in done.err
+    assert done.out == "" or ranks, done.out
     assert sorted(folder.iterdir()) == before
 
 
 def test_the_directory_of_another_run_is_left_alone(folder: Path) -> None:
-    assert train(folder, 0).returncode == 0
+    assert train(folder, 0).code == 0
     summary = (folder / "runs" / "tiny" / "summary.json").read_bytes()
     done = train(folder, 2, "--set", "model.hidden=48", "--set", "seed=2")
-    assert done.returncode == 2, done
-    assert "model.hidden: 32 there, 48 now" in done.stderr
-    assert "seed: 1 there, 2 now" in done.stderr
+    assert done.code == 2, done
+    assert "model.hidden: 32 there, 48 now" in done.err
+    assert "seed: 1 there, 2 now" in done.err
     assert (folder / "runs" / "tiny" / "summary.json").read_bytes() == summary
 
 
@@ -265,14 +272,14 @@ def test_a_folder_that_is_no_run_directory_is_left_alone(folder: Path) -> None:
     (folder / "runs" / "tiny").mkdir(parents=True)
     (folder / "runs" / "tiny" / "thesis.tex").write_text("precious")
     done = train(folder, 0)
-    assert done.returncode == 2
-    assert "is no run directory" in done.stderr
+    assert done.code == 2
+    assert "is no run directory" in done.err
     assert [path.name for path in (folder / "runs" / "tiny").iterdir()] == ["thesis.tex"]
 
 
 def test_one_rank_of_several_by_accident(folder: Path) -> None:
     """A launcher that started several processes, none of which found the others: two different MPIs."""
     done = train(folder, 0, SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
-    assert done.returncode == 2, done
-    assert "4" in done.stderr
+    assert done.code == 2, done
+    assert "4" in done.err
     assert not (folder / "runs").exists()

@@ -20,7 +20,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "": {"locations"},
     "spec": {"errors", "env", "machine"},
-    "spec.verbs": {"errors", "env", "machine", "comm.grid", "model.shapes", ""},
+    "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", ""},
     "comm": {"errors", "env", "spec"},
     "model": {"hpczero_kernels", "spec", "errors"},
     "parallel": {"model", "comm", "optim", "spec", "hpczero_kernels", "errors"},

@@ -5,7 +5,11 @@ from collections import Counter
 
 import pytest
 
-from hpczero.data.sampler import micro_batches, micro_batches_of, window
+from hpczero.data.sampler import micro_batch_sizes, micro_batches_of, window
+
+
+def micro_batches(global_batch: int, micro_batch: int, ranks: int) -> list[list[range]]:
+    return [micro_batches_of(rank, global_batch, micro_batch, ranks) for rank in range(ranks)]
 
 
 def epoch_order(seed: int, windows: int, epoch: int) -> list[int]:
@@ -71,6 +75,7 @@ def test_micro_batches_cover_the_global_batch_once() -> None:
         sizes = [len(slot) for part in layout for slot in part]
         assert max(sizes) <= micro_batch
         assert max(sizes) - min(sizes) <= 1
+        assert micro_batch_sizes(global_batch, micro_batch, ranks) == (accumulation, min(sizes), max(sizes))
         totals = [sum(map(len, part)) for part in layout]
         assert max(totals) - min(totals) <= 1
 
@@ -78,6 +83,7 @@ def test_micro_batches_cover_the_global_batch_once() -> None:
 def test_one_rank_of_very_many_is_instant() -> None:
     assert micro_batches_of(10**8, 10**9, 1, 10**9) == [range(10**8, 10**8 + 1)]
     assert micro_batches_of(5, 3, 4, 10**9) == [range(0)]
+    assert micro_batch_sizes(3, 4, 10**9) == (1, 0, 1)
 
 
 def test_any_number_of_ranks_sees_the_same_global_batches_and_restarts_anywhere() -> None:

@@ -5,13 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.data.sampler import micro_batches
 from hpczero.spec.keys import about, flat, keys, nearest, tables
 from hpczero.spec.load import load
 from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text
 from hpczero.spec.schema import Spec
 from hpczero.spec.show import printable, shown
-from hpczero.spec.verbs import micro_batch_sizes
 from hpczero.spec.write import to_start_from
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "spec.md"
@@ -85,14 +83,3 @@ def test_values_as_messages_show_them() -> None:
     assert shown(10**5000) == "a whole number of 16610 bits"
     assert shown([True, 1.5, [1]]) == "[true, 1.5, […]]"
     assert printable("a\tb\r\n") == "a\\tb\\r\\n"
-
-
-def test_micro_batches_are_counted_as_they_are_dealt_out() -> None:
-    for global_batch in (1, 2, 7, 16, 33):
-        for micro_batch in (1, 2, 3, 8):
-            for ranks in (1, 2, 3, 5, 40):
-                dealt = micro_batches(global_batch, micro_batch, ranks)
-                sizes = [len(batch) for rank in dealt for batch in rank]
-                expected = {len(rank) for rank in dealt}, min(sizes), max(sizes)
-                count, smallest, largest = micro_batch_sizes(global_batch, micro_batch, ranks)
-                assert ({count}, smallest, largest) == expected
