@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"hpczero: this needs the package {error.name}, which is not installed: pip install 'hpczero[train]'", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("hpczero: interrupted", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # the reader of our output went away (`hpczero spec | head`)
         sys.stderr.close()
         return 1

@@ -42,3 +42,8 @@ def launched_tasks() -> dict[str, tuple[int, int]]:
 def batch_job() -> str | None:
     """The batch system's name for the job that this process belongs to."""
     return variable("SLURM_JOB_ID") or variable("PBS_JOBID")
+
+
+def quieten_mpi() -> None:
+    """Before MPI starts: settings without which a library complains about nothing; what the user has set stays."""
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # Open MPI 5's wheel: "OSC UCX component priority set" for every window

@@ -94,7 +94,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The tightest memory limit of the cgroups, in bytes."""
+    """A memory limit of a cgroup, in bytes."""
 
     limit: int
     used: int  # without the file cache that the kernel gives back when asked
@@ -106,19 +106,23 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = ROOT) -> MemoryLimit | None:
-    """The limit that leaves the least room, over all cgroups that this process belongs to; None: no limit."""
+    """The limit that leaves the least room; None: no limit."""
+    return min(memory_limits(root), key=lambda limit: limit.free, default=None)
+
+
+def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
+    """Of all cgroups that this process belongs to."""
     limits = []
     for version, folder in _cgroup_folders("memory", root):
-        limit_file, used_file, cache = (
-            ("memory.max", "memory.current", "inactive_file")
-            if version == 2
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit_file, used_file, prefix = (
+            ("memory.max", "memory.current", "") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         )
         limit, used = _text(folder / limit_file).strip(), _text(folder / used_file).strip()
         if limit.isdigit() and int(limit) < 1 << 60:  # version 1 writes "no limit" as almost 2^63
-            reclaimable = _fields(_text(folder / "memory.stat")).get(cache, 0)
+            counts = _fields(_text(folder / "memory.stat"))
+            reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0)
             limits.append(MemoryLimit(int(limit), max(0, int(used or 0) - reclaimable), folder))
-    return min(limits, key=lambda limit: limit.free, default=None)
+    return limits
 
 
 # ------------------------------------------------------------------------------------------------------------------ memory

@@ -1,11 +1,16 @@
 """Starts commands as a user would, under this environment's mpirun or alone, with a hard time-out, and sees what they leave behind."""
 
 import contextlib
+import fcntl
 import os
+import pty
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,14 +67,17 @@ def launch(command: Sequence[str], seconds: float, folder: Path = CHECKOUT, envi
     return Finished(code, out.decode(errors="replace"), err.decode(errors="replace"), taken, _await_the_end(mark))
 
 
-def start(command: Sequence[str], folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None, stdout: int = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
     """Only started, for tests that do something to it while it runs."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    surroundings = {**os.environ, **allowed, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
+    calm = {"OMP_WAIT_POLICY": "PASSIVE"}  # torch's threads sleep when idle: on a busy machine, spinning ones hold up each other and us
+    surroundings = {**os.environ, **allowed, **calm, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(
-        list(command), cwd=folder, env=surroundings, stdin=nothing, stdout=pipe, stderr=pipe, start_new_session=True
+        list(command), cwd=folder, env=surroundings, stdin=nothing, stdout=stdout, stderr=pipe, start_new_session=True
     )
 
 
@@ -83,6 +91,26 @@ def started(command: Sequence[str], folder: Path = CHECKOUT) -> Iterator[subproc
     finally:
         _kill(mark)
         process.communicate()
+
+
+def on_a_terminal(command: Sequence[str], environment: Mapping[str, str], folder: Path = CHECKOUT) -> str:
+    """What a command that succeeds writes when its stdout is a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))
+    mark = uuid.uuid4().hex
+    process = start(command, folder, {**environment, _MARK: mark}, theirs)
+    os.close(theirs)
+    too_late = threading.Timer(60, _kill, [mark])
+    too_late.start()
+    written = b""
+    with contextlib.suppress(OSError):  # nobody holds the other side any more
+        while block := os.read(ours, 65536):
+            written += block
+    _, errors = process.communicate()
+    too_late.cancel()
+    os.close(ours)
+    assert (process.returncode, _await_the_end(mark)) == (0, []), (written, errors)
+    return written.decode()
 
 
 def _await_the_end(mark: str) -> list[str]:

@@ -8,15 +8,19 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.ledger import Ledger
+from hpczero.comm.status import NOWHERE, Place, Signature
 from hpczero.comm.work import Limits, Progress
 
+BLOCK = 4096  # elements
+_NUMBERS = 128  # operations that one after the other get tags of their own
+_LOWEST_LIMIT, _HIGHEST_LIMIT = 32767, (1 << 28) - 1  # of tags: what MPI promises, and more than is needed
 _BUFFERS = 2  # reductions of a group whose pieces arrive at the same time; further ones wait for their turn
 
 
 class Connection:
-    """Of one group. A group of one rank has no communicator and sends nothing."""
+    """Of one group. A group of one rank has no communicator and sends nothing; nobody waits for it, so that its status is not kept."""
 
-    def __init__(self, mpi: Any, communicator: Any, progress: Progress, ledger: Ledger, limits: Limits) -> None:
+    def __init__(self, mpi: Any, communicator: Any, progress: Progress, ledger: Ledger, limits: Limits, axis: str, ranks: Sequence[int]) -> None:
         self.progress = progress
         self.ledger = ledger
         self._byte = mpi.BYTE
@@ -25,6 +29,23 @@ class Connection:
         self._buffers: list[Tensor] = []  # free ones
         self._lent = 0
         self._queue: deque[object] = deque()
+        self._entry = progress.status.enter(axis, ranks) if communicator else NOWHERE
+        highest = communicator.Get_attr(mpi.TAG_UB) if communicator else 0
+        self._labels = (min(highest or _LOWEST_LIMIT, _HIGHEST_LIMIT) + 1) // (2 * _NUMBERS)
+
+    def started(self, number: int, signature: Signature) -> Place:
+        """Every collective is to be told, before it sends anything."""
+        if self._communicator:
+            self.progress.status.started(self._entry, number, signature)
+        return Place(signature.label, self._entry, number)
+
+    def message(self, label: str, peer: int) -> Place:
+        """For a message to or from a peer, which has no number among the group's operations."""
+        return Place(label.encode()[:64], ranks=(self.progress.status.ranks_of[self._entry][peer],))
+
+    def tag(self, number: int, code: int, is_collective: bool) -> int:
+        """Messages of operations that do not fit together never meet: instead of wrong values there is a wait, which the watchdog ends."""
+        return ((code % self._labels) * 2 + is_collective) * _NUMBERS + number % _NUMBERS
 
     def send(self, tensor: Tensor, to: int, tag: int) -> list[Any]:
         return [self._communicator.Isend([part, self._byte], to, tag) for part in self._messages(tensor)]
@@ -35,6 +56,10 @@ class Connection:
     def gather_equal(self, output: Tensor, tensor: Tensor) -> list[Any]:
         """Tensors of one size from all ranks, one after the other."""
         return [self._communicator.Iallgather([_memory(tensor), self._byte], [_memory(output), self._byte])]
+
+    def gather_stamped(self, received: bytearray, tensor: Tensor, stamp: bytes) -> list[Any]:
+        """The same for small ones, each behind a stamp."""
+        return [self._communicator.Iallgather([stamp + bytes(_memory(tensor)), self._byte], [received, self._byte])]
 
     def barrier(self) -> list[Any]:
         return [self._communicator.Ibarrier()] if self._communicator else []
@@ -59,6 +84,7 @@ class Connection:
     def close(self) -> None:
         self._buffers.clear()
         if self._communicator:
+            self.progress.status.leave(self._entry)
             self._communicator.Free()
 
     def _messages(self, tensor: Tensor) -> list[memoryview]:
@@ -68,8 +94,9 @@ class Connection:
 
 
 def slots_of(buffer: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-    """The buffer as [2 rounds, slots, elements]."""
+    """The buffer as [2 rounds, slots, elements], the elements in whole blocks where it has room for one."""
     elements = buffer.numel() // (2 * slots * dtype.itemsize)
+    elements -= elements % BLOCK if elements > BLOCK else 0
     return buffer[: 2 * slots * elements * dtype.itemsize].view(dtype).view(2, slots, elements)
 
 

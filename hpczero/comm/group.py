@@ -13,7 +13,7 @@ a started one owns its tensors until it is done, and moves on only while some op
 contiguous; those of one call must not overlap except where said.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from hpczero.comm import reduction
 from hpczero.comm.connection import Connection, slots_of
-from hpczero.comm.work import Steps, Work
+from hpczero.comm.status import Place, Signature
+from hpczero.comm.work import CommunicationError, Steps, Work
 
-_TAGS = 16384  # MPI promises tags up to 32767: the lower half for collectives, the upper for send and receive
+Combine = Callable[[slice, list[Tensor]], None]  # (elements of the own shard, what each rank sent for them, in rank order)
 _TINY = 1 << 15  # bytes over all ranks: up to here an all_reduce gathers whole tensors
 _BROADCAST_PIECE = 1 << 20  # bytes: a rank hands a piece on while it receives the next
 
@@ -43,11 +44,12 @@ class Group:
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
-        self._mpi = connection
+        self.connection = connection
         self._peers = [(rank + distance) % self.size for distance in range(1, self.size)]  # not all to rank 0 first
         self._elsewhere = [node_of_rank[peer] != node_of_rank[self.ranks[rank]] for peer in self.ranks]
         self._between = sum(self._elsewhere) / max(1, self.size - 1)  # the share of the peers on other nodes
         self._collectives = 0
+        self._signatures: dict[object, Signature] = {}
         self._messages: dict[tuple[str, int], int] = {}
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
@@ -88,24 +90,31 @@ class Group:
         flat = _flat(tensor)
         reduction.check(op, flat, flat.dtype)
         tiny = flat.nbytes * self.size <= _TINY
-        steps = self._all_reduce_tiny(flat, op) if tiny else self._all_reduce(flat, op, self._next_tag())
-        return self._start_even("all_reduce", steps, 2 * flat.nbytes)
+        place, code = self._next("all_reduce", flat, op)
+        steps = self._all_reduce_tiny(flat, op, code, place) if tiny else self._all_reduce(flat, op, self._tag(place, code))
+        return self._start_even("all_reduce", steps, 2 * flat.nbytes, place)
 
-    def start_reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = "sum") -> Work:
+    def start_reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = "sum", combine: Combine | None = None) -> Work:
+        """`combine`, where given, does the local sum into `output` itself; but for the last one its windows are multiples of 4096 elements."""
         flat, own = _flat(tensor), _flat(output)
         reduction.check(op, own, flat.dtype)
         self._check_shard("output", own, flat)
-        return self._start_even("reduce_scatter", self._reduce_scatter(own, flat, op, self._next_tag()), flat.nbytes)
+        if combine is None:
+            combine = _combine_into(own, op)
+        place, code = self._next("reduce_scatter", flat, op)
+        return self._start_even("reduce_scatter", self._reduce_scatter(flat, combine, self._tag(place, code)), flat.nbytes, place)
 
     def start_all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         flat, own = _flat(output), _flat(tensor)
         assert own.dtype is flat.dtype, f"an all_gather of {own.dtype} cannot be written to {flat.dtype}"
         self._check_shard("tensor", own, flat)
-        return self._start_even("all_gather", self._all_gather(flat, own, self._next_tag()), flat.nbytes)
+        place, code = self._next("all_gather", flat)
+        return self._start_even("all_gather", self._all_gather(flat, own, self._tag(place, code)), flat.nbytes, place)
 
     def start_broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         flat = _flat(tensor)
-        return self._start_even("broadcast", self._broadcast(flat, root, self._next_tag()), flat.nbytes)
+        place, code = self._next("broadcast", flat, f"from {root}")
+        return self._start_even("broadcast", self._broadcast(flat, root, self._tag(place, code)), flat.nbytes, place)
 
     def start_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         counts = f"{len(inputs)} inputs and {len(outputs)} outputs"
@@ -113,45 +122,58 @@ class Group:
         sources, targets = [_flat(tensor) for tensor in inputs], [_flat(tensor) for tensor in outputs]
         sizes = [0 if peer == self.rank else source.nbytes for peer, source in enumerate(sources)]
         between = sum(size for size, elsewhere in zip(sizes, self._elsewhere, strict=True) if elsewhere)
-        return self._start("all_to_all", self._exchange(targets, sources, self._next_tag()), sum(sizes) - between, between)
+        place, code = self._next("all_to_all")
+        return self._start("all_to_all", self._exchange(targets, sources, self._tag(place, code)), sum(sizes) - between, between, place)
 
     def start_send(self, tensor: Tensor, to: int) -> Work:
         assert to != self.rank, f"rank {self.rank} of {self.axis} cannot send to itself"
-        steps = _once(self._mpi.send(_flat(tensor), to, self._next_message("to", to)))
+        place, tag = self._next_message("send", "to", to, tensor.nbytes)
+        steps = _once(self.connection.send(_flat(tensor), to, tag))
         between = tensor.nbytes if self._elsewhere[to] else 0
-        return self._start("send", steps, tensor.nbytes - between, between)
+        return self._start("send", steps, tensor.nbytes - between, between, place)
 
     def start_receive(self, tensor: Tensor, source: int) -> Work:
         assert source != self.rank, f"rank {self.rank} of {self.axis} cannot receive from itself"
-        return self._start("receive", _once(self._mpi.receive(_flat(tensor), source, self._next_message("from", source))), 0, 0)
+        place, tag = self._next_message("receive", "from", source, tensor.nbytes)
+        return self._start("receive", _once(self.connection.receive(_flat(tensor), source, tag)), 0, 0, place)
 
     def start_barrier(self) -> Work:
-        return self._start("barrier", _once(self._mpi.barrier()), 0, 0)
+        place, _ = self._next("barrier")
+        return self._start("barrier", _once(self.connection.barrier()), 0, 0, place)
 
     # How each is carried out: generators that yield the requests that they wait for.
 
-    def _all_reduce_tiny(self, tensor: Tensor, op: str) -> Steps:
-        if self._peers and tensor.numel():
-            everyones = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
-            yield self._mpi.gather_equal(everyones, tensor)
-            reduction.combine(tensor, tuple(everyones), op)
+    def _all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
+        """As MPI matches its own collectives without regard to what they are, each rank's values stand behind a stamp."""
+        if not self._peers or not tensor.numel():
+            return
+        stamp, length = code.to_bytes(8, "little"), 8 + tensor.nbytes
+        received = bytearray(self.size * length)
+        yield self.connection.gather_stamped(received, tensor, stamp)
+        starts = range(0, len(received), length)
+        for rank, start in zip(self.ranks, starts, strict=True):
+            if received[start : start + 8] != stamp:
+                where = f"{place.label.decode()} (number {place.number} along {self.axis})"
+                raise CommunicationError(f"{where}: what came from rank {rank} belongs to another operation, or has another size")
+        everyones = [torch.frombuffer(received, dtype=tensor.dtype, count=tensor.numel(), offset=start + 8) for start in starts]
+        reduction.combine(tensor, everyones, op)
 
     def _all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps:
         own = tensor[shard(tensor.numel(), self.size, self.rank)]
-        yield from self._reduce_scatter(own, tensor, op, tag)
+        yield from self._reduce_scatter(tensor, _combine_into(own, op), tag)
         yield from self._all_gather(tensor, own, tag)
 
-    def _reduce_scatter(self, output: Tensor, tensor: Tensor, op: str, tag: int) -> Steps:
+    def _reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps:
         if not self._peers:
-            _copy(output, tensor)
+            combine(slice(0, tensor.numel()), [tensor])
             return
-        buffer = yield from self._mpi.borrow(self.size - 1)
+        buffer = yield from self.connection.borrow(self.size - 1)
         try:
-            yield from self._reduce_rounds(output, tensor, op, tag, slots_of(buffer, self.size - 1, tensor.dtype))
+            yield from self._reduce_rounds(tensor, combine, tag, slots_of(buffer, self.size - 1, tensor.dtype))
         finally:
-            self._mpi.give_back(buffer)
+            self.connection.give_back(buffer)
 
-    def _reduce_rounds(self, output: Tensor, tensor: Tensor, op: str, tag: int, slots: Tensor) -> Steps:
+    def _reduce_rounds(self, tensor: Tensor, combine: Combine, tag: int, slots: Tensor) -> Steps:
         """As many elements of each shard at a time as the slots hold: while one round is summed, the next is on its way."""
         pieces = [tensor[shard(tensor.numel(), self.size, rank)] for rank in range(self.size)]
         length = slots.shape[-1]
@@ -162,8 +184,8 @@ class Group:
             return {peer: slot[:own] for peer, slot in zip(self._peers, slots[number % 2], strict=True)}
 
         def post(number: int) -> list[Any]:
-            receives = [self._mpi.receive(part, peer, tag) for peer, part in arriving(number).items()]
-            sends = [self._mpi.send(pieces[peer][windows[number]], peer, tag) for peer in self._peers]
+            receives = [self.connection.receive(part, peer, tag) for peer, part in arriving(number).items()]
+            sends = [self.connection.send(pieces[peer][windows[number]], peer, tag) for peer in self._peers]
             return list(chain(*receives, *sends))
 
         posted = post(0) if windows else []
@@ -171,7 +193,7 @@ class Group:
             following = post(number + 1) if number + 1 < len(windows) else []
             yield posted
             parts = arriving(number) | {self.rank: pieces[self.rank][window]}
-            reduction.combine(output[window], [parts[rank] for rank in range(self.size)], op)
+            combine(window, [parts[rank] for rank in range(self.size)])
             posted = following
 
     def _all_gather(self, output: Tensor, tensor: Tensor, tag: int) -> Steps:
@@ -179,8 +201,8 @@ class Group:
         return self._exchange(pieces, [tensor] * self.size, tag)
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps:
-        receives = [self._mpi.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)]
-        sends = [self._mpi.send(inputs[peer], peer, tag) for peer in self._peers]
+        receives = [self.connection.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)]
+        sends = [self.connection.send(inputs[peer], peer, tag) for peer in self._peers]
         _copy(outputs[self.rank], inputs[self.rank])
         yield list(chain(*receives, *sends))
 
@@ -190,35 +212,62 @@ class Group:
         sends: list[Any] = []
         for piece in tensor.split(_BROADCAST_PIECE // tensor.element_size()):
             if parent is not None:
-                yield self._mpi.receive(piece, (parent + root) % self.size, tag)
+                yield self.connection.receive(piece, (parent + root) % self.size, tag)
             for child in children:
-                sends += self._mpi.send(piece, (child + root) % self.size, tag)
+                sends += self.connection.send(piece, (child + root) % self.size, tag)
         yield sends
 
-    def _start_even(self, operation: str, steps: Steps, size: int) -> Work:
+    def _start_even(self, operation: str, steps: Steps, size: int, place: Place) -> Work:
         """An operation that sends `size` / N bytes to each of the other ranks."""
         sent = size * (self.size - 1) // self.size
         between = round(sent * self._between)
-        return self._start(operation, steps, sent - between, between)
+        return self._start(operation, steps, sent - between, between, place)
 
-    def _start(self, operation: str, steps: Steps, inside: int, between: int) -> Work:
-        entry = self._mpi.ledger.entry(self.axis, operation)
+    def stack(self, values: Tensor) -> Tensor:
+        """[ranks, ...]: the same few values of all ranks."""
+        everyones = values.new_empty((self.size, *values.shape))
+        self.all_gather(everyones, values)
+        return everyones
+
+    def start_steps(self, operation: str, steps: Steps, between: int, shared: int) -> Work:
+        """An operation that reads `shared` bytes in the node's memory and sends others to other nodes."""
+        self.connection.ledger.entry(self.axis, operation).shared += shared
+        self._collectives += 1
+        place = self.connection.started(self._collectives, Signature.of(operation))
+        return self._start(operation, steps, 0, between, place)
+
+    def _start(self, operation: str, steps: Steps, inside: int, between: int, place: Place) -> Work:
+        entry = self.connection.ledger.entry(self.axis, operation)
         entry.sent(inside, between)
-        return self._mpi.progress.start(steps, entry)
+        return self.connection.progress.start(steps, entry, place)
 
     def _check_shard(self, name: str, own: Tensor, whole: Tensor) -> None:
         cut = shard(whole.numel(), self.size, self.rank)
         expected = f"shard {self.rank} of {whole.numel()} elements over {self.size} ranks has {cut.stop - cut.start}"
         assert own.numel() == cut.stop - cut.start, f"{name} has {own.numel()} elements; {expected}"
 
-    def _next_tag(self) -> int:
-        """Collectives are told apart by their number, so that several can be under way."""
+    def next_tag(self) -> int:
+        """Of the operation that `start_steps` starts next."""
         self._collectives += 1
-        return self._collectives % _TAGS
+        return self.connection.tag(self._collectives, 0, True)
 
-    def _next_message(self, direction: str, peer: int) -> int:
+    def _next(self, operation: str, tensor: Tensor | None = None, detail: str = "") -> tuple[Place, int]:
+        """The place of the next collective, which the ranks of the node see from now on, and the code that all ranks must have for it."""
+        self._collectives += 1
+        key = (operation, detail, tensor.dtype, tensor.nbytes) if tensor is not None else operation
+        signature = self._signatures.get(key)
+        if signature is None:
+            what = f"of {tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
+            signature = self._signatures[key] = Signature.of(operation, detail, what)
+        return self.connection.started(self._collectives, signature), signature.code
+
+    def _tag(self, place: Place, code: int) -> int:
+        return self.connection.tag(place.number, code, True)
+
+    def _next_message(self, operation: str, direction: str, peer: int, size: int) -> tuple[Place, int]:
         number = self._messages[direction, peer] = self._messages.get((direction, peer), 0) + 1
-        return _TAGS + number % _TAGS
+        label = f"{operation} {number} of {size} bytes {direction} rank {self.ranks[peer]} along {self.axis}"
+        return self.connection.message(label, peer), self.connection.tag(number, size, False)
 
 
 def tree(place: int, size: int) -> tuple[int | None, list[int]]:
@@ -230,6 +279,13 @@ def tree(place: int, size: int) -> tuple[int | None, list[int]]:
 
 def _once(requests: list[Any]) -> Steps:
     yield requests
+
+
+def _combine_into(output: Tensor, op: str) -> Combine:
+    def combine(window: slice, parts: list[Tensor]) -> None:
+        reduction.combine(output[window], parts, op)
+
+    return combine
 
 
 def _copy(output: Tensor, tensor: Tensor) -> None:

@@ -14,6 +14,7 @@ class Entry:
     bytes: int = 0
     inside: int = 0  # bytes to ranks of the same node
     between: int = 0  # bytes to ranks of other nodes
+    shared: int = 0  # bytes read in the memory of ranks of the same node: not sent
     seconds: float = 0.0  # waited by the host
 
     def sent(self, inside: int, between: int) -> None:

@@ -5,13 +5,19 @@ Whoever waits for one operation moves all of them: a rank that waits here may be
 
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpczero.comm.ledger import Entry
+from hpczero.comm.status import Place, Status
+from hpczero.errors import HpczeroError
 
 Steps = Generator[Sequence[Any], None, None]  # yields requests; an empty yield means "not yet: ask again"
+
+
+class CommunicationError(HpczeroError):
+    """The ranks of a group do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,9 @@ class Work:
     accelerator's stream makes the stream wait, not the host.
     """
 
-    def __init__(self, progress: "Progress", steps: Steps, entry: Entry) -> None:
+    def __init__(self, progress: "Progress", steps: Steps, entry: Entry, place: Place) -> None:
         self.done = False
+        self.place = place
         self.requests: Sequence[Any] = ()
         self._progress = progress
         self._steps = steps
@@ -64,12 +71,15 @@ class Work:
 class Progress:
     """All operations under way in this process, oldest first."""
 
-    def __init__(self, request_class: Any) -> None:
-        self._request_class = request_class
+    def __init__(self, mpi: Any, status: Status) -> None:
+        self.status = status
+        self._request_class = mpi.Request
+        self._failure = mpi.Exception
+        self._library = mpi.get_vendor()[0]
         self._under_way: list[Work] = []
 
-    def start(self, steps: Steps, entry: Entry) -> Work:
-        work = Work(self, steps, entry)
+    def start(self, steps: Steps, entry: Entry, place: Place) -> Work:
+        work = Work(self, steps, entry, place)
         self._under_way.append(work)
         self._resume(work)
         return work
@@ -78,7 +88,7 @@ class Progress:
         """Take every step whose requests are complete; say whether there was one."""
         moved = False
         for work in tuple(self._under_way):
-            while not work.done and self._request_class.Testall(work.requests):
+            while not work.done and self._complete(work, self._request_class.Testall):
                 self._resume(work)
                 if not work.requests:
                     break
@@ -87,12 +97,25 @@ class Progress:
         return moved
 
     def finish(self, work: Work) -> None:
-        while not work.done:
-            if len(self._under_way) == 1:
-                self._request_class.Waitall(work.requests)
-                self._resume(work)
-            elif not self.advance():
-                os.sched_yield()
+        self.status.waits(work.place)
+        try:
+            while not work.done:
+                if len(self._under_way) == 1 and work.requests:
+                    self._complete(work, self._request_class.Waitall)
+                    self._resume(work)
+                elif not self.advance():
+                    os.sched_yield()
+        except CommunicationError as error:
+            raise CommunicationError("\n".join(filter(None, [str(error), self.status.explain()]))) from error.__cause__
+        finally:
+            self.status.goes_on()
+
+    def _complete(self, work: Work, how: Callable[[Sequence[Any]], bool]) -> bool:
+        """MPI itself notices some operations that do not fit together: it has been sent more than was asked for."""
+        try:
+            return how(work.requests)
+        except self._failure as error:
+            raise CommunicationError(f"{self.status.in_words(work.place)}: {self._library}: {error}") from error
 
     def _resume(self, work: Work) -> None:
         try:

@@ -1,5 +1,6 @@
 """The ranks of this job: who they are, on which nodes they run, and the groups in which they talk."""
 
+import atexit
 import json
 import os
 import sys
@@ -7,11 +8,15 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpczero import env
+from hpczero.comm.blocks import SharedBlocks
 from hpczero.comm.ledger import Entry, Ledger
+from hpczero.comm.status import SLOT, Place, Signature, Status
+from hpczero.comm.watch import Member, Watch
 from hpczero.comm.work import Limits, Progress, Steps
 from hpczero.errors import HpczeroError, InputError, Stopped
 
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from hpczero.comm.connection import Connection
     from hpczero.comm.group import Group
 
+_NODES = "comm.ranks_per_node may not be more than the ranks of a host"
 _PIECE = 1 << 30  # bytes: the largest message of share and collect
 _LAST_WORDS = 0.3  # seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends the job
 _HEAD_START = 1.0  # seconds in which rank 0 may say for all of them what is wrong with the input
@@ -35,18 +41,33 @@ class World:
     As a context: an orderly end closes it; an error in it is said with its rank and ends the whole job (`fail`).
     """
 
-    def __init__(self, mpi: Any, communicator: Any, ranks_per_node: int = 0, limits: Limits | None = None) -> None:
-        """Collective over the communicator, which the world then owns."""
+    def __init__(
+        self,
+        mpi: Any,
+        communicator: Any,
+        ranks_per_node: int = 0,
+        limits: Limits | None = None,
+        whole: "World | None" = None,
+        origin: Sequence[int] = (),
+    ) -> None:
+        """Collective over the communicator, which the world then owns. It may be part of a `whole`, where its ranks have the numbers `origin`."""
         self._mpi = mpi
         self._communicator = communicator
         self._limits = limits or Limits()
         self._finalizes = False
-        self._progress = Progress(mpi.Request)
+        self.status: Status = whole.status if whole else Status()
+        self._windows: list[SharedBlocks] = whole._windows if whole else []
+        self.progress = Progress(mpi, self.status)
         self._groups: dict[tuple[str, tuple[int, ...]], tuple[Group, Connection]] = {}
         self.ledger = Ledger()
         self.library = _library(mpi)
         self.rank: int = communicator.rank
         self.size: int = communicator.size
+        self._origin = tuple(origin or range(self.size))
+        self._entry = self.status.enter("world", self._origin)
+        self._number = 0
+        self._watch: Watch | None = None
+        self._slots: SharedBlocks | None = None
         described = self.share(self.collect([mpi.Get_processor_name(), self._node_leader(ranks_per_node)]))
         nodes = {leader: node for node, leader in enumerate(sorted({leader for _, leader in described}))}
         self.hosts: tuple[str, ...] = tuple(host for host, _ in described)
@@ -69,15 +90,54 @@ class World:
         if started:
             _refuse_foreign_launcher(MPI)
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of mpi4py, about the launcher: said better below
+                env.quieten_mpi()
                 MPI.Init_thread(MPI.THREAD_SERIALIZED)
         _refuse_unusable(MPI)
         world = cls(MPI, MPI.COMM_WORLD.Dup(), ranks_per_node, limits)
         world._finalizes = started
+        if started and world.size > 1:
+            atexit.register(world._left)
         return world
 
     def part(self, ranks: Sequence[int], ranks_per_node: int = 0, limits: Limits | None = None) -> "World":
         """A world of these ranks only, numbered in this order; called by them alone. Its operations are waited for apart from ours."""
-        return World(self._mpi, self._subset(ranks), ranks_per_node, limits or self._limits)
+        origin = self.numbers(ranks)
+        return World(self._mpi, self._subset(ranks, "a part of the world"), ranks_per_node, limits or self._limits, self, origin)
+
+    def watch(self, seconds: float, folder: Path | None = None) -> None:
+        """Collective. From now on a rank that waits longer than this for others ends the job, and says who did not come (`comm/watch.py`). In
+        `folder`, if given, nodes tell each other what their ranks are doing once something is amiss.
+        """
+        if self.size == 1:
+            return
+        assert self._watch is None, "this world is watched already"
+        neighbours = [rank for rank, node in enumerate(self.node_of_rank) if node == self.node]
+        self._slots = self.share_memory(neighbours, "the watchdog's window", SLOT, SLOT)
+        slots = dict(zip(self.numbers(neighbours), self._slots.blocks, strict=True))
+        members = [Member(*facts) for facts in zip(self._origin, self.hosts, self.node_of_rank, strict=True)]
+        self.status.move_to(self._slots.blocks[self.local_rank])
+        self._watch = Watch(self.status, members[self.rank], members, slots, seconds, folder)
+
+    def share_memory(self, ranks: Sequence[int], name: str, size: int, cleared: int) -> SharedBlocks:
+        """Collective over `ranks`, which must share memory; each gets a block that all of them see."""
+        if len(hosts := {self.hosts[rank] for rank in ranks}) > 1:
+            raise InputError(f"{name}: ranks {', '.join(map(str, ranks))} share no memory, being on {', '.join(sorted(hosts))}: {_NODES}")
+        communicator = self._subset(ranks, name)
+        with self.status.waiting(f"making {name}", self.numbers(ranks)):
+            shared = SharedBlocks(self._mpi, communicator, name, size, cleared, self._windows)
+        communicator.Free()
+        self._windows.append(shared)
+        return shared
+
+    def unshare_memory(self, shared: SharedBlocks) -> None:
+        """Collective over its ranks."""
+        self._windows.remove(shared)
+        with self.status.waiting("the end of a window", ()):
+            shared.close()
+
+    def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """What the ranks are called in the world of the whole job."""
+        return tuple(self._origin[rank] for rank in ranks)
 
     @property
     def everyone(self) -> "Group":
@@ -91,21 +151,21 @@ class World:
         key = axis, tuple(ranks)
         if key not in self._groups:
             assert self.rank in ranks, f"rank {self.rank} asks for a group without itself: {list(ranks)}"
-            communicator = self._subset(ranks) if len(ranks) > 1 else None
-            connection = Connection(self._mpi, communicator, self._progress, self.ledger, self._limits)
+            communicator = self._subset(ranks, f"group {axis}") if len(ranks) > 1 else None
+            connection = Connection(self._mpi, communicator, self.progress, self.ledger, self._limits, axis, self.numbers(ranks))
             self._groups[key] = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection), connection
         return self._groups[key][0]
 
     def share(self, value: Any) -> Any:
         """Rank 0's value on every rank: what JSON can carry, of any length (a tuple becomes a list)."""
         box = [json.dumps(value).encode() if self.rank == 0 else b""]
-        self._run(self._share(box))
+        self._run(self._share(box), "share")
         return json.loads(box[0])
 
     def collect(self, value: Any) -> list[Any] | None:
         """Every rank's value, in rank order, on rank 0; None elsewhere."""
         received: list[bytearray] = []
-        self._run(self._collect(json.dumps(value).encode(), received))
+        self._run(self._collect(json.dumps(value).encode(), received), "collect")
         return [json.loads(text) for text in received] if self.rank == 0 else None
 
     def together(self, action: Callable[[], Result]) -> Result:
@@ -147,8 +207,15 @@ class World:
         for _, connection in self._groups.values():
             connection.close()
         self._groups.clear()
+        if self._watch and self._slots:
+            self._run(self._meet(), "close")  # the last thing that is watched
+            self._watch.stop()
+            self.status.move_to(memoryview(bytearray(SLOT)))
+            self.unshare_memory(self._slots)
+        self.status.leave(self._entry)
         self._communicator.Free()
         if self._finalizes:
+            atexit.unregister(self._left)
             self._mpi.Finalize()
 
     def __enter__(self) -> "World":
@@ -160,8 +227,14 @@ class World:
         elif self.size > 1:
             self.fail(error)
 
-    def _run(self, steps: Steps) -> None:
-        self._progress.start(steps, Entry()).wait()
+    def _run(self, steps: Steps, operation: str) -> None:
+        self._number += 1
+        signature = Signature.of(operation)
+        self.status.started(self._entry, self._number, signature)
+        self.progress.start(steps, Entry(), Place(signature.label, self._entry, self._number)).wait()
+
+    def _meet(self) -> Steps:
+        yield [self._communicator.Ibarrier()]
 
     def _share(self, box: list[bytes]) -> Steps:
         length = bytearray(len(box[0]).to_bytes(8, "little"))
@@ -193,12 +266,19 @@ class World:
         node.Free()
         return int.from_bytes(leader, "little")
 
-    def _subset(self, ranks: Sequence[int]) -> Any:
-        whole = self._communicator.Get_group()
-        subset = whole.Incl(list(ranks))
-        communicator = self._communicator.Create_group(subset)
-        subset.Free()
-        whole.Free()
+    def _left(self) -> None:
+        """At the end of a process that has not closed its world: some launchers take that for a success of all."""
+        print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]} ends while others may wait for it: the job ends", file=sys.stderr)
+        self.abort()
+
+    def _subset(self, ranks: Sequence[int], name: str) -> Any:
+        """A communicator of these ranks; collective over them and nobody else."""
+        with self.status.waiting(f"making {name}", self.numbers(ranks)):
+            whole = self._communicator.Get_group()
+            subset = whole.Incl(list(ranks))
+            communicator = self._communicator.Create_group(subset)
+            subset.Free()
+            whole.Free()
         return communicator
 
 

@@ -29,6 +29,7 @@ class Parameter:
     shape: tuple[int, ...]
     initial: Initial
     split: int | None = None
+    grain: int = 1  # elements along `split` that stay together (the columns of a head)
 
     @property
     def size(self) -> int:
@@ -95,9 +96,9 @@ def _gpt_block(name: str, model: Model, normal: Initial) -> Layer:
         name,
         (
             *_norm(f"{name}.attention.norm", hidden),
-            Parameter(f"{name}.attention.qkv.weight", (3, inner, hidden), normal, split=1),
-            Parameter(f"{name}.attention.qkv.bias", (3, inner), ZEROS, split=1),
-            Parameter(f"{name}.attention.output.weight", (hidden, inner), into_residual, split=1),
+            Parameter(f"{name}.attention.qkv.weight", (3, inner, hidden), normal, split=1, grain=head_dim(model)),
+            Parameter(f"{name}.attention.qkv.bias", (3, inner), ZEROS, split=1, grain=head_dim(model)),
+            Parameter(f"{name}.attention.output.weight", (hidden, inner), into_residual, split=1, grain=head_dim(model)),
             Parameter(f"{name}.attention.output.bias", (hidden,), ZEROS),
             *_norm(f"{name}.feed_forward.norm", hidden),
             Parameter(f"{name}.feed_forward.up.weight", (wide, hidden), normal, split=0),

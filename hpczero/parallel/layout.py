@@ -1,35 +1,133 @@
-"""Where each parameter lies in the flat buffer of its unit (pure).
+"""Where every element of the model lies (pure): the one source for the engine, checkpoints and the planner.
 
-A unit is what is reduced and stepped together: the parameters of one layer, in one buffer, each beginning at a multiple of 64 elements.
+A *unit* is what is gathered, reduced and stepped together: the parameters of one layer, one after the other in a flat buffer, each
+beginning at a multiple of 64 elements. The buffer is cut into `shards` equal shards, padded so that each is a multiple of 64 elements; data
+rank r owns shard r.
+A parameter that tensor parallelism cuts lies in the buffer as this tensor rank's part of it.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
+from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer, Parameter
 
 ALIGNMENT = 64
 
+Slices = tuple[slice, ...]
+
 
 @dataclass(frozen=True)
 class Place:
+    """A parameter in its unit: `whole` is the rectangle of the logical tensor that this tensor rank holds, at elements offset .. stop - 1."""
+
     parameter: Parameter
+    whole: Slices
     offset: int
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.whole)
+
+    @property
     def stop(self) -> int:
-        return self.offset + self.parameter.size
+        return self.offset + prod(self.shape)
 
 
 @dataclass(frozen=True)
 class UnitLayout:
     name: str
     places: tuple[Place, ...]
-    size: int
+    shards: int
+    shard_size: int
+
+    @property
+    def size(self) -> int:
+        return self.shards * self.shard_size
+
+    def shard(self, index: int) -> slice:
+        return slice(index * self.shard_size, (index + 1) * self.shard_size)
+
+    def stretches(self, start: int, stop: int) -> Iterator[tuple[Place, slice]]:
+        """The parameters that lie in elements start .. stop - 1 of the buffer, each with the elements of the buffer that are its own there."""
+        for place in self.places:
+            first, last = max(start, place.offset), min(stop, place.stop)
+            if first < last:
+                yield place, slice(first, last)
 
 
-def unit_layout(layer: Layer) -> UnitLayout:
+@dataclass(frozen=True)
+class Piece:
+    """What a rank holds of a parameter: a rectangle of the logical tensor, and where it begins in the rank's shard of the unit."""
+
+    slices: Slices
+    shard_offset: int
+
+
+def unit_layout(layer: Layer, shards: int = 1, tensor_ranks: int = 1, tensor_rank: int = 0) -> UnitLayout:
     places, offset = [], 0
     for parameter in layer.parameters:
-        places.append(Place(parameter, offset))
-        offset += -(-parameter.size // ALIGNMENT) * ALIGNMENT
-    return UnitLayout(layer.name, tuple(places), offset)
+        places.append(Place(parameter, tensor_part(parameter, tensor_ranks, tensor_rank), offset))
+        offset += -(-prod(places[-1].shape) // ALIGNMENT) * ALIGNMENT
+    shard_size = -(-offset // (shards * ALIGNMENT)) * ALIGNMENT
+    return UnitLayout(layer.name, tuple(places), shards, shard_size)
+
+
+def tensor_part(parameter: Parameter, ranks: int, rank: int) -> Slices:
+    """The rectangle of a parameter that one of the tensor ranks holds: all of it, unless it is split."""
+    whole = [slice(0, length) for length in parameter.shape]
+    if parameter.split is not None:
+        whole[parameter.split] = share(parameter.shape[parameter.split], parameter.grain, ranks, rank)
+    return tuple(whole)
+
+
+def share(length: int, grain: int, ranks: int, rank: int) -> slice:
+    """Rank's part of `length` elements dealt out in grains (a head's columns stay together); the first ranks may get one grain more."""
+    grains, more = divmod(-(-length // grain), ranks)
+    first = rank * grains + min(rank, more)
+    last = first + grains + (rank < more)
+    return slice(min(first * grain, length), min(last * grain, length))
+
+
+def pieces(layers: Sequence[Layer], name: str, grid: Grid, rank: int) -> list[Piece]:
+    """What `rank` owns of the named parameter (its optimizer states, and its share in a checkpoint): tensor split and flat shard together.
+
+    Over all ranks of a tensor coordinate the pieces hold every element exactly once. A rank whose shard has nothing of it has no pieces.
+    """
+    layer = next(layer for layer in layers if any(parameter.name == name for parameter in layer.parameters))
+    layout = unit_layout(layer, grid.size("data"), grid.size("tensor"), grid.coordinate(rank, "tensor"))
+    own = layout.shard(grid.coordinate(rank, "data"))
+    found = []
+    for place, part in layout.stretches(own.start, own.stop):
+        if place.parameter.name == name:
+            position = part.start
+            for rectangle in rectangles(place.shape, part.start - place.offset, part.stop - place.offset):
+                shifted = tuple(slice(base.start + inner.start, base.start + inner.stop) for base, inner in zip(place.whole, rectangle, strict=True))
+                found.append(Piece(shifted, position - own.start))
+                position += prod(inner.stop - inner.start for inner in rectangle)
+    return found
+
+
+def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Slices]:
+    """Elements start .. stop - 1 of a tensor in memory order, as rectangles in that order (at most 2 x dimensions - 1 of them)."""
+    if start >= stop:
+        return
+    if len(shape) <= 1:
+        yield (slice(start, stop),) if shape else ()
+        return
+    row = prod(shape[1:])
+    first_row, last_row = -(-start // row), stop // row  # rows first_row .. last_row - 1 are whole
+    if first_row > last_row:  # all inside one row
+        yield from _in_row(shape, start // row, start % row, stop - start // row * row)
+        return
+    yield from _in_row(shape, first_row - 1, row - (first_row * row - start), row) if start < first_row * row else ()
+    if first_row < last_row:
+        yield (slice(first_row, last_row), *(slice(0, length) for length in shape[1:]))
+    yield from _in_row(shape, last_row, 0, stop - last_row * row) if last_row * row < stop else ()
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Slices]:
+    for inner in rectangles(shape[1:], start, stop):
+        yield (slice(row, row + 1), *inner)
+

@@ -1,38 +1,51 @@
 """The engine: flat units, a reduce pass while backward goes on, a step pass once the global norm is known (design 8).
 
-So far every data rank holds everything (stage 0 of ZeRO, Rajbhandari et al. 2020: plain data parallelism). A step goes
+One engine for all stages of ZeRO; what a stage shards is data (`states.Sharded`). A step goes
 
-    begin_step(); for each micro-batch: backward(loss); finish_step(lr)
+    for each micro-batch: backward(loss, last);  finish_step(lr)
 
-Reduce pass: `gradient_ready(parameter)`, the only entry from backward, adds a parameter's gradient to its unit; in the last micro-batch a unit whose
-parameters are all there is summed over the data ranks while backward goes on. Units start in the reverse order of the model on every rank, whatever
-gradients came or did not come there; a parameter without a gradient counts as zero.
-Step pass: the norm, clipping, AdamW, the half-precision copy; nothing is touched when the norm is not finite.
+Reduce pass: `gradient_ready(parameter)`, the only entry from backward, adds a parameter's gradient to its unit. Where gradients are sharded
+every backward is reduced, else the last one of a step: a unit whose parameters are all there is summed over the data ranks while
+backward goes on. Units start in the reverse order of the model on every rank, whatever gradients came or did not come there.
+Step pass: the norm, clipping, AdamW on the own elements, the half-precision weights, which are then gathered; nothing is touched when the
+norm is not finite.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from hpczero.comm.group import Group, Work
+from hpczero.comm.group import Work
+from hpczero.memory.arena import Arena
+from hpczero.memory.region import Region
 from hpczero.model import build, shapes
 from hpczero.optim.loss_scale import LossScale
-from hpczero.parallel.layout import Place, UnitLayout, unit_layout
-from hpczero.spec.schema import Optimizer, Train
-from hpczero_kernels.adamw import Scalars, State, adamw_reference, scalars_of_step
+from hpczero.parallel.axis import DataAxis
+from hpczero.parallel.gather import Gatherer
+from hpczero.parallel.layout import unit_layout
+from hpczero.parallel.states import SLOTS, Precision, Sharded, state_bytes
+from hpczero.parallel.unit import Unit
+from hpczero.spec.schema import Optimizer, Train, Zero
+from hpczero_kernels.adamw import Scalars, State, adamw, scalars_of_step
+from hpczero_kernels.pool import Pool
+from hpczero_kernels.reduce import BLOCK, sum_pieces
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NORM_BLOCK = 4096
 
 
 @dataclass(frozen=True)
 class BadGradient:
-    """The first tensor (from the loss backwards) whose local gradient was not finite, and the data rank; no tensor: only the sum was not finite."""
+    """The first tensor, from the loss backwards, whose gradient was not finite on some rank; no tensor: only the sum over ranks was not."""
 
     tensor: str | None
     data_rank: int | None
+
+    def __str__(self) -> str:
+        return f"first in {self.tensor} of data rank {self.data_rank}" if self.tensor else "only the sum over the ranks"
 
 
 @dataclass(frozen=True)
@@ -42,159 +55,238 @@ class StepResult:
     bad: BadGradient | None = None
 
 
-class Unit:
-    """One layer's weights, gradients, master weights and moments, each in one flat buffer."""
-
-    def __init__(self, layout: UnitLayout, dtype: torch.dtype, accumulates: bool, seed: int) -> None:
-        self.layout = layout
-        self.weights = torch.zeros(layout.size, dtype=dtype)
-        self.master = self.weights if dtype == torch.float32 else torch.zeros(layout.size)
-        for place in layout.places:
-            build.initial_values(place.parameter, seed, 0, self.part(self.master, place))
-        self.weights.copy_(self.master)
-        self.parameters = [nn.Parameter(self.part(self.weights, place)) for place in layout.places]
-        self.moment1, self.moment2 = torch.zeros(layout.size), torch.zeros(layout.size)
-        self.gradient = torch.zeros(layout.size, dtype=torch.float32 if accumulates else dtype)
-        self.summed = self.gradient
-        self.arrived: set[int] = set()  # which parameters have a gradient in this step
-        self.missing = 0  # how many are still to come in the last micro-batch
-        self.first_bad: str | None = None
-
-    def __iter__(self) -> Iterator[tuple[Place, nn.Parameter]]:
-        return zip(self.layout.places, self.parameters, strict=True)
-
-    def part(self, buffer: torch.Tensor, place: Place) -> torch.Tensor:
-        return buffer[place.offset : place.stop].view(place.parameter.shape)
-
-    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
-        part = self.part(self.gradient, self.layout.places[index])
-        if index in self.arrived:
-            part.add_(gradient)
-        else:
-            part.copy_(gradient)
-            self.arrived.add(index)
-
-    def complete(self) -> None:
-        """Before the sum: parameters without a gradient count as zero; a bad gradient is noticed while it is still this rank's own."""
-        for index, place in enumerate(self.layout.places):
-            if index not in self.arrived:
-                self.part(self.gradient, place).zero_()
-        self.first_bad = None
-        if not torch.isfinite(torch.linalg.vector_norm(self.gradient, dtype=torch.float32)):
-            bad = (place for place in reversed(self.layout.places) if not self.part(self.gradient, place).isfinite().all())
-            self.first_bad = next((place.parameter.name for place in bad), None)
-
-    def squares(self) -> torch.Tensor:
-        """The sum of squares of the summed gradient, over fixed blocks, in fp64."""
-        blocks = self.summed.split(_NORM_BLOCK)
-        return torch.stack([block.float().square().sum().double() for block in blocks]).sum()
-
-
 @dataclass(frozen=True)
 class Settings:
     """What the engine does with the gradients; `accumulates`: a step has several micro-batches (their sum is kept in fp32)."""
 
     train: Train
     optimizer: Optimizer
+    zero: Zero
     seed: int
     accumulates: bool
+    threads: int = 1
 
 
 class Engine:
-    def __init__(self, module: nn.Module, layers: list[shapes.Layer], group: Group, settings: Settings) -> None:
-        """Gives the module, built on meta, its memory and its initial values."""
-        self.group, self.train, self.optimizer = group, settings.train, settings.optimizer
-        half = self.train.precision == "fp16"
-        self.loss_scale = LossScale(self.train.loss_scale if half else 1.0, dynamic=half)
-        self.updates = 0
-        dtype = DTYPES[self.train.precision]
-        self.units = [Unit(unit_layout(layer), dtype, settings.accumulates, settings.seed) for layer in layers]
-        self._order = list(reversed(self.units))
-        self._started: list[Work] = []
-        self._last = False
-        self._place_of: dict[torch.Tensor, tuple[Unit, int]] = {}
-        for unit in self.units:
-            for index, parameter in enumerate(unit.parameters):
-                self._place_of[parameter] = (unit, index)
-                parameter.register_post_accumulate_grad_hook(self.gradient_ready)
-        build.adopt(module, {place.parameter.name: own for unit in self.units for place, own in unit})
+    """`engine(...)` runs the module; then `backward` and `finish_step`."""
 
-    def begin_step(self) -> None:
-        self._last = False
+    def __init__(self, module: nn.Module, layers: Sequence[tuple[nn.Module, shapes.Layer]], axis: DataAxis, settings: Settings) -> None:
+        """Gives the module, built on meta, its memory and its initial values. `layers` are its parts, each with what it consists of."""
+        self.module = module
+        self.axis, self.settings = axis, settings
+        self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
+        half = settings.train.precision == "fp16"
+        self.loss_scale = LossScale(settings.train.loss_scale if half else 1.0, dynamic=half)
+        self.updates = 0
+        self.pool = Pool(settings.threads)
+        dtype = DTYPES[settings.train.precision]
+        layouts = [unit_layout(layer, axis.size) for _, layer in layers]
+        precision = Precision(dtype.itemsize, settings.accumulates)
+        separate = dtype != torch.float32 or (axis.shared and not self.sharded.optimizer)
+        sizes = state_bytes(layouts, self.sharded, precision, separate)
+        seen = "gradient slots" if self.sharded.gradients else "gradients"
+        self.arena = Arena(sizes, axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}))
+        dtypes = dtype, torch.float32 if settings.accumulates else dtype
+        written = [axis.written(layout.size, self.sharded.optimizer) for layout in layouts]
+        self.units = [Unit(layout, axis.rank, self.sharded, dtypes, self.arena, part) for layout, part in zip(layouts, written, strict=True)]
+        largest = max(layout.size for layout in layouts)
+        self._slots = [self.arena.take("gradient slots", largest, dtype) for _ in range(SLOTS)] if self.sharded.gradients else []
+        self._free_slots: list[torch.Tensor | None] = list(self._slots)
+        self._slot_of: dict[Unit, int] = {}
+        self._order = list(reversed(self.units))
+        self._place_in_order = {unit: place for place, unit in enumerate(self._order)}
+        self._under_way: deque[tuple[Unit, Work]] = deque()
+        self._started = 0  # units whose sum has been started in this backward
+        self._sums = 0  # the same since the beginning
+        self._reduced = False  # whether this step has sums already
+        self._reducing = False
+        self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
+        self._place_of = {parameter: (unit, index) for unit in self.units for index, parameter in enumerate(unit.parameters)}
+        for parameter in self._place_of:
+            parameter.register_post_accumulate_grad_hook(self.gradient_ready)
+        names = [place.parameter.name for unit in self.units for place in unit.layout.places]
+        self._names_backwards = names[::-1]
+        build.adopt(module, dict(zip(names, self._place_of, strict=True)))
+        self._gatherer = self._sharded_parameters([part for part, _ in layers], dtype) if self.sharded.parameters else None
         for unit in self.units:
-            unit.arrived.clear()
+            unit.fill_own(settings.seed)
+        self._gather_weights()
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self._gatherer is None:
+            return self.module(*arguments, **named)
+        self._gatherer.begin_pass()
+        with self._gatherer.saving():
+            return self.module(*arguments, **named)
+
+    def _sharded_parameters(self, parts: list[nn.Module], dtype: torch.dtype) -> Gatherer:
+        region = Region(self.arena.take("gather slots", self.arena.sizes["gather slots"] // dtype.itemsize, dtype))
+        gatherer = Gatherer(self.units, region, self._start_gather)
+        for part in parts:
+            needed = [unit for unit in self.units if any(self._place_of[own][0] is unit for own in part.parameters())]
+            gatherer.hook(part, needed)
+        return gatherer
+
+    def _start_gather(self, unit: Unit, whole: torch.Tensor) -> Work:
+        whole[unit.shard].copy_(unit.weights)
+        return self.axis.gather(whole)
+
+    # -- reduce pass ---------------------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, last: bool) -> None:
-        """Adds the gradient of `loss`; `last`: no further micro-batch of this step comes on this rank."""
-        self._last = last
-        for unit in self.units:
-            unit.missing = len(unit.parameters)
+        """Adds the gradient of `loss`; `last`: no further backward of this step comes."""
+        self._begin_pass(last)
         (loss * self.loss_scale.value).backward()
+        self._end_pass()
+
+    def _begin_pass(self, last: bool) -> None:
+        self._reducing = last or self.sharded.gradients
+        self._started = 0
+        for unit in self.units:
+            unit.missing = sum(parameter.requires_grad for parameter in unit.parameters)
+
+    def _end_pass(self) -> None:
+        """All gradients of this backward are there; what has not been started is started now."""
+        if self._reducing:
+            for unit in self._order[self._started :]:
+                self._start(unit)
+            self._reduced = True
+        self._reducing = False
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         unit, index = self._place_of[parameter]
         assert parameter.grad is not None
-        unit.add_gradient(index, parameter.grad)
-        parameter.grad = None
+        if unit.buffer is None:
+            self._lend_slot(unit)
+        if unit.buffer is not None:
+            unit.add_gradient(index, parameter.grad)
+            parameter.grad = None
         unit.missing -= 1
-        if self._last:
-            self._start_complete_units()
+        if self._reducing:
+            while self._started < len(self._order) and self._order[self._started].missing == 0:
+                self._start(self._order[self._started])
+            self._collect()
 
-    def memory(self) -> dict[str, int]:
-        """Bytes of the model's states on this rank, by kind."""
-        kinds = {"weights": "weights", "master": "master", "moments": "moment1", "gradients": "gradient"}
-        held = {kind: sum(_bytes(getattr(unit, name)) for unit in self.units) for kind, name in kinds.items()}
-        held["moments"] *= 2
-        if self.units[0].master is self.units[0].weights:
-            held["master"] = 0
-        return held
-
-    def _start_complete_units(self) -> None:
-        while len(self._started) < len(self._order) and self._order[len(self._started)].missing == 0:
-            self._start(self._order[len(self._started)])
-        for work in self._started:
-            work.poll()
+    def _lend_slot(self, unit: Unit) -> None:
+        """Units take turns, so that a unit lies in the same slot on every rank; gradients that come before their unit's turn wait with autograd."""
+        place = self._place_in_order[unit]
+        slot = (self._sums + place - self._started) % SLOTS
+        if self._started <= place < self._started + SLOTS and self._free_slots[slot] is not None:
+            unit.buffer = unit.wire = self._free_slots[slot][: unit.layout.size]
+            self._free_slots[slot] = None
+            self._slot_of[unit] = slot
 
     def _start(self, unit: Unit) -> None:
-        """The sum travels in the parameters' precision."""
+        while unit.buffer is None:
+            self._lend_slot(unit)
+            if unit.buffer is None:
+                self._collect(wait=True)
+        self._started += 1
+        self._sums += 1
+        if self._gatherer:
+            self._gatherer.forget(unit)
         unit.complete()
-        unit.summed = unit.gradient if self.group.size == 1 else unit.gradient.to(unit.weights.dtype)
-        self._started.append(self.group.start_all_reduce(unit.summed))
+        self._under_way.append((unit, self.axis.reduce(unit.wire, GradientSum(self, unit, accumulate=self.sharded.gradients and self._reduced))))
+
+    def _collect(self, wait: bool = False) -> None:
+        """Moves the sums under way, and takes back the slots of those that are done; `wait`: at least of the oldest."""
+        while self._under_way:
+            unit, work = self._under_way[0]
+            if wait:
+                work.wait()
+            elif not work.poll():
+                return
+            self._under_way.popleft()
+            wait = False
+            if self.sharded.gradients:
+                slot = self._slot_of.pop(unit)
+                self._free_slots[slot], unit.buffer = self._slots[slot], None
+
+    def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int]) -> None:
+        """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.)"""
+        for rank, part in zip(ranks, parts, strict=True):
+            for place, elements in unit.layout.stretches(first, first + part.numel()):
+                if not part[elements.start - first : elements.stop - first].isfinite().all():
+                    self._bad.append((self._names_backwards.index(place.parameter.name), rank))
+
+    # -- step pass -----------------------------------------------------------------------------------------------------------------
 
     def finish_step(self, lr: float) -> StepResult:
-        for unit in self._order[len(self._started) :]:
-            self._start(unit)
-        for work in self._started:
-            work.wait()
-        self._started.clear()
-        scale = self.loss_scale.value
-        norm = float(torch.stack([unit.squares() for unit in self.units]).sum().sqrt()) / scale
+        self._finish_sums()
+        scale, train, optimizer = self.loss_scale.value, self.settings.train, self.settings.optimizer
+        norm = self._norm() / scale
         finite = norm < float("inf")
         self.loss_scale = self.loss_scale.after(overflow=not finite)
         if not finite:
-            return StepResult(norm, scale, self._find_bad())
+            return StepResult(norm, scale, self._first_bad())
         self.updates += 1
-        clip = min(1.0, self.train.grad_clip / (norm + 1e-6)) if self.train.grad_clip else 1.0
-        scalars = scalars_of_step(self.updates, lr, self.optimizer.betas, self.optimizer.eps, clip / scale)
+        clip = min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0
+        scalars = scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale)
         for unit in self.units:
             self._update(unit, scalars)
+        self._gather_weights()
         return StepResult(norm, scale)
 
+    def _finish_sums(self) -> None:
+        assert self._reduced, "a step without a last backward"
+        while self._under_way:
+            self._collect(wait=True)
+        if not self.sharded.optimizer:
+            for work in [self.axis.gather(unit.wire, copies=True) for unit in self._order]:
+                work.wait()
+        self._reduced = False
+
+    def _norm(self) -> float:
+        """Of the loss-scaled gradient. Blocks, then shards, are added in a fixed order: the same on every rank and at every stage."""
+        own = torch.stack([unit.squares.double().sum() for unit in self.units]).sum()
+        return float(self.axis.all_gather(own).sum().sqrt())
+
+    def _first_bad(self) -> BadGradient:
+        nothing = len(self._names_backwards), 0
+        place, rank = min(map(tuple, self.axis.all_gather(torch.tensor(min(self._bad, default=nothing))).tolist()))
+        self._bad.clear()
+        return BadGradient(None, None) if place == nothing[0] else BadGradient(self._names_backwards[place], rank)
+
     def _update(self, unit: Unit, scalars: Scalars) -> None:
-        for place in unit.layout.places:
-            part = slice(place.offset, place.stop)
-            weights = None if unit.weights is unit.master else unit.weights[part]
-            state = State(unit.master[part], unit.moment1[part], unit.moment2[part], unit.summed[part], weights)
-            adamw_reference(state, self.optimizer.weight_decay if place.parameter.decays else 0.0, scalars)
+        for run in unit.runs:
+            part = run.elements
+            state = State(unit.master[part], unit.moment1[part], unit.moment2[part], unit.gradient_to_step[part], run.weights)
+            adamw(state, self.settings.optimizer.weight_decay if run.decays else 0.0, scalars, self.pool)
 
-    def _find_bad(self) -> BadGradient:
-        names = [place.parameter.name for unit in self._order for place in reversed(unit.layout.places)]
-        mine = next((names.index(unit.first_bad) for unit in self._order if unit.first_bad), len(names))
-        firsts = torch.empty(self.group.size, dtype=torch.int64)
-        self.group.all_gather(firsts, torch.tensor([mine]))
-        first = int(firsts.min())
-        return BadGradient(None, None) if first == len(names) else BadGradient(names[first], int(firsts.argmin()))
+    def _gather_weights(self) -> None:
+        if self._gatherer:  # when they are needed
+            self._gatherer.forget_all()
+            return
+        works = [self.axis.gather(unit.weights) for unit in self.units] if self.sharded.optimizer else [self.axis.settle()]
+        for work in works:
+            work.wait()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the model's states on this rank, by kind."""
+        return dict(self.arena.sizes)
+
+    def close(self) -> None:
+        """Ends threads and gives shared memory back; the module must not be used any more."""
+        self.pool.close()
+        self.axis.close()
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+@dataclass(frozen=True)
+class GradientSum:
+    """The arithmetic of one unit's reduction: fp32, rounded once to the weights' precision, unless several sums are accumulated."""
+
+    engine: Engine
+    unit: Unit
+    accumulate: bool
+
+    def into_shard(self, window: slice, parts: list[torch.Tensor], ranks: Sequence[int]) -> None:
+        squares = self.unit.squares[window.start // BLOCK : -(-window.stop // BLOCK)]
+        sum_pieces(parts, self.unit.summed[window], self.accumulate, squares, self.engine.pool)
+        if not squares.isfinite().all():
+            self.engine.note_bad(self.unit, self.unit.shard.start + window.start, parts, ranks)
+
+    def of_node(self, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
+        squares = torch.empty(-(-out.numel() // BLOCK))
+        sum_pieces(parts, out, False, squares, self.engine.pool)
+        if not squares.isfinite().all():
+            self.engine.note_bad(self.unit, first, parts, ranks)

@@ -134,7 +134,7 @@ def _read_option(option: str) -> tuple[Layer | None, Mistake | None]:
     name, equals, text = option.partition("=")
     name = name.strip()
     source = Layer({}, option=option).source()
-    if not equals or not name:
+    if not equals or not name.partition(".")[0]:
         return None, Mistake(source, lambda: "must be SECTION.KEY=VALUE, as in --set train.steps=100")
     if name == "extends":
         return None, Mistake(source, lambda: "extends can only be set in a file")

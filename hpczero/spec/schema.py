@@ -110,11 +110,20 @@ class Parallel(Table):
     order: str = key("tensor,data,pipeline", "changeable", "axes from the innermost (neighbouring ranks) to the outermost", max_length=100)
 
 
+class Zero(Table):
+    """Which of the model states are cut into shards over the data ranks, and where they lie."""
+
+    stage: Literal[0, 1, 2, 3] = key(1, "changeable", "sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters")
+    bucket_mb: int = key(32, "site", "size of a communication buffer, whatever the model", ge=1, le=1_000_000)
+    node_shared: Literal["auto", True, False] = key("auto", "site", "the data ranks of a node keep one copy of the half-precision parameters together")
+
+
 class Comm(Table):
     """How the ranks talk."""
 
     backend: Literal["auto", "mpi"] = key("auto", "site", "what carries the messages")
     ranks_per_node: int = key(0, "site", "try out a node layout: so many ranks count as a node; 0: as it is", ge=0, le=1_000_000)
+    timeout_s: float = key(600.0, "site", "seconds that a rank waits for the others before the job ends with an error", gt=0, le=1e9)
 
 
 class Paths(Table):
@@ -135,5 +144,6 @@ class Spec(Table):
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
+    zero: Zero = Zero()
     comm: Comm = Comm()
     paths: Paths = Paths()

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from argparse import Namespace
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Layout:
     micro_batches: int  # in a step, on each data rank
     smallest: int  # sequences in the smallest and the largest micro-batch
     largest: int
+    memory: dict[str, Any] | None  # of the fullest node: its ranks, bytes by kind of one of them and of all, and bytes in shared windows
 
 
 def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
@@ -80,10 +82,17 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         raise InputError(f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node")
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
+    from hpczero.model.shapes import layers
+    from hpczero.planner.memory import needs_of_nodes
 
     grid = Grid.build(spec.parallel, [rank // per_node for rank in range(ranks)])
     data_ranks = grid.size("data")
-    return Layout(grid.describe(), ranks, data_ranks, *micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks))
+    sizes = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks)
+    memory = None
+    if data_ranks == ranks:  # how tensor and pipeline parallelism cut the layers is not counted yet
+        fullest = needs_of_nodes(spec, layers(spec.model), Counter(grid.node_of_rank))[0]  # the last node may have fewer ranks
+        memory = {"ranks_on_node": fullest.ranks, "rank": fullest.rank, "node": fullest.node, "windows": fullest.windows}
+    return Layout(grid.describe(), ranks, data_ranks, *sizes, memory)
 
 
 def _idle(spec: Spec, layout: Layout | None) -> list[str]:
@@ -121,6 +130,7 @@ def _as_text(path: str, loaded: Loaded, layout: Layout | None, notes: list[str])
     if layout:
         first, *others = layout.grid
         lines += [f"  ranks     {first}", *(f"          {line}" for line in others), f"            {_dealt_out(layout)}"]
+        lines += _memory(layout.memory)
     changed = [(name, value) for name, value in flat(spec).items() if value != keys()[name].default]
     if changed:
         lines.append("not the default:")
@@ -136,6 +146,17 @@ def _dealt_out(layout: Layout) -> str:
     each = f"{layout.smallest}" if layout.smallest == layout.largest else f"{layout.smallest} or {layout.largest}"
     plural = "micro-batch" if layout.micro_batches == 1 else "micro-batches"
     return f"each of the {layout.data_ranks:,} data ranks takes {layout.micro_batches:,} {plural} of {each} sequences in a step"
+
+
+def _memory(memory: dict[str, Any] | None) -> list[str]:
+    from hpczero.planner.fit import in_words, kinds_in_words
+
+    if not memory:
+        return []
+    of_node, of_rank = (in_words(sum(memory[part].values())) for part in ("node", "rank"))
+    windows = f" ({in_words(memory['windows'])} of it in shared windows)" if memory["windows"] else ""
+    ranks = "1 rank" if memory["ranks_on_node"] == 1 else f"{memory['ranks_on_node']:,} ranks"
+    return [f"  memory    about {of_node} on a node of {ranks}{windows}, {of_rank} a rank:", f"            {kinds_in_words(memory['rank'])}"]
 
 
 def _as_data(loaded: Loaded, layout: Layout | None, notes: list[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from types import TracebackType
 import psutil
 
 from hpczero import env, machine
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 
 STALE_AFTER = 600.0  # seconds without a beat after which a holder on another computer counts as dead
 BEAT_EVERY = 15.0
@@ -107,7 +107,10 @@ class RunLock:
             self._beaten = time.monotonic()
         else:
             self._forget()
-            self._take()
+            try:
+                self._take()
+            except InputError as error:  # no longer a mistake in the input: this run has been writing
+                raise HpczeroError(str(error)) from error
 
     def release(self) -> None:
         if self._descriptor is None:
@@ -163,8 +166,12 @@ class RunLock:
                 raise self._held(before, silence)
         own = Holder.this_process()
         text = json.dumps(asdict(own)).encode() + b"\n"
-        os.pwrite(descriptor, text, 0)
-        os.ftruncate(descriptor, len(text))
+        try:
+            os.pwrite(descriptor, text, 0)
+            os.ftruncate(descriptor, len(text))
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise InputError(f"cannot write in the run directory {self.path.parent}: {error.strerror}") from error
         if not final:
             time.sleep(SETTLE)
             after = _read(descriptor) if self._leads_here(descriptor) else None

@@ -14,16 +14,17 @@ from typing import Any
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
+from hpczero.data.sampler import micro_batch_sizes
 from hpczero.data.source import Source, open_source
 from hpczero.errors import InputError
-from hpczero.model import build, shapes
-from hpczero.parallel.zero import Engine, Settings
+from hpczero.model import shapes
+from hpczero.parallel.apply import assemble
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, rundir
 from hpczero.train.batches import Batches
-from hpczero.train.output import choose
+from hpczero.train.output import choose, loss
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.trainer import Outcome, Trainer, Voice
 
@@ -66,7 +67,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     done = world.share(world.together(lambda: rundir.finished(spec) if first and not options.fresh else None))
     if done:
         if first:
-            print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {done['final_loss']:.4f}); --fresh starts anew")
+            print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew")
         return None, None
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
     return Job(spec, world, grid, source, facts.use_threads(world)), directory
@@ -92,16 +93,12 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     if voice:
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
-    data_ranks = job.grid.size("data")
-    group = world.group("data", job.grid.ranks(world.rank, "data"))
-    batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), data_ranks)
-    module = build.on_meta(spec.model)
-    settings = Settings(spec.train, spec.optimizer, spec.seed, accumulates=len(batches.parts()) > 1)
-    engine = Engine(module, shapes.layers(spec.model), group, settings)
+    batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
+    engine = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
     if voice:
         _say_layout(voice, job, batches)
         voice.directory.keep_metrics_before(1)
-    trainer = Trainer(spec, world, engine, module, batches, voice)
+    trainer = Trainer(spec, world, engine, batches, voice)
     began_training, cpu_before = time.perf_counter(), time.process_time()
     outcome = trainer.train()
     seconds = time.perf_counter() - began_training
@@ -110,6 +107,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
+    engine.close()
     summary = _summary(job, outcome, seconds) | {"wall_seconds": time.perf_counter() - began} | of_ranks
     if voice:
         voice.directory.summary(summary)
@@ -118,15 +116,17 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
 
 
 def _say_layout(voice: Voice, job: Job, batches: Batches) -> None:
-    sizes = [len(part) for part in batches.parts()]
+    train = job.spec.train
+    count, smallest, largest = micro_batch_sizes(train.global_batch, train.micro_batch, batches.data_ranks)
     voice.event(
         "layout",
         grid={axis: job.grid.size(axis) for axis in job.grid.axes},
         nodes=len(set(job.world.node_of_rank)),
+        zero=job.spec.zero.stage,
         threads_per_rank=job.threads,
         parameters=shapes.parameter_count(job.spec.model),
-        precision=job.spec.train.precision,
-        micro_batches=sizes,
+        precision=train.precision,
+        micro_batches=f"{count}x{largest}" if smallest == largest else f"{count}x{smallest}-{largest}",
         data=job.source.describe()["path"],
     )
 

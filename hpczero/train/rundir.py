@@ -7,7 +7,9 @@
     lock           while somebody writes
 """
 
+import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hpczero import env
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
 from hpczero.train.lock import RunLock
@@ -37,10 +39,11 @@ class RunDirectory:
     def claim(cls, spec: Spec, resume: bool, fresh: bool) -> "RunDirectory":
         """Checks first and writes last: with an InputError nothing has changed."""
         path = path_of(spec)
-        exists = (path / "spec.toml").exists()
+        exists = _exists(path / "spec.toml")
         if resume and not exists:
             raise InputError(f"--resume: there is no run in {path}; leave --resume out to start one")
-        if path.exists() and not exists and not _only_leftovers(path):
+        new = not _exists(path)
+        if not new and not exists and not _only_leftovers(path):
             raise InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
         if exists and not fresh:
             _same_run(path, spec)
@@ -48,65 +51,106 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot create the run directory {path}: {error.strerror}; set output to a folder that you may write in") from error
-        lock = RunLock(path).take()
-        if exists and fresh:
-            lock = _move_aside(path, lock)
+        lock = RunLock(path)
         try:
+            lock.take()
+            if exists and fresh:
+                lock = _move_aside(path, lock)
             write_whole(path / "spec.toml", to_toml(spec))
             for leftover in ("stop", "summary.json"):
                 (path / leftover).unlink(missing_ok=True)
             return cls(path, lock)
-        except OSError as error:
+        except (OSError, InputError) as error:
             lock.release()
+            if new:
+                with contextlib.suppress(OSError):  # another writer's by now
+                    path.rmdir()
+            if isinstance(error, InputError):
+                raise
             raise InputError(f"cannot write in the run directory {path}: {error.strerror}") from error
 
     def keep_metrics_before(self, step: int) -> None:
         """Drops the lines of steps that are going to be computed again."""
         self._metrics.close()
         path = self.path / "metrics.jsonl"
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if _step_of(line) < step]
+        kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if _step_of(line) < step]
         write_whole(path, "".join(kept))
         self._metrics = path.open("a", encoding="utf-8")
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        self._metrics.write(json.dumps(values) + "\n")
-        self._metrics.flush()
+        _append(self._metrics, values)
         self._lock.beat()
 
     def event(self, name: str, **values: Any) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._events.write(json.dumps({"time": now, "event": name, **values}) + "\n")
-        self._events.flush()
+        _append(self._events, {"time": now, "event": name, **values})
 
     def summary(self, values: Mapping[str, Any]) -> None:
-        write_whole(self.path / "summary.json", json.dumps(values, indent=2) + "\n")
+        path = self.path / "summary.json"
+        try:
+            write_whole(path, json.dumps(_finite(values), indent=2) + "\n")
+        except OSError as error:
+            raise HpczeroError(f"cannot write {path}: {error.strerror}") from error
 
     def close(self) -> None:
-        self._metrics.close()
-        self._events.close()
+        for file in (self._metrics, self._events):
+            with contextlib.suppress(OSError):  # every line was flushed: this one could not be written, and that has been said
+                file.close()
         self._lock.release()
 
 
 def finished(spec: Spec) -> dict[str, Any] | None:
     """The summary of this run if it has done all its steps; InputError if it is another run that is there."""
     path = path_of(spec)
+    if not _exists(path / "spec.toml"):
+        return None
     try:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     _same_run(path, spec)
-    done = isinstance(summary, dict) and summary.get("state") == "finished" and summary.get("steps", 0) >= spec.train.steps
-    return summary if done else None
+    match summary:
+        case {"state": "finished", "steps": int(steps), "final_loss": float() | None} if steps >= spec.train.steps:
+            return summary
+    return None
+
+
+def _finite(value: Any) -> Any:
+    """As JSON can say it: what is not a finite number becomes null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _append(file: TextIO, values: Mapping[str, Any]) -> None:
+    try:
+        file.write(json.dumps(_finite(values)) + "\n")
+        file.flush()
+    except OSError as error:
+        raise HpczeroError(f"cannot write {file.name}: {error.strerror}") from error
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise InputError(f"cannot look into the run directory {path}: {error.strerror}; set output to a folder that you may write in") from error
 
 
 def write_whole(path: Path, text: str) -> None:
     """The file has the old content or the new one, never a part."""
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _only_leftovers(path: Path) -> bool:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.zero import BadGradient, Engine, StepResult
+from hpczero.parallel.zero import Engine, StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.output import Output
@@ -29,7 +28,7 @@ _MOST_SKIPPED = 100  # steps in a row without an update after which the run give
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended, equal on all ranks: "finished", "stopped" (by `reason`) or "failed" (for `reason`)."""
+    """How far the loop came, equal on all ranks: "running", "finished", "stopped" (by `reason`) or "failed" (for `reason`)."""
 
     state: str
     steps: int
@@ -56,21 +55,21 @@ class Voice:
 
 
 class Trainer:
-    def __init__(self, spec: Spec, world: World, engine: Engine, module: nn.Module, batches: Batches, voice: Voice | None) -> None:
-        self.spec, self.world, self.engine, self.module, self.batches, self.voice = spec, world, engine, module, batches, voice
+    def __init__(self, spec: Spec, world: World, engine: Engine, batches: Batches, voice: Voice | None) -> None:
+        self.spec, self.world, self.engine, self.batches, self.voice = spec, world, engine, batches, voice
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
         self.skipped = 0
 
     def train(self, first: int = 0) -> Outcome:
         """Steps first .. train.steps - 1, numbered from 1 wherever people see them."""
         steps = self.spec.train.steps
-        outcome = Outcome("finished", first)
+        outcome = Outcome("running", first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
         with StopRequests(self.voice.directory.path if self.voice else None) as requests:
             try:
                 for step in range(first, steps):
                     outcome = self._step(step, prefetcher, requests, outcome)
-                    if outcome.state != "finished":
+                    if outcome.state != "running":
                         break
             finally:
                 prefetcher.close()
@@ -101,45 +100,53 @@ class Trainer:
             metrics["loss_scale"] = result.loss_scale
         if result.bad:
             metrics["skipped"] = True
-        last = step + 1 == self.spec.train.steps
-        validation = before.validation_loss
-        every = self.spec.train.eval_every
-        if self.batches.evaluation_batches() and (last or (every and (step + 1) % every == 0 and not asked)):
-            metrics["validation_loss"] = validation = self.evaluate()
+        validation = None
+        if self._evaluates_after(step) and not asked:
+            validation, asked = self.evaluate(requests)
+            metrics |= {} if validation is None else {"validation_loss": validation}
         if self.voice:
             self._report(self.voice, metrics, result, first=before.first_loss is None)
-        return self._outcome(before, step + 1, loss, validation, asked, result)
+        return self._outcome(before, step + 1, loss, before.validation_loss if validation is None else validation, asked, result)
 
     def _forward_backward(self, micro_batches: list[MicroBatch]) -> float:
         """The loss is weighted by tokens, so that every way to cut the global batch gives the same gradient."""
-        self.module.train()
-        self.engine.begin_step()
-        filled = [batch for batch in micro_batches if batch.token_count]
+        self.engine.module.train()
         total = 0.0
-        for number, batch in enumerate(filled):
-            loss = self.module(batch)
-            self.engine.backward(loss / self.step_tokens, last=number + 1 == len(filled))
+        for number, batch in enumerate(micro_batches):  # empty ones too: their collectives are the others' as well
+            loss = self.engine(batch)
+            self.engine.backward(loss / self.step_tokens, last=number + 1 == len(micro_batches))
             total += loss.item()
         return total
 
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
         """The mean loss over all ranks' tokens, and the first reason to stop that any rank has seen."""
-        together = torch.tensor([loss_sum, *map(float, requests.pending())], dtype=torch.float64)
-        self.world.everyone.all_reduce(together)
-        asked = next((reason for reason, count in zip(REASONS, together[1:].tolist(), strict=True) if count), "")
-        return float(together[0]) / self.step_tokens, asked
+        (total,), asked = self._sum_over_ranks([loss_sum], requests)
+        return total / self.step_tokens, asked
 
-    def evaluate(self) -> float:
-        """The mean loss on the validation text, in nats per token. Every rank takes its part of each batch."""
-        self.module.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+    def _sum_over_ranks(self, values: list[float], requests: StopRequests) -> tuple[list[float], str]:
+        together = torch.tensor([*values, *map(float, requests.pending())], dtype=torch.float64)
+        self.world.everyone.all_reduce(together)
+        counts = together[len(values) :].tolist()
+        return together[: len(values)].tolist(), next((reason for reason, count in zip(REASONS, counts, strict=True) if count), "")
+
+    def _evaluates_after(self, step: int) -> bool:
+        every, last = self.spec.train.eval_every, step + 1 == self.spec.train.steps
+        return self.batches.evaluation_batches() > 0 and (last or (every > 0 and (step + 1) % every == 0))
+
+    def evaluate(self, requests: StopRequests) -> tuple[float | None, str]:
+        """The mean loss on the validation text, in nats per token: every rank takes its part of each batch. A request to stop ends it
+        without a result.
+        """
+        self.engine.module.eval()
+        loss_sum, tokens = 0.0, 0.0
         with torch.no_grad():
             for number in range(self.batches.evaluation_batches()):
-                for batch in self.batches.evaluation(number):
-                    if batch.token_count:
-                        sums += torch.tensor([self.module(batch).item(), batch.token_count])
-        self.world.everyone.all_reduce(sums)
-        return float(sums[0] / sums[1])
+                losses = [(self.engine(batch).item(), batch.token_count) for batch in self.batches.evaluation(number)]
+                sums, asked = self._sum_over_ranks([sum(loss for loss, _ in losses), sum(count for _, count in losses)], requests)
+                if asked:
+                    return None, asked
+                loss_sum, tokens = loss_sum + sums[0], tokens + sums[1]
+        return loss_sum / tokens, ""
 
     def _report(self, voice: Voice, metrics: dict[str, Any], result: StepResult, first: bool) -> None:
         voice.directory.metrics(metrics)
@@ -147,7 +154,7 @@ class Trainer:
             voice.event("first", step=metrics["step"], loss=metrics["loss"], seconds=metrics["step_seconds"])
         if result.bad:
             scale = result.loss_scale
-            voice.event("WARN", what="gradient not finite, step skipped", step=metrics["step"], where=_where(result.bad), loss_scale=scale)
+            voice.event("WARN", what="gradient not finite, step skipped", step=metrics["step"], where=str(result.bad), loss_scale=scale)
         voice.output.step(metrics["step"], metrics)
         if "validation_loss" in metrics:
             entropy = self.batches.source.unigram_entropy("validation")
@@ -156,14 +163,12 @@ class Trainer:
     def _outcome(self, before: Outcome, steps: int, loss: float, validation: float | None, asked: str, result: StepResult) -> Outcome:
         first = loss if before.first_loss is None else before.first_loss
         self.skipped = self.skipped + 1 if result.bad else 0
-        state, reason = "finished", ""
-        if result.bad and self.skipped == _MOST_SKIPPED:
-            what = f"{self.skipped} steps in a row had a gradient that is not finite ({_where(result.bad)})"
-            state, reason = "failed", f"{what}: lower optimizer.lr, or use bf16"
-        elif asked and steps < self.spec.train.steps:
+        done = steps == self.spec.train.steps
+        state, reason = "finished" if done else "running", ""
+        if result.bad and (self.skipped == _MOST_SKIPPED or done):
+            what = f"{self.skipped} steps in a row had a gradient that is not finite ({result.bad})"
+            state, reason = "failed", f"{what}: a lower optimizer.lr or a longer warm-up may help"
+        elif asked and not done:
             state, reason = "stopped", asked
         return Outcome(state, steps, reason, first, loss, validation)
 
-
-def _where(bad: BadGradient) -> str:
-    return f"first in {bad.tensor} of data rank {bad.data_rank}" if bad.tensor else "only the sum over the ranks"

@@ -8,23 +8,26 @@ master, first and second moment are fp32; the gradient may be half precision; `w
 """
 
 from dataclasses import dataclass
+from math import sqrt
 
+import numpy as np
 import torch
+from numba import float32, njit, uint64
+
+from hpczero_kernels.pool import INLINE, Pool
+from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, store
 
 _CHUNK = 1 << 15  # elements whose five buffers stay in a core's cache over the dozen torch operations
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """What is the same for all elements in a step."""
+    """What is the same for all elements in a step: an fp32 buffer on the device of the state, so that a device may compute some of it (the clipping).
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    correction1: float
-    correction2: float
-    gradient_scale: float
+    [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1, 1 / correction2]
+    """
+
+    values: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,70 @@ class State:
 
 def scalars_of_step(step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float) -> Scalars:
     """`step` counts the updates from 1."""
-    return Scalars(lr, *betas, eps, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step, gradient_scale)
+    (beta1, beta2), correction1, correction2 = betas, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
+    return Scalars(torch.tensor([gradient_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, lr, lr / correction1, 1.0 / correction2]))
 
 
 def adamw_reference(state: State, decay: float, scalars: Scalars) -> None:
+    gradient_scale, beta1, rest1, beta2, rest2, eps, lr, step, spread = scalars.values.tolist()
     for start in range(0, state.master.numel(), _CHUNK):
         part = slice(start, start + _CHUNK)
         master, moment1, moment2 = state.master[part], state.moment1[part], state.moment2[part]
-        gradient = state.gradient[part].float() * scalars.gradient_scale
-        moment1.mul_(scalars.beta1).add_(gradient, alpha=1.0 - scalars.beta1)
-        moment2.mul_(scalars.beta2).addcmul_(gradient, gradient, value=1.0 - scalars.beta2)
-        denominator = (moment2 / scalars.correction2).sqrt_().add_(scalars.eps)
-        master.mul_(1.0 - scalars.lr * decay).addcdiv_(moment1, denominator, value=-scalars.lr / scalars.correction1)
+        gradient = state.gradient[part].float() * gradient_scale
+        moment1.mul_(beta1).add_(gradient, alpha=rest1)
+        moment2.mul_(beta2).addcmul_(gradient, gradient, value=rest2)
+        denominator = (moment2 * spread).sqrt_().add_(eps)
+        master.mul_(1.0 - lr * decay).addcdiv_(moment1, denominator, value=-step)
         if state.weights is not None:
             state.weights[part].copy_(master)
+
+
+@njit(error_model="numpy", nogil=True)
+def _update(master, moment1, moment2, gradient, size, keep, scalars):
+    """One stretch of pointers `master`, `moment1`, `moment2` beside the fp32 stretch `gradient`; keep = 1 - lr decay."""
+    gradient_scale, beta1, rest1, beta2, rest2 = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
+    eps, step, spread = scalars[5], scalars[7], scalars[8]
+    for i in range(size):
+        scaled = gradient[i] * gradient_scale
+        mean = beta1 * moment1[i] + rest1 * scaled
+        square = beta2 * moment2[i] + rest2 * scaled * scaled
+        moment1[i], moment2[i] = mean, square
+        master[i] = keep * master[i] - step * mean / (sqrt(square * spread) + eps)
+
+
+@njit(
+    "void(uint64, uint64, uint64, uint64, int64, uint64, int64, float32, float32[::1], uint64, uint64)",
+    nogil=True, cache=True, error_model="numpy",
+)  # fmt: skip
+def _adamw(master, moment1, moment2, gradient, gradient_precision, weights, weights_precision, decay, scalars, start, stop):
+    """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
+    widened = np.empty(STRETCH, np.float32)
+    keep = float32(1.0) - scalars[6] * decay
+    while start < stop:
+        size = min(stop - start, uint64(STRETCH))
+        offset = uint64(4) * start
+        load(widened, size, gradient, gradient_precision, start)
+        master_values = pointer(master + offset, float32)
+        _update(master_values, pointer(moment1 + offset, float32), pointer(moment2 + offset, float32), widened, size, keep, scalars)
+        if weights:
+            load(widened, size, master, FP32, start)
+            store(widened, size, weights, weights_precision, start)
+        start += uint64(STRETCH)
+
+
+def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE) -> None:
+    """As adamw_reference, up to the rounding of fp32."""
+    count, weights = state.master.numel(), state.weights
+    fp32 = state.master, state.moment1, state.moment2
+    assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
+    assert state.gradient.numel() == count
+    assert weights is None or weights.numel() == count
+    to_read = address_of(state.gradient), CODES[state.gradient.dtype]
+    to_write = (0, FP32) if weights is None else (address_of(weights), CODES[weights.dtype])
+    master, moment1, moment2 = map(address_of, fp32)
+    arguments = master, moment1, moment2, *to_read, *to_write, decay, scalars.values.numpy()
+
+    def kernel(start: int, stop: int) -> None:
+        _adamw(*arguments, start, stop)
+
+    pool.run(kernel, count)

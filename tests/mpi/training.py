@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from hpczero.comm.grid import Grid
+from hpczero.comm.group import Group
 from hpczero.comm.world import World
 from hpczero.data.source import SyntheticSource
-from hpczero.model import build, shapes
-from hpczero.parallel.zero import Engine, Settings
+from hpczero.parallel.apply import assemble
+from hpczero.parallel.unit import Unit
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.trainer import Outcome, Trainer, Voice
@@ -24,6 +25,7 @@ class Record:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    sent: dict[str, Any] = field(default_factory=dict)  # the data axis in the ledger
     outcome: Outcome | None = None
     path: Path = Path("/nonexistent")
 
@@ -54,18 +56,30 @@ def train(world: World, spec: Spec) -> Record:
     group = world.group("data", grid.ranks(world.rank, "data"))
     source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
-    module = build.on_meta(spec.model)
-    engine = Engine(module, shapes.layers(spec.model), group, Settings(spec.train, spec.optimizer, spec.seed, len(batches.parts()) > 1))
+    engine = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
     record = Record()
-    finish = engine.finish_step
+    update, first_gradients = engine._update, {}
 
-    def finish_and_keep(lr: float) -> Any:
-        result = finish(lr)
-        if not record.gradients:
-            record.gradients = {place.parameter.name: unit.part(unit.summed, place).float().clone() for unit in engine.units for place, _ in unit}
-        return result
+    def keep_and_update(unit: Unit, scalars: Any) -> None:
+        if engine.updates == 1:
+            first_gradients[unit] = unit.gradient_to_step.float().clone()
+        update(unit, scalars)
 
-    engine.finish_step = finish_and_keep  # type: ignore[method-assign]
-    record.outcome = Trainer(spec, world, engine, module, batches, Voice(record, record)).train()  # type: ignore[arg-type]
-    record.weights = {place.parameter.name: unit.part(unit.master, place).clone() for unit in engine.units for place, _ in unit}
+    engine._update = keep_and_update  # type: ignore[method-assign]
+    record.outcome = Trainer(spec, world, engine, batches, Voice(record, record)).train()  # type: ignore[arg-type]
+    record.sent = world.ledger.as_dict().get("data", {})
+    for unit in engine.units:
+        record.weights |= whole(unit, unit.master, group)
+        record.gradients |= whole(unit, first_gradients[unit], group) if unit in first_gradients else {}
+    engine.close()
     return record
+
+
+def whole(unit: Unit, own: torch.Tensor, group: Group) -> dict[str, torch.Tensor]:
+    """Whole tensors from what each rank holds of a unit."""
+    flat = torch.empty(unit.layout.size)
+    if own.numel() == flat.numel():
+        flat.copy_(own)
+    else:
+        group.all_gather(flat, own.contiguous())
+    return {place.parameter.name: unit.part(flat, place).clone() for place in unit.layout.places}

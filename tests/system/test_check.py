@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -60,6 +61,7 @@ def test_from_nothing_to_a_checked_job(hpczero: Hpczero, tmp_path: Path) -> None
     assert "100 steps = 204,800 tokens" in result.stdout
     assert "6 ranks on 3 nodes" in result.stdout
     assert "each of the 6 data ranks takes 1 micro-batch of 2 or 3 sequences" in result.stdout
+    assert re.search(r"memory    about \S+ [MG]B on a node of 2 ranks .*, \S+ MB a rank:\n +runtime 250.0 MB, ", result.stdout)
     changed = result.stdout.partition("not the default:\n")[2].split()
     assert changed == ["name", "=", '"first-job"', "first", "job.toml:2", "model.layers", "=", "2", "--set", "model.layers=2"]
     before = (tmp_path / "first job.toml").read_text()
@@ -135,6 +137,10 @@ def test_check_as_data(hpczero: Hpczero, tmp_path: Path) -> None:
     assert answer["spec"]["train"]["global_batch"] == 10
     assert answer["sources"] == {"train.global_batch": "job.toml:1"}
     assert (answer["layout"]["data_ranks"], answer["layout"]["smallest"], answer["layout"]["largest"]) == (4, 2, 3)
+    memory = json.loads(hpczero("check", "job.toml", "--json", "--ranks", "4", "--ranks-per-node", "2").stdout)["layout"]["memory"]
+    assert memory["ranks_on_node"] == 2
+    assert memory["rank"]["moments"] == pytest.approx(8 * answer["parameters"] / 4, rel=0.01)
+    assert memory["node"]["moments"] == 2 * memory["rank"]["moments"]
     assert answer["notes"] == []
 
 

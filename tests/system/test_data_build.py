@@ -1,41 +1,29 @@
 """`hpczero data build` and `hpczero data show` as a user runs them."""
 
-import contextlib
 import json
-import os
-import pty
 import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from hpczero.cli import main
-
-COMMAND = [sys.executable, "-m", "hpczero", "data"]
-CHECKOUT = Path(__file__).resolve().parents[2]
+from tests.launch import Finished, hpczero, launch, on_a_terminal, start
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1"}
+def data(*arguments: str, folder: Path) -> Finished:
+    return launch(hpczero("data", *arguments), 120, folder)
 
 
-def hpczero(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=120)
-
-
-def refused(*arguments: object, folder: Path) -> str:
+def refused(*arguments: str, folder: Path) -> str:
     """The one line that a wrong command ends with; it leaves everything as it was."""
     before = sorted(folder.rglob("*"))
-    ended = hpczero(*arguments, folder=folder)
-    assert ended.returncode == 2, ended
-    assert ended.stdout == ""
+    ended = data(*arguments, folder=folder)
+    assert ended.code == 2, ended
+    assert ended.out == ""
     assert sorted(folder.rglob("*")) == before
-    [line] = ended.stderr.splitlines()
+    [line] = ended.err.splitlines()
     return line
 
 
@@ -49,21 +37,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_build_then_show_then_build_again(folder: Path) -> None:
-    built = hpczero("build", "-o", "corpus.h5", "text", folder=folder)
-    assert (built.returncode, built.stderr) == (0, "")
-    assert "\x1b" not in built.stdout
-    assert " build read=" in built.stdout
-    shown = hpczero("show", "corpus.h5", folder=folder)
-    assert built.stdout.endswith(shown.stdout)
-    facts = json.loads(hpczero("show", "corpus.h5", "--json", folder=folder).stdout)
+    built = data("build", "-o", "corpus.h5", "text", folder=folder)
+    assert (built.code, built.err) == (0, "")
+    assert "\x1b" not in built.out
+    assert " build read=" in built.out
+    shown = data("show", "corpus.h5", folder=folder)
+    assert built.out.endswith(shown.out)
+    facts = json.loads(data("show", "corpus.h5", "--json", folder=folder).out)
     text = sum(path.stat().st_size for path in (folder / "text").glob("*.md")) + len("einszwei")
     assert sum(facts["tokens"].values()) == text + 42
     assert sum(facts["documents"].values()) == 42
     assert facts["documents"]["validation"] >= 1
     assert facts["vocabulary"] == 257
     assert 2 < facts["unigram_entropy"]["train"] < 4
-    again = hpczero("build", "-o", "corpus.h5", "text", folder=folder)
-    assert (again.returncode, again.stdout) == (0, "corpus.h5 is up to date\n")
+    again = data("build", "-o", "corpus.h5", "text", folder=folder)
+    assert (again.code, again.out) == (0, "corpus.h5 is up to date\n")
     assert "made from other text or with other parameters" in refused("build", "-o", "corpus.h5", "text/00.md", folder=folder)
     assert sorted(path.name for path in folder.iterdir()) == ["corpus.h5", "text"]
 
@@ -86,41 +74,29 @@ def test_killed_by_the_system_the_same_command_goes_on_to_the_same_bytes(folder:
     """Killed for real at moments of no choice of ours: as the output grows, and with time to reach a commit."""
     with open(folder / "text" / "long.txt", "w") as file:
         file.writelines(f"line {number} of a text that is long enough to be killed in\n" for number in range(1_700_000))
-    assert hpczero("build", "-o", "whole.h5", "text", folder=folder).returncode == 0
-    command = [*COMMAND, "build", "-o", "killed.h5", "text"]
+    assert data("build", "-o", "whole.h5", "text", folder=folder).code == 0
+    command = hpczero("data", "build", "-o", "killed.h5", "text")
     partial, said, killed = folder / "killed.h5.partial", "", 0
     for kill_at in (1, 10**7, 8 * 10**7, 13 * 10**7):
-        process = subprocess.Popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True)
+        process = start(command, folder)
         while process.poll() is None and not ((partial / "train.tokens").exists() and (partial / "train.tokens").stat().st_size >= kill_at):
             time.sleep(0.002)
         process.kill()
-        said += process.communicate(timeout=60)[0]
+        said += process.communicate(timeout=60)[0].decode()
         killed += process.returncode == -signal.SIGKILL
         assert (folder / "killed.h5").exists() == (process.returncode == 0)
     assert killed >= 2  # on a busy machine the last ones may come too late
-    finished = hpczero("build", "-o", "killed.h5", "text", folder=folder)
-    assert finished.returncode == 0, finished
-    assert "going on after" in said + finished.stdout
+    finished = data("build", "-o", "killed.h5", "text", folder=folder)
+    assert finished.code == 0, finished
+    assert "going on after" in said + finished.out
     assert (folder / "killed.h5").read_bytes() == (folder / "whole.h5").read_bytes()
     assert not partial.exists()
 
 
 def test_on_a_terminal_there_is_a_bar(folder: Path) -> None:
-    ours, theirs = pty.openpty()
-    command = [*COMMAND, "build", "-o", "a.h5", "text"]
-    process = subprocess.Popen(command, cwd=folder, env=environment() | {"TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    watchdog = threading.Timer(60, process.kill)
-    watchdog.start()
-    seen = b""
-    with contextlib.suppress(OSError):  # the other end is closed
-        while block := os.read(ours, 65536):
-            seen += block
-    watchdog.cancel()
-    os.close(ours)
-    assert process.wait() == 0, seen
-    assert "━" in seen.decode()
-    assert b"fingerprint" in seen
+    seen = on_a_terminal(hpczero("data", "build", "-o", "a.h5", "text"), {"TERM": "xterm"}, folder)
+    assert "━" in seen
+    assert "fingerprint" in seen
 
 
 def test_control_c_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,6 +116,5 @@ def test_neither_verb_needs_torch_or_mpi(folder: Path) -> None:
         "assert main(['data', 'build', '-o', 'a.h5', 'text']) == 0\n"
         "assert main(['data', 'show', 'a.h5']) == 0\n"
     )
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False, timeout=60)
-    assert ended.returncode == 0, ended.stderr
+    ended = launch([sys.executable, "-c", program], 60, folder)
+    assert ended.code == 0, ended.err

@@ -2,32 +2,26 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-MPIRUN = Path(sys.executable).parent / "mpirun"
+from tests.launch import Finished, hpczero, launch, mpirun
+
 SHARED_MEMORY = Path("/dev/shm")
-# Open MPI refuses to be root and to start more ranks than cores unless told otherwise; others ignore this.
-OPEN_MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-
-under_mpirun = pytest.mark.skipif(not MPIRUN.is_file(), reason="this Python environment has no MPI of its own")
 
 
-def doctor(*options: str, ranks: int = 0, **environment: str) -> "subprocess.CompletedProcess[str]":
-    launcher = [str(MPIRUN), "-n", str(ranks)] if ranks else []
-    command = [*launcher, sys.executable, "-m", "hpczero", "doctor", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **OPEN_MPI, **environment})
+def doctor(*options: str, ranks: int = 0, **environment: str) -> Finished:
+    launcher = mpirun(ranks) if ranks else []
+    return launch([*launcher, *hpczero("doctor", *options)], 120, environment=environment)
 
 
 def facts(*options: str, ranks: int = 0, **environment: str) -> dict[str, Any]:
     done = doctor("--json", *options, ranks=ranks, **environment)
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert done.returncode == (1 if found["verdict"] == "FAIL" else 0), done
+    found: dict[str, Any] = json.loads(done.out)
+    assert done.code == (1 if found["verdict"] == "FAIL" else 0), done
     return found
 
 
@@ -43,9 +37,9 @@ def forgotten_segment() -> Iterator[Path]:
 
 def test_alone_it_prints_topics_verdicts_and_a_count() -> None:
     done = doctor()
-    assert done.returncode in (0, 1), done
-    assert done.stderr == ""
-    lines = done.stdout.splitlines()
+    assert done.code in (0, 1), done
+    assert done.err == ""
+    lines = done.out.splitlines()
     topics = [line for line in lines[:-1] if line and not line.startswith(" ")]
     assert [topic for topic in topics if topic != "MPI"] == ["Software", "Ranks", "Cores", "Memory", "Shared memory", "GPUs", "Files"]
     assert all(line.split()[0] in ("ok", "WARN", "FAIL") for line in lines if line.startswith("  ") and not line.startswith("   "))
@@ -75,19 +69,17 @@ def test_clean_removes_what_nobody_uses_and_nothing_else(forgotten_segment: Path
         other.unlink()
 
 
-@under_mpirun
 def test_under_mpirun_one_rank_speaks_for_all() -> None:
     found = facts(ranks=2)
     assert [(rank["rank"], rank["size"]) for rank in found["ranks"]] == [(0, 2), (1, 2)]
     libraries = {rank["library"]["path"] for rank in found["ranks"]}
     assert len(libraries) == 1
-    assert Path(libraries.pop()).is_relative_to(MPIRUN.parent.parent), "the environment's own library"
+    assert Path(libraries.pop()).is_relative_to(Path(mpirun(2)[0]).parent.parent), "the launcher's own library"
     launch = [finding for finding in found["findings"] if "its mpirun is the one in use" in finding["what"]]
     assert [finding["verdict"] for finding in launch] == ["ok"]
     assert "\n2 ranks on 1 node\n" in "\n" + "\n".join(finding["what"] for finding in found["findings"]) + "\n"
 
 
-@under_mpirun
 def test_more_ranks_than_cores_are_a_warning() -> None:
     cores = len(os.sched_getaffinity(0))
     if cores > 4:
@@ -99,6 +91,6 @@ def test_more_ranks_than_cores_are_a_warning() -> None:
 def test_one_task_of_several_by_accident_is_a_failure_with_the_fix() -> None:
     pytest.importorskip("mpi4py", reason="the base installation has no mpi4py")
     done = doctor(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
-    assert done.returncode == 1
-    assert "4 processes" in done.stdout
-    assert "fix: " in done.stdout
+    assert done.code == 1
+    assert "4 processes" in done.out
+    assert "fix: " in done.out

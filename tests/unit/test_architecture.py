@@ -20,16 +20,20 @@ ALLOWED = {
     "__main__": {"cli"},
     "": {"locations"},
     "spec": {"errors", "env", "machine"},
-    "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", ""},
-    "comm": {"errors", "env", "spec"},
+    "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", "planner", ""},
+    "comm": {"errors", "env", "machine", "spec"},
     "model": {"hpczero_kernels", "spec", "errors"},
-    "parallel": {"model", "comm", "optim", "spec", "hpczero_kernels", "errors"},
+    "memory": {"comm"},
+    "planner": {"spec", "model.shapes", "parallel.layout", "parallel.states", "data.sampler"},
+    "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
-    "train": {"errors", "env", "machine", "spec", "comm", "model", "parallel", "optim", "data", "locations", "hpczero_kernels", ""},
+    "train": {"errors", "env", "machine", "locations", "hpczero_kernels", ""}
+    | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner"},
     "doctor": {"errors", "env", "machine", "comm", "locations", ""},
 }
-WITHOUT_TORCH = ("spec", "model.shapes", "comm.grid", "data", "machine", "cli", "errors", "env", "locations", "")
+PURE = ("model.shapes", "parallel.layout", "parallel.states", "planner", "comm.grid")
+WITHOUT_TORCH = (*PURE, "spec", "data", "machine", "cli", "errors", "env", "locations", "")
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
 KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.train import lock
 from hpczero.train.lock import Holder, RunLock
 
 HOLD = "import sys; from hpczero.train.lock import RunLock\nwith RunLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
 COMPETE = """
 import sys
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.train.lock import RunLock
 sys.stdin.readline()
 try:
@@ -100,7 +100,7 @@ def test_taking_and_leaving_never_lets_two_in(tmp_path: Path) -> None:
     program = """
 import sys, time
 from pathlib import Path
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.train.lock import RunLock
 inside = Path(sys.argv[1]) / "inside"
 wins = 0
@@ -144,8 +144,9 @@ def test_a_lock_file_removed_by_hand_is_put_back_by_the_next_beat(tmp_path: Path
         held.beat()
         assert json.loads(held.path.read_text())["pid"] == os.getpid()
         held.path.unlink()
-        with RunLock(tmp_path), pytest.raises(InputError, match="in use"):
+        with RunLock(tmp_path), pytest.raises(HpczeroError, match="in use") as taken:
             held.beat()
+        assert taken.value.exit_code == 1, "this run has been writing: it failed"
 
 
 def test_an_unwritable_or_missing_directory_is_the_users_mistake(tmp_path: Path) -> None:

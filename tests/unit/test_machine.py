@@ -40,7 +40,7 @@ class TestCgroupVersion2:
                 "job/step/task/cpu.max": "max 100000\n",
                 "job/memory.max": f"{4 * GIB}\n",
                 "job/memory.current": f"{3 * GIB}\n",
-                "job/memory.stat": f"anon 5\ninactive_file {GIB}\nactive_file 7\n",
+                "job/memory.stat": f"anon 5\ninactive_file {GIB - 7}\nactive_file 7\n",
                 "job/step/memory.max": f"{8 * GIB}\n",
                 "job/step/memory.current": f"{GIB}\n",
                 "job/step/task/memory.max": "max\n",

@@ -1,18 +1,15 @@
 """What a run says: lines for files, a live panel for terminals, and the choice between them."""
 
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from hpczero.train import output, terminal
 from hpczero.train.output import Lines, Pace, duration, line, number, shares, value
+from tests.launch import on_a_terminal
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 METRICS = {
@@ -171,30 +168,6 @@ def test_a_file_gets_lines_even_if_live_is_asked_for(tmp_path: Path) -> None:
         warning, *rest = file.read().splitlines()
     assert " WARN what=" in warning
     assert [text.split()[1] for text in rest] == ["start", "start"]
-
-
-def on_a_terminal(command: list[str], environment: dict[str, str]) -> str:
-    """What the command writes when its stdout is a terminal of 100 columns."""
-    ours, theirs = pty.openpty()
-    termios_size = b"\x1e\x00\x64\x00\x00\x00\x00\x00"  # 30 rows, 100 columns
-    terminal.fcntl.ioctl(theirs, terminal.termios.TIOCSWINSZ, termios_size)
-    text: list[bytes] = []
-
-    def read() -> None:
-        while True:
-            try:
-                text.append(os.read(ours, 65536))
-            except OSError:  # the other side is closed
-                return
-
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, env={**os.environ, **environment})
-    os.close(theirs)
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert process.wait(60) == 0
-    reader.join()
-    os.close(ours)
-    return b"".join(text).decode()
 
 
 def test_a_terminal_gets_the_live_panel() -> None:

@@ -97,6 +97,8 @@ def test_set_reads_toml_or_else_text(write: Write, option: str, key: str, value:
     [
         ("train.steps", "--set train.steps: must be SECTION.KEY=VALUE"),
         ("=3", "--set =3: must be SECTION.KEY=VALUE"),
+        (".=3", "--set .=3: must be SECTION.KEY=VALUE"),
+        (".steps=3", "--set .steps=3: must be SECTION.KEY=VALUE"),
         ("train.stesp=3", "did you mean train.steps?"),
         ("train.steps=many", '--set train.steps=many: train.steps = "many": must be a whole number'),
         ("train.steps=1\nseed = 5", 'train.steps = "1\\nseed = 5": must be a whole number'),
@@ -126,7 +128,7 @@ source = 3
 [schedule]
 warmup_steps = 500
 [[model]]
-[zerro]
+[qqq]
 [optimiser]
 """
     )
@@ -142,7 +144,7 @@ warmup_steps = 500
         "  spec.toml:10: data.source = 3: must be text (not empty, at most 4096 characters, no control characters)",
         "  spec.toml:12: schedule.warmup_steps = 500 is more than train.steps = 10: at most 10, or more steps (train.steps: base.toml:1)",
         "  spec.toml:13: model = an array of tables: model is a table: write it once, as [model], not [[model]]",
-        "  spec.toml:14: [zerro]: unknown table; the tables are model, data, train, optimizer, schedule, parallel, comm and paths",
+        "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, schedule, parallel, zero, comm and paths",
         "  spec.toml:15: [optimiser]: unknown table; did you mean [optimizer]?",
     ]
 

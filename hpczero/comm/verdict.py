@@ -1,0 +1,96 @@
+"""From what the ranks are doing to words: who waits where, who has not come. Pure."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpczero.comm.status import Operation, State
+
+HERE, DIFFERENT, ABSENT, UNKNOWN = "waiting in it", "in a different operation", "not come", "no news of"
+_SHOWN = 8  # ranks told about one by one
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a rank waits for, and with whom. Where it is one of a group's operations, `started` are those up to it that are remembered."""
+
+    place: str
+    rank: int
+    ranks: Sequence[int]
+    group: str = ""
+    axis: str = ""
+    started: Sequence[Operation] = ()
+    missing: Collection[int] | None = None
+
+
+def judge(question: Question, states: Mapping[int, State]) -> dict[int, str]:
+    """Of every other rank that takes part: HERE, DIFFERENT, ABSENT or UNKNOWN."""
+    return {rank: _judge(question, rank, states.get(rank)) for rank in question.ranks if rank != question.rank}
+
+
+def _judge(question: Question, rank: int, state: State | None) -> str:
+    if question.missing is not None:
+        return ABSENT if rank in question.missing else HERE
+    if state is None:
+        return UNKNOWN
+    if not question.group:
+        return HERE if state.waited is not None and state.place == question.place else ABSENT
+    started = state.started.get(question.group, [])
+    if _parting(question.started, started):
+        return DIFFERENT
+    return HERE if started and started[-1].number >= question.started[-1].number else ABSENT
+
+
+def _parting(ours: Sequence[Operation], theirs: Sequence[Operation]) -> tuple[Operation, Operation] | None:
+    """The first operation of the same number that is not the same."""
+    by_number = {operation.number: operation for operation in theirs}
+    pairs = ((operation, by_number[operation.number]) for operation in ours if operation.number in by_number)
+    return next(((our, their) for our, their in pairs if our.code != their.code), None)
+
+
+def headline(judged: Mapping[int, str], seconds: float) -> str:
+    kinds = set(judged.values())
+    if DIFFERENT in kinds:
+        return "not all ranks are in the same operation, or not with the same size"
+    missing = "a rank did not come" if ABSENT in kinds else "all have come, but it does not end"
+    return f"after {seconds:.1f} s {missing}" if ABSENT in kinds or UNKNOWN not in kinds else f"it has not ended after {seconds:.1f} s"
+
+
+def account(
+    question: Question, judged: Mapping[int, str], states: Mapping[int, State], hosts: Mapping[int, str], ended: Collection[int]
+) -> list[str]:
+    """The other ranks, by what they are doing."""
+    here = [question.rank, *(rank for rank, kind in judged.items() if kind == HERE)]
+    lines = [f"  {HERE}: {_named(here)}"]
+    for kind in (DIFFERENT, ABSENT, UNKNOWN):
+        ranks = [rank for rank, found in judged.items() if found == kind]
+        lines += [f"  {kind}: rank {rank} on {hosts[rank]}{_doing(question, states.get(rank), rank in ended)}" for rank in ranks[:_SHOWN]]
+        if len(ranks) > _SHOWN:
+            lines.append(f"  {kind}: {len(ranks) - _SHOWN} more: {_named(ranks[_SHOWN:])}")
+    return lines
+
+
+def _doing(question: Question, state: State | None, ended: bool) -> str:
+    if state is None:
+        return ": nothing is known of what it does"
+    words = [f"step {state.step}"] if state.step >= 0 else []
+    if ended:
+        words.append("its process has ended")
+    elif state.waited is None:
+        words.append(f"in no operation for {state.idle:.1f} s")
+    else:
+        words.append(f"waits since {state.waited:.1f} s in {state.place}")
+    started = state.started.get(question.group, [])
+    if parting := _parting(question.started, started):
+        words.append(f"number {parting[0].number} along {question.axis} is {parting[1].label} there, {parting[0].label} here")
+    elif question.group:
+        last = f"{started[-1].label} (number {started[-1].number})" if started else "nothing"
+        words.append(f"started last along {question.axis}: {last}")
+    return ": " + "; ".join(words)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0 2 4 6 … 98" """
+    shown = [str(rank) for rank in sorted(ranks)]
+    if len(shown) > 2 * _SHOWN:
+        shown = [*shown[: 2 * _SHOWN - 2], "…", shown[-1]]
+    return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(shown)}"

@@ -1,0 +1,273 @@
+"""The watchdog: a thread of every rank that ends the job when the rank has waited too long, and says for whom.
+
+It calls no MPI. Ranks of one node read each other's slots (`status`) in a window that they share. Where nothing has happened on a rank for
+half of the time allowed, its node writes what its ranks are doing to <folder>/node-<number>.json, so that ranks of other nodes, when their
+time is up, know what the one that they miss is doing. Without a folder they know its name only.
+
+When the time is up, one rank of the node speaks (and one node of the job, where there is a folder; the others write their words to
+<folder>/node-<number>.txt): the operation, who is in it and who is not, and the stacks of all threads of the rank that waits and of those
+missing that run on its node. For these, every rank writes its stacks to a file of its own in memory on SIGRTMIN+5, which works
+wherever the rank is stuck. Then the process ends with code 1, and the launcher ends the others; those that it does not reach end themselves.
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpczero.comm import verdict
+from hpczero.comm.status import Operation, State, Status, Wait, in_words, process_namespace, read
+from hpczero.comm.verdict import Question
+
+DUMP_STACKS = signal.SIGRTMIN + 5
+_STACKS = "hpczero-stacks"
+_ASKED_FOR_STACKS = 4  # missing ranks
+_WRITING = 1.0  # seconds that a rank gets to write its stacks
+_SPEAKING = 6.0  # seconds that the rank that speaks gets before the others of its node end, too
+_LAST_WORDS = 0.3  # seconds that the launcher gets to pass them on
+
+
+@dataclass(frozen=True)
+class Member:
+    rank: int
+    host: str
+    node: int
+
+
+class Watch:
+    def __init__(
+        self,
+        status: Status,
+        member: Member,
+        members: Sequence[Member],
+        slots: Mapping[int, memoryview],
+        seconds: float,
+        folder: Path | None,
+    ) -> None:
+        """`slots` of the ranks of this node, this rank's included."""
+        self._status = status
+        self._rank, self._node = member.rank, member.node
+        self._members = {other.rank: other for other in members}
+        self._slots = slots
+        self._seconds = seconds
+        self._folder = folder
+        self._told: set[int] = set()  # ranks that the node's file tells of
+        self._suspected: Wait | None = None
+        self._done = threading.Event()
+        self._stacks = os.fdopen(os.memfd_create(_STACKS), "r+b", buffering=0)
+        faulthandler.register(DUMP_STACKS, self._stacks, all_threads=True)
+        status.identify(self._stacks.fileno())
+        if folder and self._rank == min(slots):
+            for path in (self._file("json"), self._file("txt"), *([folder / "report"] if member == members[0] else [])):
+                path.unlink(missing_ok=True)
+        status.explain = self.explain
+        self._thread = threading.Thread(target=self._run, name="hpczero-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """To be called when all ranks have come to the end."""
+        self._done.set()
+        self._thread.join()
+        self._status.explain = str
+        faulthandler.unregister(DUMP_STACKS)
+        self._stacks.close()
+
+    def explain(self) -> str:
+        """What the other ranks are doing, for an error of the operation that this rank is in."""
+        wait = self._status.wait
+        return self._explain(wait, self._states()) if wait else ""
+
+    def _run(self) -> None:
+        period = min(1.0, self._seconds / 10)
+        while not self._done.wait(period):
+            wait = self._status.wait
+            waited = time.monotonic() - wait.since if wait else 0.0
+            if wait and (waited > self._seconds or (waited > period and self._is_hopeless(wait))):
+                self._end(wait)
+            elif self._folder:
+                self._tell(self._states_here())
+
+    def _is_hopeless(self, wait: Wait) -> bool:
+        """Another rank is in a different operation; seen twice, as slots are read while they are written."""
+        states = self._states_here()
+        if verdict.DIFFERENT not in verdict.judge(self._question(wait, states), states).values():
+            return False
+        suspected, self._suspected = self._suspected, wait
+        return suspected is wait
+
+    # ------------------------------------------------------------------------------------------------------ what the ranks do
+
+    def _states_here(self) -> dict[int, State]:
+        now = time.monotonic()
+        return {rank: read(slot, now) for rank, slot in self._slots.items()}
+
+    def _states(self) -> dict[int, State]:
+        """Of this node's ranks, and of those that other nodes have written down."""
+        states = self._states_here()
+        for node in {member.node for member in self._members.values()} - {self._node} if self._folder else ():
+            written = self._written(node)
+            ago = max(0.0, time.time() - written["at"])
+            states |= {int(rank): _state(facts, ago) for rank, facts in written["states"].items()}
+        return states
+
+    def _written(self, node: int) -> dict[str, Any]:
+        try:
+            return json.loads(self._file("json", node).read_text())
+        except (OSError, ValueError):
+            return {"at": 0.0, "states": {}, "stacks": {}}
+
+    def _tell(self, states: Mapping[int, State]) -> None:
+        """Write down what the node's ranks do, when nothing has happened for long on more of them than before."""
+        resting = {rank for rank, state in states.items() if state.resting > self._seconds / 2}
+        if resting <= self._told:
+            self._told = resting
+            return
+        self._told = resting
+        if self._rank != min(resting, key=lambda rank: (states[rank].waited is None, rank)):  # one that waits is able to write
+            return
+        silent = [rank for rank in sorted(resting) if states[rank].waited is None]
+        facts = {"at": time.time(), "states": {rank: asdict(state) for rank, state in states.items()}, "stacks": self._stacks_of(silent, states)}
+        self._write(self._file("json"), json.dumps(facts))
+
+    def _file(self, ending: str, node: int | None = None) -> Path:
+        assert self._folder
+        return self._folder / f"node-{self._node if node is None else node:04}.{ending}"
+
+    def _write(self, path: Path, text: str) -> None:
+        """Whole or not at all. That the folder cannot be written to must not keep the job from ending."""
+        new = path.with_name(f".{path.name}.{self._rank}")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(text)
+            new.replace(path)
+
+    # -------------------------------------------------------------------------------------------------------------- the stacks
+
+    def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, State]) -> dict[int, str]:
+        here = [rank for rank in ranks if rank in self._slots][:_ASKED_FOR_STACKS]
+        return {rank: stacks for rank in here if (stacks := _ask_for_stacks(states[rank]))}
+
+    # ----------------------------------------------------------------------------------------------------------------- the end
+
+    def _end(self, wait: Wait) -> None:
+        states = self._states()
+        if not self._may_speak(states):
+            time.sleep(_SPEAKING)
+            os._exit(1)
+        words = f"hpczero: rank {self._rank} on {self._members[self._rank].host}: {self._explain(wait, states)}"
+        if self._folder:
+            self._write(self._file("txt"), words)
+        if self._is_first_node():
+            print(words, file=sys.stderr, flush=True)
+        time.sleep(_LAST_WORDS)
+        os._exit(1)
+
+    def _may_speak(self, states: Mapping[int, State]) -> bool:
+        """The first of the node's ranks to lock a file of the lowest one's; where that cannot be reached, every rank speaks."""
+        try:
+            self._claim = open(_stacks_file(states[min(self._slots)]), "rb")  # noqa: SIM115  # open, and so locked, until the end
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _is_first_node(self) -> bool:
+        if not self._folder:
+            return True
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "report").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _explain(self, wait: Wait, states: Mapping[int, State]) -> str:
+        question = self._question(wait, states)
+        judged = verdict.judge(question, states)
+        ended = [rank for rank in judged if rank in self._slots and not _is_alive(states[rank])]
+        hosts = {rank: member.host for rank, member in self._members.items()}
+        lines = [f"{question.place}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
+        lines += verdict.account(question, judged, states, hosts, ended)
+        wrong = [rank for rank, kind in judged.items() if kind in (verdict.ABSENT, verdict.DIFFERENT)]
+        stacks = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states) | self._stacks_elsewhere(wrong)
+        for rank, text in stacks.items():
+            lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
+        return "\n".join(lines)
+
+    def _stacks_elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
+        if not self._folder:
+            return {}
+        nodes = {self._members[rank].node for rank in ranks} - {self._node}
+        written = {int(rank): text for node in nodes for rank, text in self._written(node)["stacks"].items()}
+        return {rank: text for rank, text in written.items() if rank in ranks}
+
+    def _question(self, wait: Wait, states: Mapping[int, State]) -> Question:
+        place = wait.place
+        label = place.label.decode(errors="replace")
+        missing = None if wait.missing is None else set(wait.missing())
+        if place.entry < 0:
+            return Question(label, self._rank, place.ranks, missing=missing)
+        axis, group = self._status.group_at(place.entry)
+        started = [operation for operation in states[self._rank].started.get(group, []) if operation.number <= place.number]
+        return Question(in_words(label, axis, place.number), self._rank, self._status.ranks_of[place.entry], group, axis, started, missing)
+
+
+def _state(facts: dict[str, Any], ago: float) -> State:
+    """As written down so many seconds ago; nothing has happened since, or it would have been written again."""
+    started = {group: [Operation(**operation) for operation in operations] for group, operations in facts["started"].items()}
+    waited = None if facts["waited"] is None else facts["waited"] + ago
+    return State(**facts | {"started": started, "idle": facts["idle"] + ago, "waited": waited})
+
+
+def _stacks_file(state: State) -> str:
+    """Of a process of this node; only if the id still is that process's."""
+    path = f"/proc/{state.pid}/fd/{state.stacks}"
+    if state.namespace != process_namespace() or _STACKS not in os.readlink(path):
+        raise FileNotFoundError(path)
+    return path
+
+
+def _ask_for_stacks(state: State) -> str:
+    """The stacks of all its threads; "" if the process cannot be asked."""
+    try:
+        with open(_stacks_file(state), "rb") as file:
+            begin = file.seek(0, os.SEEK_END)
+            os.kill(state.pid, DUMP_STACKS)
+            return _read_once_written(file.fileno(), begin)
+    except OSError:
+        return ""
+
+
+def _read_once_written(descriptor: int, begin: int) -> str:
+    deadline = time.monotonic() + _WRITING
+    size = begin
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        before, size = size, os.fstat(descriptor).st_size
+        if size == before > begin:
+            break
+    written = os.pread(descriptor, size - begin, begin).decode(errors="replace")
+    return "\n\n".join(thread for thread in written.split("\n\n") if f'"{__file__}"' not in thread)
+
+
+def _is_alive(state: State) -> bool:
+    """As far as it can be told."""
+    if state.namespace != process_namespace():
+        return True
+    try:
+        return (Path("/proc") / str(state.pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

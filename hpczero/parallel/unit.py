@@ -1,0 +1,158 @@
+"""One unit's states on this rank: flat buffers, and the gradients that arrive in them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpczero.errors import HpczeroError
+from hpczero.memory.arena import Arena
+from hpczero.model import build
+from hpczero.parallel.layout import Place, UnitLayout
+from hpczero.parallel.states import Sharded
+from hpczero_kernels.reduce import BLOCK
+
+Dtypes = tuple[torch.dtype, torch.dtype]  # of the weights, and of what gradients gather in
+_NARROWED = 1 << 15  # elements that are turned into half precision at a time
+
+
+_METADATA = {"__get__", "__set__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "register_hook", "__hash__", "__repr__"}
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose values may be away: its shape and type can be asked for all the same, a computation with it is an error."""
+
+    released_as: str | None = None  # the parameter's name, while its values are away
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function.__name__ not in _METADATA:
+                for argument in args:
+                    if isinstance(argument, ShardedParameter) and argument.released_as:
+                        raise HpczeroError(
+                            f"parameter {argument.released_as} is used outside of the layer that holds it, where its values are not gathered "
+                            "(zero.stage = 3): use it inside, or take zero.stage = 2"
+                        )
+            return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch of a unit's own elements; `weights` is where it is written back to, where this rank does that."""
+
+    elements: slice
+    decays: bool
+    weights: torch.Tensor | None
+
+
+class Unit:
+    """`own` are the elements that this rank steps: its shard, or all of them where optimizer states are not sharded.
+
+    The gradient of a backward pass gathers in `buffer`: the unit's own one, or a slot lent for the time from the first gradient to the end
+    of the sum; `wire` is what is sent of it, in the weights' precision. `summed` is the gradient over all ranks for the shard, `squares` its
+    sums of squares in blocks.
+    """
+
+    def __init__(self, layout: UnitLayout, rank: int, sharded: Sharded, dtypes: Dtypes, arena: Arena, written: slice) -> None:
+        """`written`: the elements whose weights this rank writes after a step."""
+        dtype, gradient_dtype = dtypes
+        self.layout, self.sharded = layout, sharded
+        self.shard = layout.shard(rank)
+        self.own = self.shard if sharded.optimizer else slice(0, layout.size)
+        self.written = written
+        count = self.own.stop - self.own.start
+        self._first = self.own.start if sharded.parameters else 0  # of the elements that `weights` holds
+        self.weights = arena.take("weights", count if sharded.parameters else layout.size, dtype)
+        self._separate = arena.sizes["master"] > 0
+        self.master = arena.take("master", count, torch.float32) if self._separate else self._weights_at(self.own)
+        self.moment1 = arena.take("moments", count, torch.float32).zero_()
+        self.moment2 = arena.take("moments", count, torch.float32).zero_()
+        self.nothing = torch.full((), float("nan"), dtype=dtype)  # what a parameter's values are while they are away
+        self.parameters = [self._parameter(place) for place in layout.places]
+        held = arena.take("gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype)
+        self.buffer: torch.Tensor | None = None if sharded.gradients else held
+        self.wire = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
+        self.summed = held if sharded.gradients else self.wire[self.shard]
+        self.squares = torch.zeros(-(-layout.shard_size // BLOCK))
+        self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
+        self.missing = 0  # how many are still to come in this backward
+        self._gaps = _gaps(layout)
+
+    def _parameter(self, place: Place) -> nn.Parameter:
+        if self.sharded.parameters:
+            return ShardedParameter(self.nothing.expand(place.shape))
+        return nn.Parameter(self.part(self.weights, place))
+
+    def _weights_at(self, elements: slice) -> torch.Tensor:
+        return self.weights[elements.start - self._first : elements.stop - self._first]
+
+    def part(self, buffer: torch.Tensor, place: Place) -> torch.Tensor:
+        return buffer[place.offset : place.stop].view(place.shape)
+
+    @property
+    def gradient_to_step(self) -> torch.Tensor:
+        """The summed gradient of the own elements."""
+        return self.summed if self.sharded.optimizer else self.wire
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """The own elements in stretches that are stepped alike; frozen parameters are left out."""
+        trained = {place.parameter.name for place, own in zip(self.layout.places, self.parameters, strict=True) if own.requires_grad}
+        first, written = self.own.start, self.written
+        runs = []
+        for begin, end in ((first, written.start), (written.start, written.stop), (written.stop, self.own.stop)):
+            for place, part in self.layout.stretches(begin, end):
+                if place.parameter.name in trained:
+                    weights = self._weights_at(part) if self._separate and begin == written.start else None
+                    runs.append(Run(slice(part.start - first, part.stop - first), place.parameter.decays, weights))
+        return runs
+
+    def fill_own(self, seed: int) -> None:
+        """The own elements get the initial values of the parameters that lie there."""
+        self.master.zero_()
+        for place, part in self.layout.stretches(self.own.start, self.own.stop):
+            values = self.master[part.start - self.own.start : part.stop - self.own.start]
+            build.initial_values(place.parameter, seed, part.start - place.offset, values)
+        if self._separate:
+            self._weights_at(self.written).copy_(self.master[self.written.start - self.own.start : self.written.stop - self.own.start])
+
+    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        assert self.buffer is not None
+        part = self.part(self.buffer, self.layout.places[index])
+        if index in self.arrived:
+            part.add_(gradient)
+        else:
+            part.copy_(gradient)
+            self.arrived.add(index)
+
+    def complete(self) -> None:
+        """Makes the gradient ready to be sent: parameters without one, and the padding, count as zero."""
+        assert self.buffer is not None
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:  # it came when there was no buffer
+                self.add_gradient(index, parameter.grad)
+                parameter.grad = None
+        for index, place in enumerate(self.layout.places):
+            if index not in self.arrived:
+                self.part(self.buffer, place).zero_()
+        for gap in self._gaps:
+            self.buffer[gap].zero_()
+        self.arrived.clear()
+        if self.buffer.dtype != self.wire.dtype:
+            _narrow(self.buffer, self.wire)
+
+
+def _gaps(layout: UnitLayout) -> list[slice]:
+    starts = [place.offset for place in layout.places[1:]] + [layout.size]
+    return [slice(place.stop, start) for place, start in zip(layout.places, starts, strict=True) if place.stop < start]
+
+
+def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
+    """fp32 to half precision in the same memory: `narrow` is the lower half of it, and is written behind what is read."""
+    for start in range(0, wide.numel(), _NARROWED):
+        part = slice(start, start + _NARROWED)
+        narrow[part] = wide[part].to(narrow.dtype)

@@ -1,0 +1,164 @@
+"""Whether a job fits into its nodes, and which settings would (pure)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from hpczero.model.shapes import Layer
+from hpczero.parallel.states import shares_nodes
+from hpczero.planner.memory import Need, needs_of_nodes
+from hpczero.spec.schema import Spec
+
+_MOST_NODES = 64  # times as many as there are: more help nobody
+
+_WORTH_SAYING = 50_000  # bytes
+
+
+@dataclass(frozen=True)
+class Bound:
+    """`free` bytes for these ranks together (node -> how many of its ranks). `windows`: for their shared windows alone."""
+
+    ranks: Mapping[int, int]
+    free: int
+    place: str  # "on n1", "in the cgroup /job on n1", "in /dev/shm of n1"
+    windows: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """How many data ranks each node has, and what they must keep within (at least one bound)."""
+
+    ranks_on_nodes: Mapping[int, int]
+    bounds: tuple[Bound, ...]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    words: str
+    spec: Spec
+    site: Site
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a bound has to carry."""
+
+    bound: Bound
+    size: int
+
+    @property
+    def fits(self) -> bool:
+        return self.size <= self.bound.free
+
+
+def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
+    """Why the job does not fit, with all numbers and what would; None if it fits."""
+    heaviest = _heaviest(spec, layers, site)
+    if heaviest.fits:
+        return None
+    found = [next(_fitting(alternatives, layers), None) for alternatives in _families(spec, site)]
+    fitting = [words for words in found if words] or list(islice(_fitting(_strongest(spec, site), layers), 1))
+    nothing = "nothing that can be set would fit here: use nodes with more memory, or a smaller model"
+    way_out = f"would fit: {'; '.join(fitting)}" if fitting else nothing
+    return f"{_complaint(spec, layers, site, heaviest)}; {way_out}"
+
+
+def in_words(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
+
+
+def kinds_in_words(sizes: Mapping[str, int]) -> str:
+    """weights 1.2 GB, master 2.4 GB, ...: the largest first, without the kinds that there are none of."""
+    return ", ".join(f"{kind} {in_words(size)}" for kind, size in sorted(sizes.items(), key=lambda item: -item[1]) if size >= _WORTH_SAYING)
+
+
+def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
+    """The load of the bound that is exceeded the most, or nearest to it."""
+    needs = needs_of_nodes(spec, layers, site.ranks_on_nodes)
+    loads = [Load(bound, _load(bound, needs)) for bound in site.bounds]
+    return max(loads, key=lambda load: load.size / max(1, load.bound.free))
+
+
+def _load(bound: Bound, needs: Mapping[int, Need]) -> int:
+    return sum(needs[node].windows if bound.windows else needs[node].of(count) for node, count in bound.ranks.items())
+
+
+def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> str:
+    bound, ranks = load.bound, sum(load.bound.ranks.values())
+    who, free = (f"{ranks} ranks" if ranks > 1 else "1 rank"), f"{in_words(bound.free)} are available"
+    if bound.windows:
+        gib = -(-load.size // (1 << 30)) + 1
+        larger = f"make it larger (docker: --shm-size={gib}g; else mount -o remount,size={gib}g /dev/shm)"
+        return f"zero.node_shared needs {in_words(load.size)} {bound.place} ({who}), where {free}: {larger}"
+    node = next(iter(bound.ranks))
+    kinds = kinds_in_words(needs_of_nodes(spec, layers, site.ranks_on_nodes)[node].rank)
+    return f"zero.stage = {spec.zero.stage} needs {in_words(load.size)} {bound.place} ({who}), where {free} (each rank: {kinds})"
+
+
+def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> Iterator[str]:
+    for alternative in alternatives:
+        load = _heaviest(alternative.spec, layers, alternative.site)
+        if load.fits:
+            yield f"{alternative.words} ({in_words(load.size)})"
+
+
+def _families(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
+    """What can be changed. Of each kind the first that fits is worth saying, so the mildest comes first."""
+    yield _sharing(spec, site)
+    for stage in range(spec.zero.stage, 4):
+        yield _at_stage(spec, site, stage)
+    yield _fewer_ranks(spec, site)
+    yield _more_nodes(spec, site)
+
+
+def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
+    """Several changes at once, from few to many."""
+    for stage in range(spec.zero.stage, 4):
+        words, smallest = f"zero.stage = {stage}, train.micro_batch = 1", _with(_with(spec, "zero", stage=stage), "train", micro_batch=1)
+        for choice in _sharing(smallest, site):
+            yield replace(choice, words=f"{words} and {choice.words}")
+    for further in (_fewer_ranks, _more_nodes):
+        for choice in further(smallest, site):
+            yield replace(choice, words=f"{words} and {choice.words}")
+
+
+def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
+    if max(site.ranks_on_nodes.values()) > 1:
+        shared = not shares_nodes(spec.zero, site.ranks_on_nodes.values())
+        yield Alternative(f"zero.node_shared = {str(shared).lower()}", _with(spec, "zero", node_shared=shared), site)
+
+
+def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
+    """The stage as it is, with half the micro-batch, a quarter, ..."""
+    sharded, size = _with(spec, "zero", stage=stage), spec.train.micro_batch
+    words = [f"zero.stage = {stage}"] if stage != spec.zero.stage else []
+    while size:
+        smaller = [f"train.micro_batch = {size}"] if size != spec.train.micro_batch else []
+        if words + smaller:
+            yield Alternative(" and ".join(words + smaller), _with(sharded, "train", micro_batch=size), site)
+        size //= 2
+
+
+def _fewer_ranks(spec: Spec, site: Site) -> Iterator[Alternative]:
+    """Half of the ranks on every node, a quarter, ..."""
+    while max(site.ranks_on_nodes.values()) > 1:
+        site = Site(_half(site.ranks_on_nodes), tuple(replace(bound, ranks=_half(bound.ranks)) for bound in site.bounds))
+        ranks, nodes = sum(site.ranks_on_nodes.values()), len(site.ranks_on_nodes)
+        yield Alternative(f"mpirun -n {ranks}" + (f" on the same {nodes} nodes" if nodes > 1 else ""), spec, site)
+
+
+def _half(ranks: Mapping[int, int]) -> Mapping[int, int]:
+    return {node: -(-count // 2) for node, count in ranks.items()}
+
+
+def _more_nodes(spec: Spec, site: Site) -> Iterator[Alternative]:
+    """Twice as many such nodes, four times, ..."""
+    nodes, times = len(site.ranks_on_nodes), 2
+    while times <= _MOST_NODES:
+        more = {node + copy * nodes: count for node, count in site.ranks_on_nodes.items() for copy in range(times)}
+        yield Alternative(f"{len(more)} such nodes with {sum(more.values())} ranks", spec, Site(more, site.bounds))
+        times *= 2
+
+
+def _with(spec: Spec, table: str, **changes: object) -> Spec:
+    return spec.model_copy(update={table: getattr(spec, table).model_copy(update=changes)})

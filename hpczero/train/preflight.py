@@ -1,0 +1,84 @@
+"""Before anything is allocated: is there room for it? Every rank says what it sees, rank 0 decides, all ranks end together."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpczero import machine
+from hpczero.comm.grid import Grid
+from hpczero.comm.world import World
+from hpczero.errors import InputError
+from hpczero.memory import account
+from hpczero.model import shapes
+from hpczero.parallel.states import shares_nodes
+from hpczero.planner.fit import Bound, Site, refusal
+from hpczero.planner.memory import RUNTIME, Placement
+from hpczero.spec.schema import Spec
+
+
+def refuse_what_does_not_fit(world: World, spec: Spec) -> None:
+    """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small."""
+    seen = world.collect(_seen(world))
+
+    def judge() -> None:
+        problem = refusal(spec, shapes.layers(spec.model), site_of(seen)) if seen is not None else None
+        if problem:
+            raise InputError(problem)
+
+    world.together(judge)
+
+
+def placement(world: World, grid: Grid, spec: Spec) -> Placement:
+    """Where this rank stands among the data ranks."""
+    nodes = [world.node_of_rank[rank] for rank in grid.ranks(world.rank, "data")]
+    on_nodes = Counter(nodes)
+    return Placement(len(nodes), on_nodes[world.node], shares_nodes(spec.zero, on_nodes.values()))
+
+
+def _seen(world: World) -> dict[str, Any]:
+    """What this rank knows of its node, as plain data. What it holds itself already is part of its need."""
+    shm = machine.shared_memory()
+    return {
+        "node": world.node,
+        "host": world.hosts[world.rank],
+        "computer": machine.boot_identity() or world.hosts[world.rank],  # several tried-out nodes may be one
+        "available": machine.memory().available,
+        "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
+        "shm": shm.free if shm else 0,
+        "held": min(account.held(), RUNTIME),
+    }
+
+
+def site_of(seen: Sequence[dict[str, Any]]) -> Site:
+    """From what all ranks have seen to the bounds that they must keep together."""
+    groups: dict[tuple[str, str], list[tuple[dict[str, Any], Claim]]] = {}
+    for rank in seen:
+        for claim in _claims(rank):
+            groups.setdefault((rank["computer"], claim.what), []).append((rank, claim))
+    return Site(Counter(rank["node"] for rank in seen), tuple(_bound(group) for group in groups.values()))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That one rank keeps within `free` bytes, together with all ranks of its computer that name the same thing."""
+
+    what: str
+    free: int
+    place: str
+    windows: bool = False
+
+
+def _claims(rank: dict[str, Any]) -> Iterator[Claim]:
+    host = rank["host"]
+    if rank["available"]:
+        yield Claim("memory", rank["available"], f"on {host}")
+    for folder, free in rank["limits"].items():
+        yield Claim(folder, free, f"in the cgroup {folder} on {host}")
+    yield Claim("shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
+
+
+def _bound(group: Sequence[tuple[dict[str, Any], Claim]]) -> Bound:
+    first = group[0][1]
+    held = 0 if first.windows else sum(rank["held"] for rank, _ in group)
+    return Bound(Counter(rank["node"] for rank, _ in group), min(claim.free for _, claim in group) + held, first.place, first.windows)

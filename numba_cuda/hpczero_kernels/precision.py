@@ -1,0 +1,130 @@
+"""Stretches of flat tensors of any precision, to and from an fp32 stretch that stays in a core's nearest cache.
+
+Kernels reach tensors by address, so that a tensor's precision and the number of tensors are arguments and not types: every kernel is compiled once.
+numba has neither bf16 nor fp16: both are handled as bits, by integer arithmetic that is the same on every CPU. Rounding is to nearest, ties to even;
+infinities and NaN stay what they are. Shifts of a uint32 would promote it to uint64, hence the many uint32(...).
+
+The functions here are written out, not made by a function: numba gives two closures of one name the same symbol in the caches of two kernels, and a
+process that loads both caches runs one closure in place of the other.
+"""
+
+import torch
+from numba import float32, njit, types, uint16, uint32, uint64
+from numba.extending import intrinsic
+
+FP32, BF16, FP16 = 0, 1, 2
+STRETCH = 512  # elements: short enough for the reading of one stretch to overlap with the arithmetic of the last
+CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+
+inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    assert tensor.is_contiguous(), tensor.stride()
+    assert tensor.device.type == "cpu", tensor.device
+    return tensor.data_ptr()
+
+
+@intrinsic
+def _bits_as(context, value, to):
+    """The bits of a value as another type of the same size."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
+
+    return to.instance_type(value, to), generate
+
+
+@intrinsic
+def pointer(context, address, to):
+    """An address as a pointer to a type."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(to.instance_type)(types.uint64, to), generate
+
+
+@inner
+def from_bf16(bits):
+    return _bits_as(uint32(uint32(bits) << uint32(16)), float32)
+
+
+@inner
+def to_bf16(value):
+    bits = _bits_as(value, uint32)
+    rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32(uint32(bits >> uint32(16)) & uint32(1))) >> uint32(16))
+    return uint16(rounded if value == value else uint32(0x7FC0))
+
+
+@inner
+def from_fp16(bits):
+    """The fields move to their places in an fp32; a product with 2^112 rebiases the exponent and makes subnormal values normal."""
+    magnitude = uint32(uint32(bits & uint16(0x7FFF)) << uint32(13))
+    value = _bits_as(_bits_as(magnitude, float32) * float32(2.0**112), uint32)
+    special = uint32(0x7F800000) if magnitude >= uint32(0x7C00 << 13) else uint32(0)
+    return _bits_as(uint32(value | special | uint32(uint32(bits & uint16(0x8000)) << uint32(16))), float32)
+
+
+@inner
+def to_fp16(value):
+    """Below the smallest normal fp16, adding 1/2 makes the addition round at the last bit of a subnormal one."""
+    bits = _bits_as(value, uint32)
+    magnitude = uint32(bits & uint32(0x7FFFFFFF))
+    odd = uint32(uint32(magnitude >> uint32(13)) & uint32(1))
+    normal = uint32(uint32(magnitude - uint32(112 << 23) + uint32(0xFFF) + odd) >> uint32(13))
+    subnormal = uint32(_bits_as(_bits_as(magnitude, float32) + float32(0.5), uint32) - uint32(126 << 23))
+    finite = normal if magnitude >= uint32(113 << 23) else subnormal
+    special = uint32(0x7C00) if value == value else uint32(0x7E00)
+    rounded = finite if magnitude < uint32(143 << 23) else special
+    return uint16(rounded | uint32(uint32(bits >> uint32(16)) & uint32(0x8000)))
+
+
+@inner
+def load(stretch, size, address, precision, start):
+    """stretch[:size] becomes the elements of the tensor from `start` on."""
+    singles = pointer(address + uint64(4) * start, float32)
+    halves = pointer(address + uint64(2) * start, uint16)
+    if precision == FP32:
+        for i in range(size):
+            stretch[i] = singles[i]
+    elif precision == BF16:
+        for i in range(size):
+            stretch[i] = from_bf16(halves[i])
+    else:
+        for i in range(size):
+            stretch[i] = from_fp16(halves[i])
+
+
+@inner
+def add(stretch, size, address, precision, start):
+    """The elements of the tensor from `start` on are added to stretch[:size]."""
+    singles = pointer(address + uint64(4) * start, float32)
+    halves = pointer(address + uint64(2) * start, uint16)
+    if precision == FP32:
+        for i in range(size):
+            stretch[i] += singles[i]
+    elif precision == BF16:
+        for i in range(size):
+            stretch[i] += from_bf16(halves[i])
+    else:
+        for i in range(size):
+            stretch[i] += from_fp16(halves[i])
+
+
+@inner
+def store(stretch, size, address, precision, start):
+    """The elements of the tensor from `start` on become stretch[:size], rounded; stretch[:size] becomes what was stored."""
+    singles = pointer(address + uint64(4) * start, float32)
+    halves = pointer(address + uint64(2) * start, uint16)
+    if precision == FP32:
+        for i in range(size):
+            singles[i] = stretch[i]
+    elif precision == BF16:
+        for i in range(size):
+            halves[i] = to_bf16(stretch[i])
+            stretch[i] = from_bf16(halves[i])
+    else:
+        for i in range(size):
+            halves[i] = to_fp16(stretch[i])
+            stretch[i] = from_fp16(halves[i])

@@ -1,0 +1,69 @@
+"""The sum of k pieces of a gradient in fp32, in the order given, with sums of squares over fixed blocks."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numba import float32, njit, uint64
+
+from hpczero_kernels.pool import BLOCK, INLINE, Pool
+from hpczero_kernels.precision import CODES, STRETCH, add, address_of, load, pointer, store
+
+
+def sum_pieces_reference(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None) -> None:
+    """out = [out +] the sum of the pieces."""
+    total = pieces[0].float()
+    for piece in pieces[1:]:
+        total = total + piece
+    out.copy_(out + total if accumulate else total)
+    if squares is not None:
+        for number in range(squares.numel()):
+            squares[number] = out[number * BLOCK : (number + 1) * BLOCK].float().square().sum()
+
+
+@njit(error_model="numpy", nogil=True, fastmath={"reassoc", "contract"})
+def _squares_of(values, size):
+    """In any order, so that it can be vectorised; the order is the same in every call."""
+    total = float32(0.0)
+    for i in range(size):
+        total += values[i] * values[i]
+    return total
+
+
+@njit("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)", nogil=True, cache=True, error_model="numpy")
+def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
+    """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
+    total, squared = np.empty(STRETCH, np.float32), float32(0.0)
+    while start < stop:
+        size = min(stop - start, uint64(STRETCH))
+        load(total, size, pieces[0], precision, start)
+        for number in range(1, pieces.size):
+            add(total, size, pieces[number], precision, start)
+        if accumulate:
+            add(total, size, out, out_precision, start)
+        store(total, size, out, out_precision, start)
+        if squares:
+            if start % uint64(BLOCK) == 0:
+                squared = float32(0.0)
+            squared += _squares_of(total, size)
+            pointer(squares, float32)[start // uint64(BLOCK)] = squared
+        start += uint64(STRETCH)
+
+
+def sum_pieces(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, pool: Pool = INLINE) -> None:
+    """As sum_pieces_reference, whose bits `out` has; every piece is read once and `out` written once.
+
+    The pieces are flat and of one precision; `out` may be one of them, and must not overlap with them otherwise. squares[b] (fp32) becomes the sum of
+    squares of block b of `out` as stored.
+    """
+    count, precision = out.numel(), pieces[0].dtype
+    assert all(piece.numel() == count and piece.dtype == precision for piece in pieces)
+    assert squares is None or (squares.numel() == -(-count // BLOCK) and squares.dtype == torch.float32)
+    addresses = np.array([address_of(piece) for piece in pieces], np.uint64)
+    kinds = CODES[precision], address_of(out), CODES[out.dtype]
+    squares_address = 0 if squares is None else address_of(squares)
+
+    def kernel(start: int, stop: int) -> None:
+        _sum(addresses, *kinds, accumulate, squares_address, start, stop)
+
+    pool.run(kernel, count)

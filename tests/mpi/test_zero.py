@@ -1,0 +1,166 @@
+"""ZeRO at every stage, node-shared or not, equals the serial run; bitwise where that is promised; and sends what it says (design 8, 11)."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from hpczero.comm.world import World
+from hpczero.memory.region import Region
+from hpczero.spec.schema import Data, Model, Optimizer, Spec, Train, Zero
+from tests.mpi.test_data_parallel import assert_same
+from tests.mpi.training import Record, train
+
+pytestmark = pytest.mark.mpi
+
+WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
+
+
+def spec_of(stage: int, shared: bool, global_batch: int = 5, micro_batch: int = 2, precision: str = "fp32", **train: Any) -> Spec:
+    settings = {"steps": 4, "eval_batches": 1, **train}
+    return Spec(
+        model=Model(layers=2, hidden=24, heads=3, seq_len=17, vocab=61, dropout=0.1),
+        data=Data(source="synthetic"),
+        train=Train(global_batch=global_batch, micro_batch=micro_batch, precision=precision, **settings),
+        optimizer=Optimizer(lr=1e-2, eps=1e-6),
+        zero=Zero(stage=stage, node_shared=shared),
+    )
+
+
+def bitwise(one: Record, other: Record) -> bool:
+    return one.losses == other.losses and all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is let go becomes NaN at once."""
+    give_back = Region.give_back
+
+    def poisoned(region: Region, part: torch.Tensor) -> None:
+        part.fill_(float("nan"))
+        give_back(region, part)
+
+    monkeypatch.setattr(Region, "give_back", poisoned)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_every_way_equals_the_serial_run(world: World, accumulation: int) -> None:
+    alone = world.part([world.rank])
+    batch = {"global_batch": 2 * accumulation * world.size + 1 if accumulation > 1 else 2 * world.size - 1, "micro_batch": 2, "steps": 20}
+    serial = train(alone, spec_of(0, False, **batch))
+    alone.close()
+    for stage, shared in WAYS:
+        assert_same(serial, train(world, spec_of(stage, shared, **batch)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, precision: str) -> None:
+    batch = {"global_batch": 2 * world.size, "micro_batch": 2, "precision": precision}
+    first = train(world, spec_of(0, False, **batch))
+    for stage, shared in WAYS[1:]:
+        assert bitwise(first, train(world, spec_of(stage, shared, **batch))), (stage, shared)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, precision: str) -> None:
+    """Stages 0 and 1 add up micro-batches before ranks, 2 and 3 ranks before micro-batches: docs/zero.md."""
+    batch = {"global_batch": 6 * world.size, "micro_batch": 2, "precision": precision}
+    for pair in ((0, 1), (2, 3)):
+        first, *others = (train(world, spec_of(stage, shared, **batch)) for stage, shared in product(pair, (False, True)))
+        assert all(bitwise(first, other) for other in others), pair
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_several_nodes(world: World, ranks_per_node: int, accumulation: int) -> None:
+    """2 x 2, 2 + 1 and 3 x 2 ranks on simulated nodes, and nodes of one rank."""
+    alone, nodes = world.part([world.rank]), world.part(range(world.size), ranks_per_node)
+    batch = {"global_batch": 2 * accumulation * world.size - 1, "micro_batch": 2, "steps": 20}
+    serial = train(alone, spec_of(0, False, **batch))
+    for stage in range(4):
+        assert_same(serial, train(nodes, spec_of(stage, True, **batch)))
+    for part in (alone, nodes):
+        part.close()
+
+
+def totals(world: World, spec: Spec) -> dict[str, Any]:
+    world.ledger.reset()
+    return train(world, spec).sent
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), list(product(range(4), (1, 3))))
+def test_the_ledger_has_the_bytes_of_the_schedule(world: World, stage: int, accumulation: int) -> None:
+    """Per step, in half-precision elements x (N - 1) / N: 2, 2, A + 1 and 3 A times the parameters."""
+    from hpczero.model import shapes
+    from hpczero.parallel.layout import unit_layout
+
+    count = world.size
+    base = spec_of(stage, False, 2 * accumulation * count, 2, "bf16", eval_batches=0)
+    specs = [base.model_copy(update={"train": base.train.model_copy(update={"steps": steps})}) for steps in (1, 3)]
+    sent = [sum(entry["bytes"] for name, entry in totals(world, spec).items() if name in ("reduce_scatter", "all_gather")) for spec in specs]
+    size = sum(unit_layout(layer, count).size for layer in shapes.layers(base.model))
+    passes = {0: 2, 1: 2, 2: accumulation + 1, 3: 3 * accumulation}[stage]
+    step = passes * size * 2 * (count - 1) // count
+    again = 0
+    if stage == 3:  # the embedding is gathered again for the head that uses it: once in forward, once in backward
+        embedding = unit_layout(shapes.layers(base.model)[0], count).size
+        again = 2 * accumulation * embedding * 2 * (count - 1) // count
+    norm = 200 * count  # the norm's few numbers
+    assert step - again - norm <= (sent[1] - sent[0]) / 2 <= step + again + norm
+
+
+def test_inside_a_node_nothing_is_sent(world: World) -> None:
+    for stage in range(4):
+        entries = totals(world, spec_of(stage, True, eval_batches=0, precision="bf16"))
+        gathers = entries.get("all_gather", {})
+        assert entries.get("reduce_scatter", {}).get("bytes", 0) == 0
+        assert gathers.get("bytes", 0) <= 4 * 64 * world.size * gathers.get("count", 0), "only the norm"
+        assert world.size == 1 or entries["reduce_scatter"]["shared"] > 0
+
+
+def test_between_nodes_a_share_of_the_bytes_is_sent(world: World) -> None:
+    if world.size != 4:
+        return
+    nodes = world.part(range(4), ranks_per_node=2)
+    sent = [totals(nodes, spec_of(2, shared, eval_batches=0, precision="bf16"))["reduce_scatter"]["between"] for shared in (False, True)]
+    nodes.close()
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.1)
+
+
+def test_fp16_overflow_is_skipped_alike_at_every_stage(world: World) -> None:
+    scales = []
+    for stage, shared in WAYS:
+        record = train(world, spec_of(stage, shared, precision="fp16", loss_scale=2.0**40, steps=3))
+        scales.append([metrics["loss_scale"] for metrics in record.metrics_seen])
+    assert scales == [[2.0**40, 2.0**39, 2.0**38]] * len(WAYS)
+
+
+def test_a_parameter_used_outside_its_layer_is_named(world: World) -> None:
+    from hpczero.comm.grid import Grid
+    from hpczero.errors import HpczeroError
+    from hpczero.parallel.apply import assemble
+
+    spec = spec_of(3, False)
+    engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False)
+    weight = engine.module.blocks[0].feed_forward.up.weight
+    assert weight.shape == (96, 24)
+    with pytest.raises(HpczeroError, match=r"blocks\.0\.feed_forward\.up\.weight is used outside"):
+        torch.nn.functional.linear(torch.ones(1, 24), weight)
+    engine.close()
+
+
+def test_memory_is_what_the_states_say(world: World) -> None:
+    from hpczero.comm.grid import Grid
+    from hpczero.parallel.apply import assemble
+
+    count, held = world.size, {}
+    for stage in range(4):
+        spec = spec_of(stage, False, precision="bf16")
+        engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False)
+        held[stage] = engine.memory()
+        engine.close()
+    assert held[1]["moments"] * count == pytest.approx(held[0]["moments"], rel=0.02)
+    assert held[2]["gradients"] * count == pytest.approx(held[1]["gradients"], rel=0.02)
+    assert held[3]["weights"] * count == pytest.approx(held[2]["weights"], rel=0.02)
+

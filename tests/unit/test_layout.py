@@ -1,0 +1,87 @@
+"""Where every element lies: units, shards, pieces; exhaustively on small models and grids."""
+
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpczero.comm.grid import Grid
+from hpczero.model import shapes
+from hpczero.model.shapes import ZEROS, Layer, Parameter
+from hpczero.parallel.layout import ALIGNMENT, pieces, rectangles, share, unit_layout
+from hpczero.spec.schema import Model, Parallel
+
+ODD = Model(layers=2, hidden=10, heads=3, vocab=11, seq_len=5, ffn=7)
+
+
+def elements(slices: tuple[slice, ...]) -> list[tuple[int, ...]]:
+    return list(product(*(range(part.start, part.stop) for part in slices)))
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.data())
+@settings(max_examples=300, deadline=None)
+def test_rectangles_are_the_stretch_in_order(shape, data):
+    size = prod(shape)
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    found = list(rectangles(tuple(shape), start, stop))
+    everything = elements(tuple(slice(0, length) for length in shape))
+    assert [element for rectangle in found for element in elements(rectangle)] == everything[start:stop]
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+@pytest.mark.parametrize(("length", "grain", "ranks"), [(24, 4, 4), (24, 4, 6), (24, 4, 7), (257, 1, 4), (10, 4, 3), (0, 1, 2), (5, 1, 1)])
+def test_shares_deal_out_whole_grains(length, grain, ranks):
+    parts = [share(length, grain, ranks, rank) for rank in range(ranks)]
+    assert [element for part in parts for element in range(part.start, part.stop)] == list(range(length))
+    assert all(part.start % grain == 0 or part.start == length for part in parts)
+    grains = [-(-(part.stop - part.start) // grain) for part in parts]
+    assert max(grains) - min(grains) <= 1
+
+
+def test_six_heads_on_four_ranks():
+    assert [(part.stop - part.start) // 4 for part in (share(24, 4, 4, rank) for rank in range(4))] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("shards", "tensor"), list(product((1, 2, 3, 5), (1, 2, 3))))
+def test_units_are_aligned_and_padded(shards, tensor):
+    for layer, rank in product(shapes.layers(ODD), range(tensor)):
+        layout = unit_layout(layer, shards, tensor, rank)
+        assert layout.shard_size % ALIGNMENT == 0
+        assert all(place.offset % ALIGNMENT == 0 for place in layout.places)
+        ends = [place.stop for place in layout.places]
+        assert all(end <= place.offset for end, place in zip(ends, layout.places[1:], strict=False))
+        assert ends[-1] <= layout.size < ends[-1] + (shards + 1) * ALIGNMENT + shards * ALIGNMENT
+
+
+@pytest.mark.parametrize(("pipeline", "data", "tensor"), [(1, 1, 1), (1, 2, 1), (1, 3, 2), (2, 2, 3), (1, 7, 1)])
+def test_pieces_hold_every_element_once_per_copy(pipeline, data, tensor):
+    """Once over all ranks of a pipeline coordinate for split parameters, once per tensor rank for replicated ones."""
+    grid = Grid.build(Parallel(pipeline=pipeline, tensor=tensor), [0] * (pipeline * data * tensor))
+    layers = shapes.layers(ODD)
+    ranks = [rank for rank in range(pipeline * data * tensor) if grid.coordinate(rank, "pipeline") == 0]
+    for parameter in (parameter for layer in layers for parameter in layer.parameters):
+        held = [element for rank in ranks for piece in pieces(layers, parameter.name, grid, rank) for element in elements(piece.slices)]
+        copies = 1 if parameter.split is not None else tensor
+        assert sorted(held) == sorted(elements(tuple(slice(0, length) for length in parameter.shape)) * copies)
+
+
+def test_a_one_element_parameter_lies_on_one_rank():
+    layer = Layer("unit", (Parameter("scale", (1,), ZEROS), Parameter("scalar", (), ZEROS)))
+    grid = Grid.build(Parallel(), [0] * 4)
+    assert [len(pieces([layer], "scale", grid, rank)) for rank in range(4)] == [1, 0, 0, 0]
+    assert [len(pieces([layer], "scalar", grid, rank)) for rank in range(4)] == [0, 1, 0, 0]
+
+
+def test_piece_offsets_are_places_in_the_shard():
+    layers = shapes.layers(ODD)
+    grid = Grid.build(Parallel(), [0] * 3)
+    for layer in layers:
+        layout = unit_layout(layer, 3)
+        for rank, place in product(range(3), layout.places):
+            for piece in pieces(layers, place.parameter.name, grid, rank):
+                flat = layout.shard(rank).start + piece.shard_offset - place.offset
+                strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
+                assert flat == sum(part.start * stride for part, stride in zip(piece.slices, strides, strict=True))

@@ -1,0 +1,195 @@
+"""What a job is predicted to need: against the closed formulas, the engine's own count, and what autograd really keeps."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+
+from hpczero.model import shapes
+from hpczero.planner.activations import activations
+from hpczero.planner.memory import RUNTIME, Need, Placement, need, needs_of_nodes
+from hpczero.spec.schema import Data, Model, Spec, Train, Zero
+
+LARGE = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)  # 109 M parameters
+ODD = Model(layers=2, hidden=10, heads=3, vocab=11, seq_len=5, ffn=7)
+STATES = ("weights", "master", "moments", "gradients")
+
+
+def job(model: Model = LARGE, stage: int = 0, precision: str = "bf16", accumulates: bool = False, node_shared: Any = False) -> Spec:
+    """A micro-batch of one sequence on each of up to eight ranks, or two of them."""
+    train = Train(precision=precision, micro_batch=1, global_batch=16 if accumulates else 1)  # type: ignore[arg-type]
+    return Spec(model=model, train=train, zero=Zero(stage=stage, node_shared=node_shared))  # type: ignore[arg-type]
+
+
+def predicted(spec: Spec, ranks: int, on_node: int = 1, shared: bool = False) -> Need:
+    return need(spec, shapes.layers(spec.model), Placement(ranks, on_node, shared))
+
+
+def states_of(need_of_node: Need) -> int:
+    """Of one rank."""
+    return sum(need_of_node.rank[kind] for kind in STATES)
+
+
+def formula(stage: int, ranks: int, gradient: int, weights: float) -> float:
+    """Bytes a parameter."""
+    return {
+        0: weights + gradient + 12,
+        1: weights + gradient + 12 / ranks,
+        2: weights + (gradient + 12) / ranks,
+        3: weights + (gradient + 12) / ranks,
+    }[stage]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_large_models_follow_the_closed_formulas(stage: int, accumulates: bool) -> None:
+    parameters, gradient = shapes.parameter_count(LARGE), 4 if accumulates else 2
+    assert parameters > 100_000_000
+    for ranks in range(1, 9):
+        states = states_of(predicted(job(stage=stage, accumulates=accumulates), ranks))
+        assert states / parameters == pytest.approx(formula(stage, ranks, gradient, 2 / ranks if stage == 3 else 2), rel=0.02)
+        for on_node in range(1, ranks + 1):
+            shared = states_of(predicted(job(stage=stage, accumulates=accumulates, node_shared=True), ranks, on_node, shared=True))
+            assert shared / parameters == pytest.approx(formula(stage, ranks, gradient, 2 / on_node), rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_fp32_has_no_separate_master_weights(stage: int) -> None:
+    parameters = shapes.parameter_count(LARGE)
+    kinds = predicted(job(stage=stage, precision="fp32"), 4).rank
+    assert kinds["master"] == 0
+    assert kinds["weights"] / parameters == pytest.approx(4 / (4 if stage == 3 else 1), rel=0.02)
+    assert kinds["moments"] / parameters == pytest.approx(8 / (4 if stage >= 1 else 1), rel=0.02)
+
+
+def test_in_flight_are_two_of_the_largest_units() -> None:
+    largest = max(layer.size for layer in shapes.layers(LARGE))
+    slots = [
+        (predicted(job(stage=stage), 4).rank["gradient slots"], predicted(job(stage=stage), 4).rank["gather slots"]) for stage in range(4)
+    ]
+    assert slots[:2] == [(0, 0), (0, 0)]
+    assert slots[2] == (pytest.approx(2 * 2 * largest, rel=0.001), 0)
+    assert slots[3] == (slots[2][0], slots[2][0])
+
+
+def test_what_a_node_holds_together_counts_once() -> None:
+    alone, shared = predicted(job(), 4, 4), predicted(job(node_shared=True), 4, 4, shared=True)
+    weights = alone.rank["weights"]
+    assert alone.node["weights"] == 4 * weights
+    assert shared.node["weights"] == weights
+    assert shared.rank["weights"] == weights // 4
+    assert shared.windows == weights + shared.node["gradients"]
+    assert alone.windows == 0
+    for kinds in (alone, shared):
+        assert kinds.of(4) == sum(kinds.node.values())
+        assert kinds.of(2) == kinds.of(4) // 2
+    assert shared.part_of_rank({"weights": weights, "master": 8}) == {"weights": weights // 4, "master": 8}
+
+
+def test_in_windows_at_stage_2_are_the_weights_and_the_slots() -> None:
+    shared = predicted(job(stage=2, node_shared=True), 8, 4, shared=True)
+    assert shared.windows == shared.together["weights"] + 4 * shared.rank["gradient slots"]
+
+
+def test_communication_buffers_do_not_depend_on_the_model() -> None:
+    sizes = {predicted(job(model), ranks).rank["communication"] for model in (LARGE, ODD) for ranks in (2, 8)}
+    assert len(sizes) == 1
+    assert predicted(job(), 1).rank["communication"] == 0
+    assert predicted(job(), 4, 4, shared=True).rank["communication"] == 0, "all of it is read in place"
+    assert {predicted(job(), 8, 4, shared=True).rank["communication"]} == sizes
+
+
+def test_nodes_of_different_sizes() -> None:
+    nodes = needs_of_nodes(job(node_shared="auto"), shapes.layers(LARGE), {0: 2, 1: 1})
+    assert [nodes[node].ranks for node in (0, 1)] == [2, 1]
+    assert nodes[0].node["weights"] == nodes[1].node["weights"]
+    assert nodes[0].node["runtime"] == 2 * RUNTIME
+
+
+@dataclass
+class Alone:
+    """A data axis on which nobody answers: enough to allocate an engine."""
+
+    rank: int
+    size: int
+    shared = False
+    done = True
+
+    def allocate(self, once: object, each: object) -> dict[str, Any]:
+        return {}
+
+    def written(self, elements: int, sharded: bool) -> slice:
+        return slice(self.rank * elements // self.size, (self.rank + 1) * elements // self.size) if sharded else slice(0, elements)
+
+    def gather(self, *_: object, **__: object) -> "Alone":
+        return self
+
+    settle = gather
+
+    def wait(self) -> None: ...
+
+    def poll(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stage", "precision", "accumulates"), list(product(range(4), ("bf16", "fp32"), (False, True))))
+def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates: bool) -> None:
+    """On a model whose units are mostly padding, to the byte, and in blocks of just that size."""
+    torch = pytest.importorskip("torch")
+    from hpczero.model import build
+    from hpczero.parallel.zero import Engine, Settings
+
+    spec = job(ODD, stage, precision, accumulates)
+    for ranks in (1, 3, 4):
+        module = build.on_meta(ODD)
+        layers = list(zip(module.layers(), shapes.layers(ODD), strict=True))  # type: ignore[operator]
+        settings = Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates)
+        engine = Engine(module, layers, Alone(ranks - 1, ranks), settings)  # type: ignore[arg-type]
+        kinds = predicted(spec, ranks).rank
+        allocated = engine.memory()
+        assert allocated == {kind: kinds[kind] for kind in allocated}
+        assert set(STATES) <= set(allocated)
+        assert {kind: block.numel() for kind, block in engine.arena._blocks.items()} == allocated
+        assert all(block.dtype is torch.uint8 for block in engine.arena._blocks.values())
+
+
+MODELS = [
+    Model(layers=6, hidden=64, heads=4, vocab=5, seq_len=64),
+    Model(layers=6, hidden=64, heads=4, vocab=5, seq_len=64, dropout=0.1),
+    Model(layers=5, hidden=32, heads=2, head_dim=48, ffn=300, vocab=5, seq_len=32, tied_embeddings=False),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_activations_are_what_autograd_keeps(model: Model, precision: str) -> None:
+    """With a tiny vocabulary the head adds little: nearly all is what the blocks keep, and the rest of it is no more than a block's backward."""
+    torch = pytest.importorskip("torch")
+    from hpczero.model import build
+    from hpczero.model.batch import MicroBatch
+
+    module = build.on_meta(model).to_empty(device="cpu").to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, 0.01)
+    known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    tokens = torch.zeros(4, model.seq_len, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = module(MicroBatch(tokens, tokens, torch.arange(4), 0, 1))
+    assert loss.grad_fn is not None
+    measured = sum(storage.nbytes() for address, storage in kept.items() if address not in known)
+    spec = Spec(model=model, train=Train(precision=precision), data=Data(source="synthetic"))  # type: ignore[arg-type]
+    assert measured <= activations(spec, 4) * 1.02
+    assert activations(spec, 4) <= measured * 1.35
+    assert activations(spec, 8) == pytest.approx(2 * activations(spec, 4), rel=0.05)
+
+
+def test_a_wide_vocabulary_makes_the_loss_the_widest_moment() -> None:
+    narrow, wide = (Spec(model=Model(layers=1, hidden=32, vocab=vocab, seq_len=512)) for vocab in (1000, 101_000))
+    assert activations(wide, 8) - activations(narrow, 8) == pytest.approx(3 * 4 * 100_000 * 512 * 8, rel=0.05)

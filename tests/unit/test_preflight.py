@@ -1,0 +1,174 @@
+"""Whether a job fits: the decision on recorded facts of ranks, and the alternatives that it offers."""
+
+import mmap
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpczero.model import shapes
+from hpczero.planner.fit import refusal
+from hpczero.spec.schema import Model, Spec, Train, Zero
+
+pytest.importorskip("torch", reason="preflight asks a World")
+
+from hpczero.memory import account
+from hpczero.train.preflight import site_of
+
+GB = 10**9
+HALF_BILLION = Model(layers=36, hidden=1024, heads=16, vocab=32_000, seq_len=128)
+
+
+def spec(**zero: Any) -> Spec:
+    return Spec(model=HALF_BILLION, train=Train(micro_batch=1, global_batch=4), zero=Zero(**({"stage": 0, "node_shared": False} | zero)))
+
+
+def rank(node: int = 0, available: float = 24, **changes: Any) -> dict[str, Any]:
+    seen = {
+        "node": node,
+        "host": f"n{node}",
+        "computer": f"boot{node}",
+        "available": int(available * GB),
+        "limits": {},
+        "shm": 12 * GB,
+        "held": 0,
+    }
+    return seen | changes
+
+
+def judged(job: Spec, *seen: dict[str, Any]) -> str | None:
+    return refusal(job, shapes.layers(job.model), site_of(seen))
+
+
+def test_what_fits_is_not_refused() -> None:
+    assert judged(spec(), *[rank(available=40)] * 4) is None
+    assert judged(spec(stage=3), *[rank()] * 4) is None
+    assert judged(spec(), rank(0), rank(1)) is None
+
+
+def test_too_large_says_all_numbers_and_what_would_fit() -> None:
+    text = judged(spec(), *[rank()] * 4)
+    assert text is not None
+    assert re.match(
+        r"zero\.stage = 0 needs 3\d\.\d GB on n0 \(4 ranks\), where 24\.0 GB are available \(each rank: moments 3\.9 GB, ", text
+    )
+    for stage in (1, 2, 3):
+        assert f"zero.stage = {stage} (" in text
+        assert judged(spec(stage=stage), *[rank()] * 4) is None, "what is offered fits"
+    assert "mpirun -n 2 (" in text
+    assert judged(spec(), *[rank()] * 2) is None
+    assert "such nodes" not in text, "more nodes do not help what is not sharded"
+
+
+def test_it_stays_refused_with_one_byte_less_than_it_needs() -> None:
+    text = judged(spec(), rank(available=1))
+    assert text is not None
+    low, high = 1, 40 * GB
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if judged(spec(), rank() | {"available": middle}) is None else (middle, high)
+    assert judged(spec(), rank() | {"available": high}) is None
+    assert judged(spec(), rank() | {"available": high - 1}) is not None
+    assert f"needs {high / GB:.1f} GB" in text
+
+
+def test_what_the_ranks_hold_already_is_part_of_their_need() -> None:
+    needed = next(size for size in range(30 * 10, 40 * 10) if judged(spec(), *[rank(available=size / 10)] * 4) is None) / 10
+    assert judged(spec(), *[rank(available=needed - 0.8)] * 4) is not None
+    assert judged(spec(), *[rank(available=needed - 0.8, held=GB // 5)] * 4) is None
+
+
+def test_a_smaller_micro_batch_is_offered() -> None:
+    job = spec(stage=3)
+    job = job.model_copy(update={"train": Train(micro_batch=64, global_batch=256)})
+    text = judged(job, *[rank()] * 4)
+    assert text is not None
+    offered = re.search(r"would fit: train\.micro_batch = (\d+) \(", text)
+    assert offered, text
+    smaller = job.model_copy(update={"train": Train(micro_batch=int(offered[1]), global_batch=256)})
+    assert judged(smaller, *[rank()] * 4) is None
+
+
+def test_more_nodes_are_offered_where_states_are_sharded() -> None:
+    text = judged(spec(stage=3), *[rank(available=8)] * 4)
+    assert text is not None
+    offered = re.search(r"(\d+) such nodes with (\d+) ranks", text)
+    assert offered, text
+    assert judged(spec(stage=3), *[rank(node, available=8) for node in range(int(offered[1])) for _ in range(4)]) is None
+
+
+def test_nothing_that_can_be_set() -> None:
+    text = judged(spec(), *[rank(available=0.1)] * 4)
+    assert text is not None
+    assert "nothing that can be set would fit here" in text
+
+
+def test_the_smallest_of_the_nodes_decides() -> None:
+    text = judged(spec(), rank(0, 24), rank(1, 5), rank(2, 24))
+    assert text is not None
+    assert "on n1 (1 rank), where 5.0 GB" in text
+
+
+def test_a_cgroup_binds_the_ranks_that_it_holds() -> None:
+    """Of one task each, of the job: with the same room, the job's is too small first."""
+    tasks = [rank(available=100, limits={f"/job/task{number}": 10 * GB, "/job": 30 * GB}) for number in range(4)]
+    text = judged(spec(), *tasks)
+    assert text is not None
+    assert "in the cgroup /job on n0 (4 ranks), where 30.0 GB" in text
+    tasks[2]["limits"]["/job/task2"] = 4 * GB
+    text = judged(spec(), *tasks)
+    assert text is not None
+    assert "in the cgroup /job/task2 on n0 (1 rank), where 4.0 GB" in text
+    roomy = [rank(available=100, limits={f"/job/task{number}": 10 * GB, "/job": 40 * GB}) for number in range(4)]
+    assert judged(spec(), *roomy) is None
+
+
+def test_nodes_tried_out_on_one_computer_share_its_memory() -> None:
+    pretended = [rank(number // 2, computer="one", host="n") for number in range(4)]
+    text = judged(spec(), *pretended)
+    assert text is not None
+    assert "on n (4 ranks)" in text
+    assert judged(spec(), *[rank(number // 2) for number in range(4)]) is None
+
+
+def test_shared_windows_need_room_in_shared_memory() -> None:
+    """A window counts once, so the memory itself would do."""
+    job = spec(stage=2, node_shared=True)
+    assert judged(job, *[rank()] * 4) is None
+    text = judged(job, *[rank(shm=GB // 16)] * 4)
+    assert text is not None
+    assert re.match(r"zero\.node_shared needs 1\.\d GB in /dev/shm of n0 \(4 ranks\), where 62\.5 MB are available: ", text)
+    assert "make it larger (docker: --shm-size=" in text
+    assert "would fit: zero.node_shared = false" in text
+    assert judged(spec(stage=2), *[rank(shm=GB // 16)] * 4) is None
+    assert judged(spec(stage=2), *[rank(shm=0)] * 4) is None
+
+
+class TestAccount:
+    def test_a_tensor_of_known_size_is_measured(self) -> None:
+        import torch
+
+        size = 64 << 20
+        before = account.held()
+        held = torch.ones(size, dtype=torch.uint8)
+        assert account.held() - before == pytest.approx(size, rel=0.02)
+        del held
+        assert account.held() - before < size / 10
+
+    def test_memory_that_processes_could_share_is_measured(self) -> None:
+        size = 32 << 20
+        before = account.held()
+        with mmap.mmap(-1, size) as window:
+            assert account.held() - before < size / 10, "nothing is there before it is touched"
+            window.write(bytes(size))
+            assert account.held() - before == pytest.approx(size, rel=0.1)
+
+    def test_files_pages_are_left_out(self, tmp_path: Path) -> None:
+        rollup = tmp_path / "smaps_rollup"
+        rollup.write_text(
+            "5578a28fb000-7ffc305dc000 ---p 00000000 00:00 0    [rollup]\nRss:   9999 kB\nPss:    900 kB\nPss_Anon:    500 kB\n"
+            "Pss_File:    300 kB\nPss_Shmem:    100 kB\nSwapPss:    7 kB\n"
+        )
+        assert account.held(rollup) == 607 * 1024
+        assert account.held(tmp_path / "nowhere") == 0

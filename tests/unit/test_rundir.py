@@ -1,0 +1,97 @@
+"""The run directory in bad shape: what is damaged, missing or full is one clear error, and what a run can do without does not stop it."""
+
+import errno
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from hpczero.errors import HpczeroError, InputError
+from hpczero.spec.schema import Spec
+from hpczero.train import rundir
+from hpczero.train.rundir import RunDirectory
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Spec:
+    return Spec(name="tiny", output=str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def directory(spec: Spec) -> Path:
+    """A run's directory that nobody holds any more."""
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    claimed.close()
+    return claimed.path
+
+
+def full_disk(*arguments: object) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_a_full_disk_at_the_start_leaves_nothing(spec: Spec, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(os, call, full_disk)
+    with pytest.raises(InputError, match="No space left on device"):
+        RunDirectory.claim(spec, resume=False, fresh=False)
+    assert not rundir.path_of(spec).exists()
+
+
+def test_a_full_disk_later_is_one_error_that_names_the_file(spec: Spec, directory: Path) -> None:
+    (directory / "metrics.jsonl").unlink()
+    (directory / "metrics.jsonl").symlink_to("/dev/full")
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    try:
+        with pytest.raises(HpczeroError, match=r"metrics\.jsonl: No space left on device"):
+            claimed.metrics({"step": 1})
+    finally:
+        claimed.close()
+    assert not (directory / "lock").exists()
+
+
+def test_a_path_that_the_system_refuses_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="too long"):
+        RunDirectory.claim(Spec(output=str(tmp_path / ("x" * 300))), resume=False, fresh=False)
+
+
+def test_metrics_that_are_no_text_are_dropped(spec: Spec, directory: Path) -> None:
+    (directory / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\x00\n{"step": 2}\n{"step": 3}\n{"ste')
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    claimed.keep_metrics_before(3)
+    claimed.close()
+    assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_figures_that_are_not_finite_are_null(spec: Spec) -> None:
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    claimed.metrics({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    claimed.summary({"state": "finished", "steps": 100, "final_loss": math.nan, "ranks": [{"x": -math.inf}]})
+    claimed.close()
+    assert json.loads((claimed.path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
+    assert rundir.finished(spec) == {"state": "finished", "steps": 100, "final_loss": None, "ranks": [{"x": None}]}
+
+
+FINISHED = '{"state": "finished", "steps": 100, "final_loss": 1.5}'
+
+
+def test_a_finished_run_is_known_by_its_summary(spec: Spec, directory: Path) -> None:
+    (directory / "summary.json").write_text(FINISHED)
+    assert rundir.finished(spec) == {"state": "finished", "steps": 100, "final_loss": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("100", '"many"'), ("100", "null"), ("100", "99"), ("1.5", '"low"'), (', "final_loss": 1.5', ""), (FINISHED, "[]")]
+)
+def test_a_damaged_summary_is_no_finished_run(spec: Spec, directory: Path, old: str, new: str) -> None:
+    (directory / "summary.json").write_text(FINISHED.replace(old, new))
+    assert rundir.finished(spec) is None
+
+
+def test_a_directory_that_lost_its_spec_is_no_run_directory(spec: Spec, directory: Path) -> None:
+    (directory / "summary.json").write_text(FINISHED)
+    (directory / "spec.toml").unlink()
+    assert rundir.finished(spec) is None
+    with pytest.raises(InputError, match="is no run directory"):
+        RunDirectory.claim(spec, resume=False, fresh=False)

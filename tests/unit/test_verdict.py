@@ -1,0 +1,105 @@
+"""From slots to words, without MPI."""
+
+import time
+
+from hpczero.comm.status import SLOT, Operation, Place, Signature, State, Status, identity, read
+from hpczero.comm.verdict import ABSENT, DIFFERENT, HERE, UNKNOWN, Question, account, headline, judge
+
+GROUP = "77"
+
+
+def state(*started: tuple[int, int], waited: float | None = 5.0, place: str = "somewhere") -> State:
+    """`started`: (number, code)."""
+    return State(1, 1, 1, 3, 9.0, waited, place, {GROUP: [Operation(number, code, f"operation {code}") for number, code in started]})
+
+
+def question(*started: tuple[int, int], ranks: int = 4, **more: object) -> Question:
+    ours = [Operation(number, code, f"operation {code}") for number, code in started]
+    return Question("the place", 0, range(ranks), GROUP, "data", ours, **more)  # type: ignore[arg-type]
+
+
+def test_each_other_rank_is_judged_by_what_it_has_started() -> None:
+    states = {1: state((5, 10), (6, 11)), 2: state((5, 10)), 3: state((5, 10), (6, 12))}
+    assert judge(question((5, 10), (6, 11)), states) == {1: HERE, 2: ABSENT, 3: DIFFERENT}
+
+
+def test_a_rank_that_has_gone_on_has_come() -> None:
+    assert judge(question((6, 11), ranks=2), {1: state((9, 1), (10, 2))}) == {1: HERE}
+
+
+def test_an_earlier_operation_that_did_not_fit_is_found() -> None:
+    assert judge(question((5, 10), (6, 11), ranks=2), {1: state((5, 99), (6, 11))}) == {1: DIFFERENT}
+
+
+def test_who_has_started_nothing_there_and_who_is_not_heard_of() -> None:
+    nothing = State(1, 1, 1, -1, 9.0, None, "", {})
+    assert judge(question((1, 10), ranks=3), {1: nothing}) == {1: ABSENT, 2: UNKNOWN}
+
+
+def test_missing_ranks_that_are_known_are_believed() -> None:
+    assert judge(question((1, 1), ranks=3, missing={2}), {}) == {1: HERE, 2: ABSENT}
+
+
+def test_outside_of_groups_a_rank_has_come_if_it_waits_at_the_same_place() -> None:
+    here, there = state(place="making group data"), state(place="making group tensor")
+    working = state(waited=None, place="making group data")
+    asked = Question("making group data", 0, range(4))
+    assert judge(asked, {1: here, 2: there, 3: working}) == {1: HERE, 2: ABSENT, 3: ABSENT}
+
+
+def test_the_headline_says_what_is_wrong() -> None:
+    assert "same operation" in headline({1: DIFFERENT, 2: ABSENT}, 3.0)
+    assert headline({1: HERE, 2: ABSENT}, 3.0) == "after 3.0 s a rank did not come"
+    assert "all have come" in headline({1: HERE}, 3.0)
+    assert "has not ended" in headline({1: HERE, 2: UNKNOWN}, 3.0)
+
+
+def test_many_ranks_are_not_all_told_about() -> None:
+    asked = question((6, 11), ranks=1000)
+    states = {rank: state((6, 11)) if rank % 2 else state((5, 1)) for rank in range(1000)}
+    lines = account(asked, judge(asked, states), states, dict.fromkeys(range(1000), "host"), [2])
+    assert len(lines) == 10
+    assert lines[0] == "  waiting in it: ranks 0 1 3 5 7 9 11 13 15 17 19 21 23 25 … 999"
+    assert "rank 2 on host: step 3; its process has ended; started last along data: operation 1 (number 5)" in lines[1]
+    assert lines[-1].startswith("  not come: 491 more: ranks 18 20")
+
+
+def test_what_is_written_to_a_slot_is_read_from_it() -> None:
+    status = Status()
+    slot = memoryview(bytearray(SLOT))
+    entry = status.enter("data", [0, 3])
+    signature = Signature.of("all_reduce", "sum", "of 40 bytes of float32")
+    status.started(entry, 1, signature)
+    status.move_to(slot)
+    for number in range(2, 8):
+        status.started(entry, number, signature)
+    status.at_step(5)
+    status.waits(Place(signature.label, entry, 7))
+    seen = read(slot, time.monotonic() + 10)
+    assert (seen.step, seen.place) == (5, "all_reduce sum of 40 bytes of float32 (number 7 along data)")
+    assert seen.waited is not None
+    assert 10 <= seen.waited < 11
+    assert [operation.number for operation in seen.started[str(identity("data", [0, 3], 1))]] == [4, 5, 6, 7]
+    status.goes_on()
+    assert read(slot, time.monotonic()).waited is None
+    status.leave(entry)
+    assert read(slot, time.monotonic()).started == {}
+
+
+def test_a_group_made_again_is_another_group() -> None:
+    status = Status()
+    first = status.group_at(status.enter("data", [0, 1]))
+    second = status.group_at(status.enter("data", [0, 1]))
+    assert first[0] == second[0] == "data"
+    assert first[1] != second[1]
+
+
+def test_labels_of_any_length_fit() -> None:
+    status = Status()
+    long = Signature.of("all_reduce", "x" * 200)
+    status.started(status.enter("a" * 100, [0]), 1, long)
+    with status.waiting("y" * 200, [0]):
+        assert read(status.slot, 0.0).place == "y" * 64
+    longer = Signature.of("all_reduce", "x" * 200 + "1")
+    assert long.label == longer.label
+    assert long.code != longer.code
