@@ -201,7 +201,7 @@ def threads_per_rank(affinities: Sequence[Set[int]], quota: float | None = None)
 
 _SEGMENTS = {
     "hpczero": r"hpczero[._-].*",
-    "MPICH": r"mpich_shm_.*",
+    "MPICH": r"mpich_(shm_|shar_tmp).*",
     "Open MPI": r"(vader_segment|sm_segment|osc_sm|osc_rdma|smcuda)[._].*|ompi[._].*",
     "Intel MPI": r"(Intel_MPI|impi)_.*",
     "UCX": r"ucx_shm_posix_.*",

@@ -21,7 +21,7 @@ done
 [ -t 1 ] || export NO_COLOR=1
 case $mode in
 quick) ranks=2 slow= ;;
-usual) ranks="1 2 4" slow= ;;
+usual) ranks="1 4" slow= ;;
 all) ranks="1 2 3 4 8 32" slow=--slow ;;
 esac
 

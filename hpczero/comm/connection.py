@@ -77,6 +77,11 @@ class Connection:
         size = max(self._limits.staging, 2 * 8 * slots)  # at least one element of any type in each slot
         return self._buffers.pop() if self._buffers else torch.empty(size, dtype=torch.uint8)
 
+    @property
+    def buffered(self) -> int:
+        """Bytes of the buffers made so far; none is made after the first few operations."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
     def give_back(self, buffer: Tensor) -> None:
         self._lent -= 1
         self._buffers.append(buffer)

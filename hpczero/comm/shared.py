@@ -41,7 +41,7 @@ class NodeWindow:
         self._progress: Progress = world.progress
 
     @classmethod
-    def allocate(cls, world: "World", ranks: Sequence[int], size: int, counters: int = 64, name: str = "window") -> "NodeWindow":
+    def allocate(cls, world: "World", ranks: Sequence[int], size: int, counters: int = 64, name: str = "shared") -> "NodeWindow":
         """Collective over `ranks`, which share a node: each contributes a part of `size` bytes, of its own choice. InputError on all of
         them if the node has not that much to share.
         """

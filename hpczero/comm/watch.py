@@ -97,9 +97,10 @@ class Watch:
                 self._tell(self._states_here())
 
     def _is_hopeless(self, wait: Wait) -> bool:
-        """Another rank is in a different operation; seen twice, as slots are read while they are written."""
+        """Another rank is in a different operation or has ended; seen twice, as slots are read while they are written."""
         states = self._states_here()
-        if verdict.DIFFERENT not in verdict.judge(self._question(wait, states), states).values():
+        judged = verdict.judge(self._question(wait, states), states)
+        if verdict.DIFFERENT not in judged.values() and not self._ended(judged, states):
             return False
         suspected, self._suspected = self._suspected, wait
         return suspected is wait
@@ -197,7 +198,7 @@ class Watch:
     def _explain(self, wait: Wait, states: Mapping[int, State]) -> str:
         question = self._question(wait, states)
         judged = verdict.judge(question, states)
-        ended = [rank for rank in judged if rank in self._slots and not _is_alive(states[rank])]
+        ended = self._ended(judged, states)
         hosts = {rank: member.host for rank, member in self._members.items()}
         lines = [f"{question.place}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
         lines += verdict.account(question, judged, states, hosts, ended)
@@ -206,6 +207,10 @@ class Watch:
         for rank, text in stacks.items():
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
         return "\n".join(lines)
+
+    def _ended(self, judged: Mapping[int, str], states: Mapping[int, State]) -> list[int]:
+        """Those of this node that have not come and never will."""
+        return [rank for rank, kind in judged.items() if kind == verdict.ABSENT and rank in self._slots and not _is_alive(states[rank])]
 
     def _stacks_elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
         if not self._folder:

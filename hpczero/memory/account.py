@@ -4,6 +4,7 @@ Pages that several processes share count in equal parts (the proportional set si
 from the node: each shared window once. Files' pages, which the kernel gives back when asked, are left out.
 """
 
+import ctypes
 import re
 import resource
 from collections.abc import Mapping
@@ -27,8 +28,16 @@ def held(rollup: Path = _OWN) -> int:
     return sizes.get("Pss", 0) + sizes.get("SwapPss", 0)  # before Linux 5.4: with files
 
 
+def give_back_free_memory() -> None:
+    """What malloc keeps for later goes back to the kernel, where the C library can do that: it belongs to nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
+
+
 def held_on_nodes(world: World) -> list[int] | None:
     """The sum over the ranks of each node, on rank 0. Collective: all read at the same time, as pages are divided among their users."""
+    give_back_free_memory()
     world.share(world.collect(0))  # everybody is here: nobody allocates any more, or already
     of_ranks = world.collect(held())
     if of_ranks is None:

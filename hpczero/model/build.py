@@ -10,7 +10,7 @@ from hpczero_kernels.normal import fill_normal
 from hpczero_kernels.philox import key_of
 
 
-def on_meta(model: Model) -> nn.Module:
+def on_meta(model: Model) -> GPT:
     """The model with the parameters of shapes.layers(model), holding no memory yet."""
     with torch.device("meta"):
         return {"gpt": GPT}[model.family](model)

@@ -34,6 +34,10 @@ class DataAxis(Protocol):
     def all_gather(self, values: Tensor) -> Tensor:
         """[ranks, ...]: the same few values of all ranks."""
 
+    @property
+    def buffered(self) -> int:
+        """Bytes of the buffers that messages arrive in."""
+
     def close(self) -> None: ...
 
 
@@ -64,6 +68,10 @@ class Messages:
 
     def all_gather(self, values: Tensor) -> Tensor:
         return self.group.stack(values)
+
+    @property
+    def buffered(self) -> int:
+        return self.group.connection.buffered
 
     def close(self) -> None:
         pass

@@ -150,4 +150,5 @@ class Gatherer:
     def _unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        return self.whole(saved.unit).as_strided(saved.shape, saved.stride, self._region.offset_of(self._whole[saved.unit]) + saved.offset)
+        whole = self.whole(saved.unit)
+        return whole.as_strided(saved.shape, saved.stride, whole.storage_offset() + saved.offset)

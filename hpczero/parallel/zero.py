@@ -91,7 +91,6 @@ class Engine:
         self.units = [Unit(layout, axis.rank, self.sharded, dtypes, self.arena, part) for layout, part in zip(layouts, written, strict=True)]
         largest = max(layout.size for layout in layouts)
         self._slots = [self.arena.take("gradient slots", largest, dtype) for _ in range(SLOTS)] if self.sharded.gradients else []
-        self._free_slots: list[torch.Tensor | None] = list(self._slots)
         self._slot_of: dict[Unit, int] = {}
         self._order = list(reversed(self.units))
         self._place_in_order = {unit: place for place, unit in enumerate(self._order)}
@@ -101,12 +100,14 @@ class Engine:
         self._reduced = False  # whether this step has sums already
         self._reducing = False
         self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
-        self._place_of = {parameter: (unit, index) for unit in self.units for index, parameter in enumerate(unit.parameters)}
+        self._place_of: dict[torch.Tensor, tuple[Unit, int]] = {}
+        for unit in self.units:
+            self._place_of |= {parameter: (unit, index) for index, parameter in enumerate(unit.parameters)}
         for parameter in self._place_of:
             parameter.register_post_accumulate_grad_hook(self.gradient_ready)
         names = [place.parameter.name for unit in self.units for place in unit.layout.places]
         self._names_backwards = names[::-1]
-        build.adopt(module, dict(zip(names, self._place_of, strict=True)))
+        build.adopt(module, dict(zip(names, (own for unit in self.units for own in unit.parameters), strict=True)))
         self._gatherer = self._sharded_parameters([part for part, _ in layers], dtype) if self.sharded.parameters else None
         for unit in self.units:
             unit.fill_own(settings.seed)
@@ -171,9 +172,8 @@ class Engine:
         """Units take turns, so that a unit lies in the same slot on every rank; gradients that come before their unit's turn wait with autograd."""
         place = self._place_in_order[unit]
         slot = (self._sums + place - self._started) % SLOTS
-        if self._started <= place < self._started + SLOTS and self._free_slots[slot] is not None:
-            unit.buffer = unit.wire = self._free_slots[slot][: unit.layout.size]
-            self._free_slots[slot] = None
+        if self._started <= place < self._started + SLOTS and slot not in self._slot_of.values():
+            unit.buffer = unit.wire = self._slots[slot][: unit.layout.size]
             self._slot_of[unit] = slot
 
     def _start(self, unit: Unit) -> None:
@@ -199,8 +199,8 @@ class Engine:
             self._under_way.popleft()
             wait = False
             if self.sharded.gradients:
-                slot = self._slot_of.pop(unit)
-                self._free_slots[slot], unit.buffer = self._slots[slot], None
+                del self._slot_of[unit]
+                unit.buffer = None
 
     def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int]) -> None:
         """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.)"""

@@ -114,8 +114,8 @@ class Zero(Table):
     """Which of the model states are cut into shards over the data ranks, and where they lie."""
 
     stage: Literal[0, 1, 2, 3] = key(1, "changeable", "sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters")
-    bucket_mb: int = key(32, "site", "size of a communication buffer, whatever the model", ge=1, le=1_000_000)
-    node_shared: Literal["auto", True, False] = key("auto", "site", "the data ranks of a node keep one copy of the half-precision parameters together")
+    bucket_mb: int = key(4, "site", "size of a communication buffer in MiB, whatever the model; a group has two", ge=1, le=1_000_000)
+    node_shared: Literal["auto", True, False] = key("auto", "site", "the data ranks of a node keep one copy of the parameters together")
 
 
 class Comm(Table):

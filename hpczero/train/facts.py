@@ -1,6 +1,5 @@
 """What a run notes about where it runs: packages, git state, memory, and its share of the cores."""
 
-import resource
 import subprocess
 import sys
 from importlib import metadata
@@ -21,11 +20,6 @@ def git_state() -> dict[str, object] | None:
     """Commit and cleanliness of the folder that the job was started in; None outside a checkout or without git."""
     commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "changed": bool(changed)}
-
-
-def memory() -> dict[str, int]:
-    """The largest amount of memory that this process has held so far, in bytes."""
-    return {"peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 def use_threads(world: World) -> int:

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpczero.comm.grid import Grid
+from hpczero.comm.work import Limits
 from hpczero.comm.world import World
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.data.source import Source, open_source
 from hpczero.errors import InputError
+from hpczero.memory import account
 from hpczero.model import shapes
 from hpczero.parallel.apply import assemble
+from hpczero.planner.memory import need
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
-from hpczero.train import facts, rundir
+from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
 from hpczero.train.output import choose, loss
 from hpczero.train.rundir import RunDirectory
@@ -57,8 +60,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     first = world.rank == 0
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
-    if spec.comm.ranks_per_node:
-        world = world.part(range(world.size), spec.comm.ranks_per_node)
+    world = world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
     grid = Grid.build(spec.parallel, world.node_of_rank)
     missing = unavailable(spec)
     if missing:
@@ -69,6 +71,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
         if first:
             print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew")
         return None, None
+    preflight.refuse_what_does_not_fit(world, spec)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
     return Job(spec, world, grid, source, facts.use_threads(world)), directory
 
@@ -94,6 +97,8 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
+    needed = need(spec, shapes.layers(spec.model), preflight.placement(world, job.grid, spec))
+    before = account.held_on_nodes(world)
     engine = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
     if voice:
         _say_layout(voice, job, batches)
@@ -102,8 +107,10 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     began_training, cpu_before = time.perf_counter(), time.process_time()
     outcome = trainer.train()
     seconds = time.perf_counter() - began_training
+    measured = account.growth(before, account.held_on_nodes(world))
+    held = engine.memory() | {"communication": engine.axis.buffered}
     of_ranks = {
-        "memory": world.collect(engine.memory() | facts.memory()),
+        "memory": account.summary(world, needed.rank, needed.part_of_rank(held), measured),
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }

@@ -107,7 +107,7 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     assert [place["rank"] for place in events[0]["ranks"]] == list(range(max(1, ranks)))
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["final_loss"]) == ("finished", 5, metrics[-1]["loss"])
-    assert len(summary["memory"]) == len(summary["comm"]) == max(1, ranks)
+    assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
     words = [line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)]
     assert words == ["start", "layout", "first", *["step"] * 5, "eval", "stop"]
     assert "\x1b" not in done.out

@@ -17,7 +17,7 @@ def test_sums_by_axis_and_operation() -> None:
     ledger.entry("data", "all_reduce").sent(1, 0)
     ledger.entry("tensor", "barrier")
     ledger.entry("data", "all_reduce").seconds += 0.5
-    assert ledger.as_dict() == {"data": {"all_reduce": {"count": 2, "bytes": 16, "inside": 11, "between": 5, "seconds": 0.5}}}
+    assert ledger.as_dict() == {"data": {"all_reduce": {"count": 2, "bytes": 16, "inside": 11, "between": 5, "shared": 0, "seconds": 0.5}}}
     assert ledger.seconds == 0.5
 
 
