@@ -1,7 +1,27 @@
 """hpczero trains large transformers over MPI, from one declarative TOML spec."""
 
+from typing import TYPE_CHECKING, Any
+
 from hpczero import locations
 
+if TYPE_CHECKING:
+    from hpczero.comm.world import World
+    from hpczero.train.initialize import initialize
+
+__all__ = ["World", "__version__", "initialize"]
 __version__ = "0.1.0.dev0"
 
 locations.make_kernels_importable()
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch or MPI is imported when it is asked for."""
+    if name == "initialize":
+        from hpczero.train.initialize import initialize
+
+        return initialize
+    if name == "World":
+        from hpczero.comm.world import World
+
+        return World
+    raise AttributeError(f"module hpczero has no attribute {name}")

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Collectives of hpczero beside those of the MPI library itself and of torch.distributed with gloo, over sizes.
 
-    mpirun -n 2 python scripts/bench_comm.py [--largest 134217728] [--rounds 9] [--types float32 bfloat16] [--json FILE]
+    mpirun -n 2 python scripts/bench_comm.py [--largest 134217728] [--rounds 9] [--types float32 bfloat16]
+        [--operations all_reduce reduce_scatter all_gather] [--json FILE]
 
 In every round each contender moves the same buffer once or, when that is short, several times, one contender after the other; a round
 counts as long as its slowest rank takes. The tables give the median round, in GB/s of the whole buffer, its spread, and how many times
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=1 << 27, help="bytes of the largest buffer (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--json", type=Path, help="write all measurements to this file, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -138,7 +140,7 @@ def main() -> None:
         lines += cost_of_the_watchdog(world, options.rounds)
         kept: dict[str, Any] = {}
         for dtype in options.types:
-            for operation in OPERATIONS:
+            for operation in options.operations:
                 rows = {}
                 size = SMALLEST
                 while size <= options.largest:

@@ -53,12 +53,8 @@ class Connection:
     def receive(self, tensor: Tensor, source: int, tag: int) -> list[Any]:
         return [self._communicator.Irecv([part, self._byte], source, tag) for part in self._messages(tensor)]
 
-    def gather_equal(self, output: Tensor, tensor: Tensor) -> list[Any]:
-        """Tensors of one size from all ranks, one after the other."""
-        return [self._communicator.Iallgather([_memory(tensor), self._byte], [_memory(output), self._byte])]
-
     def gather_stamped(self, received: bytearray, tensor: Tensor, stamp: bytes) -> list[Any]:
-        """The same for small ones, each behind a stamp."""
+        """Small tensors of one size from all ranks, one after the other, each behind a stamp."""
         return [self._communicator.Iallgather([stamp + bytes(_memory(tensor)), self._byte], [received, self._byte])]
 
     def barrier(self) -> list[Any]:

@@ -104,11 +104,12 @@ class Group:
         place, code = self._next("reduce_scatter", flat, op)
         return self._start_even("reduce_scatter", self._reduce_scatter(flat, combine, self._tag(place, code)), flat.nbytes, place)
 
-    def start_all_gather(self, output: Tensor, tensor: Tensor) -> Work:
+    def start_all_gather(self, output: Tensor, tensor: Tensor, detail: str = "") -> Work:
+        """`detail` says what is gathered: ranks that gather different things do not meet."""
         flat, own = _flat(output), _flat(tensor)
         assert own.dtype is flat.dtype, f"an all_gather of {own.dtype} cannot be written to {flat.dtype}"
         self._check_shard("tensor", own, flat)
-        place, code = self._next("all_gather", flat)
+        place, code = self._next("all_gather", flat, detail)
         return self._start_even("all_gather", self._all_gather(flat, own, self._tag(place, code)), flat.nbytes, place)
 
     def start_broadcast(self, tensor: Tensor, root: int = 0) -> Work:

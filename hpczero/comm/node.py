@@ -78,7 +78,7 @@ class NodeGroup:
         """All of the node have written what they had to write in its memory."""
         return self.group.start_steps("barrier", self._settle(), 0, 0)
 
-    def gather(self, tensor: Tensor, copies: bool = False) -> Work:
+    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
         """Every rank's own shard comes to all: once per node, or where each has a tensor of its own (`copies`), to each."""
         between = (len(self._places) - 1) * tensor.numel() // self.size * tensor.element_size()
         read = (self.size - 1) * tensor.numel() // self.size * tensor.element_size() if copies else 0

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from hpczero.comm.status import Operation, State
 
-HERE, DIFFERENT, ABSENT, UNKNOWN = "waiting in it", "in a different operation", "not come", "no news of"
+HERE, STARTED = "waiting in it", "has started it, but waits in nothing, so that it does not go on there"
+DIFFERENT, ABSENT, UNKNOWN = "in a different operation", "not come", "no news of"
 _SHOWN = 8  # ranks told about one by one
 
 
@@ -23,7 +24,7 @@ class Question:
 
 
 def judge(question: Question, states: Mapping[int, State]) -> dict[int, str]:
-    """Of every other rank that takes part: HERE, DIFFERENT, ABSENT or UNKNOWN."""
+    """Of every other rank that takes part: HERE, STARTED, DIFFERENT, ABSENT or UNKNOWN."""
     return {rank: _judge(question, rank, states.get(rank)) for rank in question.ranks if rank != question.rank}
 
 
@@ -37,7 +38,9 @@ def _judge(question: Question, rank: int, state: State | None) -> str:
     started = state.started.get(question.group, [])
     if _parting(question.started, started):
         return DIFFERENT
-    return HERE if started and started[-1].number >= question.started[-1].number else ABSENT
+    if not started or started[-1].number < question.started[-1].number:
+        return ABSENT
+    return STARTED if state.waited is None and started[-1].number == question.started[-1].number else HERE
 
 
 def _parting(ours: Sequence[Operation], theirs: Sequence[Operation]) -> tuple[Operation, Operation] | None:
@@ -56,25 +59,25 @@ def headline(judged: Mapping[int, str], seconds: float) -> str:
 
 
 def account(
-    question: Question, judged: Mapping[int, str], states: Mapping[int, State], hosts: Mapping[int, str], ended: Collection[int]
+    question: Question, judged: Mapping[int, str], states: Mapping[int, State], hosts: Mapping[int, str], notes: Mapping[int, str]
 ) -> list[str]:
-    """The other ranks, by what they are doing."""
+    """The other ranks, by what they are doing. `notes`: what is known of their processes."""
     here = [question.rank, *(rank for rank, kind in judged.items() if kind == HERE)]
     lines = [f"  {HERE}: {_named(here)}"]
-    for kind in (DIFFERENT, ABSENT, UNKNOWN):
+    for kind in (STARTED, DIFFERENT, ABSENT, UNKNOWN):
         ranks = [rank for rank, found in judged.items() if found == kind]
-        lines += [f"  {kind}: rank {rank} on {hosts[rank]}{_doing(question, states.get(rank), rank in ended)}" for rank in ranks[:_SHOWN]]
+        lines += [f"  {kind}: rank {rank} on {hosts[rank]}{_doing(question, states.get(rank), notes.get(rank))}" for rank in ranks[:_SHOWN]]
         if len(ranks) > _SHOWN:
             lines.append(f"  {kind}: {len(ranks) - _SHOWN} more: {_named(ranks[_SHOWN:])}")
-    return lines
+    return lines + [f"  rank {rank} on {hosts[rank]}: {note}" for rank, note in notes.items() if judged.get(rank) == HERE]
 
 
-def _doing(question: Question, state: State | None, ended: bool) -> str:
+def _doing(question: Question, state: State | None, note: str | None) -> str:
     if state is None:
         return ": nothing is known of what it does"
     words = [f"step {state.step}"] if state.step >= 0 else []
-    if ended:
-        words.append("its process has ended")
+    if note:
+        words.append(note)
     elif state.waited is None:
         words.append(f"in no operation for {state.idle:.1f} s")
     else:

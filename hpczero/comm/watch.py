@@ -30,6 +30,7 @@ from hpczero.comm.verdict import Question
 
 DUMP_STACKS = signal.SIGRTMIN + 5
 _STACKS = "hpczero-stacks"
+_ENDED, _STOPPED = "its process has ended", "its process is stopped (by a signal or a debugger)"
 _ASKED_FOR_STACKS = 4  # missing ranks
 _WRITING = 1.0  # seconds that a rank gets to write its stacks
 _SPEAKING = 6.0  # seconds that the rank that speaks gets before the others of its node end, too
@@ -198,11 +199,11 @@ class Watch:
     def _explain(self, wait: Wait, states: Mapping[int, State]) -> str:
         question = self._question(wait, states)
         judged = verdict.judge(question, states)
-        ended = self._ended(judged, states)
+        notes = {rank: note for rank in judged if rank in self._slots and (note := _process(states[rank]))}
         hosts = {rank: member.host for rank, member in self._members.items()}
         lines = [f"{question.place}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
-        lines += verdict.account(question, judged, states, hosts, ended)
-        wrong = [rank for rank, kind in judged.items() if kind in (verdict.ABSENT, verdict.DIFFERENT)]
+        lines += verdict.account(question, judged, states, hosts, notes)
+        wrong = [rank for rank, kind in judged.items() if kind in (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)]
         stacks = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states) | self._stacks_elsewhere(wrong)
         for rank, text in stacks.items():
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
@@ -210,7 +211,8 @@ class Watch:
 
     def _ended(self, judged: Mapping[int, str], states: Mapping[int, State]) -> list[int]:
         """Those of this node that have not come and never will."""
-        return [rank for rank, kind in judged.items() if kind == verdict.ABSENT and rank in self._slots and not _is_alive(states[rank])]
+        absent = [rank for rank, kind in judged.items() if kind == verdict.ABSENT and rank in self._slots]
+        return [rank for rank in absent if _process(states[rank]) == _ENDED]
 
     def _stacks_elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
         if not self._folder:
@@ -268,11 +270,12 @@ def _read_once_written(descriptor: int, begin: int) -> str:
     return "\n\n".join(thread for thread in written.split("\n\n") if f'"{__file__}"' not in thread)
 
 
-def _is_alive(state: State) -> bool:
-    """As far as it can be told."""
+def _process(state: State) -> str:
+    """What is amiss with a process of this node; "" where nothing is, or it cannot be told."""
     if state.namespace != process_namespace():
-        return True
+        return ""
     try:
-        return (Path("/proc") / str(state.pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        letter = (Path("/proc") / str(state.pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return _ENDED
+    return {"Z": _ENDED, "X": _ENDED, "T": _STOPPED, "t": _STOPPED, "D": "its process waits for a disk or a file server"}.get(letter, "")

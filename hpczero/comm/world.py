@@ -66,6 +66,7 @@ class World:
         self._origin = tuple(origin or range(self.size))
         self._entry = self.status.enter("world", self._origin)
         self._number = 0
+        self._is_part = whole is not None
         self._watch: Watch | None = None
         self._slots: SharedBlocks | None = None
         described = self.share(self.collect([mpi.Get_processor_name(), self._node_leader(ranks_per_node)]))
@@ -86,6 +87,8 @@ class World:
         mpi4py.rc.finalize = False  # in close(): behind our back it would make a failing rank wait for the others
         from mpi4py import MPI
 
+        if MPI.Is_finalized():
+            raise InputError("MPI has been ended in this process and cannot start again: start one World first, and give it to all that need it")
         started = not MPI.Is_initialized()
         if started:
             _refuse_foreign_launcher(MPI)
@@ -110,6 +113,7 @@ class World:
         """
         if self.size == 1:
             return
+        assert not self._is_part, "only the whole world can be watched"
         assert self._watch is None, "this world is watched already"
         neighbours = [rank for rank, node in enumerate(self.node_of_rank) if node == self.node]
         self._slots = self.share_memory(neighbours, "the watchdog's window", SLOT, SLOT)
@@ -268,7 +272,8 @@ class World:
 
     def _left(self) -> None:
         """At the end of a process that has not closed its world: some launchers take that for a success of all."""
-        print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]} ends while others may wait for it: the job ends", file=sys.stderr)
+        what = "ends without having closed its world (close(), or a `with` block), and others may wait for it: the job ends"
+        print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]} {what}", file=sys.stderr)
         self.abort()
 
     def _subset(self, ranks: Sequence[int], name: str) -> Any:

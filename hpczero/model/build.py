@@ -1,8 +1,12 @@
 """A model without memory (on torch's meta device), and the values that its parameters begin with."""
 
+import importlib
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
+from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.model.gpt import GPT
 from hpczero.spec.schema import Model
@@ -16,13 +20,38 @@ def on_meta(model: Model) -> GPT:
         return {"gpt": GPT}[model.family](model)
 
 
+def factory_of(model: Model) -> Callable[[Model], object]:
+    """What model.family = "package.module:factory" names."""
+    package, _, name = model.family.partition(":")
+    try:
+        factory = getattr(importlib.import_module(package), name, None)
+    except ImportError as error:
+        raise InputError(f'model.family = "{model.family}": {package} cannot be imported ({error}); is it installed, or in PYTHONPATH?') from error
+    if not callable(factory):
+        raise InputError(f'model.family = "{model.family}": {package} has no function {name}')
+    return factory
+
+
+def from_factory(model: Model, seed: int) -> nn.Module:
+    """The module that model.family = "package.module:factory" makes; its random values follow from the seed."""
+    factory = factory_of(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = factory(model)
+    if not isinstance(module, nn.Module):
+        raise InputError(f'model.family = "{model.family}" gives a {type(module).__name__}: it must return a torch.nn.Module')
+    return module
+
+
 def adopt(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Gives the module these parameters in place of its own of the same names; a parameter that it uses twice is replaced in both places."""
     names = {own: name for name, own in module.named_parameters()}
-    assert set(names.values()) == set(parameters), set(names.values()) ^ set(parameters)
+    assert set(names.values()) >= set(parameters), set(parameters) - set(names.values())
     for part in module.modules():
-        for name, own in part.named_parameters(recurse=False, remove_duplicate=False):
-            part.register_parameter(name, parameters[names[own]])
+        for name, own in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            new = parameters.get(names[own], own)
+            if new is not own:
+                setattr(part, name, new)  # a recurrent layer has its own list of them, which follows
 
 
 def initial_values(parameter: shapes.Parameter, seed: int, first: int, out: torch.Tensor) -> None:

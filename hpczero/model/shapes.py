@@ -53,6 +53,11 @@ class Layer:
     def size(self) -> int:
         return sum(parameter.size for parameter in self.parameters)
 
+    @property
+    def names(self) -> set[str]:
+        """Of all parameters that it works with."""
+        return {parameter.name for parameter in self.parameters} | set(self.uses)
+
 
 def head_dim(model: Model) -> int:
     return model.head_dim or -(-model.hidden // model.heads)
@@ -64,6 +69,11 @@ def ffn(model: Model) -> int:
 
 def layers(model: Model) -> list[Layer]:
     return _FAMILIES[model.family](model)
+
+
+def known(model: Model) -> bool:
+    """A family of hpczero's own; what "package.module:factory" makes is not known without building it."""
+    return model.family in _FAMILIES
 
 
 def parameter_count(model: Model) -> int:

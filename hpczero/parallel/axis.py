@@ -12,6 +12,7 @@ from hpczero.comm.node import LocalSum
 class DataAxis(Protocol):
     """Shard r of a tensor belongs to place r. All ranks start these in the same order; a tensor belongs to an operation until it is done."""
 
+    group: Group
     rank: int
     size: int
     shared: bool  # whether ranks of a node see one copy of the weights
@@ -25,8 +26,10 @@ class DataAxis(Protocol):
     def reduce(self, tensor: Tensor, sums: LocalSum) -> Work:
         """`sums` gets what every rank has in its `tensor`, in an order that is the same on all ranks."""
 
-    def gather(self, tensor: Tensor, copies: bool = False) -> Work:
-        """Every rank's own shard of `tensor` comes to all; `copies`: to a tensor of its own on each, even if the axis shares memory."""
+    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
+        """Every rank's own shard of `tensor` comes to all; `copies`: to a tensor of its own on each, even if the axis shares memory. Ranks that
+        gather tensors of different names do not meet.
+        """
 
     def settle(self) -> Work:
         """What ranks have written in memory that others see is there."""
@@ -60,8 +63,8 @@ class Messages:
         own = tensor[shard(tensor.numel(), self.size, self.rank)]
         return self.group.start_reduce_scatter(own, tensor, combine=lambda window, parts: sums.into_shard(window, parts, everyone))
 
-    def gather(self, tensor: Tensor, copies: bool = False) -> Work:
-        return self.group.start_all_gather(tensor, tensor[shard(tensor.numel(), self.size, self.rank)])
+    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
+        return self.group.start_all_gather(tensor, tensor[shard(tensor.numel(), self.size, self.rank)], name)
 
     def settle(self) -> Work:
         return self.group.start_barrier()

@@ -46,8 +46,12 @@ def shares_nodes(zero: Zero, ranks_on_nodes: Collection[int]) -> bool:
     return zero.node_shared and several
 
 
-def state_bytes(units: Sequence[UnitLayout], sharded: Sharded, precision: Precision, separate_master: bool) -> dict[str, int]:
-    """Bytes by kind on one rank; `separate_master`: the fp32 weights are not the model's own (half precision, or shared with other ranks)."""
+def state_bytes(
+    units: Sequence[UnitLayout], sharded: Sharded, precision: Precision, separate_master: bool, around: int = 0
+) -> dict[str, int]:
+    """Bytes by kind on one rank; `separate_master`: the fp32 weights are not the model's own (half precision, or shared with other ranks).
+    `around`: elements of the units that are in use while others are.
+    """
     whole = sum(unit.size for unit in units)
     shards = sum(unit.shard_size for unit in units)
     own = shards if sharded.optimizer else whole
@@ -58,7 +62,7 @@ def state_bytes(units: Sequence[UnitLayout], sharded: Sharded, precision: Precis
         "moments": own * 8,
         "gradients": (shards if sharded.gradients else whole) * precision.gradient,
         "gradient slots": SLOTS * largest * precision.weight if sharded.gradients else 0,
-        "gather slots": SLOTS * largest * precision.weight if sharded.parameters else 0,
+        "gather slots": (SLOTS * largest + around) * precision.weight if sharded.parameters else 0,
     }
 
 

@@ -1,20 +1,20 @@
 """One unit's states on this rank: flat buffers, and the gradients that arrive in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from hpczero.errors import HpczeroError
 from hpczero.memory.arena import Arena
-from hpczero.model import build
+from hpczero.model import shapes
 from hpczero.parallel.layout import Place, UnitLayout
 from hpczero.parallel.states import Sharded
 from hpczero_kernels.reduce import BLOCK
 
+Fill = Callable[[shapes.Parameter, int, torch.Tensor], None]  # writes the flattened parameter's elements from the given one on into the tensor
 Dtypes = tuple[torch.dtype, torch.dtype]  # of the weights, and of what gradients gather in
 _NARROWED = 1 << 15  # elements that are turned into half precision at a time
 
@@ -23,20 +23,21 @@ _METADATA = {"__get__", "__set__", "size", "dim", "numel", "stride", "element_si
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter whose values may be away: its shape and type can be asked for all the same, a computation with it is an error."""
+    """A parameter whose values may be away: its shape and type can be asked for all the same; a computation with it fetches them, where that is
+    possible, and is an error elsewhere.
+    """
 
     released_as: str | None = None  # the parameter's name, while its values are away
+    fetch: Callable[[], None]  # asks for the values
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if function.__name__ not in _METADATA:
-                for argument in args:
-                    if isinstance(argument, ShardedParameter) and argument.released_as:
-                        raise HpczeroError(
-                            f"parameter {argument.released_as} is used outside of the layer that holds it, where its values are not gathered "
-                            "(zero.stage = 3): use it inside, or take zero.stage = 2"
-                        )
+                for argument in chain(args, (kwargs or {}).values()):
+                    for parameter in argument if isinstance(argument, list | tuple) else (argument,):
+                        if isinstance(parameter, ShardedParameter) and parameter.released_as:
+                            parameter.fetch()
             return function(*args, **(kwargs or {}))
 
 
@@ -58,7 +59,7 @@ class Unit:
     """
 
     def __init__(self, layout: UnitLayout, rank: int, sharded: Sharded, dtypes: Dtypes, arena: Arena, written: slice) -> None:
-        """`written`: the elements whose weights this rank writes after a step."""
+        """`written`: the elements whose weights this rank writes after a step. The parameters made here are the module's, but for `take_over`."""
         dtype, gradient_dtype = dtypes
         self.layout, self.sharded = layout, sharded
         self.shard = layout.shard(rank)
@@ -81,6 +82,7 @@ class Unit:
         self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
         self.missing = 0  # how many are still to come in this backward
         self._gaps = _gaps(layout)
+        self._runs: dict[frozenset[str], list[Run]] = {}  # of the parameters that are trained now
 
     def _parameter(self, place: Place) -> nn.Parameter:
         if self.sharded.parameters:
@@ -98,10 +100,26 @@ class Unit:
         """The summed gradient of the own elements."""
         return self.summed if self.sharded.optimizer else self.wire
 
-    @cached_property
+    def take_over(self, module_parameters: Mapping[str, nn.Parameter]) -> None:
+        """The module's own parameters get their memory here, and stay the objects they are; one on meta, which cannot, is replaced."""
+        for index, (place, made) in enumerate(zip(self.layout.places, self.parameters, strict=True)):
+            parameter = module_parameters[place.parameter.name]
+            if parameter.is_meta:
+                made.requires_grad_(parameter.requires_grad)
+            else:
+                parameter.data, parameter.grad = made.data, None
+                parameter.__class__ = type(made)
+                self.parameters[index] = parameter
+
+    @property
     def runs(self) -> list[Run]:
         """The own elements in stretches that are stepped alike; frozen parameters are left out."""
-        trained = {place.parameter.name for place, own in zip(self.layout.places, self.parameters, strict=True) if own.requires_grad}
+        trained = frozenset(place.parameter.name for place, own in zip(self.layout.places, self.parameters, strict=True) if own.requires_grad)
+        if trained not in self._runs:
+            self._runs = {trained: self._runs_of(trained)}
+        return self._runs[trained]
+
+    def _runs_of(self, trained: Container[str]) -> list[Run]:
         first, written = self.own.start, self.written
         runs = []
         for begin, end in ((first, written.start), (written.start, written.stop), (written.stop, self.own.stop)):
@@ -111,14 +129,25 @@ class Unit:
                     runs.append(Run(slice(part.start - first, part.stop - first), place.parameter.decays, weights))
         return runs
 
-    def fill_own(self, seed: int) -> None:
-        """The own elements get the initial values of the parameters that lie there."""
+    def fill_own(self, fill: Fill) -> None:
+        """The own elements get these values of the parameters that lie there."""
         self.master.zero_()
         for place, part in self.layout.stretches(self.own.start, self.own.stop):
             values = self.master[part.start - self.own.start : part.stop - self.own.start]
-            build.initial_values(place.parameter, seed, part.start - place.offset, values)
+            fill(place.parameter, part.start - place.offset, values)
         if self._separate:
             self._weights_at(self.written).copy_(self.master[self.written.start - self.own.start : self.written.stop - self.own.start])
+
+    def changes(self, whole: torch.Tensor) -> torch.Tensor:
+        """Which of the own elements differ in `whole`, a changed copy of the weights, to the bit."""
+        bits = torch.int32 if whole.dtype == torch.float32 else torch.int16
+        return self._weights_at(self.own).view(bits) != whole[self.own].view(bits)
+
+    def take_changes(self, whole: torch.Tensor, changed: torch.Tensor) -> None:
+        """Of what was not changed the master weights keep their precision."""
+        torch.where(changed, whole[self.own].float(), self.master, out=self.master)
+        if self._separate:
+            self._weights_at(self.written).copy_(whole[self.written])
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
         assert self.buffer is not None

@@ -30,8 +30,11 @@ class Layer:
     file: str = ""
     lines: dict[tuple[str, ...], int] = field(default_factory=dict)
     option: str = ""  # the text after --set
+    name: str = ""  # of what is neither
 
     def source(self, *path: str) -> Source:
+        if self.name:
+            return Source("", None, self.name)
         if not self.file:
             return Source("", None, f"--set {printable(self.option, 80)}")
         line = self.lines.get(path) or self.lines.get(path[:1])

@@ -3,7 +3,7 @@
 Precedence, lowest first: defaults, the chain of `extends`, the spec, each `--set`. Tables merge, arrays replace.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,15 @@ class Difference:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    layers, mistakes = read_layers(path, overrides)
+    return _judged(str(path), *read_layers(path, overrides))
+
+
+def from_dict(tree: Mapping[str, Any]) -> Loaded:
+    """The spec that a file with these tables would make."""
+    return _judged("the spec", [Layer(dict(tree), name="the dictionary given")], [])
+
+
+def _judged(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
     history = {name: [Given(key.default, DEFAULT)] for name, key in keys().items()}
     for layer in layers:
         for table, leaf, value in _entries(layer):
@@ -61,7 +69,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     mistakes += [Mistake(history[name][-1].source, partial(not_allowed, name, history[name][-1].value)) for name in invalid]
     mistakes += _contradictions(spec, history, invalid, certain=not mistakes)
     if mistakes:
-        raise InputError(message(str(path), [layer.file for layer in layers], mistakes))
+        raise InputError(message(name, [layer.file for layer in layers], mistakes))
     return Loaded(spec, {name: tuple(given) for name, given in history.items()})
 
 

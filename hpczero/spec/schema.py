@@ -13,11 +13,13 @@ Role = Literal["identity", "changeable", "site"]
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 PATH = r"^[^\x00-\x1f\x7f-\x9f]*$"
+FACTORY = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 LARGEST = 10**15  # bound of the counts that have no natural one: sums and products of them stay exact everywhere
 # Patterns that a text may be held to, and what they mean in words.
 PATTERNS = {
     NAME: 'at most 100 letters, digits, ".", "_", "-", the first a letter or digit',
     PATH: "no control characters",
+    FACTORY: 'as in "package.module:factory"',
 }
 
 
@@ -26,6 +28,7 @@ def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
     return Field(default=default, description=description, json_schema_extra={"role": role}, **limits)
 
 
+_Factory = Annotated[str, Field(pattern=FACTORY, max_length=200)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -36,7 +39,9 @@ class Table(BaseModel):
 class Model(Table):
     """What is trained."""
 
-    family: Literal["gpt"] = key("gpt", "identity", "kind of model")
+    family: Literal["gpt"] | _Factory = key(
+        "gpt", "identity", "kind of model, or the function (importable by this name) that makes a torch.nn.Module from this table"
+    )
     layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
     hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
     heads: int = key(4, "identity", "attention heads", ge=1, le=1_000_000)

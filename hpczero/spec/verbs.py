@@ -30,7 +30,7 @@ def check(options: Namespace) -> int:
         print(json.dumps(_explained(loaded, options.explain), indent=2) if options.json else _explanation(loaded, options.explain))
         return 0
     layout = _lay_out(loaded.spec, options.ranks, options.ranks_per_node)
-    notes = unavailable(loaded.spec) + without_effect(loaded.spec) + _idle(loaded.spec, layout)
+    notes = unavailable(loaded.spec) + without_effect(loaded.spec) + _idle(loaded.spec, layout) + _unknown(loaded.spec)
     print(json.dumps(_as_data(loaded, layout, notes), indent=2) if options.json else _as_text(options.spec, loaded, layout, notes))
     return 0
 
@@ -82,14 +82,14 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         raise InputError(f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node")
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
-    from hpczero.model.shapes import layers
+    from hpczero.model.shapes import known, layers
     from hpczero.planner.memory import needs_of_nodes
 
     grid = Grid.build(spec.parallel, [rank // per_node for rank in range(ranks)])
     data_ranks = grid.size("data")
     sizes = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks)
     memory = None
-    if data_ranks == ranks:  # how tensor and pipeline parallelism cut the layers is not counted yet
+    if data_ranks == ranks and known(spec.model):  # how tensor and pipeline parallelism cut the layers is not counted yet
         fullest = needs_of_nodes(spec, layers(spec.model), Counter(grid.node_of_rank))[0]  # the last node may have fewer ranks
         memory = {"ranks_on_node": fullest.ranks, "rank": fullest.rank, "node": fullest.node, "windows": fullest.windows}
     return Layout(grid.describe(), ranks, data_ranks, *sizes, memory)
@@ -102,10 +102,16 @@ def _idle(spec: Spec, layout: Layout | None) -> list[str]:
     return [f"train.global_batch = {batch} leaves {layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks without a sequence"]
 
 
-def _parameters(spec: Spec) -> int:
-    from hpczero.model.shapes import parameter_count
+def _unknown(spec: Spec) -> list[str]:
+    known = _parameters(spec) is not None
+    return [] if known else [f"the memory that {spec.model.family} needs is not known without building it: a run does not judge whether it fits"]
 
-    return parameter_count(spec.model)
+
+def _parameters(spec: Spec) -> int | None:
+    """None: not known without building the model."""
+    from hpczero.model.shapes import known, parameter_count
+
+    return parameter_count(spec.model) if known(spec.model) else None
 
 
 def _tokens_per_step(spec: Spec) -> int:
@@ -120,11 +126,11 @@ def _as_text(path: str, loaded: Loaded, layout: Layout | None, notes: list[str])
     lines = [
         f"{printable(path)} is a valid job",
         f"  run       {spec.name}, in the folder {shown(spec.output)}, seed {spec.seed}",
-        f"  model     {model.family}: {parameters:,} parameters; layers {model.layers}, hidden {model.hidden}, heads {model.heads}{width},"
+        f"  model     {model.family}: {_count(parameters)}; layers {model.layers}, hidden {model.hidden}, heads {model.heads}{width},"
         f" vocabulary {model.vocab}, sequence {model.seq_len}",
         f"  data      {shown(spec.data.source)}",
         f"  a step    {train.global_batch} sequences = {per_step:,} tokens, in {train.precision}",
-        f"  training  {train.steps:,} steps = {tokens:,} tokens, {_ratio(tokens, parameters)} for each parameter",
+        f"  training  {train.steps:,} steps = {tokens:,} tokens" + (f", {_ratio(tokens, parameters)} for each parameter" if parameters else ""),
         f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {schedule.name}, {schedule.warmup_steps} steps of warm-up",
     ]
     if layout:
@@ -136,6 +142,10 @@ def _as_text(path: str, loaded: Loaded, layout: Layout | None, notes: list[str])
         lines.append("not the default:")
         lines += [f"  {f'{name} = {shown(value)}':<42}  {loaded.sources[name].text}" for name, value in changed]
     return "\n".join(lines + [f"note: {note}" for note in notes])
+
+
+def _count(parameters: int | None) -> str:
+    return "number of parameters not known without building it" if parameters is None else f"{parameters:,} parameters"
 
 
 def _ratio(tokens: int, parameters: int) -> str:

@@ -18,11 +18,13 @@ from hpczero.spec.schema import Spec
 
 
 def refuse_what_does_not_fit(world: World, spec: Spec) -> None:
-    """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small."""
+    """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small. A model whose shapes are
+    not known is not judged.
+    """
     seen = world.collect(_seen(world))
 
     def judge() -> None:
-        problem = refusal(spec, shapes.layers(spec.model), site_of(seen)) if seen is not None else None
+        problem = refusal(spec, shapes.layers(spec.model), site_of(seen)) if seen is not None and shapes.known(spec.model) else None
         if problem:
             raise InputError(problem)
 

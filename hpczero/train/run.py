@@ -19,9 +19,9 @@ from hpczero.data.sampler import micro_batch_sizes
 from hpczero.data.source import Source, open_source
 from hpczero.errors import InputError
 from hpczero.memory import account
-from hpczero.model import shapes
+from hpczero.model import build, shapes
 from hpczero.parallel.apply import assemble
-from hpczero.planner.memory import need
+from hpczero.planner.memory import Placement, need
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
@@ -60,11 +60,13 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     first = world.rank == 0
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
-    world = world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
+    whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
     grid = Grid.build(spec.parallel, world.node_of_rank)
     missing = unavailable(spec)
     if missing:
         raise InputError("; ".join(missing))
+    if not shapes.known(spec.model):
+        world.together(lambda: build.factory_of(spec.model))
     source = world.together(lambda: open_source(spec, world.share, first))
     done = world.share(world.together(lambda: rundir.finished(spec) if first and not options.fresh else None))
     if done:
@@ -73,6 +75,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
         return None, None
     preflight.refuse_what_does_not_fit(world, spec)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
+    whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
     return Job(spec, world, grid, source, facts.use_threads(world)), directory
 
 
@@ -97,11 +100,14 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
-    needed = need(spec, shapes.layers(spec.model), preflight.placement(world, job.grid, spec))
+    place = preflight.placement(world, job.grid, spec)
+    needed = need(spec, shapes.layers(spec.model), place) if shapes.known(spec.model) else None
+    if voice and not needed:
+        voice.event("WARN", what=f"whether it fits was not judged: the size of {spec.model.family} is not known without building it")
     before = account.held_on_nodes(world)
     engine = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
     if voice:
-        _say_layout(voice, job, batches)
+        _say_layout(voice, job, batches, engine.parameter_count)
         voice.directory.keep_metrics_before(1)
     trainer = Trainer(spec, world, engine, batches, voice)
     began_training, cpu_before = time.perf_counter(), time.process_time()
@@ -110,19 +116,24 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     measured = account.growth(before, account.held_on_nodes(world))
     held = engine.memory() | {"communication": engine.axis.buffered}
     of_ranks = {
-        "memory": account.summary(world, needed.rank, needed.part_of_rank(held), measured),
+        "memory": account.summary(world, needed.rank if needed else {}, _of_this_rank(held, place), measured),
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
     engine.close()
-    summary = _summary(job, outcome, seconds) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    summary = _summary(job, outcome, seconds, engine.parameter_count) | {"wall_seconds": time.perf_counter() - began} | of_ranks
     if voice:
         voice.directory.summary(summary)
         voice.event("stop", state=outcome.state, step=outcome.steps, reason=outcome.reason or "all steps done", loss=outcome.final_loss)
     return outcome, summary
 
 
-def _say_layout(voice: Voice, job: Job, batches: Batches) -> None:
+def _of_this_rank(held: dict[str, int], place: Placement) -> dict[str, int]:
+    """Of the weights that the node's ranks keep together, an equal part."""
+    return held | {"weights": held["weights"] // place.on_node} if place.shared else held
+
+
+def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:
     train = job.spec.train
     count, smallest, largest = micro_batch_sizes(train.global_batch, train.micro_batch, batches.data_ranks)
     voice.event(
@@ -131,14 +142,14 @@ def _say_layout(voice: Voice, job: Job, batches: Batches) -> None:
         nodes=len(set(job.world.node_of_rank)),
         zero=job.spec.zero.stage,
         threads_per_rank=job.threads,
-        parameters=shapes.parameter_count(job.spec.model),
+        parameters=parameters,
         precision=train.precision,
         micro_batches=f"{count}x{largest}" if smallest == largest else f"{count}x{smallest}-{largest}",
         data=job.source.describe()["path"],
     )
 
 
-def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
+def _summary(job: Job, outcome: Outcome, seconds: float, parameters: int) -> dict[str, Any]:
     spec = job.spec
     tokens = outcome.steps * spec.train.global_batch * spec.model.seq_len
     validated = outcome.validation_loss is not None
@@ -150,7 +161,7 @@ def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
         "final_loss": outcome.final_loss,
         "validation_loss": outcome.validation_loss,
         "unigram_entropy": job.source.unigram_entropy("validation") if validated else job.source.unigram_entropy("train"),
-        "parameters": shapes.parameter_count(spec.model),
+        "parameters": parameters,
         "ranks": job.world.size,
         "threads_per_rank": job.threads,
         "tokens": tokens,
@@ -161,8 +172,9 @@ def _summary(job: Job, outcome: Outcome, seconds: float) -> dict[str, Any]:
 
 
 def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[str]:
+    family = job.spec.model.family.upper() if shapes.known(job.spec.model) else job.spec.model.family
     words = [
-        f"trained:    {job.spec.name}, a {job.spec.model.family.upper()} of {summary['parameters']:,} parameters, on {summary['tokens']:,} tokens "
+        f"trained:    {job.spec.name}, a {family} of {summary['parameters']:,} parameters, on {summary['tokens']:,} tokens "
         f"in {outcome.steps} steps ({summary['seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s on {job.world.size} ranks)",
         f"loss:       {outcome.first_loss:.4f} at the first step, {outcome.final_loss:.4f} at the last (nats per token)",
     ]

@@ -76,6 +76,7 @@ class Trainer:
         return outcome
 
     def _step(self, step: int, prefetcher: Prefetcher[list[MicroBatch]], requests: StopRequests, before: Outcome) -> Outcome:
+        self.world.status.at_step(step + 1)
         began, communicated = time.perf_counter(), self.world.ledger.seconds
         micro_batches, waited = prefetcher.next()
         lr = learning_rate(self.spec, step)

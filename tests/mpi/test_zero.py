@@ -162,7 +162,7 @@ def test_a_parameter_used_outside_its_layer_is_named(world: World) -> None:
     engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False)
     weight = engine.module.blocks[0].feed_forward.up.weight
     assert weight.shape == (96, 24)
-    with pytest.raises(HpczeroError, match=r"blocks\.0\.feed_forward\.up\.weight is used outside"):
+    with pytest.raises(HpczeroError, match=r"blocks\.0\.feed_forward\.up\.weight is used outside of the model's forward"):
         torch.nn.functional.linear(torch.ones(1, 24), weight)
     engine.close()
 

@@ -1,6 +1,7 @@
 """A job that is too large is refused before anything is allocated or written."""
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -86,3 +87,21 @@ def test_a_cgroup_that_is_too_small(folder: Path, cgroup: Path) -> None:
     assert f"in the cgroup {cgroup} on " in done.err
     assert "would fit: " in done.err
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.slow
+def test_half_a_billion_parameters_train_at_stage_3(tmp_path: Path) -> None:
+    """On 4 ranks of one machine with 24 GB, where stage 0 would need 34 GB and is refused."""
+    model = "layers = 26\nhidden = 1280\nheads = 20\nseq_len = 64"
+    train = "steps = 2\nglobal_batch = 4\nmicro_batch = 1\neval_batches = 0"
+    (tmp_path / "spec.toml").write_text(f'[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\nnode_shared = false\n')
+    if machine.memory().available < 30e9:
+        refused = launch([*mpirun(4), *hpczero("run", "spec.toml", "--set", "zero.stage=0")], 60, tmp_path)
+        assert refused.code == 2, refused
+        assert "would fit: " in refused.err
+    done = launch([*mpirun(4), *hpczero("run", "spec.toml", "--set", "zero.stage=3")], 300, tmp_path)
+    assert (done.code, done.left) == (0, []), done
+    summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
+    assert summary["parameters"] > 5e8
+    node = summary["memory"]["nodes"][0]
+    assert node["measured"] == pytest.approx(node["allocated"], rel=0.02)

@@ -48,6 +48,15 @@ with World.start(ranks_per_node) as world:
         if odd:
             stuck_here()
         data.all_reduce(large)
+    elif case == "started":
+        work = data.start_all_reduce(large)
+        if odd:
+            stuck_here()
+        work.wait()
+    elif case == "stopped":
+        if odd:
+            os.kill(os.getpid(), 19)
+        data.all_reduce(large)
     elif case == "killed":
         if odd:
             os.kill(os.getpid(), 9)
@@ -121,6 +130,14 @@ def test_a_rank_that_does_not_come_is_named_and_both_show_their_stacks(tmp_path:
         r"stacks of rank 1 on \S+:\n.*\n.*program.py\", line \d+ in stuck_here",
     )
     assert said.count("hpczero: rank") == 1
+
+
+def test_a_rank_that_leaves_an_operation_under_way(tmp_path: Path) -> None:
+    failed(tmp_path, "started", "all have come, but it does not end", r"has started it.*: rank 1 on .*: step 12; in no operation", "in stuck_here")
+
+
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    failed(tmp_path, "stopped", r"not come: rank 1 on \S+: step 12; its process is stopped")
 
 
 @pytest.mark.parametrize("case", ["killed", "left"])

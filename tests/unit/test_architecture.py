@@ -18,7 +18,7 @@ ALLOWED = {
     "machine": {"errors", "env"},
     "cli": {"errors", ""},
     "__main__": {"cli"},
-    "": {"locations"},
+    "": {"locations", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine"},
     "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", "planner", ""},
     "comm": {"errors", "env", "machine", "spec"},

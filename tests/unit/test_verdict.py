@@ -3,7 +3,7 @@
 import time
 
 from hpczero.comm.status import SLOT, Operation, Place, Signature, State, Status, identity, read
-from hpczero.comm.verdict import ABSENT, DIFFERENT, HERE, UNKNOWN, Question, account, headline, judge
+from hpczero.comm.verdict import ABSENT, DIFFERENT, HERE, STARTED, UNKNOWN, Question, account, headline, judge
 
 GROUP = "77"
 
@@ -25,6 +25,17 @@ def test_each_other_rank_is_judged_by_what_it_has_started() -> None:
 
 def test_a_rank_that_has_gone_on_has_come() -> None:
     assert judge(question((6, 11), ranks=2), {1: state((9, 1), (10, 2))}) == {1: HERE}
+
+
+def test_a_rank_that_left_an_operation_under_way_is_told_apart_from_one_that_waits() -> None:
+    asked = question((6, 11), ranks=3)
+    states = {1: state((6, 11), waited=None), 2: state((6, 11))}
+    judged = judge(asked, states)
+    assert judged == {1: STARTED, 2: HERE}
+    lines = account(asked, judged, states, dict.fromkeys(range(3), "host"), {2: "its process is stopped"})
+    assert lines[0] == "  waiting in it: ranks 0 2"
+    assert "rank 1 on host: step 3; in no operation for 9.0 s" in lines[1]
+    assert lines[2] == "  rank 2 on host: its process is stopped"
 
 
 def test_an_earlier_operation_that_did_not_fit_is_found() -> None:
@@ -57,7 +68,7 @@ def test_the_headline_says_what_is_wrong() -> None:
 def test_many_ranks_are_not_all_told_about() -> None:
     asked = question((6, 11), ranks=1000)
     states = {rank: state((6, 11)) if rank % 2 else state((5, 1)) for rank in range(1000)}
-    lines = account(asked, judge(asked, states), states, dict.fromkeys(range(1000), "host"), [2])
+    lines = account(asked, judge(asked, states), states, dict.fromkeys(range(1000), "host"), {2: "its process has ended"})
     assert len(lines) == 10
     assert lines[0] == "  waiting in it: ranks 0 1 3 5 7 9 11 13 15 17 19 21 23 25 … 999"
     assert "rank 2 on host: step 3; its process has ended; started last along data: operation 1 (number 5)" in lines[1]

@@ -1,0 +1,139 @@
+"""The layers of a module that hpczero has not written: found in its structure, the same on every rank.
+
+A module is cut where it is large and made of other modules: the parts of the model that are run one after the other. What a module holds
+beside its parts (a class token, parameters of a ParameterList) is a layer of its own, in use as long as the module runs; neighbours that are
+too small for messages of their own go together.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from hpczero.errors import InputError
+from hpczero.model.shapes import ZEROS, Layer, Parameter
+from hpczero.parallel.values import reset_of
+
+_SMALL = 1 << 16  # elements: less is not worth a message
+_SHARE = 16  # but a layer is this part of a small model, at most
+_LARGE = 8  # parts of the model: what is smaller than one stays whole
+_NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (*_NOT_CALLED, nn.Sequential)
+_CUT_IN_TORCH = (*_CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
+
+Layers = list[tuple[nn.Module, Layer]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`names` are the parameters that must be there while `module` runs; `open`: other cuts run inside."""
+
+    module: nn.Module
+    name: str
+    names: tuple[str, ...]
+    open: bool
+
+
+def layers_of(module: nn.Module) -> Layers:
+    """For the engine: every floating-point parameter is in one layer. Others stay with the module as they are."""
+    parameters = {name: own for name, own in module.named_parameters() if _is_ours(name, own)}
+    if not parameters:
+        raise InputError(f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train")
+    names = {own: name for name, own in parameters.items()}
+    sizes = {name: own.numel() for name, own in parameters.items()}
+    found: Layers = []
+    taken: set[str] = set()
+    for group in _together(_Structure(module, names, sizes).cuts(), sizes):
+        own = [name for name in dict.fromkeys(name for cut in group for name in cut.names) if name not in taken]
+        taken |= set(own)
+        held = tuple(Parameter(name, tuple(parameters[name].shape), ZEROS) for name in own)
+        for number, cut in enumerate(group):
+            layer = Layer(cut.name or "the model", held if number == 0 else ())
+            uses = tuple(name for name in cut.names if name not in own or number)
+            found.append((cut.module, replace(layer, uses=uses)))
+    assert taken == set(parameters), set(parameters) - taken
+    return found
+
+
+class _Structure:
+    def __init__(self, module: nn.Module, names: dict[nn.Parameter, str], sizes: dict[str, int]) -> None:
+        self.module, self.names, self.sizes = module, names, sizes
+        self.total = sum(sizes.values())
+        self._seen: set[nn.Module] = set()
+
+    def cuts(self) -> Iterator[Cut]:
+        yield from self._cuts(self.module, "")
+
+    def _cuts(self, module: nn.Module, name: str) -> Iterator[Cut]:
+        """A module that is called takes on what its parts cannot: parameters of containers that are never called."""
+        if module in self._seen or not self._size(module):
+            return
+        self._seen.add(module)
+        if not self._is_cut(module, name):
+            yield Cut(module, name, tuple(self._names_in(module.parameters())), False)
+            return
+        beside = list(self._beside(module))
+        if beside:
+            yield Cut(module, name, tuple(self._names_in(beside)), True)
+        for child_name, child in _called_children(module, name):
+            yield from self._cuts(child, child_name)
+
+    def _beside(self, module: nn.Module) -> Iterator[nn.Parameter]:
+        yield from module.parameters(recurse=False)
+        for child in module.children():
+            if isinstance(child, _NOT_CALLED):
+                yield from self._beside(child)
+
+    def _is_cut(self, module: nn.Module, name: str) -> bool:
+        if not any(self._size(child) for child in module.children()):
+            return False
+        if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CUT_IN_TORCH):
+            return False  # it may use the weights of its parts without calling them
+        size = self._size(module)
+        containers = {own for inner in module.modules() if isinstance(inner, _CONTAINERS) for own in inner.parameters()}
+        in_containers = sum(self.sizes[inner] for inner in self._names_in(containers))
+        wanted = module is self.module or 2 * size > self.total or (_LARGE * size > self.total and 2 * in_containers > size)
+        if wanted and reset_of(module) and any(own.is_meta for own in module.parameters()):
+            warnings.warn(f"{name or type(module).__name__} is one layer for hpczero: its reset_parameters is for all that it holds", stacklevel=2)
+            return False
+        return wanted
+
+    def _size(self, module: nn.Module) -> int:
+        return sum(self.sizes[name] for name in self._names_in(module.parameters()))
+
+    def _names_in(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        found = {self.names[own] for own in parameters if own in self.names}
+        return [name for name in self.sizes if name in found]
+
+
+def _called_children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for own_name, child in module.named_children():
+        child_name = f"{name}.{own_name}" if name else own_name
+        if isinstance(child, _NOT_CALLED):
+            yield from _called_children(child, child_name)
+        else:
+            yield child_name, child
+
+
+def _together(cuts: Iterable[Cut], sizes: dict[str, int]) -> list[list[Cut]]:
+    """Neighbours, as long as they are small; what others run inside stays alone."""
+    small = min(_SMALL, sum(sizes.values()) // _SHARE)
+    groups: list[list[Cut]] = []
+    room = -1
+    for cut in cuts:
+        size = sum(sizes[name] for name in cut.names)
+        if cut.open or size > room:
+            groups.append([])
+            room = -1 if cut.open else small
+        groups[-1].append(cut)
+        room -= size
+    return groups
+
+
+def _is_ours(name: str, parameter: nn.Parameter) -> bool:
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise InputError(f"{name} has no shape yet: run the module once on a batch before hpczero takes it")
+    if parameter.requires_grad and not parameter.is_floating_point():
+        raise InputError(f"{name} is {parameter.dtype}: hpczero trains real floating-point parameters")
+    return parameter.is_floating_point()

@@ -1,0 +1,128 @@
+"""The values that a module begins with which hpczero has not written.
+
+What rank 0 holds is everyone's, unit by unit. What rank 0 has on meta only is made by the modules themselves (`reset_parameters`), the same on
+every rank: a module's random numbers depend on the seed and its name. A rank has one unit at a time as a whole, besides what it was given.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hpczero.comm.group import Group
+from hpczero.errors import InputError
+from hpczero.model.shapes import Parameter
+from hpczero.parallel.layout import UnitLayout
+from hpczero.parallel.unit import Fill
+from hpczero.parallel.whole import from_first_rank, share
+from hpczero_kernels.philox import key_of
+
+_SHOWN = 5  # names written out before a list is cut short
+_SEEDS = 1 << 63
+
+
+def reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """What gives a module its initial values, by PyTorch's convention, from which some of its own differ."""
+    reset = getattr(module, "_reset_parameters" if isinstance(module, nn.MultiheadAttention | nn.Transformer) else "reset_parameters", None)
+    return reset if callable(reset) else None
+
+
+class OwnValues:
+    """Made before the engine takes the module; then asked once for each unit, in one order on all ranks."""
+
+    def __init__(self, module: nn.Module, seed: int, group: Group) -> None:
+        self._module, self._seed, self._group = module, seed, group
+        self._given = {name: own.data for name, own in module.named_parameters()}
+        self._names = {part: name for name, part in module.named_modules()}
+        on_meta = torch.tensor([tensor.is_meta for tensor in [*self._given.values(), *module.buffers()]], dtype=torch.uint8)
+        group.broadcast(on_meta)
+        self._on_meta = {name for name, meta in zip(self._given, on_meta.tolist(), strict=False) if meta}
+        self._make_buffers(on_meta[len(self._given) :].tolist())
+
+    def __call__(self, layout: UnitLayout) -> Fill:
+        names = [place.parameter.name for place in layout.places]
+        values = {name: self._given.pop(name) for name in names}
+        missing = self._on_meta & values.keys()
+        if missing:
+            values |= self._made(missing)
+        if missing != values.keys():
+            return from_first_rank(layout, values, self._group)
+
+        def fill(parameter: Parameter, first: int, out: torch.Tensor) -> None:
+            out.copy_(values[parameter.name].view(-1)[first : first + out.numel()])
+
+        return fill
+
+    def share_rest(self, ours: Collection[str], dtype: torch.dtype) -> None:
+        """What stays with the module becomes rank 0's: buffers, and parameters that are not `ours`. Normalisation over batches computes in one
+        precision: that of its weights.
+        """
+        for part in self._module.modules():
+            for buffer in part.buffers(recurse=False):
+                if isinstance(part, nn.modules.batchnorm._NormBase) and buffer.is_floating_point():
+                    buffer.data = buffer.to(dtype)
+        for name, parameter in self._module.named_parameters():
+            if name not in ours:
+                if parameter.is_meta:
+                    raise InputError(f"{name} is {parameter.dtype} and on meta: hpczero does not know its values; build the module with them")
+                share(parameter, self._group)
+        buffers = dict(self._module.named_buffers())
+        _refuse_unknown([name for name in sorted(self._unknown_buffers) if buffers[name].isnan().any()])
+        for buffer in buffers.values():
+            share(buffer, self._group)
+
+    def _made(self, wanted: Collection[str]) -> dict[str, torch.Tensor]:
+        """The values that modules give to these parameters, parts before what they are parts of. NaN shows what nobody has given a value."""
+        names = {own: name for name, own in self._module.named_parameters()}
+        inside = [part for part in reversed(list(self._module.modules())) if self._is_made_now(part, names, wanted)]
+        with _parameters_of_their_own(inside, names) as made:
+            for part in inside:
+                self._reset(part)
+        _refuse_unknown([name for name in sorted(wanted) if name not in made or made[name].isnan().any()])
+        return {name: made[name] for name in wanted}
+
+    def _is_made_now(self, part: nn.Module, names: Mapping[nn.Parameter, str], wanted: Collection[str]) -> bool:
+        """It works with parameters that are wanted, and with none that comes later."""
+        used = {names[own] for own in part.parameters()}
+        return bool(reset_of(part)) and not used.isdisjoint(wanted) and used.isdisjoint(self._given)
+
+    def _reset(self, part: nn.Module) -> None:
+        reset = reset_of(part)
+        assert reset is not None
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key_of(self._seed, "initial", self._names[part]) % _SEEDS)
+            reset()
+
+    def _make_buffers(self, on_meta: Sequence[int]) -> None:
+        """Real ones in place of those on meta. Modules without parameters give theirs their values here, the others with their parameters."""
+        self._unknown_buffers = {name for (name, _), meta in zip(self._module.named_buffers(), on_meta, strict=True) if meta}
+        for name, buffer in list(self._module.named_buffers()):
+            if buffer.is_meta:
+                owner, _, own_name = name.rpartition(".")
+                real = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype, device="cpu")
+                setattr(self._module.get_submodule(owner), own_name, real)
+        for part in self._module.modules():
+            if reset_of(part) and not any(True for _ in part.parameters()) and self._unknown_buffers:
+                self._reset(part)
+
+
+@contextmanager
+def _parameters_of_their_own(parts: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> Iterator[dict[str, torch.Tensor]]:
+    """The parts work with these tensors inside, which hold NaN at first, in place of the module's parameters."""
+    places = {(part, name): own for whole in parts for part in whole.modules() for name, own in part.named_parameters("", False, False)}
+    made = {own: nn.Parameter(torch.full(own.shape, float("nan"), device="cpu")) for own in dict.fromkeys(places.values())}
+    for (part, name), own in places.items():
+        setattr(part, name, made[own])
+    try:
+        yield {names[own]: parameter.data for own, parameter in made.items()}
+    finally:
+        for (part, name), own in places.items():
+            setattr(part, name, own)
+
+
+def _refuse_unknown(names: Sequence[str]) -> None:
+    if names:
+        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        way_out = "give the modules that hold them a reset_parameters(), or build the module with its values (not on meta)"
+        raise InputError(f"on meta, and no reset_parameters() gives a value to {shown}: {way_out}")

@@ -1,0 +1,122 @@
+"""`hpczero.initialize`: what trains any module in a training loop of one's own."""
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpczero.comm.grid import Grid
+from hpczero.comm.work import Limits
+from hpczero.comm.world import World
+from hpczero.errors import InputError
+from hpczero.optim.learning_rate import learning_rate
+from hpczero.parallel.apply import adopt
+from hpczero.parallel.zero import DTYPES, Engine, StepResult
+from hpczero.spec.load import from_dict, load
+from hpczero.spec.rules import unavailable
+from hpczero.spec.schema import Spec
+from hpczero.train import facts
+
+
+def initialize(
+    module: nn.Module, spec: Spec | str | Path | Mapping[str, Any], world: World | None = None, accumulates: bool = True
+) -> "Training":
+    """Takes over the module's parameters: they lie in hpczero's memory from now on, in `train.precision`, cut as `zero.stage` says. Collective:
+    every rank calls it with the same module; the values are rank 0's. Of the spec (rank 0's too) the tables model and data do not matter.
+
+    Without `world` MPI is started, and ended by `close`; started without mpirun there is one rank. `accumulates=False` saves memory where every
+    step has one backward.
+    """
+    whole = world or World.start()
+    spec = _agreed(spec, whole)
+    own = None if world else whole.part(range(whole.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
+    if own:
+        whole.watch(spec.comm.timeout_s)
+    inner = own or whole
+    grid = Grid.build(spec.parallel, inner.node_of_rank)
+    engine = adopt(module, spec, inner, grid, accumulates, facts.use_threads(inner))
+    return Training(engine, spec, (own, whole) if own else ())
+
+
+class Training:
+    """A module in training: call it, then `backward` (once or more), then `step`. All of it is collective: every rank does the same.
+
+    `rank` and `size`: the place of this process among those that train together; `dtype`: of the parameters; `steps` so far.
+    """
+
+    def __init__(self, engine: Engine, spec: Spec, worlds: tuple[World, ...]) -> None:
+        """`worlds` end with it, in this order."""
+        self.engine, self.spec, self.module = engine, spec, engine.module
+        self.rank, self.size, self.dtype = engine.axis.rank, engine.axis.size, DTYPES[spec.train.precision]
+        self.steps = 0
+        self._worlds = worlds
+        self._open = True
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.engine(*arguments, **named)
+
+    def backward(self, loss: torch.Tensor, last: bool = False) -> None:
+        """Adds the gradient of this rank's `loss`. A step follows the *sum* over all backwards and all ranks: for a mean, divide the loss. If
+        the caller says which backward is the `last` of a step, stages 0 and 1 reduce while it goes on.
+        """
+        self.engine.backward(loss, last)
+
+    def step(self, lr: float | None = None) -> StepResult:
+        """Clips, and updates the parameters, at the spec's learning rate for this step if none is given. A gradient that is not finite is left
+        out: the result says where it was.
+        """
+        result = self.engine.finish_step(learning_rate(self.spec, self.steps) if lr is None else lr)
+        self.steps += 1
+        return result
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """On rank 0 what the module's state_dict would be, whole tensors, parameters in fp32; empty on the other ranks."""
+        return self.engine.full_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Parameters and buffers become those that rank 0 gives, which must be all; the optimizer's moments stay as they are."""
+        self.engine.load_state_dict(state)
+
+    def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> AbstractContextManager[None]:
+        """Inside, these parameters can be read as a whole, at every stage. With `modify`, what rank 0 has changed in them becomes everyone's at
+        the end; what other ranks have changed is dropped.
+        """
+        return self.engine.gathered(parameters, modify)
+
+    def close(self) -> None:
+        """The end: the module must not be used any more. Take home what is wanted of it before."""
+        if self._open:
+            self._open = False
+            self.engine.close()
+            for world in self._worlds:
+                world.close()
+
+    def __enter__(self) -> "Training":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """An error on one rank ends the job, as others may be waiting for it, where the world is this object's own."""
+        if error is None:
+            self.close()
+        elif self._worlds:
+            self._worlds[-1].__exit__(kind, error, trace)
+
+
+def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
+    """Rank 0's."""
+
+    def read() -> str:
+        if world.rank:
+            return ""
+        if isinstance(spec, Mapping):
+            return from_dict(spec).spec.model_dump_json()
+        return (spec if isinstance(spec, Spec) else load(spec).spec).model_dump_json()
+
+    agreed = Spec.model_validate_json(world.share(world.together(read)))
+    if missing := unavailable(agreed):
+        raise InputError("; ".join(missing))
+    return agreed

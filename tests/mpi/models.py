@@ -1,0 +1,123 @@
+"""Small modules with the habits of other people's models."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from hpczero.model.batch import MicroBatch
+from hpczero.spec.schema import Model
+
+SIDE, CLASSES = 8, 10
+
+
+class Convolutions(nn.Module):
+    """[samples, 3, 8, 8] and classes [samples] -> the summed loss."""
+
+    def __init__(self, normalised: bool) -> None:
+        super().__init__()
+        norm = nn.BatchNorm2d if normalised else nn.Identity
+        self.features = nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm(16), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(16, 24, 3, stride=2, padding=1), norm(24), nn.ReLU()),
+            nn.Sequential(nn.Conv2d(24, 24, 3, padding=1, groups=2), norm(24), nn.ReLU()),
+        )
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(24, CLASSES)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        features = self.features(x.to(self.scale.dtype)).mean((2, 3))
+        return functional.cross_entropy((self.head(features) * self.scale).float(), y, reduction="sum")
+
+
+@dataclass
+class Output:
+    values: torch.Tensor
+    extra: tuple[torch.Tensor, ...]
+
+
+class Block(nn.Module):
+    """Its output is a dataclass; its own parts are called twice, nested."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+
+    def once(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+    def forward(self, x: torch.Tensor) -> Output:
+        first = x + self.once(x)
+        return Output(first + self.once(first), (first.detach(),))
+
+
+class Odd(nn.Module):
+    """Tied, unused, frozen, shared and tiny parameters, parameters beside the layers, a container's own, a buffer, an integer; dictionaries out."""
+
+    def __init__(self, width: int = 24, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(40, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.blocks.append(self.blocks[0])  # runs twice in a forward
+        self.gains = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(2)])
+        self.offset = nn.Parameter(torch.tensor(0.1))
+        self.recurrent = nn.LSTM(width, width, batch_first=True)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.unused = nn.Linear(width, 7)
+        self.head = nn.Linear(width, 40)
+        self.head.weight = self.embedding.weight
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.blocks[2].requires_grad_(False)
+        self.counter = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.register_buffer("shift", torch.linspace(0, 1, width))
+
+    def forward(self, tokens: torch.Tensor, skip: bool = False) -> dict[str, torch.Tensor]:
+        x = self.embedding(tokens) + self.shift.to(self.offset.dtype)
+        for block in self.blocks:
+            x = (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)).values
+        x = x * self.gains[0] * self.gains[1] + self.offset
+        x = x + self.recurrent(x)[0]
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        if not skip:
+            x = x + self.unused(x).mean(-1, keepdim=True)
+        logits = functional.linear(x, weight=self.embedding.weight, bias=self.head.bias)[:, :-1]  # outside of the layers that hold them
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+        return {"loss": loss, "logits": logits}
+
+
+class Tower(nn.Module):
+    """Layers of one size, several of them in one checkpoint."""
+
+    def __init__(self, checkpointed: bool = True) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
+        self.layers[3].weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.to(self.layers[0].weight.dtype)
+        for half in (self.layers[:4], self.layers[4:]):
+            x = checkpoint(self.run, half, x, use_reentrant=False) if self.checkpointed else self.run(half, x)
+        return x.square().sum()
+
+    def run(self, layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for layer in layers:
+            x = torch.tanh(layer(x)) * layer.weight.shape[0] ** 0.5
+        return x
+
+
+class TextModel(nn.Module):
+    """What model.family may name: gets micro-batches, gives the summed loss."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(model.vocab, model.hidden)
+        self.body = nn.Sequential(*(nn.Linear(model.hidden, model.hidden) for _ in range(model.layers)))
+        self.head = nn.Linear(model.hidden, model.vocab)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logits = self.head(self.body(self.embedding(batch.tokens)))
+        return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
