@@ -16,7 +16,7 @@ part() {
     shift 2
     printf '\n== %s\n' "$name"
     set -m # in the background, so that a signal to this script counts at once; as a job, so that Ctrl-C is not ignored in there
-    env HPCZERO_TEST_RUN="$results" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" PYTHONDONTWRITEBYTECODE=1 \
+    env HPCZERO_TEST_RUN="$results" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE \
         timeout --kill-after=20 "$limit" "$@" </dev/null &
     set +m
     wait $! || code=$?

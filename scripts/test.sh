@@ -51,7 +51,7 @@ launches() {
     local name=$1 n
     shift
     for n in $ranks; do
-        tests "$name-$n" $((300 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi tests/mpi
+        tests "$name-$n" $((500 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi tests/mpi
     done
 }
 

@@ -244,12 +244,15 @@ class Engine:
                 del self._slot_of[unit]
                 unit.buffer = None
 
-    def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int]) -> None:
-        """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.)"""
-        for rank, part in zip(ranks, parts, strict=True):
-            for place, elements in unit.layout.stretches(first, first + part.numel()):
-                if not part[elements.start - first : elements.stop - first].isfinite().all():
-                    self._bad.append((self._names_backwards.index(place.parameter.name), rank))
+    def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
+        """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.) Where the
+        sum was written over one of its parts, that one is to blame if no other is.
+        """
+        for place, elements in unit.layout.stretches(first, first + out.numel()):
+            within = slice(elements.start - first, elements.stop - first)
+            bad = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if not part[within].isfinite().all()]
+            sure = [(rank, part) for rank, part in bad if part.data_ptr() != out.data_ptr()]
+            self._bad += [(self._names_backwards.index(place.parameter.name), rank) for rank, _ in sure or bad]
 
     # -- step pass -----------------------------------------------------------------------------------------------------------------
 
@@ -384,12 +387,13 @@ class GradientSum:
 
     def into_shard(self, window: slice, parts: list[torch.Tensor], ranks: Sequence[int]) -> None:
         squares = self.unit.squares[window.start // BLOCK : -(-window.stop // BLOCK)]
-        sum_pieces(parts, self.unit.summed[window], self.accumulate, squares, self.engine.pool)
+        out = self.unit.summed[window]
+        sum_pieces(parts, out, self.accumulate, squares, self.engine.pool)
         if not squares.isfinite().all():
-            self.engine.note_bad(self.unit, self.unit.shard.start + window.start, parts, ranks)
+            self.engine.note_bad(self.unit, self.unit.shard.start + window.start, parts, ranks, out)
 
     def of_node(self, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
         squares = torch.empty(-(-out.numel() // BLOCK))
         sum_pieces(parts, out, False, squares, self.engine.pool)
         if not squares.isfinite().all():
-            self.engine.note_bad(self.unit, first, parts, ranks)
+            self.engine.note_bad(self.unit, first, parts, ranks, out)

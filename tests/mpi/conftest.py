@@ -79,6 +79,7 @@ class Distributed:
     def __init__(self, config: pytest.Config) -> None:
         torch.set_num_threads(1)  # there are as many ranks as cores, or more
         self.whole = World.start()
+        torch.set_num_threads(1)  # the launch's ranks share the cores already
         self.verdict = Verdict(self.whole)
         if self.whole.rank > 0:
             config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115  # open until the end

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.mpi
 WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
 STEPS = 4
 EPS = 1e-6
+SAMPLES = 24
 Loss = Callable[[Any, slice], torch.Tensor]  # of an engine (or module) on these samples of the batch
 
 
@@ -55,30 +56,30 @@ def made(kind: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
 
 def images() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(12, 3, SIDE, SIDE, generator=generator), torch.randint(CLASSES, (12,), generator=generator)
+    return torch.randn(SAMPLES, 3, SIDE, SIDE, generator=generator), torch.randint(CLASSES, (SAMPLES,), generator=generator)
 
 
 def of_images(module: Any, part: slice) -> torch.Tensor:
     x, y = images()
     loss: torch.Tensor = module(x[part], y[part])
-    return loss / 12
+    return loss / SAMPLES
 
 
 def of_tokens(module: Any, part: slice) -> torch.Tensor:
-    tokens = torch.randint(40, (12, 9), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))
     loss: torch.Tensor = module(tokens[part])["loss"]
     return loss / 100
 
 
 def of_skipping(module: Any, part: slice) -> torch.Tensor:
     """Half of the samples do not use every layer."""
-    tokens = torch.randint(40, (12, 9), generator=torch.Generator().manual_seed(2))
-    halves = [(tokens[index : index + 1], index >= 6) for index in range(part.start, part.stop)]
+    tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))
+    halves = [(tokens[index : index + 1], 2 * index >= SAMPLES) for index in range(part.start, part.stop)]
     return torch.stack([module(one, skip=skip)["loss"] for one, skip in halves]).sum() / 100
 
 
 def of_vectors(module: Any, part: slice) -> torch.Tensor:
-    loss: torch.Tensor = module(torch.randn(12, 16, generator=torch.Generator().manual_seed(2))[part])
+    loss: torch.Tensor = module(torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(2))[part])
     return loss / 100
 
 
@@ -103,7 +104,7 @@ def alone(kind: Callable[[], nn.Module], loss: Loss) -> tuple[list[float], dict[
     for step in range(STEPS):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(spec, step)
-        total = loss(module, slice(0, 12))
+        total = loss(module, slice(0, SAMPLES))
         total.backward()
         for own in trained:
             own.grad = torch.zeros_like(own) if own.grad is None else own.grad
@@ -116,7 +117,7 @@ def alone(kind: Callable[[], nn.Module], loss: Loss) -> tuple[list[float], dict[
 
 def parts(rank: int, size: int, backwards: int) -> Iterator[slice]:
     """This rank's samples, in so many pieces; at 1, 2, 3 and 4 ranks."""
-    width = 12 // size // backwards
+    width = SAMPLES // size // backwards
     for number in range(backwards):
         start = (rank * backwards + number) * width
         yield slice(start, start + width)
@@ -153,7 +154,7 @@ def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[l
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_equals_pytorch(world: World, case: str) -> None:
-    if 12 % (2 * world.size):
+    if SAMPLES % (2 * world.size):
         return
     kind, loss = CASES[case]
     expected = alone(kind, loss)
@@ -165,7 +166,7 @@ def test_every_way_equals_pytorch(world: World, case: str) -> None:
 @pytest.mark.parametrize("case", ["convolutions", "odd"])
 def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case: str) -> None:
     """The gradient of a parameter beside the layers comes early in a backward, when its sum of the one before is still under way."""
-    if 12 % (2 * world.size):
+    if SAMPLES % (2 * world.size):
         return
     kind, loss = CASES[case]
 
@@ -191,10 +192,10 @@ def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
         return model.train()
 
     def loss(module: Any, part: slice) -> torch.Tensor:
-        tokens = torch.randint(40, (12, 9), generator=torch.Generator().manual_seed(2))[part]
-        return module(input_ids=tokens, labels=tokens).loss * tokens.shape[0] / 12
+        tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))[part]
+        return module(input_ids=tokens, labels=tokens).loss * tokens.shape[0] / SAMPLES
 
-    if 12 % world.size:
+    if SAMPLES % world.size:
         return
     expected = alone(kind, loss)
     for stage, shared in ((2, True), (3, False)):
@@ -203,7 +204,7 @@ def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
 
 def test_layers_that_only_some_ranks_use(world: World) -> None:
     """Where weights are gathered by messages every rank must run the same layers; elsewhere it need not."""
-    if 12 % world.size:
+    if SAMPLES % world.size:
         return
     expected = alone(Odd, of_skipping)
     for stage, shared in [*product((0, 1, 2), (False, True)), (3, True)]:
@@ -212,7 +213,7 @@ def test_layers_that_only_some_ranks_use(world: World) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str) -> None:
-    if 12 % world.size:
+    if SAMPLES % world.size:
         return
     for kind, loss in CASES.values():
         first, *others = (trained(world, kind, loss, spec_of(stage, shared, precision), accumulates=False) for stage, shared in WAYS)
@@ -265,6 +266,20 @@ def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(worl
             if stage == 3 and not shared and world.size > 1:
                 with pytest.raises(HpczeroError, match=r"blocks\.1\.down\.weight is used outside"):
                     block.down.weight.sum()
+
+
+def test_nodes_that_share_their_weights(world: World) -> None:
+    """2 + 1 and 2 x 2 ranks on simulated nodes."""
+    if world.size not in (3, 4):
+        return
+    expected, nodes = alone(Odd, of_tokens), world.part(range(world.size), 2)
+    for stage in range(4):
+        assert_same(expected, trained(nodes, Odd, of_tokens, spec_of(stage, True)), world.rank)
+        with hpczero.initialize(made(Odd), spec_of(stage, True), nodes) as engine:
+            with engine.gathered([engine.module.offset], modify=True), torch.no_grad():
+                engine.module.offset.fill_(4.0 + world.rank)
+            assert engine.module.offset == 4.0
+    nodes.close()
 
 
 def test_a_state_is_taken_home_and_brought_back(world: World) -> None:

@@ -49,7 +49,8 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_every_way_equals_the_serial_run(world: World, accumulation: int) -> None:
     alone = world.part([world.rank])
-    batch = {"global_batch": 2 * accumulation * world.size + 1 if accumulation > 1 else 2 * world.size - 1, "micro_batch": 2, "steps": 20}
+    uneven = 2 * accumulation * world.size - 1
+    batch = {"global_batch": uneven, "micro_batch": 2, "steps": 20 if world.size == 2 else 8}
     serial = train(alone, spec_of(0, False, **batch))
     alone.close()
     for stage, shared in WAYS:
@@ -77,8 +78,10 @@ def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, precision:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_several_nodes(world: World, ranks_per_node: int, accumulation: int) -> None:
     """2 x 2, 2 + 1 and 3 x 2 ranks on simulated nodes, and nodes of one rank."""
+    if ranks_per_node == 1 and world.size != 3:
+        return  # once is enough
     alone, nodes = world.part([world.rank]), world.part(range(world.size), ranks_per_node)
-    batch = {"global_batch": 2 * accumulation * world.size - 1, "micro_batch": 2, "steps": 20}
+    batch = {"global_batch": 2 * accumulation * world.size - 1, "micro_batch": 2, "steps": 8}
     serial = train(alone, spec_of(0, False, **batch))
     for stage in range(4):
         assert_same(serial, train(nodes, spec_of(stage, True, **batch)))
