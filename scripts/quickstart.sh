@@ -20,6 +20,6 @@ What to try next:
   source $(printf %q "$venv")/bin/activate
   hpczero doctor                                              # this machine, as hpczero sees it
   hpczero check jobspecs/quickstart.toml --explain train.steps
-  mpirun -n 2 hpczero run jobspecs/quickstart.toml --fresh --set train.steps=300
+  mpirun -n 2 hpczero run jobspecs/quickstart.toml --fresh --set train.steps=600
   hpczero init my.toml                                        # a spec of your own; README.md goes on from there
 END
