@@ -39,9 +39,9 @@ class Connection:
             self.progress.status.started(self._entry, number, signature)
         return Place(signature.label, self._entry, number)
 
-    def message(self, label: str, peer: int) -> Place:
-        """For a message to or from a peer, which has no number among the group's operations."""
-        return Place(label.encode()[:64], ranks=(self.progress.status.ranks_of[self._entry][peer],))
+    def message(self, label: str, peer: int, number: int) -> Place:
+        """For a message to or from a peer, `number` of those in this direction; it has none among the group's operations."""
+        return Place(label.encode()[:64], number=number, ranks=(self.progress.status.ranks_of[self._entry][peer],))
 
     def tag(self, number: int, code: int, is_collective: bool) -> int:
         """Messages of operations that do not fit together never meet: instead of wrong values there is a wait, which the watchdog ends."""

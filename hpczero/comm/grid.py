@@ -4,29 +4,16 @@ Pure arithmetic. Places of the grid are counted with the innermost axis fastest,
 neighbours along the innermost axis share a node however the launcher dealt the ranks out, as long as the axis fits there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt, prod
 
 from hpczero.errors import InputError
+from hpczero.spec.rules import AXES, axes_in_order
 from hpczero.spec.schema import Parallel
 
-AXES = ("tensor", "data", "pipeline")  # "data" is what remains; every other axis is a key of [parallel]
 _SHOWN = 4  # groups, ranks or choices written out before a list is cut short
-
-
-def axes_in_order(parallel: Parallel) -> tuple[str, ...]:
-    """The axes from innermost to outermost; those that `order` leaves out come last, which is allowed only where they have size 1."""
-    named = [name.strip() for name in parallel.order.split(",")]
-    sized = {axis: getattr(parallel, axis) for axis in AXES if axis != "data"}
-    missing = [axis for axis in AXES if axis not in named and sized.get(axis, 2) > 1]
-    if missing or sorted(set(named)) != sorted(named) or not set(named) <= set(AXES):
-        raise InputError(
-            f'parallel.order = "{parallel.order}" must name each axis once, from the innermost to the outermost, separated by commas; '
-            f'the axes are {", ".join(AXES)} (default "{Parallel().order}")'
-        )
-    return tuple(named) + tuple(axis for axis in AXES if axis not in named)
 
 
 @dataclass(frozen=True)
@@ -41,18 +28,21 @@ class Grid:
 
     @classmethod
     def build(cls, parallel: Parallel, node_of_rank: Sequence[int]) -> "Grid":
+        """The order "auto" has to be decided before (`planner.volumes.resolved`), except where no order is better than another."""
         ranks = len(node_of_rank)
+        wanted = _wanted(parallel)
+        if ranks % prod(wanted.values()):
+            raise InputError(impossible(parallel, ranks))
+        size_of = wanted | {"data": ranks // prod(wanted.values())}
         axes = axes_in_order(parallel)
-        wanted = {axis: getattr(parallel, axis) for axis in axes if axis != "data"}
-        together = prod(wanted.values())
-        if ranks % together:
-            raise InputError(_impossible(wanted, ranks))
-        sizes = tuple(wanted.get(axis, ranks // together) for axis in axes)
+        if axes is None:
+            axes = AXES
+            assert order_is_free(size_of, node_of_rank), 'parallel.order = "auto" has not been decided'
         rank_at_place = sorted(range(ranks), key=node_of_rank.__getitem__)  # stable: by node, then by rank
         place_of_rank = [0] * ranks
         for place, rank in enumerate(rank_at_place):
             place_of_rank[rank] = place
-        return cls(axes, sizes, tuple(node_of_rank), rank_at_place, place_of_rank)
+        return cls(axes, tuple(size_of[axis] for axis in axes), tuple(node_of_rank), rank_at_place, place_of_rank)
 
     def size(self, axis: str) -> int:
         return self.sizes[self.axes.index(axis)]
@@ -108,8 +98,14 @@ class Grid:
         return {axis: prod(self.sizes[:number]) for number, axis in enumerate(self.axes)}
 
 
-def _impossible(wanted: dict[str, int], ranks: int) -> str:
-    """All numbers, and what would work: another number of ranks, or another size of one axis."""
+def order_is_free(sizes: Mapping[str, int], node_of_rank: Sequence[int]) -> bool:
+    """Whether all orders of the axes send the same: there is one node, or one axis at most that is longer than 1."""
+    return len(set(node_of_rank)) == 1 or sum(size > 1 for size in sizes.values()) < 2
+
+
+def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = None) -> str:
+    """All numbers, and what would work: another number of ranks, or other sizes of the axes (of an axis at most `most`)."""
+    wanted, most = _wanted(parallel), most or {}
     together = prod(wanted.values())
     product = " x ".join(f"{axis}({size})" for axis, size in wanted.items() if size > 1)
     equals = f" = {together}" if product.count("(") > 1 else ""
@@ -118,15 +114,34 @@ def _impossible(wanted: dict[str, int], ranks: int) -> str:
     for axis, size in wanted.items():
         others = together // size
         if size > 1 and ranks % others == 0:
-            fixes.append(f"parallel.{axis} = {_alternatives(_nearest_divisors(ranks // others, size))}")
+            fixes.append(f"parallel.{axis} = {_alternatives(_nearest_divisors(ranks // others, size, most.get(axis, ranks)))}")
+    if len(fixes) == 1:
+        fixes.append(" and ".join(f"parallel.{axis} = {size}" for axis, size in _nearest_sizes(wanted, ranks, most).items()))
     return f"{product}{equals} does not divide the {_count(ranks, 'rank')} given: use {', or '.join(fixes)}"
 
 
-def _nearest_divisors(number: int, near: int) -> list[int]:
-    divisors = {small for small in range(1, isqrt(number) + 1) if number % small == 0}
-    divisors |= {number // small for small in divisors}
-    useful = divisors - {1} or {1}
+def _wanted(parallel: Parallel) -> dict[str, int]:
+    return {axis: getattr(parallel, axis) for axis in AXES if axis != "data"}
+
+
+def _nearest_sizes(wanted: Mapping[str, int], ranks: int, most: Mapping[str, int]) -> dict[str, int]:
+    """One after the other, each axis gets the divisor of what is left of the ranks that is nearest to what was wanted."""
+    found = {}
+    for axis, size in wanted.items():
+        possible = sorted(divisor for divisor in _divisors(ranks) if divisor <= most.get(axis, ranks))
+        found[axis] = min(possible, key=lambda divisor: abs(divisor - size))
+        ranks //= found[axis]
+    return found
+
+
+def _nearest_divisors(number: int, near: int, most: int) -> list[int]:
+    useful = {divisor for divisor in _divisors(number) if 1 < divisor <= most} or {1}
     return sorted(sorted(useful, key=lambda divisor: abs(divisor - near))[:_SHOWN])
+
+
+def _divisors(number: int) -> set[int]:
+    below_root = {small for small in range(1, isqrt(number) + 1) if number % small == 0}
+    return below_root | {number // small for small in below_root}
 
 
 def _alternatives(numbers: list[int]) -> str:

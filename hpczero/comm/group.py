@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hpczero.comm import reduction
 from hpczero.comm.connection import Connection, slots_of
+from hpczero.comm.ledger import evenly
 from hpczero.comm.status import Place, Signature
 from hpczero.comm.work import CommunicationError, Steps, Work
 
@@ -47,7 +48,7 @@ class Group:
         self.connection = connection
         self._peers = [(rank + distance) % self.size for distance in range(1, self.size)]  # not all to rank 0 first
         self._elsewhere = [node_of_rank[peer] != node_of_rank[self.ranks[rank]] for peer in self.ranks]
-        self._between = sum(self._elsewhere) / max(1, self.size - 1)  # the share of the peers on other nodes
+        self._count_elsewhere = sum(self._elsewhere)
         self._collectives = 0
         self._signatures: dict[object, Signature] = {}
         self._messages: dict[tuple[str, int], int] = {}
@@ -220,9 +221,7 @@ class Group:
 
     def _start_even(self, operation: str, steps: Steps, size: int, place: Place) -> Work:
         """An operation that sends `size` / N bytes to each of the other ranks."""
-        sent = size * (self.size - 1) // self.size
-        between = round(sent * self._between)
-        return self._start(operation, steps, sent - between, between, place)
+        return self._start(operation, steps, *evenly(size, self.size, self._count_elsewhere), place)
 
     def stack(self, values: Tensor) -> Tensor:
         """[ranks, ...]: the same few values of all ranks."""
@@ -235,12 +234,13 @@ class Group:
         self.connection.ledger.entry(self.axis, operation).shared += shared
         self._collectives += 1
         place = self.connection.started(self._collectives, Signature.of(operation))
-        return self._start(operation, steps, 0, between, place)
+        return self._start(operation, steps, 0, between, place, shared)
 
-    def _start(self, operation: str, steps: Steps, inside: int, between: int, place: Place) -> Work:
+    def _start(self, operation: str, steps: Steps, inside: int, between: int, place: Place, shared: int = 0) -> Work:
         entry = self.connection.ledger.entry(self.axis, operation)
         entry.sent(inside, between)
-        return self.connection.progress.start(steps, entry, place)
+        what = self.axis, operation, place.ranks[0] if place.ranks else -1
+        return self.connection.progress.start(steps, entry, place, what, inside + between + shared)
 
     def _check_shard(self, name: str, own: Tensor, whole: Tensor) -> None:
         cut = shard(whole.numel(), self.size, self.rank)
@@ -268,7 +268,7 @@ class Group:
     def _next_message(self, operation: str, direction: str, peer: int, size: int) -> tuple[Place, int]:
         number = self._messages[direction, peer] = self._messages.get((direction, peer), 0) + 1
         label = f"{operation} {number} of {size} bytes {direction} rank {self.ranks[peer]} along {self.axis}"
-        return self.connection.message(label, peer), self.connection.tag(number, size, False)
+        return self.connection.message(label, peer, number), self.connection.tag(number, size, False)
 
 
 def tree(place: int, size: int) -> tuple[int | None, list[int]]:

@@ -28,6 +28,13 @@ class Entry:
         self.seconds = 0.0
 
 
+def evenly(size: int, ranks: int, elsewhere: int) -> tuple[int, int]:
+    """(inside, between): what a rank sends that gives each of the others size / ranks bytes, of whom so many are on other nodes."""
+    sent = size * (ranks - 1) // ranks
+    between = round(sent * (elsewhere / max(1, ranks - 1)))
+    return sent - between, between
+
+
 class Ledger:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Entry] = {}

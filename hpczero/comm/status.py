@@ -62,6 +62,7 @@ class Status:
 
     def __init__(self) -> None:
         self.explain: Callable[[], str] = str  # who does not fit what this rank waits for: the watchdog knows
+        self.last_words: Callable[[], object] = str  # called before an error ends the process; raises nothing
         self.slot = memoryview(bytearray(SLOT))
         self.ranks_of: dict[int, tuple[int, ...]] = {}  # entry -> ranks of the group
         self._made: dict[tuple[str, tuple[int, ...]], int] = {}  # how often there has been such a group

@@ -162,6 +162,7 @@ class Watch:
 
     def _end(self, wait: Wait) -> None:
         states = self._states()
+        self._status.last_words()
         if not self._may_speak(states):
             time.sleep(_SPEAKING)
             os._exit(1)

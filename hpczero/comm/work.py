@@ -11,8 +11,10 @@ from typing import Any
 
 from hpczero.comm.ledger import Entry
 from hpczero.comm.status import Place, Status
+from hpczero.comm.trace import Trace
 from hpczero.errors import HpczeroError
 
+What = tuple[str, str, int]  # axis, operation, the other rank of a message or -1
 Steps = Generator[Sequence[Any], None, None]  # yields requests; an empty yield means "not yet: ask again"
 
 
@@ -35,9 +37,11 @@ class Work:
     accelerator's stream makes the stream wait, not the host.
     """
 
-    def __init__(self, progress: "Progress", steps: Steps, entry: Entry, place: Place) -> None:
+    def __init__(self, progress: "Progress", steps: Steps, entry: Entry, place: Place, what: What, size: int) -> None:
         self.done = False
         self.place = place
+        self.what = what
+        self.ticket = progress.trace.started(what, size, place.number)
         self.requests: Sequence[Any] = ()
         self._progress = progress
         self._steps = steps
@@ -53,7 +57,9 @@ class Work:
     def poll(self) -> bool:
         """Move everything that can move; say whether this operation is done."""
         if not self.done:
+            begun = self._progress.trace.now()
             self._progress.advance()
+            self._progress.trace.advanced(*self.what[:2], begun)
         return self.done
 
     def resume(self) -> None:
@@ -73,13 +79,14 @@ class Progress:
 
     def __init__(self, mpi: Any, status: Status) -> None:
         self.status = status
+        self.trace = Trace()
         self._request_class = mpi.Request
         self._failure = mpi.Exception
         self._library = mpi.get_vendor()[0]
         self._under_way: list[Work] = []
 
-    def start(self, steps: Steps, entry: Entry, place: Place) -> Work:
-        work = Work(self, steps, entry, place)
+    def start(self, steps: Steps, entry: Entry, place: Place, what: What, size: int = 0) -> Work:
+        work = Work(self, steps, entry, place, what, size)
         self._under_way.append(work)
         self._resume(work)
         return work
@@ -98,6 +105,7 @@ class Progress:
 
     def finish(self, work: Work) -> None:
         self.status.waits(work.place)
+        self.trace.wait(*work.what[:2], work.place.number)
         try:
             while not work.done:
                 if len(self._under_way) == 1 and work.requests:
@@ -108,6 +116,7 @@ class Progress:
         except CommunicationError as error:
             raise CommunicationError("\n".join(filter(None, [str(error), self.status.explain()]))) from error.__cause__
         finally:
+            self.trace.end()
             self.status.goes_on()
 
     def _complete(self, work: Work, how: Callable[[Sequence[Any]], bool]) -> bool:
@@ -118,8 +127,11 @@ class Progress:
             raise CommunicationError(f"{self.status.in_words(work.place)}: {self._library}: {error}") from error
 
     def _resume(self, work: Work) -> None:
+        begun = self.trace.now()
         try:
             work.resume()
         finally:
+            self.trace.advanced(*work.what[:2], begun)
             if work.done:
                 self._under_way.remove(work)
+                self.trace.finished(work.ticket)

@@ -13,9 +13,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpczero import env
+from hpczero.comm import clock
 from hpczero.comm.blocks import SharedBlocks
+from hpczero.comm.clock import Clock
 from hpczero.comm.ledger import Entry, Ledger
 from hpczero.comm.status import SLOT, Place, Signature, Status
+from hpczero.comm.trace import Trace
 from hpczero.comm.watch import Member, Watch
 from hpczero.comm.work import Limits, Progress, Steps
 from hpczero.errors import HpczeroError, InputError, Stopped
@@ -36,7 +39,8 @@ class World:
     """All ranks of the job, or of a part of it (`part`). Without torch everything works but the groups.
 
     `.rank`, `.size`; `.hosts` the host name of each rank; `.node_of_rank` numbers the nodes in the order of their first ranks; `.node`,
-    `.local_rank`, `.local_size`: where this rank runs; `.everyone` the group of all; `.ledger` what was sent; `.library` which MPI.
+    `.local_rank`, `.local_size`: where this rank runs; `.everyone` the group of all; `.ledger` what was sent; `.trace` what
+    happened when; `.library` which MPI.
 
     As a context: an orderly end closes it; an error in it is said with its rank and ends the whole job (`fail`).
     """
@@ -144,6 +148,23 @@ class World:
         return tuple(self._origin[rank] for rank in ranks)
 
     @property
+    def trace(self) -> Trace:
+        return self.progress.trace
+
+    def record(self, trace: Trace) -> None:
+        """From now on what happens in this world goes there; `Trace()` keeps nothing."""
+        self.progress.trace = trace
+
+    def clock(self) -> Clock:
+        """Collective. How this host's clock differs from rank 0's now."""
+        computers = self.share(self.collect(clock.computer(self.hosts[self.rank])))
+        compared: dict[int, Clock] = {0: Clock(0, 0)}
+        asked = [computers.index(computer) for computer in dict.fromkeys(computers)][1:]
+        self._run(clock.compare(self._mpi, self._communicator, asked, compared), "clock")
+        mine = str(computers.index(computers[self.rank]))
+        return Clock(*self.share({str(rank): found for rank, found in compared.items()})[mine])
+
+    @property
     def everyone(self) -> "Group":
         return self.group("world", range(self.size))
 
@@ -228,14 +249,16 @@ class World:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None or isinstance(error, Stopped):
             self.close()
-        elif self.size > 1:
+            return
+        self.status.last_words()
+        if self.size > 1:
             self.fail(error)
 
     def _run(self, steps: Steps, operation: str) -> None:
         self._number += 1
         signature = Signature.of(operation)
         self.status.started(self._entry, self._number, signature)
-        self.progress.start(steps, Entry(), Place(signature.label, self._entry, self._number)).wait()
+        self.progress.start(steps, Entry(), Place(signature.label, self._entry, self._number), ("world", operation, -1)).wait()
 
     def _meet(self) -> Steps:
         yield [self._communicator.Ibarrier()]

@@ -44,6 +44,16 @@ def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int)
     return [range(slot * global_batch // slots, (slot + 1) * global_batch // slots) for slot in range(first, first + accumulation)]
 
 
+def micro_batch_counts(rank: int, global_batch: int, micro_batch: int, ranks: int) -> dict[int, int]:
+    """Of the micro-batches that `rank` takes: size -> how many have it."""
+    accumulation, smallest, largest = micro_batch_sizes(global_batch, micro_batch, ranks)
+    slots, first = accumulation * ranks, rank * accumulation
+    samples = (first + accumulation) * global_batch // slots - first * global_batch // slots
+    larger = samples - accumulation * smallest
+    counts = {smallest: accumulation - larger, largest: larger} if largest > smallest else {smallest: accumulation}
+    return {size: count for size, count in counts.items() if count}
+
+
 def micro_batch_sizes(global_batch: int, micro_batch: int, ranks: int) -> tuple[int, int, int]:
     """How many micro-batches `micro_batches_of` deals out to every rank, and the sizes of the smallest and the largest of all of them."""
     accumulation = _accumulation(global_batch, micro_batch, ranks)

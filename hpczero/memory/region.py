@@ -2,31 +2,25 @@
 
 import torch
 
-_ALIGNMENT = 64  # elements
+from hpczero.memory.gaps import Gaps
 
 
 class Region:
-    """First fit over one flat tensor; parts begin at multiples of 64 elements."""
+    """One flat tensor; first fit."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._taken: dict[int, int] = {}  # first element -> number of elements
+        self._gaps = Gaps(memory.numel())
 
     def take(self, elements: int) -> torch.Tensor | None:
         """A part of so many elements, or None where no gap is large enough."""
-        length = -(-elements // _ALIGNMENT) * _ALIGNMENT
-        end = 0
-        for first in [*sorted(self._taken), self.memory.numel()]:
-            if first - end >= length:
-                self._taken[end] = length
-                return self.memory[end : end + elements]
-            end = first + self._taken.get(first, 0)
-        return None
+        first = self._gaps.take(elements)
+        return None if first is None else self.memory[first : first + elements]
 
     def give_back(self, part: torch.Tensor) -> None:
         offset = self.offset_of(part)
         assert offset is not None
-        del self._taken[offset]
+        self._gaps.give_back(offset)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """The element at which the tensor begins in the region; None if it lies elsewhere."""

@@ -1,7 +1,8 @@
 """GPT (Radford et al. 2019): learned positions, pre-norm blocks, GELU, tied embeddings. Plain PyTorch that knows no parallelism.
 
 A model is a list of layers, each called as layer(x, batch); the first makes x from the batch's tokens, the last turns it into the
-summed loss. How many heads and columns a layer has is read off its weights, so a layer that holds a part of them works as it is.
+summed loss. How many heads and columns a layer has is read off its weights, so a layer that holds a part of them works as it is. What a layout
+may treat in a way of its own is a module with a name.
 Legend: [samples, seq, hidden], heads x head_dim = inner.
 """
 
@@ -12,7 +13,7 @@ from torch.nn import functional
 from hpczero.model import shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
-from hpczero_kernels.dropout import dropout
+from hpczero_kernels.dropout import Place, dropout
 from hpczero_kernels.philox import key_of
 
 
@@ -23,7 +24,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(model, f"blocks.{index}") for index in range(model.layers))
         self.head = Head(model)
         if model.tied_embeddings:
-            self.head.weight = self.embedding.tokens
+            self.head.logits.weight = self.embedding.lookup.tokens
 
     def layers(self) -> list[nn.Module]:
         return [self.embedding, *self.blocks, self.head]
@@ -43,10 +44,10 @@ class Dropout(nn.Module):
         super().__init__()
         self.probability, self.site = probability, site
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: MicroBatch, place: Place | None = None) -> torch.Tensor:
         if not self.training or self.probability == 0:
             return x
-        return dropout(x, self.probability, key_of(batch.seed, "dropout", self.site, batch.step), batch.samples)
+        return dropout(x, self.probability, key_of(batch.seed, "dropout", self.site, batch.step), batch.samples, place)
 
 
 class Norm(nn.Module):
@@ -60,10 +61,10 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -82,16 +83,37 @@ class StackedLinear(nn.Module):
         return functional.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(-1, self.bias.shape)
 
 
+class Lookup(nn.Module):
+    """The vectors of tokens and of their positions."""
+
+    def __init__(self, vocab: int, seq_len: int, hidden: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.empty(vocab, hidden))
+        self.positions = nn.Parameter(torch.empty(seq_len, hidden))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(tokens, self.tokens) + self.positions[: tokens.shape[1]]
+
+
+class CrossEntropy(nn.Module):
+    """Logits [samples, seq, vocab] and targets [samples, seq] -> the sum over all targets, in fp32."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.vocab = vocab
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
 class Embedding(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.tokens = nn.Parameter(torch.empty(model.vocab, model.hidden))
-        self.positions = nn.Parameter(torch.empty(model.seq_len, model.hidden))
+        self.lookup = Lookup(model.vocab, model.seq_len, model.hidden)
         self.dropout = Dropout(model.dropout, "embedding")
 
     def forward(self, tokens: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        x = functional.embedding(tokens, self.tokens) + self.positions[: tokens.shape[1]]
-        return self.dropout(x, batch)
+        return self.dropout(self.lookup(tokens), batch)
 
 
 class Attention(nn.Module):
@@ -139,8 +161,8 @@ class Head(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.norm = Norm(model.hidden)
-        self.weight = nn.Parameter(torch.empty(model.vocab, model.hidden))
+        self.logits = Linear(model.hidden, model.vocab, bias=False)
+        self.loss = CrossEntropy(model.vocab)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        logits = functional.linear(self.norm(x), self.weight)
-        return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+        return self.loss(self.logits(self.norm(x)), batch.targets)

@@ -76,6 +76,11 @@ def known(model: Model) -> bool:
     return model.family in _FAMILIES
 
 
+def layer_count(model: Model) -> int:
+    """len(layers(model)): those before and after the blocks do not depend on how many blocks there are."""
+    return model.layers + len(layers(model.model_copy(update={"layers": 0})))
+
+
 def parameter_count(model: Model) -> int:
     return sum(layer.size for layer in layers(model))
 
@@ -86,16 +91,16 @@ def _gpt(model: Model) -> list[Layer]:
     embedding = Layer(
         "embedding",
         (
-            Parameter("embedding.tokens", (model.vocab, model.hidden), normal, split=0),
-            Parameter("embedding.positions", (model.seq_len, model.hidden), normal),
+            Parameter("embedding.lookup.tokens", (model.vocab, model.hidden), normal, split=0),
+            Parameter("embedding.lookup.positions", (model.seq_len, model.hidden), normal),
         ),
     )
     blocks = [_gpt_block(f"blocks.{index}", model, normal) for index in range(model.layers)]
     norm = _norm("head.norm", model.hidden)
     if model.tied_embeddings:
-        head = Layer("head", norm, uses=("embedding.tokens",))
+        head = Layer("head", norm, uses=("embedding.lookup.tokens",))
     else:
-        head = Layer("head", (*norm, Parameter("head.weight", (model.vocab, model.hidden), normal, split=0)))
+        head = Layer("head", (*norm, Parameter("head.logits.weight", (model.vocab, model.hidden), normal, split=0)))
     return [embedding, *blocks, head]
 
 

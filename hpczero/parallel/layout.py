@@ -34,6 +34,10 @@ class Place:
     def stop(self) -> int:
         return self.offset + prod(self.shape)
 
+    def logical(self, start: int, stop: int) -> Iterator[slice]:
+        """Where elements start .. stop - 1 of this rank's part, flattened, lie in the flattened logical parameter: stretches, in order."""
+        return stretches_of_part(self.parameter.shape, self.whole, start, stop)
+
 
 @dataclass(frozen=True)
 class UnitLayout:
@@ -107,6 +111,30 @@ def pieces(layers: Sequence[Layer], name: str, grid: Grid, rank: int) -> list[Pi
                 found.append(Piece(shifted, position - own.start))
                 position += prod(inner.stop - inner.start for inner in rectangle)
     return found
+
+
+def stretches_of_part(shape: tuple[int, ...], part: Slices, start: int, stop: int) -> Iterator[slice]:
+    """Elements start .. stop - 1 of a rectangle `part` of a tensor, in memory order of a copy of it: where they lie in the flattened tensor.
+
+    As few stretches as possible; together they are as long as stop - start.
+    """
+    lengths = [cut.stop - cut.start for cut in part]
+    inner = len(shape)  # dimensions from here on are whole, so that their elements lie together in both
+    while inner and lengths[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    dim = max(inner - 1, 0)  # the last one that is cut: its run of elements lies together too
+    run, base = prod(lengths[dim:]), part[dim].start * prod(shape[dim + 1 :]) if shape else 0
+    while start < stop:
+        row, offset = divmod(start, run)
+        count = min(run - offset, stop - start)
+        row_of_whole, stride = 0, 1
+        for outer in reversed(range(dim)):
+            row, index = divmod(row, lengths[outer])
+            row_of_whole += (part[outer].start + index) * stride
+            stride *= shape[outer]
+        first = row_of_whole * prod(shape[dim:]) + base + offset
+        yield slice(first, first + count)
+        start += count
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Slices]:

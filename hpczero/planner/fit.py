@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
-from hpczero.parallel.states import shares_nodes
-from hpczero.planner.memory import Need, needs_of_nodes
+from hpczero.planner.memory import NodeNeed, needs_of_nodes, placements
+from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 
 _MOST_NODES = 64  # times as many as there are: more help nobody
@@ -26,7 +27,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Site:
-    """How many data ranks each node has, and what they must keep within (at least one bound)."""
+    """How many ranks each node has, and what they must keep within (at least one bound)."""
 
     ranks_on_nodes: Mapping[int, int]
     bounds: tuple[Bound, ...]
@@ -79,7 +80,7 @@ def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
     return max(loads, key=lambda load: load.size / max(1, load.bound.free))
 
 
-def _load(bound: Bound, needs: Mapping[int, Need]) -> int:
+def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
     return sum(needs[node].windows if bound.windows else needs[node].of(count) for node, count in bound.ranks.items())
 
 
@@ -123,8 +124,10 @@ def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
 
 
 def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
-    if max(site.ranks_on_nodes.values()) > 1:
-        shared = not shares_nodes(spec.zero, site.ranks_on_nodes.values())
+    node_of_rank = [node for node, count in sorted(site.ranks_on_nodes.items()) for _ in range(count)]
+    places = [place for found in placements(spec, Grid.build(resolved(spec, node_of_rank), node_of_rank)).values() for place in found]
+    if any(place.on_node > 1 for place in places):
+        shared = not any(place.shared for place in places)
         yield Alternative(f"zero.node_shared = {str(shared).lower()}", _with(spec, "zero", node_shared=shared), site)
 
 
@@ -144,7 +147,8 @@ def _fewer_ranks(spec: Spec, site: Site) -> Iterator[Alternative]:
     while max(site.ranks_on_nodes.values()) > 1:
         site = Site(_half(site.ranks_on_nodes), tuple(replace(bound, ranks=_half(bound.ranks)) for bound in site.bounds))
         ranks, nodes = sum(site.ranks_on_nodes.values()), len(site.ranks_on_nodes)
-        yield Alternative(f"mpirun -n {ranks}" + (f" on the same {nodes} nodes" if nodes > 1 else ""), spec, site)
+        if ranks % (spec.parallel.tensor * spec.parallel.pipeline) == 0:
+            yield Alternative(f"mpirun -n {ranks}" + (f" on the same {nodes} nodes" if nodes > 1 else ""), spec, site)
 
 
 def _half(ranks: Mapping[int, int]) -> Mapping[int, int]:

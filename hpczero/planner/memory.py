@@ -6,18 +6,21 @@ g = 2 bytes of gradient for one micro-batch, 4 (fp32 accumulators) for several, 
     stage 0: 14 + g      stage 1: 2 + g + 12/N      stage 2: 2 + (g + 12)/N      stage 3: (14 + g)/N
 
 besides the slots for gradients, or weights, in flight. Where the R data ranks of a node keep the weights together, the 2 of the weights
-becomes 2/R, at stage 3 too. The other kinds are estimates: communication buffers, activations, the batches read ahead, Python with its
-libraries.
+becomes 2/R, at stage 3 too. All of it is counted on the layers of the rank's pipeline stage, and of these on the part of its tensor rank.
+The other kinds are estimates: communication buffers, activations, the batches read ahead, Python with its libraries.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hpczero.comm.grid import Grid
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.model.shapes import Layer
-from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
-from hpczero.planner.activations import activations
+from hpczero.planner.activations import activations, runs
+from hpczero.planner.held import Units, chunks_of_stages
+from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 
 RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
@@ -28,16 +31,21 @@ _TOKEN = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """How many data ranks there are, how many of them run on the node in question, and whether a node's ranks keep the weights together."""
+    """How many data ranks there are, how many of them run on the node in question, whether a node's ranks keep the weights together; and which
+    part of the model they have.
+    """
 
     data_ranks: int
     on_node: int
     shared: bool
+    stage: int = 0
+    tensor_rank: int = 0
 
 
 @dataclass(frozen=True)
 class Need:
-    """Of one node, in bytes by kind: what each of its `ranks` holds for itself, and what they hold once for all of them.
+    """Of the ranks of one node that have the same part of the model, in bytes by kind: what each of these `ranks` holds for itself, and what they
+    hold once for all of them.
 
     `windows` says how much of it lies in shared windows; the part of one rank in what is held together is an equal one, as the owner of a
     shard is the first to touch it.
@@ -60,50 +68,103 @@ class Need:
         """Of what each rank of the node counts as a whole, its part of what is held together."""
         return {kind: size // self.ranks if kind in self.together else size for kind, size in counted.items()}
 
+
+@dataclass(frozen=True)
+class NodeNeed:
+    """Of one node: of each part of the model that its ranks have."""
+
+    parts: tuple[Need, ...]
+
+    @property
+    def ranks(self) -> int:
+        return sum(part.ranks for part in self.parts)
+
+    @property
+    def rank(self) -> dict[str, int]:
+        """Of a rank that needs the most."""
+        return max((part.rank for part in self.parts), key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def node(self) -> dict[str, int]:
+        return dict(sum((Counter(part.node) for part in self.parts), Counter[str]()))
+
+    @property
+    def windows(self) -> int:
+        return sum(part.windows for part in self.parts)
+
     def of(self, ranks: int) -> int:
         """Bytes of so many of the node's ranks."""
-        return sum(self.each.values()) * ranks + sum(self.together.values()) * ranks // self.ranks
+        return sum(self.node.values()) * ranks // self.ranks
 
 
-def needs_of_nodes(spec: Spec, layers: Sequence[Layer], ranks_on_nodes: Mapping[int, int]) -> dict[int, Need]:
-    """Of every node, from how many data ranks it has."""
-    total, shared = sum(ranks_on_nodes.values()), shares_nodes(spec.zero, ranks_on_nodes.values())
-    by_count = {count: need(spec, layers, Placement(total, count, shared)) for count in set(ranks_on_nodes.values())}
-    return {node: by_count[count] for node, count in ranks_on_nodes.items()}
+def needs_of_nodes(spec: Spec, layers: Sequence[Layer], ranks_on_nodes: Mapping[int, int]) -> dict[int, NodeNeed]:
+    """Of every node, from how many ranks it has."""
+    node_of_rank = [node for node, count in sorted(ranks_on_nodes.items()) for _ in range(count)]
+    return needs_on_grid(spec, layers, Grid.build(resolved(spec, node_of_rank), node_of_rank))
+
+
+def needs_on_grid(spec: Spec, layers: Sequence[Layer], grid: Grid) -> dict[int, NodeNeed]:
+    model, made = _Parts(spec, layers, grid.size("data")), dict[object, NodeNeed]()
+    found = {}
+    for node, places in placements(spec, grid).items():
+        key = tuple(places)
+        if key not in made:
+            made[key] = NodeNeed(tuple(model.need(place) for place in places))
+        found[node] = made[key]
+    return found
+
+
+def placements(spec: Spec, grid: Grid) -> dict[int, list[Placement]]:
+    """Node -> of each part of the model that its ranks have, how they stand among the data ranks that have it too."""
+    found: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
+    for group in grid.groups("data"):
+        on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
+        part = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
+        for node, count in on_nodes.items():
+            found[node].append(Placement(len(group), count, shares_nodes(spec.zero, on_nodes.values()), *part))
+    return found
 
 
 def need(spec: Spec, layers: Sequence[Layer], placement: Placement) -> Need:
-    """Of a node whose ranks all have the largest of the micro-batches."""
-    micro_batches, _, largest = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, placement.data_ranks)
-    sharded = Sharded.at_stage(spec.zero.stage, placement.shared)
-    precision = Precision(4 if spec.train.precision == "fp32" else 2, accumulates=micro_batches > 1)
-    separate_master = precision.weight < 4 or (placement.shared and not sharded.optimizer)
-    states = state_bytes(_layouts(layers, placement.data_ranks), sharded, precision, separate_master)
-    together, windows = {}, 0
-    if placement.shared:
-        read_by_others = "gradient slots" if sharded.gradients else "gradients"
-        together, windows = {"weights": states["weights"]}, states["weights"] + states[read_by_others] * placement.on_node
-    estimates = {
-        "communication": _COMMUNICATION_BUFFERS * spec.zero.bucket_mb * _MIB if _sends(placement) else 0,
-        "activations": activations(spec, largest),
-        "data": (spec.data.prefetch + 2) * micro_batches * largest * (spec.model.seq_len + 1) * _TOKEN,
-        "runtime": RUNTIME,
-    }
-    return Need(placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows)
+    """Of a node whose ranks all have the largest of the micro-batches; `layers` are those of the whole model."""
+    return _Parts(spec, layers, placement.data_ranks).need(placement)
+
+
+class _Parts:
+    """The parts of a model that ranks have, each counted once."""
+
+    def __init__(self, spec: Spec, layers: Sequence[Layer], data_ranks: int) -> None:
+        self.spec = spec
+        self.chunks = chunks_of_stages(spec, layers)
+        self.units = Units(data_ranks, spec.parallel.tensor)
+        self._known: dict[object, Need] = {}
+
+    def need(self, placement: Placement) -> Need:
+        if placement not in self._known:
+            self._known[placement] = self._count(placement)
+        return self._known[placement]
+
+    def _count(self, placement: Placement) -> Need:
+        spec, chunks = self.spec, self.chunks[placement.stage]
+        micro_batches, _, largest = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, placement.data_ranks)
+        sharded = Sharded.at_stage(spec.zero.stage, placement.shared)
+        precision = Precision(4 if spec.train.precision == "fp32" else 2, accumulates=micro_batches > 1)
+        separate_master = precision.weight < 4 or (placement.shared and not sharded.optimizer)
+        units = self.units.of([layer for chunk in chunks for layer in chunk], placement.tensor_rank)
+        states = state_bytes(units, sharded, precision, separate_master)
+        together, windows = {}, 0
+        if placement.shared:
+            read_by_others = "gradient slots" if sharded.gradients else "gradients"
+            together, windows = {"weights": states["weights"]}, states["weights"] + states[read_by_others] * placement.on_node
+        estimates = {
+            "communication": _COMMUNICATION_BUFFERS * spec.zero.bucket_mb * _MIB if _sends(placement) else 0,
+            "activations": activations(spec, largest, runs(spec, chunks, placement.stage, micro_batches)),
+            "data": (spec.data.prefetch + 2) * micro_batches * largest * (spec.model.seq_len + 1) * _TOKEN,
+            "runtime": RUNTIME,
+        }
+        return Need(placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows)
 
 
 def _sends(placement: Placement) -> bool:
     """Whether weights and gradients travel in messages."""
     return placement.on_node < placement.data_ranks if placement.shared else placement.data_ranks > 1
-
-
-def _layouts(layers: Sequence[Layer], shards: int) -> list[UnitLayout]:
-    """The units' layouts, for their sizes only: layers of the same shapes, most of a model, are laid out once."""
-    made: dict[tuple[tuple[int, ...], ...], UnitLayout] = {}
-    for layer in layers:
-        made.setdefault(_shapes(layer), unit_layout(layer, shards))
-    return [made[_shapes(layer)] for layer in layers]
-
-
-def _shapes(layer: Layer) -> tuple[tuple[int, ...], ...]:
-    return tuple(parameter.shape for parameter in layer.parameters)

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
-from hpczero.spec.schema import Spec
-from hpczero.spec.show import shown
+from hpczero.errors import InputError
+from hpczero.model.shapes import known, layer_count
+from hpczero.spec.schema import Parallel, Spec
+from hpczero.spec.show import listed, shown
 
-AXES = ("tensor", "data", "pipeline")
+AXES = ("tensor", "data", "pipeline")  # "data" is what remains; every other axis is a key of [parallel]
+_SHOWN = 4  # choices written out before a list is cut short
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class Contradiction:
 
 
 def contradictions(spec: Spec) -> list[Contradiction]:
-    return [found for rule in (_schedule, _evaluation, _model, _parallel) for found in rule(spec)]
+    return [found for rule in (_schedule, _evaluation, _model, _order, _tensor, _pipeline) for found in rule(spec)]
 
 
 def unavailable(spec: Spec) -> list[str]:
@@ -28,9 +31,28 @@ def unavailable(spec: Spec) -> list[str]:
 
 def without_effect(spec: Spec) -> list[str]:
     """Settings that are allowed, and change nothing next to the others."""
-    if spec.train.precision != "fp16" and spec.train.loss_scale != type(spec.train)().loss_scale:
-        return [f"train.loss_scale = {shown(spec.train.loss_scale)} has no effect with train.precision = {shown(spec.train.precision)}"]
-    return []
+    train, parallel, found = spec.train, spec.parallel, []
+    if train.precision != "fp16" and train.loss_scale != type(train)().loss_scale:
+        found.append(f"train.loss_scale = {shown(train.loss_scale)} has no effect with train.precision = {shown(train.precision)}")
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        found.append("parallel.sequence_parallel = true has no effect with parallel.tensor = 1: there is nobody to share the sequence with")
+    if parallel.schedule != type(parallel)().schedule and parallel.pipeline == 1:
+        found.append(f"parallel.schedule = {shown(parallel.schedule)} has no effect with parallel.pipeline = 1: there is one stage")
+    return found
+
+
+def axes_in_order(parallel: Parallel) -> tuple[str, ...] | None:
+    """The axes from innermost to outermost; those that `order` leaves out come last, which is allowed only where they have size 1. None: "auto"."""
+    if parallel.order == "auto":
+        return None
+    named = [name.strip() for name in parallel.order.split(",")]
+    needed = {"data"} | {axis for axis in AXES if axis != "data" and getattr(parallel, axis) > 1}
+    if len(set(named)) < len(named) or not needed <= set(named) <= set(AXES):
+        raise InputError(
+            f"parallel.order = {shown(parallel.order)}: must name each axis once, from the innermost to the outermost, separated by commas; "
+            f'the axes are {", ".join(AXES)}; or "auto"'
+        )
+    return tuple(named) + tuple(axis for axis in AXES if axis not in named)
 
 
 def _schedule(spec: Spec) -> list[Contradiction]:
@@ -75,11 +97,51 @@ def _model(spec: Spec) -> list[Contradiction]:
     return []
 
 
-def _parallel(spec: Spec) -> list[Contradiction]:
-    parallel = spec.parallel
-    named = [axis.strip() for axis in parallel.order.split(",")]
-    needed = {"data"} | {axis for axis in ("tensor", "pipeline") if getattr(parallel, axis) > 1}
-    if len(set(named)) == len(named) and needed <= set(named) <= set(AXES):
-        return []
-    text = f'parallel.order = {shown(parallel.order)}: must name each axis once, as in "{",".join(AXES)}"'
-    return [Contradiction(("parallel.order",), text)]
+def _order(spec: Spec) -> list[Contradiction]:
+    try:
+        axes_in_order(spec.parallel)
+    except InputError as error:
+        return [Contradiction(("parallel.order",), str(error))]
+    return []
+
+
+def _tensor(spec: Spec) -> list[Contradiction]:
+    """Every tensor rank has a head at least, and with sequence_parallel a position."""
+    ranks, model, found = spec.parallel.tensor, spec.model, []
+    if ranks > model.heads and known(model):
+        fixes = f"{_smaller('parallel.tensor', ranks, model.heads)}, or at least model.heads = {ranks}"
+        text = f"parallel.tensor = {ranks} is more than model.heads = {model.heads}, and every tensor rank needs a head: {fixes}"
+        found.append(Contradiction(("parallel.tensor", "model.heads"), text))
+    if ranks > model.seq_len and spec.parallel.sequence_parallel:
+        fixes = f"{_smaller('parallel.tensor', ranks, model.seq_len)}, or parallel.sequence_parallel = false"
+        text = f"parallel.tensor = {ranks} ranks cannot share model.seq_len = {model.seq_len} positions (parallel.sequence_parallel = true): {fixes}"
+        found.append(Contradiction(("parallel.tensor", "model.seq_len", "parallel.sequence_parallel"), text))
+    return found
+
+
+def _pipeline(spec: Spec) -> list[Contradiction]:
+    """Every part of a stage has a layer at least; several parts are for the interleaved schedule, and it is for several parts."""
+    parallel, model, found = spec.parallel, spec.model, []
+    stages, chunks, schedule = parallel.pipeline, parallel.chunks, parallel.schedule
+    if chunks > 1 and schedule != "interleaved":
+        text = f'parallel.chunks = {chunks} is for "interleaved" only, and parallel.schedule = {shown(schedule)}: set it to 1, or take that schedule'
+        found.append(Contradiction(("parallel.chunks", "parallel.schedule"), text))
+    if chunks == 1 and schedule == "interleaved" and stages > 1:
+        text = 'parallel.schedule = "interleaved" is for several parallel.chunks on a stage, and there is 1: set it to 2 or more, or take "1f1b"'
+        found.append(Contradiction(("parallel.schedule", "parallel.chunks"), text))
+    layers = layer_count(model) if known(model) else stages * chunks
+    if stages * chunks > layers:
+        parts = f"parallel.pipeline = {stages}" + (f" x parallel.chunks = {chunks} makes {stages * chunks} parts," if chunks > 1 else " is")
+        have = f"{layers} layers of the model (model.layers = {model.layers}, and those before and after them)"
+        fixes = [_smaller("parallel.pipeline", stages, layers // chunks)] if chunks <= layers else []
+        fixes += [f"parallel.chunks = {layers // stages} or less"] if chunks > 1 and layers >= 2 * stages else []
+        fixes.append(f"at least model.layers = {model.layers + stages * chunks - layers}")
+        text = f"{parts} more than the {have}: {', or '.join(fixes)}"
+        found.append(Contradiction(("parallel.pipeline", "parallel.chunks", "model.layers"), text))
+    return found
+
+
+def _smaller(key: str, asked: int, most: int) -> str:
+    """What fits the numbers of ranks that the size asked for does, and what is possible at all."""
+    fitting = [str(size) for size in range(most, 0, -1) if asked % size == 0][:_SHOWN]
+    return f"{key} = {listed(fitting, 'or')} (for the same ranks), at most {most}"

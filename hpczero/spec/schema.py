@@ -84,6 +84,7 @@ class Train(Table):
     log_every: int = key(10, "site", "steps between two lines of output", ge=1, le=LARGEST)
     eval_every: int = key(0, "site", "steps between two evaluations; 0: only at the end", ge=0, le=LARGEST)
     eval_batches: int = key(8, "site", "global batches in an evaluation; 0: no evaluation", ge=0, le=1_000_000)
+    trace: StrictBool = key(False, "site", "write what happened when on every rank, for Perfetto or chrome://tracing")
 
 
 class Optimizer(Table):
@@ -112,7 +113,19 @@ class Parallel(Table):
 
     tensor: int = key(1, "changeable", "ranks that share each layer", ge=1, le=1_000_000)
     pipeline: int = key(1, "changeable", "stages that the layers are cut into", ge=1, le=1_000_000)
-    order: str = key("tensor,data,pipeline", "changeable", "axes from the innermost (neighbouring ranks) to the outermost", max_length=100)
+    sequence_parallel: StrictBool = key(
+        False, "changeable", "tensor ranks also share the sequence between their products: less activation memory, a quarter more bytes"
+    )
+    schedule: Literal["1f1b", "gpipe", "interleaved"] = key(
+        "1f1b", "changeable", "order of forwards and backwards in the pipeline; interleaved: each stage has several parts of the model"
+    )
+    chunks: int = key(1, "changeable", "interleaved only: parts of the model on each stage", ge=1, le=10_000)
+    order: str = key(
+        "auto",
+        "changeable",
+        'axes from the innermost (neighbouring ranks) to the outermost, as in "tensor,data,pipeline"; "auto": fewest bytes between nodes',
+        max_length=100,
+    )
 
 
 class Zero(Table):

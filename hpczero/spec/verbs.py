@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from argparse import Namespace
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,14 +59,19 @@ def reference(options: Namespace) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a number of ranks makes of the job."""
+    """What a number of ranks makes of the job. Of a model that is not known without building it there are no stages, bytes and memory."""
 
     grid: list[str]  # in lines for people
     ranks: int
+    order: str  # of the axes, decided
+    axes: dict[str, int]
     data_ranks: int
     micro_batches: int  # in a step, on each data rank
     smallest: int  # sequences in the smallest and the largest micro-batch
     largest: int
+    nodes: list[dict[str, Any]]  # the ranks of each, and where they are in the grid
+    stages: list[dict[str, Any]] | None  # the layers of each
+    sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
     memory: dict[str, Any] | None  # of the fullest node: its ranks, bytes by kind of one of them and of all, and bytes in shared windows
 
 
@@ -83,16 +87,23 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
     from hpczero.model.shapes import known, layers
-    from hpczero.planner.memory import needs_of_nodes
+    from hpczero.planner import topology
+    from hpczero.planner.memory import needs_on_grid
+    from hpczero.planner.volumes import resolved
 
-    grid = Grid.build(spec.parallel, [rank // per_node for rank in range(ranks)])
+    node_of_rank = [rank // per_node for rank in range(ranks)]
+    parallel = resolved(spec, node_of_rank)
+    grid = Grid.build(parallel, node_of_rank)
     data_ranks = grid.size("data")
     sizes = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks)
-    memory = None
-    if data_ranks == ranks and known(spec.model):  # how tensor and pipeline parallelism cut the layers is not counted yet
-        fullest = needs_of_nodes(spec, layers(spec.model), Counter(grid.node_of_rank))[0]  # the last node may have fewer ranks
+    stages = sent = memory = None
+    if known(spec.model):
+        model = layers(spec.model)
+        stages, sent = topology.stages(spec, model), topology.sent(spec, model, grid)
+        fullest = max(needs_on_grid(spec, model, grid).values(), key=lambda need: sum(need.node.values()))
         memory = {"ranks_on_node": fullest.ranks, "rank": fullest.rank, "node": fullest.node, "windows": fullest.windows}
-    return Layout(grid.describe(), ranks, data_ranks, *sizes, memory)
+    axes = dict(zip(grid.axes, grid.sizes, strict=True))
+    return Layout(grid.describe(), ranks, parallel.order, axes, data_ranks, *sizes, topology.nodes(grid), stages, sent, memory)
 
 
 def _idle(spec: Spec, layout: Layout | None) -> list[str]:
@@ -133,10 +144,11 @@ def _as_text(path: str, loaded: Loaded, layout: Layout | None, notes: list[str])
         f"  training  {train.steps:,} steps = {tokens:,} tokens" + (f", {_ratio(tokens, parameters)} for each parameter" if parameters else ""),
         f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {schedule.name}, {schedule.warmup_steps} steps of warm-up",
     ]
+    lines += _without_ranks(spec) if layout is None else []
     if layout:
         first, *others = layout.grid
         lines += [f"  ranks     {first}", *(f"          {line}" for line in others), f"            {_dealt_out(layout)}"]
-        lines += _memory(layout.memory)
+        lines += _topology(layout) + _memory(layout.memory)
     changed = [(name, value) for name, value in flat(spec).items() if value != keys()[name].default]
     if changed:
         lines.append("not the default:")
@@ -156,6 +168,33 @@ def _dealt_out(layout: Layout) -> str:
     each = f"{layout.smallest}" if layout.smallest == layout.largest else f"{layout.smallest} or {layout.largest}"
     plural = "micro-batch" if layout.micro_batches == 1 else "micro-batches"
     return f"each of the {layout.data_ranks:,} data ranks takes {layout.micro_batches:,} {plural} of {each} sequences in a step"
+
+
+def _without_ranks(spec: Spec) -> list[str]:
+    """What can be said of the layout while nobody knows how many ranks there are."""
+    from hpczero.model.shapes import known, layers
+    from hpczero.planner.topology import stages, stages_in_lines
+
+    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    lines = [f"  ranks     a multiple of {tensor * pipeline:,}: tensor({tensor}) x pipeline({pipeline})"] if tensor * pipeline > 1 else []
+    if pipeline > 1 and known(spec.model):
+        lines += _titled("stages", stages_in_lines(stages(spec, layers(spec.model))))
+    return lines
+
+
+def _topology(layout: Layout) -> list[str]:
+    from hpczero.planner.topology import nodes_in_lines, sent_in_lines, stages_in_lines
+
+    found = {"nodes": nodes_in_lines(layout.nodes, layout.axes)}
+    if layout.stages and len(layout.stages) > 1:
+        found["stages"] = stages_in_lines(layout.stages)
+    if layout.sent:
+        found["sent"] = ["in a step, by the rank that sends the most and by all ranks, inside nodes and between them", *sent_in_lines(layout.sent)]
+    return [line for title, lines in found.items() for line in _titled(title, lines)]
+
+
+def _titled(title: str, lines: list[str]) -> list[str]:
+    return [f"  {'' if number else title:<10}{line}" for number, line in enumerate(lines)]
 
 
 def _memory(memory: dict[str, Any] | None) -> list[str]:

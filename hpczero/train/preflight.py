@@ -32,10 +32,11 @@ def refuse_what_does_not_fit(world: World, spec: Spec) -> None:
 
 
 def placement(world: World, grid: Grid, spec: Spec) -> Placement:
-    """Where this rank stands among the data ranks."""
+    """Where this rank stands among the data ranks, and which part of the model it has."""
     nodes = [world.node_of_rank[rank] for rank in grid.ranks(world.rank, "data")]
     on_nodes = Counter(nodes)
-    return Placement(len(nodes), on_nodes[world.node], shares_nodes(spec.zero, on_nodes.values()))
+    part = grid.coordinate(world.rank, "pipeline"), grid.coordinate(world.rank, "tensor")
+    return Placement(len(nodes), on_nodes[world.node], shares_nodes(spec.zero, on_nodes.values()), *part)
 
 
 def _seen(world: World) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hpczero.memory import account
 from hpczero.model import build, shapes
 from hpczero.parallel.apply import assemble
 from hpczero.planner.memory import Placement, need
+from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
@@ -29,6 +30,7 @@ from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
 from hpczero.train.output import choose, loss
 from hpczero.train.rundir import RunDirectory
+from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
 
 
@@ -61,7 +63,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
     whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
-    grid = Grid.build(spec.parallel, world.node_of_rank)
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     missing = unavailable(spec)
     if missing:
         raise InputError("; ".join(missing))
@@ -104,6 +106,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     needed = need(spec, shapes.layers(spec.model), place) if shapes.known(spec.model) else None
     if voice and not needed:
         voice.event("WARN", what=f"whether it fits was not judged: the size of {spec.model.family} is not known without building it")
+    tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
     before = account.held_on_nodes(world)
     engine = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
     if voice:
@@ -120,9 +123,13 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
+    traced = tracing.conclude() if tracing else None
     engine.close()
     summary = _summary(job, outcome, seconds, engine.parameter_count) | {"wall_seconds": time.perf_counter() - began} | of_ranks
     if voice:
+        if traced:
+            summary["trace"] = traced
+            _say_trace(voice, traced)
         voice.directory.summary(summary)
         voice.event("stop", state=outcome.state, step=outcome.steps, reason=outcome.reason or "all steps done", loss=outcome.final_loss)
     return outcome, summary
@@ -147,6 +154,14 @@ def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> No
         micro_batches=f"{count}x{largest}" if smallest == largest else f"{count}x{smallest}-{largest}",
         data=job.source.describe()["path"],
     )
+
+
+def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
+    if problem := traced.get("problem"):
+        voice.event("WARN", what=problem)
+        return
+    left_out = {kind: traced[kind] for kind in ("steps_left_out", "ranks_left_out", "events_left_out") if traced[kind]}
+    voice.event("trace", file=str(voice.directory.path / NAME), steps=traced["steps"], events=traced["events"], **left_out)
 
 
 def _summary(job: Job, outcome: Outcome, seconds: float, parameters: int) -> dict[str, Any]:

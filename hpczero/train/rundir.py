@@ -4,6 +4,7 @@
     metrics.jsonl  a line a step
     events.jsonl   start, resume, signal, skip, stop, ...
     summary.json   at the end
+    trace.json.gz  at the end, if asked for (`tracing`)
     lock           while somebody writes
 """
 

@@ -77,12 +77,17 @@ class Trainer:
 
     def _step(self, step: int, prefetcher: Prefetcher[list[MicroBatch]], requests: StopRequests, before: Outcome) -> Outcome:
         self.world.status.at_step(step + 1)
+        trace = self.world.trace
         began, communicated = time.perf_counter(), self.world.ledger.seconds
-        micro_batches, waited = prefetcher.next()
-        lr = learning_rate(self.spec, step)
-        loss_sum = self._forward_backward(micro_batches)
-        result = self.engine.finish_step(lr)
-        loss, asked = self._agree(loss_sum, requests)
+        with trace.step(step + 1):
+            with trace.span("data"):
+                micro_batches, waited = prefetcher.next()
+            lr = learning_rate(self.spec, step)
+            loss_sum = self._forward_backward(micro_batches)
+            with trace.span("optimizer step"):
+                result = self.engine.finish_step(lr)
+            with trace.span("loss agreement"):
+                loss, asked = self._agree(loss_sum, requests)
         seconds = time.perf_counter() - began
         in_comm = self.world.ledger.seconds - communicated
         metrics: dict[str, Any] = {
@@ -103,7 +108,8 @@ class Trainer:
             metrics["skipped"] = True
         validation = None
         if self._evaluates_after(step) and not asked:
-            validation, asked = self.evaluate(requests)
+            with trace.span("evaluation"):
+                validation, asked = self.evaluate(requests)
             metrics |= {} if validation is None else {"validation_loss": validation}
         if self.voice:
             self._report(self.voice, metrics, result, first=before.first_loss is None)
@@ -112,10 +118,13 @@ class Trainer:
     def _forward_backward(self, micro_batches: list[MicroBatch]) -> float:
         """The loss is weighted by tokens, so that every way to cut the global batch gives the same gradient."""
         self.engine.module.train()
+        trace = self.world.trace
         total = 0.0
         for number, batch in enumerate(micro_batches):  # empty ones too: their collectives are the others' as well
-            loss = self.engine(batch)
-            self.engine.backward(loss / self.step_tokens, last=number + 1 == len(micro_batches))
+            with trace.span("forward", number):
+                loss = self.engine(batch)
+            with trace.span("backward", number):
+                self.engine.backward(loss / self.step_tokens, last=number + 1 == len(micro_batches))
             total += loss.item()
         return total
 

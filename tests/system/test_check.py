@@ -129,6 +129,72 @@ def test_a_layout_that_cannot_be_and_one_that_cannot_run_yet(hpczero: Hpczero, t
         assert hpczero("check", "job.toml", *arguments).returncode == 2, arguments
 
 
+TOPOLOGY = """
+model = {layers = 7, hidden = 48, heads = 6, seq_len = 33}
+train = {global_batch = 5, micro_batch = 2}
+parallel = {tensor = 4, pipeline = 4}
+"""
+
+
+def test_the_map_and_the_bytes(hpczero: Hpczero, tmp_path: Path) -> None:
+    """32 ranks = 4 stages x 4 tensor x 2 data; inside nodes of 8 the tensor ranks stay together, and who else does depends on the bytes."""
+    (tmp_path / "job.toml").write_text(TOPOLOGY)
+    result = hpczero("check", "job.toml", "--ranks", "32", "--ranks-per-node", "8")
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert "32 ranks on 4 nodes: tensor(4) x data(2) x pipeline(4), innermost axis first" in result.stdout
+    assert "nodes     node 0: ranks 0-7  [stage 0, data 0-1, tensor 0-3]\n            node 1: ranks 8-15  [stage 1, " in result.stdout
+    assert re.search(r"stages    0: embedding, blocks 0-1 \([\d,]+ parameters a rank\)\n", result.stdout)
+    assert "3: block" in result.stdout
+    tensor = next(line for line in lines if line[:2] == ["tensor", "all_reduce"])
+    assert (tensor[4:6], tensor[8:]) == (["0", "B"], ["0", "B"]), "nothing of it between nodes"
+    layout = json.loads(hpczero("check", "job.toml", "--ranks", "32", "--ranks-per-node", "8", "--json").stdout)["layout"]
+    assert (layout["order"], layout["axes"]) == ("tensor,data,pipeline", {"tensor": 4, "data": 2, "pipeline": 4})
+    assert layout["nodes"][3] == {"node": 3, "ranks": list(range(24, 32)), "places": [{"pipeline": [3, 3], "data": [0, 1], "tensor": [0, 3]}]}
+    names = [name for stage in layout["stages"] for chunk in stage["chunks"] for name in chunk]
+    assert names == ["embedding", *(f"blocks.{index}" for index in range(7)), "head"]
+    assert layout["sent"]["pipeline"]["send"]["all"]["between"] == 2 * 3 * 4 * 5 * 33 * 48 * 2, "both ways, 3 boundaries, 4 tensor ranks, 5 sequences"
+    assert layout["memory"]["ranks_on_node"] == 8
+
+
+def test_thousands_of_ranks_stay_short(hpczero: Hpczero, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(TOPOLOGY)
+    result = hpczero("check", "job.toml", "--ranks", "4096", "--ranks-per-node", "7")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert len(lines) < 60
+    assert max(map(len, lines)) < 250
+    assert re.search(r"… 57\d more nodes", result.stdout)
+
+
+def test_what_can_be_said_without_ranks(hpczero: Hpczero, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(TOPOLOGY)
+    result = hpczero("check", "job.toml", "--set", "parallel.sequence_parallel=true")
+    assert "ranks     a multiple of 16: tensor(4) x pipeline(4)\n  stages    0: embedding, blocks 0-1" in result.stdout
+    result = hpczero("check", "job.toml", "--set", "parallel.tensor=1", "--set", "parallel.sequence_parallel=true")
+    assert "note: parallel.sequence_parallel = true has no effect with parallel.tensor = 1" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["parallel.tensor=8"], "parallel.tensor = 8 is more than model.heads = 6"),
+        (["parallel.pipeline=12"], "parallel.pipeline = 12 is more than the 9 layers"),
+        (["parallel.chunks=2"], 'parallel.chunks = 2 is for "interleaved" only'),
+        (["parallel.schedule='interleaved'"], 'parallel.schedule = "interleaved" is for several parallel.chunks'),
+        (["parallel.order='tensor'"], 'parallel.order = "tensor": must name each axis once'),
+        (["parallel.tensor=5", "parallel.pipeline=3"], "use mpirun -n 45 or 30, or parallel.tensor = 4 and parallel.pipeline = 2"),
+    ],
+)
+def test_layouts_that_cannot_be_end_with_2(hpczero: Hpczero, tmp_path: Path, settings: list[str], message: str) -> None:
+    (tmp_path / "job.toml").write_text(TOPOLOGY)
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    result = hpczero("check", "job.toml", "--ranks", "32", *overrides)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_check_as_data(hpczero: Hpczero, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text("train.global_batch = 10\n")
     answer = json.loads(hpczero("check", "job.toml", "--json", "--ranks", "4").stdout)

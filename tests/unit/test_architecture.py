@@ -21,10 +21,12 @@ ALLOWED = {
     "": {"locations", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine"},
     "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", "planner", ""},
+    "spec.rules": {"errors", "model.shapes"},
     "comm": {"errors", "env", "machine", "spec"},
     "model": {"hpczero_kernels", "spec", "errors"},
     "memory": {"comm"},
-    "planner": {"spec", "model.shapes", "parallel.layout", "parallel.states", "data.sampler"},
+    "planner": {"errors", "spec", "comm.grid", "comm.ledger", "model.shapes", "data.sampler", "memory.gaps"}
+    | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.stages"},
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
@@ -32,7 +34,10 @@ ALLOWED = {
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner"},
     "doctor": {"errors", "env", "machine", "comm", "locations", ""},
 }
-PURE = ("model.shapes", "parallel.layout", "parallel.states", "planner", "comm.grid")
+PURE = (
+    *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
+    *("parallel.stages", "parallel.schedule", "parallel.messages", "parallel.simulate"),
+)
 WITHOUT_TORCH = (*PURE, "spec", "data", "machine", "cli", "errors", "env", "locations", "")
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from hpczero.data.sampler import micro_batch_sizes, micro_batches_of, window
+from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes, micro_batches_of, window
 
 
 def micro_batches(global_batch: int, micro_batch: int, ranks: int) -> list[list[range]]:
@@ -98,3 +98,10 @@ def test_any_number_of_ranks_sees_the_same_global_batches_and_restarts_anywhere(
         assert [batch(step, ranks, micro_batch) for step in range(12)] == alone
     assert batch(11, 3, 2) == alone[11]  # asked for alone, as after a restart
     assert sorted(list(itertools.chain.from_iterable(alone))[:windows]) == list(range(windows))
+
+
+def test_micro_batches_are_counted_without_dealing_them_out() -> None:
+    for global_batch, micro_batch, ranks in itertools.product((1, 2, 5, 13, 32), (1, 2, 3, 8), (1, 2, 3, 5, 16)):
+        for rank, dealt in enumerate(micro_batches(global_batch, micro_batch, ranks)):
+            assert micro_batch_counts(rank, global_batch, micro_batch, ranks) == Counter(map(len, dealt))
+    assert micro_batch_counts(7, 10**9, 1, 8) == {1: 10**9 // 8}

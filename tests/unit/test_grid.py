@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero.comm.grid import AXES, Grid, axes_in_order
+from hpczero.comm.grid import Grid, impossible
 from hpczero.errors import InputError
+from hpczero.spec.rules import AXES, axes_in_order
 from hpczero.spec.schema import Parallel
 
+USUAL = "tensor,data,pipeline"
 ORDERS = [",".join(order) for order in itertools.permutations(AXES)]
 
 
@@ -62,14 +64,14 @@ def test_the_order_decides_who_are_neighbours() -> None:
 
 
 def test_the_innermost_axis_stays_on_a_node_however_ranks_were_dealt_out() -> None:
-    in_turn = Grid.build(Parallel(tensor=4), [rank % 4 for rank in range(16)])
+    in_turn = Grid.build(Parallel(tensor=4, order=USUAL), [rank % 4 for rank in range(16)])
     assert in_turn.groups_across_nodes("tensor") == 0
     assert in_turn.ranks(1, "tensor") == (1, 5, 9, 13)
     assert in_turn.groups_across_nodes("data") == 4
 
 
 def test_nodes_of_unequal_size() -> None:
-    grid = Grid.build(Parallel(tensor=2), [0, 0, 0, 1, 1, 1, 1, 1])
+    grid = Grid.build(Parallel(tensor=2, order=USUAL), [0, 0, 0, 1, 1, 1, 1, 1])
     assert [grid.ranks(rank, "tensor") for rank in (0, 2, 4)] == [(0, 1), (2, 3), (4, 5)]
     assert grid.groups_across_nodes("tensor") == 1
 
@@ -95,7 +97,18 @@ def test_a_grid_is_built_exactly_if_the_axes_divide_the_ranks(tensor: int, pipel
         ),
         (3, 1, 32, "tensor(3) does not divide the 32 ranks given: use mpirun -n 33 or 30, or parallel.tensor = 2, 4, 8 or 16"),
         (2, 1, 1, "tensor(2) does not divide the 1 rank given: use mpirun -n 2, or parallel.tensor = 1"),
-        (5, 2, 7, "tensor(5) x pipeline(2) = 10 does not divide the 7 ranks given: use mpirun -n 10"),
+        (
+            5,
+            2,
+            7,
+            "tensor(5) x pipeline(2) = 10 does not divide the 7 ranks given: use mpirun -n 10, or parallel.tensor = 7 and parallel.pipeline = 1",
+        ),
+        (
+            4,
+            3,
+            10,
+            "tensor(4) x pipeline(3) = 12 does not divide the 10 ranks given: use mpirun -n 12, or parallel.tensor = 5 and parallel.pipeline = 2",
+        ),
     ],
 )
 def test_an_impossible_grid_says_what_would_work(tensor: int, pipeline: int, ranks: int, message: str) -> None:
@@ -110,11 +123,32 @@ def test_what_an_impossible_grid_proposes_does_work(tensor: int, pipeline: int, 
         Grid.build(Parallel(tensor=tensor, pipeline=pipeline), [0] * ranks)
     except InputError as error:
         for fix in str(error).split(": use ")[1].split(", or "):
-            name, numbers = fix.replace(" or ", ", ").replace("mpirun -n ", "ranks = ").split(" = ")
-            for number in map(int, numbers.split(", ")):
-                wanted = {"tensor": tensor, "pipeline": pipeline, "ranks": ranks} | {name.removeprefix("parallel."): number}
+            for changed in fixes(fix):
+                wanted = {"tensor": tensor, "pipeline": pipeline, "ranks": ranks} | changed
                 given_ranks = wanted.pop("ranks")
-                Grid.build(Parallel(**wanted), [0] * given_ranks)
+                Grid.build(Parallel(tensor=wanted["tensor"], pipeline=wanted["pipeline"]), [0] * given_ranks)
+
+
+def fixes(words: str) -> list[dict[str, int]]:
+    """ "parallel.tensor = 2, 4 or 8", "mpirun -n 2 or 4", "parallel.tensor = 5 and parallel.pipeline = 2" """
+    words = words.replace("mpirun -n ", "ranks = ").replace("parallel.", "")
+    if " and " in words:
+        return [{name: int(number) for name, number in (part.split(" = ") for part in words.split(" and "))}]
+    name, numbers = words.replace(" or ", ", ").split(" = ")
+    return [{name: int(number)} for number in numbers.split(", ")]
+
+
+def test_what_is_proposed_keeps_within_what_the_model_allows() -> None:
+    assert impossible(Parallel(tensor=6), 32, {"tensor": 4}).endswith("use mpirun -n 36 or 30, or parallel.tensor = 2 or 4")
+    assert impossible(Parallel(tensor=5, pipeline=7), 64, {"tensor": 3, "pipeline": 20}).endswith("or parallel.tensor = 2 and parallel.pipeline = 8")
+    assert impossible(Parallel(pipeline=3), 16, {"pipeline": 1}).endswith("or parallel.pipeline = 1")
+
+
+def test_an_order_that_matters_has_to_be_decided_before() -> None:
+    assert Grid.build(Parallel(tensor=2, pipeline=2), [0] * 8).axes == ("tensor", "data", "pipeline"), "on one node"
+    assert Grid.build(Parallel(tensor=4), [0, 0, 1, 1]).axes == ("tensor", "data", "pipeline"), "one axis"
+    with pytest.raises(AssertionError, match="has not been decided"):
+        Grid.build(Parallel(tensor=2), [0, 0, 1, 1])
 
 
 @pytest.mark.parametrize("order", ["", "data", "tensor,tensor,data,pipeline", "tensor,data,pipelin", "tensor;data;pipeline"])
@@ -140,7 +174,7 @@ def test_rank_at_refuses_what_is_not_there() -> None:
 def test_a_hundred_thousand_ranks() -> None:
     """Exact, and asking any rank takes as long as its group is large; the tests' time-out holds the rest."""
     ranks = 8 * 800 * 16
-    grid = Grid.build(Parallel(tensor=8, pipeline=16), [rank % (ranks // 8) for rank in range(ranks)])  # dealt out in turn
+    grid = Grid.build(Parallel(tensor=8, pipeline=16, order=USUAL), [rank % (ranks // 8) for rank in range(ranks)])  # dealt out in turn
     assert grid.groups_across_nodes("tensor") == 0
     assert grid.groups_across_nodes("data") == 8 * 16
     for rank in range(0, ranks, 997):
@@ -152,7 +186,7 @@ def test_a_hundred_thousand_ranks() -> None:
 
 
 def test_description() -> None:
-    assert Grid.build(Parallel(tensor=2, pipeline=2), [0, 0, 0, 0, 1, 1, 1, 1]).describe() == [
+    assert Grid.build(Parallel(tensor=2, pipeline=2, order=USUAL), [0, 0, 0, 0, 1, 1, 1, 1]).describe() == [
         "8 ranks on 2 nodes: tensor(2) x data(2) x pipeline(2), innermost axis first",
         "  tensor    4 groups of 2, inside nodes:  [0 1]  [2 3]  [4 5]  [6 7]",
         "  data      4 groups of 2, inside nodes:  [0 2]  [1 3]  [4 6]  [5 7]",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpczero.comm.grid import Grid
 from hpczero.model import shapes
 from hpczero.model.shapes import ZEROS, Layer, Parameter
-from hpczero.parallel.layout import ALIGNMENT, pieces, rectangles, share, unit_layout
+from hpczero.parallel.layout import ALIGNMENT, pieces, rectangles, share, stretches_of_part, unit_layout
 from hpczero.spec.schema import Model, Parallel
 
 ODD = Model(layers=2, hidden=10, heads=3, vocab=11, seq_len=5, ffn=7)
@@ -85,3 +85,33 @@ def test_piece_offsets_are_places_in_the_shard():
                 flat = layout.shard(rank).start + piece.shard_offset - place.offset
                 strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
                 assert flat == sum(part.start * stride for part, stride in zip(piece.slices, strides, strict=True))
+
+
+def rectangles_in(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    return list(product(*([slice(first, stop) for first in range(length + 1) for stop in range(first, length + 1)] for length in shape)))
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (1, 4), (4, 1), (2, 3, 2), (0, 3), (2, 1, 2, 2)], ids=str)
+def test_stretches_of_every_part_in_the_flattened_whole(shape):
+    """Every stretch of every rectangle, against the addresses of its elements one by one; as few stretches as there can be."""
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for part in rectangles_in(shape):
+        addresses = [sum(index * stride for index, stride in zip(element, strides, strict=True)) for element in elements(part)]
+        for start in range(len(addresses) + 1):
+            for stop in range(start, len(addresses) + 1):
+                found = list(stretches_of_part(shape, part, start, stop))
+                assert [address for stretch in found for address in range(stretch.start, stretch.stop)] == addresses[start:stop]
+                breaks = sum(after != before + 1 for before, after in zip(addresses[start:stop], addresses[start + 1 : stop], strict=False))
+                assert len(found) <= breaks + 1
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 3])
+def test_the_parts_of_the_tensor_ranks_hold_the_whole_parameter(tensor):
+    for layer in shapes.layers(ODD):
+        for index, parameter in enumerate(layer.parameters):
+            held = []
+            for rank in range(tensor):
+                place = unit_layout(layer, 1, tensor, rank).places[index]
+                held += [element for part in place.logical(0, prod(place.shape)) for element in range(part.start, part.stop)]
+            copies = 1 if parameter.split is not None else tensor
+            assert sorted(held) == sorted(list(range(parameter.size)) * copies)

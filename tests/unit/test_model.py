@@ -57,8 +57,8 @@ def test_it_computes_a_loss_near_uniform(model):
 
 def test_tied_embeddings_are_one_parameter():
     module = real(Model(tied_embeddings=True))
-    assert module.head.weight is module.embedding.tokens
-    assert real(Model(tied_embeddings=False)).head.weight is not None
+    assert module.head.logits.weight is module.embedding.lookup.tokens
+    assert real(Model(tied_embeddings=False)).head.logits.weight is not None
 
 
 def test_it_is_causal():

@@ -8,7 +8,7 @@ import pytest
 
 from hpczero.model import shapes
 from hpczero.planner.activations import activations
-from hpczero.planner.memory import RUNTIME, Need, Placement, need, needs_of_nodes
+from hpczero.planner.memory import RUNTIME, Need, NodeNeed, Placement, need, needs_of_nodes
 from hpczero.spec.schema import Data, Model, Spec, Train, Zero
 
 LARGE = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)  # 109 M parameters
@@ -81,7 +81,7 @@ def test_what_a_node_holds_together_counts_once() -> None:
     assert shared.rank["weights"] == weights // 4
     assert shared.windows == weights + shared.node["gradients"]
     assert alone.windows == 0
-    for kinds in (alone, shared):
+    for kinds in (NodeNeed((alone,)), NodeNeed((shared,))):
         assert kinds.of(4) == sum(kinds.node.values())
         assert kinds.of(2) == kinds.of(4) // 2
     assert shared.part_of_rank({"weights": weights, "master": 8}) == {"weights": weights // 4, "master": 8}

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.comm.grid import axes_in_order
 from hpczero.errors import InputError
 from hpczero.spec.keys import flat, keys
 from hpczero.spec.load import differences, load, to_toml
-from hpczero.spec.rules import contradictions, unavailable
-from hpczero.spec.schema import Parallel, Spec
+from hpczero.spec.rules import contradictions, unavailable, without_effect
+from hpczero.spec.schema import Model, Parallel, Spec
 from hpczero.spec.write import toml_value
 
 Write = Callable[..., str]
@@ -287,16 +286,58 @@ def test_defaults_that_stand_in_for_mistakes_contradict_nothing(write: Write) ->
     assert "warmup" not in message
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("order", ["data", "tensor,data", "pipeline, data ,tensor", "tensor", "data,data,tensor", "", "data,x", "data,"])
-def test_the_grid_takes_the_orders_that_a_spec_may_say(tensor: int, order: str) -> None:
-    parallel = Parallel(tensor=tensor, order=order)
-    try:
-        axes_in_order(parallel)
-        taken = True
-    except InputError:
-        taken = False
-    assert taken == (not contradictions(Spec(parallel=parallel)))
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "parallel.tensor = 8\nmodel.heads = 6",
+            "parallel.tensor = 8 is more than model.heads = 6, and every tensor rank needs a head: "
+            "parallel.tensor = 4, 2 or 1 (for the same ranks), at most 6, or at least model.heads = 8",
+        ),
+        (
+            "parallel = {tensor = 6, sequence_parallel = true}\nmodel = {seq_len = 4, heads = 6}",
+            "parallel.tensor = 6 ranks cannot share model.seq_len = 4 positions (parallel.sequence_parallel = true): "
+            "parallel.tensor = 3, 2 or 1 (for the same ranks), at most 4, or parallel.sequence_parallel = false",
+        ),
+        (
+            "parallel.pipeline = 12\nmodel.layers = 7",
+            "parallel.pipeline = 12 is more than the 9 layers of the model (model.layers = 7, and those before and after them): "
+            "parallel.pipeline = 6, 4, 3 or 2 (for the same ranks), at most 9, or at least model.layers = 10",
+        ),
+        (
+            "parallel = {pipeline = 4, schedule = 'interleaved', chunks = 3}\nmodel.layers = 7",
+            "parallel.pipeline = 4 x parallel.chunks = 3 makes 12 parts, more than the 9 layers of the model (model.layers = 7, "
+            "and those before and after them): parallel.pipeline = 2 or 1 (for the same ranks), at most 3, or parallel.chunks = 2 or less, "
+            "or at least model.layers = 10",
+        ),
+        ("parallel = {pipeline = 2, chunks = 2}", 'parallel.chunks = 2 is for "interleaved" only, and parallel.schedule = "1f1b"'),
+        ("parallel = {pipeline = 2, schedule = 'interleaved'}", 'parallel.schedule = "interleaved" is for several parallel.chunks on a stage'),
+    ],
+)
+def test_layouts_that_the_model_cannot_have(write: Write, text: str, expected: str) -> None:
+    message = refusal(write(text))
+    assert expected in message
+    assert "mistakes" not in message
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(tensor=6), Parallel(pipeline=9), Parallel(pipeline=3, chunks=3, schedule="interleaved"), Parallel(tensor=5, sequence_parallel=True)],
+)
+def test_layouts_at_the_model_s_limits(parallel: Parallel) -> None:
+    model = Model(heads=6, layers=7, seq_len=5)
+    assert contradictions(Spec(parallel=parallel, model=model)) == []
+    assert contradictions(Spec(parallel=parallel, model=model.model_copy(update={"heads": 5, "layers": 6, "seq_len": 4}))) != []
+    assert contradictions(Spec(parallel=parallel, model=Model(family="some.module:factory", seq_len=5))) == [], "its heads and layers are not known"
+
+
+def test_what_has_no_effect_on_one_rank_or_one_stage_is_said() -> None:
+    notes = without_effect(Spec(parallel=Parallel(sequence_parallel=True, schedule="gpipe")))
+    assert [note.partition(" has no effect with ")[::2] for note in notes] == [
+        ("parallel.sequence_parallel = true", "parallel.tensor = 1: there is nobody to share the sequence with"),
+        ('parallel.schedule = "gpipe"', "parallel.pipeline = 1: there is one stage"),
+    ]
+    assert without_effect(Spec(parallel=Parallel(tensor=2, sequence_parallel=True, pipeline=2, schedule="gpipe"))) == []
 
 
 def test_what_cannot_run_yet_loads_and_is_named(write: Write) -> None:

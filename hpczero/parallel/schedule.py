@@ -1,0 +1,115 @@
+"""Pipeline schedules (pure): what each stage does, in which order.
+
+The model is cut into stages x chunks parts; part c * stages + s is chunk c of stage s. A micro-batch goes forward through all parts and back
+through all of them. What a stage does with it is an action; each action makes *results*:
+
+    output            of a part: from the output of the part before
+    input gradient    of a part: from the input gradient of the part after; needs the own output
+    weight gradient   of a part: needs the same
+
+So a result that is handed on is always made from the neighbour's result of the same name. Simulator and executor know results only: a
+schedule that splits backward in two adds two kinds to RESULTS.
+
+    gpipe         all forwards, then all backwards (Huang et al. 2019)
+    1f1b          as few forwards ahead as keep the later stages busy, then one backward after each forward (Narayanan et al. 2019)
+    interleaved   the same with several chunks a stage: the bubble is shorter by their number (Narayanan et al. 2021)
+
+With p stages, v chunks and m micro-batches, at equal times of all parts, gpipe and 1f1b idle (p - 1) / (m + p - 1) of the time. So does
+interleaved with (p - 1) / v in place of p - 1, if p divides m. Micro-batches that stage s has under way: m (gpipe), min(p - s, m) (1f1b), at most
+min(2 (p - s - 1) + (v - 1) p + 1, v m) of 1 / v the size (interleaved).
+In all of them a part's backwards go through the micro-batches in order, so gradients add up to the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+RESULTS: dict[str, tuple[str, ...]] = {"forward": ("output",), "backward": ("input gradient", "weight gradient")}
+ALL_RESULTS = ("output", "input gradient", "weight gradient")  # in the order in which a part makes them
+HANDED_ON = {"output": 1, "input gradient": -1}  # to the next part, to the part before
+KINDS = ("gpipe", "1f1b", "interleaved")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    kind: str
+    chunk: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of micro-batch {self.micro_batch} in chunk {self.chunk}"
+
+
+class Result(NamedTuple):
+    """What a part makes of a micro-batch."""
+
+    name: str
+    part: int
+    micro_batch: int
+
+
+Schedule = Sequence[Sequence[Action]]  # of every stage
+
+
+def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """What each stage does. Every kind is an order of the forwards, one of the backwards, and how many forwards come before the first backward.
+
+    Stages take the micro-batches in groups of as many as there are stages, a group through chunk 0, then through chunk 1, ...: when the last stage
+    ends a chunk, the first one begins the next. Where the last group is not full it is scheduled as if it were, and what does not
+    exist is left out: micro-batches do not need each other, so leaving some out takes nothing from the others.
+    """
+    assert kind in KINDS, f"no schedule {kind}: there are {', '.join(KINDS)}"
+    assert min(stages, chunks, micro_batches) > 0, (stages, chunks, micro_batches)
+    assert chunks == 1 or kind == "interleaved", f"{kind} has one chunk, not {chunks}"
+    groups = range(0, micro_batches, stages)
+    order = [(chunk, group + place) for group in groups for chunk in range(chunks) for place in range(stages)]
+    forwards = [Action("forward", chunk, micro_batch) for chunk, micro_batch in order]
+    backwards = [Action("backward", chunks - 1 - chunk, micro_batch) for chunk, micro_batch in order]
+    return tuple(
+        tuple(action for action in _alternating(forwards, backwards, ahead) if action.micro_batch < micro_batches)
+        for ahead in (_ahead(kind, stages, chunks, stage) or len(order) for stage in range(stages))
+    )
+
+
+def forward_only(actions: Schedule) -> Schedule:
+    """For evaluation."""
+    return tuple(tuple(action for action in stage if RESULTS[action.kind] == ("output",)) for stage in actions)
+
+
+def needs(action: Action, stage: int, stages: int, chunks: int) -> Result | None:
+    """What an action takes from a neighbouring part; None where there is no neighbour on that side."""
+    part = action.chunk * stages + stage
+    for name in RESULTS[action.kind]:
+        neighbour = part - HANDED_ON.get(name, 0)
+        if neighbour != part and 0 <= neighbour < stages * chunks:
+            return Result(name, neighbour, action.micro_batch)
+    return None
+
+
+def gives(action: Action, stage: int, stages: int, chunks: int) -> Result | None:
+    """What an action hands on to a neighbouring part."""
+    part = action.chunk * stages + stage
+    for name in RESULTS[action.kind]:
+        if name in HANDED_ON and 0 <= part + HANDED_ON[name] < stages * chunks:
+            return Result(name, part, action.micro_batch)
+    return None
+
+
+def receiver(result: Result, stages: int) -> int:
+    """The stage that a result is handed on to."""
+    return (result.part + HANDED_ON[result.name]) % stages
+
+
+def _ahead(kind: str, stages: int, chunks: int, stage: int) -> int | None:
+    """How many forwards come before the first backward; None: all."""
+    after = stages - 1 - stage
+    if kind == "gpipe":
+        return None
+    return after + 1 if chunks == 1 else 2 * after + (chunks - 1) * stages + 1
+
+
+def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """So many forwards ahead, then a backward and a forward in turn, the rest of the backwards."""
+    pairs = zip(backwards, forwards[ahead:], strict=False)
+    alternating = [action for pair in pairs for action in pair]
+    return [*forwards[:ahead], *alternating, *backwards[len(forwards[ahead:]) :]]

@@ -1,0 +1,151 @@
+"""Tensor parallelism (Shoeybi et al. 2019): the ranks of a tensor group share each layer's products.
+
+A plan says which modules of a model are replaced by ones that work with this rank's part of their parameters:
+
+    column  y_part = x W_part^T     x whole; the parts of y lie side by side: heads, columns of the feed-forward part, logits
+    row     y = sum of x_part W_part^T + bias        the input is such a part
+
+so that a column, what works on each column (or head) alone, and a row need one sum over the ranks in forward (after the row) and one in
+backward (of the gradient of the column's input). Whether those sums are whole on every rank is `sequence`'s business. Values that ranks hold
+in common are bitwise equal on them, gradients of replicated parameters included: nobody has to make them equal afterwards.
+
+Parameters keep their names. The engine gives the modules their parts (`layout.tensor_part`), and needs to know nothing else.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.nn import functional
+
+from hpczero.comm.group import Group
+from hpczero.parallel.sequence import Residual
+from hpczero_kernels.dropout import Place
+
+
+class ColumnLinear(nn.Module):
+    """Of a linear map, or several stacked ones: this rank's outputs. The residual stream comes in, as this rank has it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, serial: Any, residual: Residual) -> None:
+        super().__init__()
+        self.weight, self.bias = serial.weight, serial.bias
+        self._residual = residual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.flatten()
+        y = _Column.apply(x, self.weight.flatten(0, -2), bias, self._residual)
+        return y.unflatten(-1, self.weight.shape[:-1])
+
+
+class RowLinear(nn.Module):
+    """Of a linear map: this rank's inputs; the residual stream goes out, as this rank has it."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, serial: Any, residual: Residual) -> None:
+        super().__init__()
+        self.weight, self.bias = serial.weight, serial.bias
+        self._residual = residual
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum_of_parts(functional.linear(x, self.weight), self.bias, self._residual)
+
+
+class OnOwnRows(nn.Module):
+    """A module that works on each position alone (a norm), on this rank's positions: its parameters' gradients are summed over the ranks."""
+
+    def __init__(self, serial: nn.Module, residual: Residual) -> None:
+        super().__init__()
+        self._parameters = serial._parameters  # the very same, so that what replaces one replaces the other
+        self._serial = (serial,)  # not a part: parameters keep their names
+        self._group = residual.group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        summed = _SumGradients.apply(self._group, *self._parameters.values())
+        return functional_call(self._serial[0], dict(zip(self._parameters, summed, strict=True)), (x,))
+
+
+class DropoutOnOwnRows(nn.Module):
+    """Drops what is dropped on one rank."""
+
+    def __init__(self, serial: nn.Module, residual: Residual) -> None:
+        super().__init__()
+        self.serial = serial
+        self._first_row = residual.rows.start
+
+    def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return self.serial(x, *arguments, Place(all_columns=x.shape[-1], first_row=self._first_row))
+
+
+def sum_of_parts(partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+    """The residual stream from what each rank has of it as a summand, plus `addend` once: [hidden] or [seq, hidden], the same on all ranks.
+
+    `partial` is overwritten. The gradient of the addend is whole on every rank.
+    """
+    return _SumOfParts.apply(partial, addend, residual)
+
+
+class _Column(torch.autograd.Function):
+    """Of the input only this rank's part is kept; backward asks for the whole again while it computes the input's gradient, and sums that while
+    it computes the weight's.
+    """
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+        context.save_for_backward(x, weight)
+        context.residual = residual
+        return functional.linear(residual.start_whole(x)(), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = context.saved_tensors
+        for_x, for_weight, for_bias, _ = context.needs_input_grad
+        whole_x = context.residual.start_whole(x) if for_weight else None
+        rows = gradient.flatten(0, -2)
+        x_gradient = context.residual.start_sum((rows @ weight).unflatten(0, gradient.shape[:-1])) if for_x else None
+        weight_gradient = rows.t() @ whole_x().flatten(0, -2) if whole_x else None
+        bias_gradient = rows.sum(0) if for_bias else None
+        return x_gradient() if x_gradient else None, weight_gradient, bias_gradient, None
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+        own = residual.start_sum(partial)()
+        if own is partial:
+            context.mark_dirty(partial)
+        context.residual, context.addend_shape = residual, None if addend is None else addend.shape
+        if addend is not None:
+            own += addend if addend.dim() == 1 else addend[residual.rows]
+        return own
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        whole = context.residual.start_whole(gradient)()
+        of_addend = context.needs_input_grad[1]
+        return whole, whole.sum_to_size(context.addend_shape) if of_addend else None, None
+
+
+class _SumGradients(torch.autograd.Function):
+    """Parameters as they are; their gradients together in one sum over the ranks."""
+
+    @staticmethod
+    def forward(context: Any, group: Group, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        context.group = group
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        context.group.all_reduce(together)
+        parts = together.split([gradient.numel() for gradient in gradients])
+        return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))

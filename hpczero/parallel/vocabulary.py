@@ -1,0 +1,86 @@
+"""The vocabulary shared out over the tensor ranks: each has some tokens' vectors, and computes the logits of those tokens only.
+
+No rank ever has the logits of the whole vocabulary: cross-entropy needs two sums of one number per target (Shoeybi et al. 2019).
+Legend: tokens, targets [samples, seq]; logits [samples, seq, own part of the vocabulary].
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hpczero.comm.group import Group
+from hpczero.parallel.layout import share
+from hpczero.parallel.sequence import Residual
+from hpczero.parallel.tensor import sum_of_parts
+from hpczero_kernels.cross_entropy import IGNORED, part_gradient_, part_statistics
+
+
+def own_tokens(vocab: int, group: Group) -> slice:
+    return share(vocab, 1, group.size, group.rank)
+
+
+class VocabularyLookup(nn.Module):
+    """Of a lookup: every rank gives the vectors that it has, and the sum over ranks has all of them."""
+
+    tokens: nn.Parameter
+    positions: nn.Parameter
+
+    def __init__(self, serial: Any, residual: Residual) -> None:
+        super().__init__()
+        self.vocab = serial.tokens.shape[0]
+        self.tokens, self.positions = serial.tokens, serial.positions
+        self._residual = residual
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        _check(tokens, self.vocab)
+        own = own_tokens(self.vocab, self._residual.group)
+        return sum_of_parts(part_of_lookup(tokens, self.tokens, own.start), self.positions[: tokens.shape[1]], self._residual)
+
+
+class VocabularyCrossEntropy(nn.Module):
+    def __init__(self, serial: Any, residual: Residual) -> None:
+        super().__init__()
+        self.vocab = serial.vocab
+        self._group = residual.group
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The sum over all targets, in fp32, equal on all ranks. Backward writes the gradient over the logits."""
+        _check(torch.where(targets == IGNORED, 0, targets), self.vocab)
+        first = own_tokens(self.vocab, self._group).start
+        return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), first, self._group)
+
+
+def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> torch.Tensor:
+    """[samples, seq, hidden]: the vectors of the tokens first, first + 1, ... that are here, zeros elsewhere."""
+    index = tokens - first
+    here = (index >= 0) & (index < vectors.shape[0])
+    found = functional.embedding(index[here], vectors)
+    return vectors.new_zeros(*tokens.shape, vectors.shape[1]).index_put((here,), found)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group) -> torch.Tensor:
+        own_most, own_sums, of_targets = part_statistics(logits, targets, first)
+        most = own_most.clone()
+        group.all_reduce(most, "max")
+        together = torch.stack([own_sums * (own_most - most).exp(), of_targets])
+        group.all_reduce(together)
+        sums, of_targets = together
+        context.save_for_backward(logits, targets, most, sums)
+        context.first = first
+        return ((sums.log() + (most - of_targets)) * (targets != IGNORED)).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, targets, most, sums = context.saved_tensors
+        return part_gradient_(logits, targets, context.first, most, sums, gradient), None, None, None
+
+
+def _check(numbers: torch.Tensor, vocab: int) -> None:
+    """As on one rank: a number outside of the vocabulary, which no rank has, is an error, not a zero."""
+    torch._assert_async(((numbers >= 0) & (numbers < vocab)).all(), f"a token or target is outside of the vocabulary of {vocab}")

@@ -1,0 +1,169 @@
+"""The trace of a run (`train.trace`): recorded on every rank, written at the end as <run>/trace.json.gz.
+
+An end that all ranks come to, whatever the reason, brings their events together. A rank that fails, or whose wait the watchdog ends, writes
+its own as <run>/trace-rank-<number>.json.gz before it ends the job.
+"""
+
+import base64
+import contextlib
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from hpczero.comm.grid import Grid
+from hpczero.comm.trace import OPERATION, ROW, Recording, Step, Trace, What, events
+from hpczero.comm.world import World
+from hpczero.spec.schema import Spec
+from hpczero.train import timeline, trace_file
+from hpczero.train.rundir import path_of
+
+NAME = "trace.json.gz"
+MOST = 1_000_000  # events in the file: the viewers cannot show many more
+
+Shift = Callable[[int], int]  # a time of this host's clock -> how far it is ahead of rank 0's
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is written: these steps, of the first so many ranks."""
+
+    steps: Sequence[int]
+    ranks: int
+
+
+class Tracing:
+    """Begun and concluded by all ranks together."""
+
+    def __init__(self, spec: Spec, world: World, grid: Grid) -> None:
+        self._world, self._run, self._folder = world, spec.name, path_of(spec)
+        coordinates = ", ".join(f"{axis} {grid.coordinate(world.rank, axis)}" for axis in grid.axes)
+        self._name = f"rank {world.rank} on {world.hosts[world.rank]} ({coordinates})"
+        self._begun = datetime.now(UTC).isoformat(timespec="seconds")
+        if world.rank == 0:
+            for old in (self._folder / NAME, *self._folder.glob(_part_of("*"))):
+                old.unlink(missing_ok=True)
+        self._clock, self._read = world.clock(), time.perf_counter_ns()
+        self._recording = Recording()
+        world.record(self._recording)
+        world.status.last_words = self._leave
+
+    def conclude(self) -> dict[str, Any] | None:
+        """Stops, and writes the file; on rank 0 what there is to say about it."""
+        world, recording = self._world, self._recording
+        world.record(Trace())
+        world.status.last_words = str
+        clock, read = world.clock(), time.perf_counter_ns()
+        drift = (clock.ahead - self._clock.ahead) / (read - self._read)
+        sizes = world.share(world.collect([(step.number, step.size) for step in recording.steps]))
+        selection = select([dict(of_rank) for of_rank in sizes], MOST)
+        chosen = [step for step in recording.steps if step.number in selection.steps]
+        packed = _packed(chosen if world.rank < selection.ranks else [], recording.whats, lambda at: clock.ahead + round(drift * (at - read)))
+        parts = world.collect(self._described(packed, max(clock.uncertainty, self._clock.uncertainty)))
+        figures = world.collect([_figures(step, recording.whats) for step in chosen])
+        if parts is None or figures is None:
+            return None
+        facts = self._facts(selection, parts)
+        try:
+            ranks = (_unpacked(rank, part) for rank, part in enumerate(parts[: selection.ranks]))
+            trace_file.write(self._folder / NAME, ranks, facts, min((part["begin"] for part in parts if part["events"]), default=0))
+        except OSError as error:
+            facts["problem"] = f"cannot write {self._folder / NAME}: {error.strerror}"
+        return facts | {"mean_step": mean([of_step for of_rank in figures for of_step in of_rank])}
+
+    def _leave(self) -> None:
+        """Before this rank ends the job: what it has, alone. What keeps that from being written must not hide why the job ends."""
+        rank, recording = self._world.rank, self._recording
+        recording.keep_unfinished()
+        steps = list(recording.steps)
+        if not steps:
+            return
+        part = self._described(_packed(steps, recording.whats, lambda at: self._clock.ahead), self._clock.uncertainty)
+        facts = self._facts(Selection([step.number for step in steps], 1), [part]) | {"rank": rank}
+        with contextlib.suppress(Exception):
+            trace_file.write(self._folder / _part_of(rank), [_unpacked(rank, part)], facts, part["begin"])
+
+    def _described(self, packed: dict[str, Any], uncertainty: int) -> dict[str, Any]:
+        return packed | {"name": self._name, "first": self._recording.first, "lost": self._recording.lost, "uncertainty": uncertainty}
+
+    def _facts(self, selection: Selection, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What the trace holds and what not."""
+        first = parts[0]["first"]
+        return {
+            "run": self._run,
+            "begun": self._begun,
+            "steps": _span(selection.steps),
+            "steps_left_out": _span(range(first, selection.steps[0])) if selection.steps else "",
+            "ranks": selection.ranks,
+            "ranks_left_out": max(0, len(parts) - selection.ranks),
+            "events": sum(part["events"] for part in parts),
+            "events_left_out": sum(part["lost"] for part in parts),
+            "clock_uncertainty_us": max(part["uncertainty"] for part in parts) / 1e3,
+        }
+
+
+def select(sizes: Sequence[Mapping[int, int]], most: int) -> Selection:
+    """From how many events each rank has of each step: the last steps that all have, as many as fit; of a step that does not fit alone the
+    first ranks.
+    """
+    steps: list[int] = []
+    room = most
+    for step in sorted(set.intersection(*(set(of_rank) for of_rank in sizes)), reverse=True):
+        room -= sum(of_rank[step] for of_rank in sizes)
+        if room < 0 and steps:
+            break
+        steps.insert(0, step)
+        if room < 0:
+            return Selection(steps, _ranks_that_fit([of_rank[step] for of_rank in sizes], most))
+    return Selection(steps, len(sizes))
+
+
+def _ranks_that_fit(sizes: Sequence[int], most: int) -> int:
+    return max(1, next(ranks for ranks in range(len(sizes) - 1, -1, -1) if sum(sizes[:ranks]) <= most))
+
+
+def mean(steps: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Of what `_figures` says of each step of each rank. A step without some kind of event spent 0 seconds on it; an axis without operations has
+    nothing to hide.
+    """
+    kinds = sorted({kind for step in steps for kind in step["seconds"]})
+    axes = sorted({axis for step in steps for axis in step["hidden"]})
+    seconds = {kind: sum(step["seconds"].get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
+    hidden = {axis: [step["hidden"][axis] for step in steps if axis in step["hidden"]] for axis in axes}
+    return {"seconds": seconds, "hidden": {axis: sum(shares) / len(shares) for axis, shares in hidden.items()}}
+
+
+def _figures(step: Step, whats: list[What]) -> dict[str, dict[str, float]]:
+    inside = timeline.of_step(events(step.rows, whats), step.number)
+    seconds = timeline.own_seconds(inside)
+    seconds["other"] = seconds.pop("step", 0.0)
+    axes = {event.what.axis for event in inside if event.what.kind == OPERATION}
+    return {"seconds": seconds, "hidden": {axis: timeline.hidden(inside, axis) for axis in axes}}
+
+
+def _packed(steps: Sequence[Step], whats: list[What], ahead: Shift) -> dict[str, Any]:
+    """What JSON can carry; times by rank 0's clock."""
+    rows = array("q")
+    for step in steps:
+        rows.extend(step.rows)
+    for column in (1, 2):
+        rows[column::ROW] = array("q", [at - ahead(at) for at in rows[column::ROW]])
+    text = base64.b64encode(zlib.compress(rows.tobytes(), 1)).decode()
+    return {"rows": text, "whats": whats, "events": len(rows) // ROW, "begin": min(rows[1::ROW], default=0)}
+
+
+def _unpacked(rank: int, part: Mapping[str, Any]) -> trace_file.Rank:
+    rows = array("q")
+    rows.frombytes(zlib.decompress(base64.b64decode(part["rows"])))
+    return trace_file.Rank(rank, part["name"], list(events(rows, [What(*what) for what in part["whats"]])))
+
+
+def _span(steps: Sequence[int]) -> str:
+    return f"{steps[0]}-{steps[-1]}" if steps else ""
+
+
+def _part_of(rank: int | str) -> str:
+    return f"trace-rank-{rank}.json.gz"

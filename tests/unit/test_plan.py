@@ -1,0 +1,50 @@
+"""The plan of a family fits what its parameters are said to be cut along, and names modules that exist."""
+
+import pytest
+
+from hpczero.model import build, shapes
+from hpczero.parallel.plan import PLANS, _matches
+from hpczero.parallel.tensor import ColumnLinear, RowLinear
+from hpczero.parallel.vocabulary import VocabularyLookup
+from hpczero.spec.schema import Model
+
+MODELS = [Model(family=family, tied_embeddings=tied) for family in PLANS for tied in (True, False)]
+
+
+def planned(model: Model) -> dict[str, object]:
+    plan = PLANS[model.family]
+    names = [name for name, _ in build.on_meta(model).named_modules()]
+    return {name: make for pattern, make in {**plan.tensor, **plan.sequence}.items() for name in names if _matches(name, pattern)}
+
+
+def test_every_family_has_a_plan():
+    assert PLANS.keys() == shapes._FAMILIES.keys()
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_every_entry_names_modules(model):
+    plan, names = PLANS[model.family], [name for name, _ in build.on_meta(model).named_modules()]
+    assert not plan.tensor.keys() & plan.sequence.keys()
+    for pattern in (*plan.tensor, *plan.sequence):
+        assert any(_matches(name, pattern) for name in names), pattern
+
+
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_parameters_are_cut_as_the_plan_uses_them(model):
+    """Columns: each dimension of the outputs but the stacked ones; rows: the inputs. What no entry uses is not cut; what every rank holds whole
+    is used on own rows only by modules that sum its gradient.
+    """
+    entries = planned(model)
+    for parameter in (parameter for layer in shapes.layers(model) for parameter in layer.parameters):
+        module, _, name = parameter.name.rpartition(".")
+        dims, entry = len(parameter.shape), entries.get(module)
+        if entry is ColumnLinear:
+            assert parameter.split == (dims - 2 if name == "weight" else dims - 1), parameter.name
+        elif entry is RowLinear:
+            assert parameter.split == (dims - 1 if name == "weight" else None), parameter.name
+        elif entry is VocabularyLookup:
+            assert parameter.split == (0 if name == "tokens" else None), parameter.name
+            assert parameter.grain == 1
+        else:
+            assert entry is not None, f"{parameter.name} is in no module of the plan"
+            assert parameter.split is None, parameter.name

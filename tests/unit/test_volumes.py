@@ -1,0 +1,197 @@
+"""What is sent in a step, and the order of the axes that follows from it. That runs send just this: tests/mpi/test_volumes.py."""
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from hpczero.comm.grid import Grid
+from hpczero.errors import InputError
+from hpczero.model import shapes
+from hpczero.parallel.schedule import schedule
+from hpczero.parallel.simulate import simulate
+from hpczero.planner.activations import live_chunks
+from hpczero.planner.held import chunks_of_stages
+from hpczero.planner.memory import needs_on_grid
+from hpczero.planner.regather import Use, gathered, gathers, gathers_in_step
+from hpczero.planner.volumes import Sent, Volumes, resolved
+from hpczero.spec.rules import AXES
+from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
+
+MODEL = Model(layers=6, hidden=64, heads=4, vocab=257, seq_len=32)
+TWO_NODES = [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def job(model: Model = MODEL, batch: int = 16, stage: Any = 1, **parallel: Any) -> Spec:
+    return Spec(model=model, train=Train(global_batch=batch, micro_batch=2), zero=Zero(stage=stage), parallel=Parallel(**parallel))
+
+
+def grid_of(spec: Spec, node_of_rank: list[int]) -> Grid:
+    return Grid.build(resolved(spec, node_of_rank), node_of_rank)
+
+
+def volumes(spec: Spec, grid: Grid) -> Volumes:
+    return Volumes(spec, shapes.layers(spec.model), grid.size("data"))
+
+
+def test_a_step_in_formulas() -> None:
+    """4 all-reduces a block and micro-batch, the activations at the boundary, the parameters twice."""
+    spec = job(tensor=2, pipeline=2, order="tensor,data,pipeline")
+    grid = grid_of(spec, TWO_NODES)
+    found = volumes(spec, grid)
+    stream = 2 * MODEL.seq_len * MODEL.hidden * 2  # bytes of a micro-batch of 2 sequences
+    first, last = found.of_rank(grid, 0), found.of_rank(grid, 7)
+    counts = [len([layer for layer in chunk if layer.name.startswith("blocks")]) for (chunk,) in found.chunks]
+    assert sum(counts) == MODEL.layers
+    loss = 4 * 3 * (2 * 4 * MODEL.seq_len)  # 4 micro-batches, 3 numbers of each token
+    assert first["tensor"] == {"all_reduce": Sent(4 * (4 * counts[0] + 1) * stream, 0)}
+    assert last["tensor"] == {"all_reduce": Sent(4 * (4 * counts[1] + 1) * stream + loss, 0)}
+    assert first["pipeline"]["send"] == last["pipeline"]["send"] == Sent(0, 4 * stream)
+    embedding = -(-MODEL.vocab // 2) * MODEL.hidden * 2
+    assert first["pipeline"]["all_reduce"] == Sent(0, embedding), "tied embeddings"
+    parameters = sum(unit.size for unit in found.units.of(found.chunks[0][0])) * 2
+    norm = 8
+    assert first["data"] == {"all_gather": Sent(norm, 0)}, "the data ranks share a node, and its memory: they send the norm alone"
+    apart = job(tensor=2, pipeline=2, order="tensor,pipeline,data")
+    grid = grid_of(apart, TWO_NODES)
+    data = volumes(apart, grid).of_rank(grid, 0)["data"]
+    assert data == {"reduce_scatter": Sent(0, parameters // 2), "all_gather": Sent(0, parameters // 2 + norm)}
+
+
+def test_totals_are_the_ranks_together() -> None:
+    """On nodes of any sizes, for every order, stage and schedule: the sum over ranks, and the most of a rank."""
+    choice = random.Random(7)
+    for order, stage in itertools.product(itertools.permutations(AXES), range(4)):
+        parallel: dict[str, Any] = {"tensor": choice.choice((1, 2, 3)), "pipeline": choice.choice((1, 2)), "order": ",".join(order)}
+        parallel |= choice.choice(({}, {"sequence_parallel": True}, {"schedule": "interleaved", "chunks": 2}, {"schedule": "gpipe"}))
+        ranks = parallel["tensor"] * parallel["pipeline"] * choice.choice((1, 2, 3))
+        spec = job(MODEL.model_copy(update={"seq_len": 33}), 13, stage, **parallel)
+        grid = grid_of(spec, sorted(choice.choices(range(3), k=ranks)))
+        found = volumes(spec, grid)
+        of_ranks = [found.of_rank(grid, rank) for rank in range(ranks)]
+        for axis, operations in found.totals(grid).items():
+            for name, total in operations.items():
+                each = [sent.get(axis, {}).get(name, Sent()) for sent in of_ranks]
+                assert total.all == Sent(sum(sent.inside for sent in each), sum(sent.between for sent in each))
+                assert total.rank == Sent(max(sent.inside for sent in each), max(sent.between for sent in each))
+
+
+def test_one_rank_sends_nothing() -> None:
+    spec = job()
+    grid = grid_of(spec, [0])
+    assert volumes(spec, grid).totals(grid) == {}
+
+
+def test_auto_is_the_order_with_the_fewest_bytes_between_nodes() -> None:
+    choice = random.Random(3)
+    for _ in range(40):
+        parallel = {"tensor": choice.choice((1, 2, 4)), "pipeline": choice.choice((1, 2, 4))}
+        model = MODEL.model_copy(update={"vocab": choice.choice((10, 50_000)), "seq_len": choice.choice((8, 512))})
+        spec = job(model, choice.choice((4, 64)), choice.choice((0, 3)), **parallel)
+        ranks = parallel["tensor"] * parallel["pipeline"] * choice.choice((1, 2, 4))
+        node_of_rank = choice.choices(range(4), k=ranks)
+        between = {}
+        for order in itertools.permutations(AXES):
+            grid = Grid.build(spec.parallel.model_copy(update={"order": ",".join(order)}), node_of_rank)
+            between[",".join(order)] = volumes(spec, grid).between_nodes(grid)
+        chosen = resolved(spec, node_of_rank).order
+        assert between[chosen] == min(between.values())
+        assert chosen == next(order for order, sent in between.items() if sent == between[chosen]), "of equal ones the first"
+
+
+def test_what_is_cheapest_between_nodes_depends_on_the_model() -> None:
+    """Long sequences make activations expensive, a large vocabulary the parameters."""
+    long = job(MODEL.model_copy(update={"seq_len": 2048}), tensor=4)
+    wide = job(MODEL.model_copy(update={"vocab": 2_000_000, "seq_len": 2}), 2, tensor=4)
+    node_of_rank = [rank // 4 for rank in range(16)]
+    assert resolved(long, node_of_rank).order == "tensor,data,pipeline"
+    assert resolved(wide, node_of_rank).order == "data,tensor,pipeline"
+
+
+def test_orders_that_are_equal_or_cannot_be_told_apart() -> None:
+    assert resolved(job(tensor=2, pipeline=2), [0] * 8).order == "tensor,data,pipeline"
+    assert resolved(job(), [0, 0, 1, 1]).order == "tensor,data,pipeline"
+    unknown = job(Model(family="some.module:factory"), tensor=2)
+    assert resolved(unknown, TWO_NODES).order == "tensor,data,pipeline"
+    assert resolved(job(tensor=2, order="data,tensor"), TWO_NODES).order == "data,tensor", "what is said is taken"
+
+
+def test_a_grid_that_does_not_fit_names_sizes_that_the_model_allows() -> None:
+    with pytest.raises(InputError) as caught:
+        resolved(job(tensor=3), [0] * 32)
+    assert str(caught.value) == "tensor(3) does not divide the 32 ranks given: use mpirun -n 33 or 30, or parallel.tensor = 2 or 4"
+
+
+def test_stages_hold_every_layer_once_and_a_copy_of_what_is_tied() -> None:
+    layers = shapes.layers(MODEL)
+    for parallel in ({"pipeline": 3}, {"pipeline": 2, "schedule": "interleaved", "chunks": 3}, {"pipeline": 8}):
+        chunks = chunks_of_stages(job(**parallel), layers)
+        parts = [chunk for index in range(len(chunks[0])) for chunk in (stage[index] for stage in chunks)]
+        assert [layer.name for part in parts for layer in part] == [layer.name for layer in layers]
+        assert {parameter.name for parameter in parts[-1][-1].parameters} == {"head.norm.weight", "head.norm.bias", "embedding.lookup.tokens"}
+        assert parts[-1][-1].uses == ()
+    assert chunks_of_stages(job(), layers) == [(tuple(layers),)]
+
+
+def test_units_are_gathered_when_they_are_gone() -> None:
+    assert gathered([64, 64, 64], [Use((0,)), Use((1,)), Use((0,)), Use((2,)), Use((1,))]) == {0: 1, 1: 2, 2: 1}
+    assert gathered([64, 64, 64], [Use((0,)), Use((1,), gone=(0,)), Use((0,))]) == {0: 2, 1: 1}
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, {"pipeline": 3}, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, {"pipeline": 2, "schedule": "gpipe"}]
+)
+def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
+    """What is reckoned from the first micro-batches is what going through all of them gives."""
+    spec = job(**parallel)
+    stages = chunks_of_stages(spec, shapes.layers(MODEL))
+    for stage, chunks in enumerate(stages):
+        sizes = [-(-layer.size // 64) * 64 for chunk in chunks for layer in chunk]
+        for many in (1, 2, 5, 12, 29):
+            one_by_one = gathers(chunks, sizes, spec.parallel, stage, many)
+            of_size = Counter[int]()
+            for unit, often in one_by_one.items():
+                of_size[sizes[unit]] += often
+            assert gathers_in_step(chunks, sizes, spec.parallel, stage, many) == of_size
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+def test_live_activations_are_what_the_simulator_sees(kind: Any, chunks: int) -> None:
+    for stages, micro_batches in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12)):
+        parallel = Parallel(pipeline=stages, schedule=kind, chunks=chunks)
+        peaks = simulate(schedule(kind, stages, chunks, micro_batches), chunks, micro_batches).peak_live
+        bounds = [live_chunks(parallel, stage, micro_batches) for stage in range(stages)]
+        assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
+        if micro_batches % stages == 0:
+            assert list(peaks) == bounds
+
+
+def test_memory_of_stages_and_tensor_ranks() -> None:
+    """A rank's parameters are the balanced share; the node's need is that of all its ranks."""
+    model = Model(layers=16, hidden=512, heads=8, vocab=1024, seq_len=64)
+    whole = shapes.parameter_count(model)
+    spec = job(model, 16, 0, tensor=2, pipeline=4, order="tensor,data,pipeline")
+    needs = needs_on_grid(spec, shapes.layers(model), Grid.build(spec.parallel, [rank // 4 for rank in range(16)]))
+    assert len(needs) == 4
+    weights = [sum(part.rank["moments"] // 8 for part in need.parts) / len(need.parts) for need in needs.values()]
+    assert sum(weights) * 2 == pytest.approx(whole + 1024 * 512, rel=0.01), "the last stage has a copy of the embedding"
+    assert all(need.ranks == 4 for need in needs.values())
+    first, last = needs[0], needs[3]
+    assert first.rank["activations"] > last.rank["activations"], "the first stage keeps the most micro-batches"
+    alone = needs_on_grid(job(model, 16, 0), shapes.layers(model), Grid.build(Parallel(), [0]))[0]
+    assert max(need.rank["moments"] for need in needs.values()) < 1.3 * alone.rank["moments"] / 8
+    parts = job(model, 16, 0, tensor=2, pipeline=4, sequence_parallel=True, order="tensor,data,pipeline")
+    shared = needs_on_grid(parts, shapes.layers(model), Grid.build(parts.parallel, [rank // 4 for rank in range(16)]))
+    assert shared[0].rank["activations"] < first.rank["activations"]
+
+
+def test_thousands_of_ranks_take_no_time() -> None:
+    model = Model(layers=96, hidden=12288, heads=96, vocab=50257, seq_len=2048)
+    spec = job(model, 1536, 3, tensor=8, pipeline=16)
+    grid = grid_of(spec, [rank // 8 for rank in range(4096)])
+    assert grid.axes == ("tensor", "data", "pipeline")
+    found = volumes(spec, grid)
+    assert found.totals(grid)["tensor"]["all_reduce"].all.between == 0
+    assert len(found._known) < 400, "equal groups are counted once"
