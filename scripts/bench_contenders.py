@@ -57,7 +57,8 @@ class Entry:
 def entries() -> dict[str, Entry]:
     deepspeed = "" if find_spec("deepspeed") else "not installed (pip install deepspeed)"
     return {
-        "floor": Entry(Floor, peer=False, trains=False),
+        "floor": Entry(partial(Floor, "auto"), peer=False, trains=False),
+        "floor-torch": Entry(partial(Floor, "torch"), peer=False, trains=False),
         **{f"ours-{stage}": Entry(partial(Ours, stage, False), peer=False) for stage in range(4)},
         **{f"ours-{stage}-shared": Entry(partial(Ours, stage, True), peer=False) for stage in range(4)},
         "ddp-autocast": Entry(partial(DistributedDataParallel, torch.float32)),
@@ -67,9 +68,9 @@ def entries() -> dict[str, Entry]:
     }
 
 
-def materialised(spec: Spec, dtype: torch.dtype) -> nn.Module:
+def materialised(spec: Spec, dtype: torch.dtype, kernels: str = "torch") -> nn.Module:
     """The model with its initial values, in plain memory of its own."""
-    module = build.on_meta(spec.model)
+    module = build.on_meta(spec.model.model_copy(update={"kernels": kernels}))
     parameters = {}
     for layer in shapes.layers(spec.model):
         for parameter in layer.parameters:
@@ -81,10 +82,10 @@ def materialised(spec: Spec, dtype: torch.dtype) -> nn.Module:
 
 
 class Floor:
-    """Forward and backward alone: each gradient is dropped as soon as it has been made."""
+    """Forward and backward alone: each gradient is dropped as soon as it has been made. With hpczero's kernels, or PyTorch's as the peers."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.module = job, materialised(job.spec, torch.bfloat16)
+    def __init__(self, kernels: str, job: Job) -> None:
+        self.job, self.module = job, materialised(job.spec, torch.bfloat16, kernels)
         for parameter in self.module.parameters():
             parameter.register_post_accumulate_grad_hook(drop)
 

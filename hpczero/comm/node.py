@@ -130,7 +130,8 @@ class NodeGroup:
 
     def _round(self, pieces: list[Tensor], window: slice, buffer: Tensor, sums: LocalSum, tag: int) -> Steps:
         length, count = pieces[0].numel() // self.size, window.stop - window.start
-        free = iter(buffer.split(count)) if count else iter(())
+        least = len(self._elsewhere) + len(self._places) - 1
+        free = iter(buffer[: least * count].split(count)) if count else iter(())
         mine = _cut(count, len(self.here), self.local)
         requests: list[Any] = []
         arriving = {node: next(free) for node in self._places if node != self._own_node}
@@ -158,7 +159,8 @@ class NodeGroup:
             if node != self._own_node:
                 for index, place in enumerate(places):
                     requests += self.group.connection.send(own[_cut(own.numel(), len(places), index)], place, tag)
-        yield requests
+        if requests:
+            yield requests
         yield from self._post(WRITTEN, number)
         yield from self._reached(WRITTEN, number)
         if copies:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from hpczero.model import shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
+from hpczero_kernels.attention import attention, attention_reference
 from hpczero_kernels.dropout import Place, dropout
 from hpczero_kernels.philox import key_of
 
@@ -120,6 +121,7 @@ class Attention(nn.Module):
     def __init__(self, model: Model, name: str) -> None:
         super().__init__()
         self.head_dim = shapes.head_dim(model)
+        self.attention = attention if model.kernels == "auto" else attention_reference
         inner = model.heads * self.head_dim
         self.norm = Norm(model.hidden)
         self.qkv = StackedLinear(model.hidden, 3, inner)
@@ -129,7 +131,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))  # [samples, seq, 3, heads, head_dim]
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attention(query, key, value)
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch)
 
 

@@ -23,7 +23,7 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
         return adopt(world.together(lambda: build.from_factory(spec.model, spec.seed)), spec, world, grid, accumulates, threads)
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
-    return Engine(module, layers, data_axis(spec, world, _group(world, grid)), settings_of(spec, accumulates, threads))
+    return Engine(module, layers, data_axis(spec, world, _group(world, grid)), settings_of(spec, accumulates, threads, in_layers=True))
 
 
 def adopt(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Engine:
@@ -36,8 +36,8 @@ def adopt(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: 
     return engine
 
 
-def settings_of(spec: Spec, accumulates: bool, threads: int) -> Settings:
-    return Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads)
+def settings_of(spec: Spec, accumulates: bool, threads: int, in_layers: bool = False) -> Settings:
+    return Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads, in_layers)
 
 
 def data_axis(spec: Spec, world: World, group: Group) -> DataAxis:

@@ -148,12 +148,10 @@ class Gatherer:
         """Its gradients are there: backward does not need it any more."""
         if unit in self._kept and all(parameter.requires_grad for parameter in unit.parameters):  # else its values may still be needed
             self._keep_no_longer(unit)
-        if unit in self._whole and unit not in self._in_use:
-            self._evict(unit)
 
-    def forget_all(self) -> None:
-        """The values are about to change."""
-        for unit in list(self._whole):
+    def changed(self, unit: Unit) -> None:
+        """Its values are new."""
+        if unit in self._whole:
             self._evict(unit)
 
     def close(self) -> None:

@@ -152,11 +152,14 @@ class Unit:
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
         assert self.buffer is not None
         part = self.part(self.buffer, self.layout.places[index])
-        if index in self.arrived:
-            part.add_(gradient)
-        else:
-            part.copy_(gradient)
+        if index not in self.arrived:
             self.arrived.add(index)
+            if not gradient.is_sparse:
+                part.copy_(gradient)
+                return
+            part.zero_()
+        if not gradient.is_sparse or gradient._nnz():
+            part.add_(gradient)
 
     def complete(self) -> None:
         """Makes the gradient ready to be sent: parameters without one, and the padding, count as zero."""

@@ -1,12 +1,10 @@
 """How often units are gathered in a step where parameters are sharded (pure): by the rule of `parallel.gather`, as the stage's schedule uses them.
 
-There is room for two of the largest units. A unit that is needed and gone is gathered; what was used longest ago makes room for it, and a unit
-goes as soon as its gradients are there.
+There is room for two of the largest units. A unit that is needed and gone is gathered; what was used longest ago makes room for it.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from hpczero.memory.gaps import Gaps
@@ -18,12 +16,7 @@ from hpczero.spec.schema import Parallel
 _ONLY_FORWARD = {"embedding"}  # layers whose backward does not need their parameters: lookups
 
 
-@dataclass(frozen=True)
-class Use:
-    """The units that a layer works with at the same time, and those that go afterwards."""
-
-    units: tuple[int, ...]
-    gone: tuple[int, ...] = ()
+Use = tuple[int, ...]  # the units that a layer works with at the same time
 
 
 def gathers_in_step(chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int) -> Counter[int]:
@@ -47,10 +40,9 @@ def gathers(chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int
     uses: dict[str, list[list[Use]]] = {"forward": [], "backward": []}
     for chunk in chunks:
         together = [tuple(sorted({holder[name] for name in layer.names})) for layer in chunk]
-        own = [tuple({holder[parameter.name] for parameter in layer.parameters}) for layer in chunk]
         backward = [() if layer.name in _ONLY_FORWARD else units for layer, units in zip(chunk, together, strict=True)]
-        uses["forward"].append([Use(units) for units in together])
-        uses["backward"].append([Use(units, gone) for units, gone in zip(backward, own, strict=True)][::-1])
+        uses["forward"].append(together)
+        uses["backward"].append(backward[::-1])
     kind = "1f1b" if parallel.schedule == "interleaved" and len(chunks) == 1 else parallel.schedule
     actions = _actions(kind, parallel.pipeline, len(chunks), micro_batches)[stage]
     return gathered(sizes, (use for action in actions for use in uses[action.kind][action.chunk]))
@@ -61,18 +53,15 @@ def gathered(sizes: Sequence[int], uses: Iterable[Use]) -> Counter[int]:
     gaps, times = Gaps(SLOTS * max(sizes)), Counter[int]()
     there: dict[int, int] = {}  # unit -> where it lies; least recently used first
     for use in uses:
-        for unit in use.units:
+        for unit in use:
             if unit not in there:
                 times[unit] += 1
                 place = gaps.take(sizes[unit])
                 while place is None:
-                    gaps.give_back(there.pop(next(other for other in there if other not in use.units)))
+                    gaps.give_back(there.pop(next(other for other in there if other not in use)))
                     place = gaps.take(sizes[unit])
                 there[unit] = place
             there[unit] = there.pop(unit)
-        for unit in use.gone:
-            if unit in there:
-                gaps.give_back(there.pop(unit))
     return times
 
 

@@ -51,6 +51,7 @@ class Model(Table):
     seq_len: int = key(128, "identity", "tokens in a sequence", ge=1, le=100_000_000)
     dropout: float = key(0.0, "identity", "probability to drop a value (after the embedding, attention and feed-forward)", ge=0, lt=1)
     tied_embeddings: StrictBool = key(True, "identity", "the head uses the embedding's weight")
+    kernels: Literal["auto", "torch"] = key("auto", "site", "hpczero's kernels where they are faster, or PyTorch's operations alone")
 
 
 class Data(Table):

@@ -70,6 +70,7 @@ class Training:
         out: the result says where it was.
         """
         result = self.engine.finish_step(learning_rate(self.spec, self.steps) if lr is None else lr)
+        self.engine.weights_here()
         self.steps += 1
         return result
 

@@ -73,6 +73,7 @@ class Trainer:
                         break
             finally:
                 prefetcher.close()
+        self.engine.weights_here()
         return outcome
 
     def _step(self, step: int, prefetcher: Prefetcher[list[MicroBatch]], requests: StopRequests, before: Outcome) -> Outcome:

@@ -105,19 +105,20 @@ def test_the_ledger_has_the_bytes_of_the_schedule(world: World, stage: int, accu
     specs = [base.model_copy(update={"train": base.train.model_copy(update={"steps": steps})}) for steps in (1, 3)]
     sent = [sum(entry["bytes"] for name, entry in totals(world, spec).items() if name in ("reduce_scatter", "all_gather")) for spec in specs]
     units = [unit_layout(layer, count).size for layer in shapes.layers(base.model)]
-    elements = {0: 2 * sum(units), 1: 2 * sum(units), 2: (accumulation + 1) * sum(units), 3: accumulation * (sum(units) + gathered(units))}[stage]
+    whole, at_stage_3 = sum(units), accumulation * sum(units) + gathered(units, accumulation)
+    elements = {0: 2 * whole, 1: 2 * whole, 2: (accumulation + 1) * whole, 3: at_stage_3}[stage]
     norm = 8 * (count - 1)
     assert (sent[1] - sent[0]) / 2 == pytest.approx(elements * 2 * (count - 1) / count + norm, abs=count * 8)
 
 
-def gathered(units: list[int]) -> int:
-    """Elements that a pass of stage 3 gathers: every unit for forward and for backward, less what is still there, by the rule of docs/zero.md
+def gathered(units: list[int], passes: int) -> int:
+    """Elements that a step of stage 3 gathers: every unit for forward and for backward, less what is still there, by the rule of docs/zero.md
     (room for the two largest, what was used longest ago goes first; the head works with the embedding's weight).
     """
     embedding, *blocks, head = range(len(units))
     forward = [[embedding], *([block] for block in blocks), [embedding, head]]
     region, there, total = Region(torch.empty(2 * max(units))), {}, 0
-    for used in [*forward, [embedding, head], *([block] for block in reversed(blocks))]:
+    for used in [*forward, [embedding, head], *([block] for block in reversed(blocks))] * passes:
         for unit in used:
             if unit not in there:
                 total += units[unit]

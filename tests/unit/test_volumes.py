@@ -15,7 +15,7 @@ from hpczero.parallel.simulate import simulate
 from hpczero.planner.activations import live_chunks
 from hpczero.planner.held import chunks_of_stages
 from hpczero.planner.memory import needs_on_grid
-from hpczero.planner.regather import Use, gathered, gathers, gathers_in_step
+from hpczero.planner.regather import gathered, gathers, gathers_in_step
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
@@ -136,8 +136,7 @@ def test_stages_hold_every_layer_once_and_a_copy_of_what_is_tied() -> None:
 
 
 def test_units_are_gathered_when_they_are_gone() -> None:
-    assert gathered([64, 64, 64], [Use((0,)), Use((1,)), Use((0,)), Use((2,)), Use((1,))]) == {0: 1, 1: 2, 2: 1}
-    assert gathered([64, 64, 64], [Use((0,)), Use((1,), gone=(0,)), Use((0,))]) == {0: 2, 1: 1}
+    assert gathered([64, 64, 64], [(0,), (1,), (0,), (2,), (1,)]) == {0: 1, 1: 2, 2: 1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,229 @@
+"""The reduce pass: gradients are summed over the data ranks while backward goes on (design 8).
+
+`gradient_ready(parameter)`, the only entry from backward, adds a parameter's gradient to its unit. Where gradients are sharded every backward
+is reduced, else the last one of a step: a unit whose parameters are all there is summed over the data ranks. Units start in one order on every
+rank, whatever gradients came or did not come there: in the first step the reverse order of the model, from then on the order in which
+they were complete on the first rank.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hpczero.comm.group import Work
+from hpczero.errors import HpczeroError
+from hpczero.parallel.axis import DataAxis
+from hpczero.parallel.states import Sharded
+from hpczero.parallel.unit import Unit
+from hpczero_kernels.pool import Pool
+from hpczero_kernels.reduce import BLOCK, sum_pieces
+
+
+@dataclass(frozen=True)
+class BadGradient:
+    """The first tensor, from the loss backwards, whose gradient was not finite on some rank; no tensor: only the sum over ranks was not."""
+
+    tensor: str | None
+    data_rank: int | None
+
+    def __str__(self) -> str:
+        return f"first in {self.tensor} of data rank {self.data_rank}" if self.tensor else "only the sum over the ranks"
+
+
+class Reduction:
+    """For each backward `begin` and `end`; then `finish`, after which every unit has its sum."""
+
+    def __init__(self, units: Sequence[Unit], axis: DataAxis, sharded: Sharded, slots: Sequence[torch.Tensor], pool: Pool) -> None:
+        """`slots`: where gradients are sharded, what the units gather them in, in turns."""
+        self.axis, self.sharded, self.pool = axis, sharded, pool
+        self.started: Callable[[Unit], None] = lambda unit: None  # is told of each unit whose gradients are all there
+        self._slots = slots
+        self._slot_of: dict[Unit, int] = {}
+        self._order = list(reversed(units))
+        self._place_in_order = {unit: place for place, unit in enumerate(self._order)}
+        self._under_way: deque[tuple[Unit, Work]] = deque()
+        self._read_by_others: set[Unit] = set()  # whose sum is under way
+        self._started = 0  # units whose sum has been started in this backward
+        self._sums = 0  # the same since the beginning
+        self._reduced = False  # whether this step has sums already
+        self._reducing = False
+        self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward are autograd's
+        self._completed: list[Unit] | None = []  # in the first step, as they come
+        self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
+        self._names_backwards = [place.parameter.name for unit in units for place in unit.layout.places][::-1]
+        self._place_of: dict[torch.Tensor, tuple[Unit, int]] = {}
+        for unit in units:
+            self._place_of |= {parameter: (unit, index) for index, parameter in enumerate(unit.parameters)}
+
+    def begin(self, last: bool) -> None:
+        if self._reduced and not self.sharded.gradients:
+            raise HpczeroError("a backward after the one that was said to be the last of the step: say last=True only then, or leave it out")
+        self._reducing = last or self.sharded.gradients
+        self._started = 0
+        self._elsewhere.clear()
+        for unit in self._order:
+            unit.missing = sum(parameter.requires_grad for parameter in unit.parameters)
+
+    def end(self) -> None:
+        """All gradients of this backward are there; what has not been started is started now."""
+        if self._reducing:
+            self._start_rest()
+        self._reducing = False
+
+    def gradient_ready(self, parameter: torch.Tensor) -> None:
+        unit, index = self._place_of[parameter]
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._has_buffer(unit):
+            unit.add_gradient(index, gradient)
+            parameter.grad = None
+        unit.missing -= 1
+        if self._completed is not None and unit.missing == 0:
+            self._completed.append(unit)
+        if self._reducing:
+            while self._started < len(self._order) and self._order[self._started].missing == 0:
+                self._start(self._order[self._started])
+            self._collect()
+
+    def write(self, parameter: torch.Tensor, into: Callable[[torch.Tensor], None]) -> bool:
+        """Lets `into` write the gradient of one use of a parameter, in a tensor of its shape, and adds it up where it is summed over the ranks. False
+        where there is no place for it: then all gradients of this backward go the usual way, so that their order does not depend on when there
+        is one. `gradient_ready` follows in either case.
+        """
+        unit, index = self._place_of[parameter]
+        place = self._place_for(unit, index)
+        if place is None or place.dtype != parameter.dtype:
+            return False
+        if index in unit.arrived:
+            made = torch.empty_like(place)
+            into(made)
+            place.add_(made)
+        else:
+            into(place)
+            unit.arrived.add(index)
+        return True
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+        """As `write`, of a gradient that has been made."""
+        unit, index = self._place_of[parameter]
+        if self._place_for(unit, index) is None:
+            return False
+        unit.add_gradient(index, gradient)
+        return True
+
+    def _place_for(self, unit: Unit, index: int) -> torch.Tensor | None:
+        if (unit, index) in self._elsewhere or not self._has_buffer(unit):
+            self._elsewhere.add((unit, index))
+            return None
+        assert unit.buffer is not None
+        return unit.part(unit.buffer, unit.layout.places[index])
+
+    def _has_buffer(self, unit: Unit) -> bool:
+        if unit.buffer is None:
+            self._lend_slot(unit)
+        return unit.buffer is not None and unit not in self._read_by_others
+
+    def finish(self) -> None:
+        if not self._reduced:
+            self._start_rest()
+        while self._under_way:
+            self._collect(wait=True)
+        if not self.sharded.optimizer:
+            for work in [self.axis.gather(unit.wire, copies=True) for unit in self._order]:
+                work.wait()
+        self._reduced = False
+        if self._completed is not None:
+            self._keep_order(list(dict.fromkeys(self._completed)))
+            self._completed = None
+
+    def first_bad(self) -> BadGradient:
+        """Collective: who made a sum of this step infinite or NaN."""
+        nothing = len(self._names_backwards), 0
+        place, rank = min(map(tuple, self.axis.all_gather(torch.tensor(min(self._bad, default=nothing))).tolist()))
+        self._bad.clear()
+        return BadGradient(None, None) if place == nothing[0] else BadGradient(self._names_backwards[place], rank)
+
+    def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
+        """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.) Where the
+        sum was written over one of its parts, that one is to blame if no other is.
+        """
+        for place, elements in unit.layout.stretches(first, first + out.numel()):
+            within = slice(elements.start - first, elements.stop - first)
+            bad = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if not part[within].isfinite().all()]
+            sure = [(rank, part) for rank, part in bad if part.data_ptr() != out.data_ptr()]
+            self._bad += [(self._names_backwards.index(place.parameter.name), rank) for rank, _ in sure or bad]
+
+    def _start_rest(self) -> None:
+        for unit in self._order[self._started :]:
+            self._start(unit)
+        self._reduced = True
+
+    def _lend_slot(self, unit: Unit) -> None:
+        """Units take turns, so that a unit lies in the same slot on every rank; gradients that come before their unit's turn wait with autograd."""
+        if not self._slots:
+            return
+        place = self._place_in_order[unit]
+        slot = (self._sums + place - self._started) % len(self._slots)
+        if self._started <= place < self._started + len(self._slots) and slot not in self._slot_of.values():
+            unit.buffer = unit.wire = self._slots[slot][: unit.layout.size]
+            self._slot_of[unit] = slot
+
+    def _start(self, unit: Unit) -> None:
+        while unit in self._read_by_others:  # its sum of the backward before
+            self._collect(wait=True)
+        while unit.buffer is None:
+            self._lend_slot(unit)
+            if unit.buffer is None:
+                self._collect(wait=True)
+        self._started += 1
+        self._sums += 1
+        self.started(unit)
+        unit.complete()
+        self._read_by_others.add(unit)
+        self._under_way.append((unit, self.axis.reduce(unit.wire, GradientSum(self, unit, accumulate=self.sharded.gradients and self._reduced))))
+
+    def _collect(self, wait: bool = False) -> None:
+        """Moves the sums under way, and takes back the slots of those that are done; `wait`: at least of the oldest."""
+        while self._under_way:
+            unit, work = self._under_way[0]
+            if wait:
+                work.wait()
+            elif not work.poll():
+                return
+            self._under_way.popleft()
+            self._read_by_others.discard(unit)
+            wait = False
+            if self.sharded.gradients:
+                del self._slot_of[unit]
+                unit.buffer = None
+
+    def _keep_order(self, completed: list[Unit]) -> None:
+        """Units start in the order in which they were complete on the first rank; those that were not come last."""
+        rest = [unit for unit in self._order if unit not in completed]
+        places = torch.tensor([self._place_in_order[unit] for unit in completed + rest])
+        self._order = [self._order[place] for place in self.axis.all_gather(places)[0].tolist()]
+        self._place_in_order = {unit: place for place, unit in enumerate(self._order)}
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """The arithmetic of one unit's reduction: fp32, rounded once to the weights' precision, unless several sums are accumulated."""
+
+    reduction: Reduction
+    unit: Unit
+    accumulate: bool
+
+    def into_shard(self, window: slice, parts: list[torch.Tensor], ranks: Sequence[int]) -> None:
+        squares = self.unit.squares[window.start // BLOCK : -(-window.stop // BLOCK)]
+        out = self.unit.summed[window]
+        sum_pieces(parts, out, self.accumulate, squares, self.reduction.pool)
+        if not squares.isfinite().all():
+            self.reduction.note_bad(self.unit, self.unit.shard.start + window.start, parts, ranks, out)
+
+    def of_node(self, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
+        squares = torch.empty(-(-out.numel() // BLOCK))
+        sum_pieces(parts, out, False, squares, self.reduction.pool)
+        if not squares.isfinite().all():
+            self.reduction.note_bad(self.unit, first, parts, ranks, out)
