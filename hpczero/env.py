@@ -44,6 +44,8 @@ def batch_job() -> str | None:
     return variable("SLURM_JOB_ID") or variable("PBS_JOBID")
 
 
-def quieten_mpi() -> None:
-    """Before MPI starts: settings without which a library complains about nothing; what the user has set stays."""
+def prepare_mpi() -> None:
+    """Before MPI starts: settings without which a library complains about nothing, or is slow; what the user has set stays."""
+    for size in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):  # what a call moves over TCP: too little for a poll a millisecond
+        os.environ.setdefault(size, "512k")
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # Open MPI 5's wheel: "OSC UCX component priority set" for every window

@@ -66,6 +66,11 @@ shape() { # NAMESPACE DEVICE KILOBITS
     tc -n "$1" qdisc add dev "$2" root tbf rate "$rate" burst "$burst" latency 50ms
 }
 
+# BBR, where a machine has made it the default, stands still for 200 ms now and then to measure the empty link; clusters have CUBIC or Reno.
+usual_congestion_control() { # NAMESPACE
+    ip netns exec "$1" bash -c 'cd /proc/sys/net/ipv4 && { echo cubic >tcp_congestion_control || echo reno >tcp_congestion_control; } 2>/dev/null'
+}
+
 make_host() { # NUMBER KILOBITS
     local host port="port$1" net
     host=$(namespace "$1") net=$(namespace net)
@@ -75,6 +80,7 @@ make_host() { # NUMBER KILOBITS
         ip -n "$net" link set "$port" master bridge up &&
         ip -n "$host" address add "$subnet.$1/24" dev eth0 &&
         ip -n "$host" link set eth0 up &&
+        usual_congestion_control "$host" &&
         shape "$host" eth0 "$2" &&
         shape "$net" "$port" "$2"
 }

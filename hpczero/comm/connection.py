@@ -14,6 +14,7 @@ from hpczero.comm.work import Limits, Progress
 BLOCK = 4096  # elements
 _NUMBERS = 128  # operations that one after the other get tags of their own
 _LOWEST_LIMIT, _HIGHEST_LIMIT = 32767, (1 << 28) - 1  # of tags: what MPI promises, and more than is needed
+_SMALL = 1 << 16  # bytes of a message that goes ahead of others
 _BUFFERS = 2  # reductions of a group whose pieces arrive at the same time; further ones wait for their turn
 
 
@@ -28,6 +29,7 @@ class Connection:
         self._limits = limits
         self._buffers: list[Tensor] = []  # free ones
         self._lent = 0
+        self._senders: deque[object] = deque()
         self._queue: deque[object] = deque()
         self._entry = progress.status.enter(axis, ranks) if communicator else NOWHERE
         highest = communicator.Get_attr(mpi.TAG_UB) if communicator else 0
@@ -72,6 +74,23 @@ class Connection:
         self._lent += 1
         size = max(self._limits.staging, 2 * 8 * slots)  # at least one element of any type in each slot
         return self._buffers.pop() if self._buffers else torch.empty(size, dtype=torch.uint8)
+
+    def send_in_turn(self, sends: Sequence[tuple[Tensor, int]], tag: int) -> Generator[Sequence[Any], None, None]:
+        """Sends (tensor, to) once it is this operation's turn, and waits until they have left: what was started first is to arrive first, not
+        all of it at the end.
+        """
+        turn = object()
+        if any(tensor.nbytes > _SMALL for tensor, _ in sends):
+            self._senders.append(turn)
+            while self._senders[0] is not turn:
+                yield ()
+        try:
+            requests = [request for tensor, to in sends for request in self.send(tensor, to, tag)]
+            if requests:
+                yield requests
+        finally:
+            if turn in self._senders:
+                self._senders.remove(turn)
 
     @property
     def buffered(self) -> int:

@@ -204,9 +204,9 @@ class Group:
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps:
         receives = [self.connection.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)]
-        sends = [self.connection.send(inputs[peer], peer, tag) for peer in self._peers]
         _copy(outputs[self.rank], inputs[self.rank])
-        yield list(chain(*receives, *sends))
+        yield from self.connection.send_in_turn([(inputs[peer], peer) for peer in self._peers], tag)
+        yield list(chain(*receives))
 
     def _broadcast(self, tensor: Tensor, root: int, tag: int) -> Steps:
         """Along a binomial tree, piece by piece."""
@@ -240,7 +240,7 @@ class Group:
         entry = self.connection.ledger.entry(self.axis, operation)
         entry.sent(inside, between)
         what = self.axis, operation, place.ranks[0] if place.ranks else -1
-        return self.connection.progress.start(steps, entry, place, what, inside + between + shared)
+        return self.connection.progress.start(steps, entry, place, what, inside + between + shared, far=between > 0)
 
     def _check_shard(self, name: str, own: Tensor, whole: Tensor) -> None:
         cut = shard(whole.numel(), self.size, self.rank)

@@ -4,11 +4,13 @@ Whoever waits for one operation moves all of them: a rank that waits here may be
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hpczero.comm.background import Background
 from hpczero.comm.ledger import Entry
 from hpczero.comm.status import Place, Status
 from hpczero.comm.trace import Trace
@@ -77,22 +79,53 @@ class Work:
 class Progress:
     """All operations under way in this process, oldest first."""
 
-    def __init__(self, mpi: Any, status: Status) -> None:
+    def __init__(self, mpi: Any, status: Status, lock: "threading.RLock | None" = None) -> None:
+        """`lock`: held in every call of MPI; one for the process."""
         self.status = status
+        self.lock = lock or threading.RLock()
         self.trace = Trace()
         self._request_class = mpi.Request
         self._failure = mpi.Exception
         self._library = mpi.get_vendor()[0]
         self._under_way: list[Work] = []
+        self._far: set[Work] = set()  # those that send to other nodes
+        self._background = Background(self._advance_behind)
+        self._waits = False
+        self._failed: BaseException | None = None  # in the background
 
-    def start(self, steps: Steps, entry: Entry, place: Place, what: What, size: int = 0) -> Work:
-        work = Work(self, steps, entry, place, what, size)
-        self._under_way.append(work)
-        self._resume(work)
+    def start(self, steps: Steps, entry: Entry, place: Place, what: What, size: int = 0, far: bool = False) -> Work:
+        """`far`: it sends to other nodes, and goes on while the rank computes."""
+        with self.lock:
+            work = Work(self, steps, entry, place, what, size)
+            self._under_way.append(work)
+            if far:
+                self._far.add(work)
+            self._resume(work)
+        if far and not work.done:
+            self._background.wake()
         return work
+
+    def close(self) -> None:
+        self._background.close()
+
+    def _advance_behind(self) -> bool:
+        """In the background."""
+        with self.lock:
+            if not self._waits and self._failed is None:  # else the rank itself moves them
+                try:
+                    self.advance()
+                except BaseException as error:
+                    self._failed = error
+            return bool(self._far) and self._failed is None
 
     def advance(self) -> bool:
         """Take every step whose requests are complete; say whether there was one."""
+        with self.lock:
+            if self._failed:
+                raise self._failed
+            return self._advance()
+
+    def _advance(self) -> bool:
         moved = False
         for work in tuple(self._under_way):
             while not work.done and self._complete(work, self._request_class.Testall):
@@ -106,18 +139,25 @@ class Progress:
     def finish(self, work: Work) -> None:
         self.status.waits(work.place)
         self.trace.wait(*work.what[:2], work.place.number)
+        self._waits = True
         try:
             while not work.done:
-                if len(self._under_way) == 1 and work.requests:
-                    self._complete(work, self._request_class.Waitall)
-                    self._resume(work)
-                elif not self.advance():
+                if not self._move_on(work):
                     os.sched_yield()
         except CommunicationError as error:
             raise CommunicationError("\n".join(filter(None, [str(error), self.status.explain()]))) from error.__cause__
         finally:
+            self._waits = False
             self.trace.end()
             self.status.goes_on()
+
+    def _move_on(self, work: Work) -> bool:
+        with self.lock:
+            if len(self._under_way) == 1 and work.requests and not self._failed:
+                self._complete(work, self._request_class.Waitall)
+                self._resume(work)
+                return True
+            return self.advance()
 
     def _complete(self, work: Work, how: Callable[[Sequence[Any]], bool]) -> bool:
         """MPI itself notices some operations that do not fit together: it has been sent more than was asked for."""
@@ -131,7 +171,9 @@ class Progress:
         try:
             work.resume()
         finally:
-            self.trace.advanced(*work.what[:2], begun)
+            if self._waits or threading.current_thread() is threading.main_thread():
+                self.trace.advanced(*work.what[:2], begun)
             if work.done:
                 self._under_way.remove(work)
+                self._far.discard(work)
                 self.trace.finished(work.ticket)

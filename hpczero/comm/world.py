@@ -61,7 +61,7 @@ class World:
         self._finalizes = False
         self.status: Status = whole.status if whole else Status()
         self._windows: list[SharedBlocks] = whole._windows if whole else []
-        self.progress = Progress(mpi, self.status)
+        self.progress: Progress = Progress(mpi, self.status, whole.progress.lock if whole else None)
         self._groups: dict[tuple[str, tuple[int, ...]], tuple[Group, Connection]] = {}
         self.ledger = Ledger()
         self.library = _library(mpi)
@@ -97,7 +97,7 @@ class World:
         if started:
             _refuse_foreign_launcher(MPI)
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of mpi4py, about the launcher: said better below
-                env.quieten_mpi()
+                env.prepare_mpi()
                 MPI.Init_thread(MPI.THREAD_SERIALIZED)
         _refuse_unusable(MPI)
         world = cls(MPI, MPI.COMM_WORLD.Dup(), ranks_per_node, limits)
@@ -131,7 +131,7 @@ class World:
         if len(hosts := {self.hosts[rank] for rank in ranks}) > 1:
             raise InputError(f"{name}: ranks {', '.join(map(str, ranks))} share no memory, being on {', '.join(sorted(hosts))}: {_NODES}")
         communicator = self._subset(ranks, name)
-        with self.status.waiting(f"making {name}", self.numbers(ranks)):
+        with self.progress.lock, self.status.waiting(f"making {name}", self.numbers(ranks)):
             shared = SharedBlocks(self._mpi, communicator, name, size, cleared, self._windows)
         communicator.Free()
         self._windows.append(shared)
@@ -140,7 +140,7 @@ class World:
     def unshare_memory(self, shared: SharedBlocks) -> None:
         """Collective over its ranks."""
         self._windows.remove(shared)
-        with self.status.waiting("the end of a window", ()):
+        with self.progress.lock, self.status.waiting("the end of a window", ()):
             shared.close()
 
     def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -229,6 +229,7 @@ class World:
 
     def close(self) -> None:
         """The orderly end, on every rank; nothing may be under way."""
+        self.progress.close()
         for _, connection in self._groups.values():
             connection.close()
         self._groups.clear()
@@ -301,7 +302,7 @@ class World:
 
     def _subset(self, ranks: Sequence[int], name: str) -> Any:
         """A communicator of these ranks; collective over them and nobody else."""
-        with self.status.waiting(f"making {name}", self.numbers(ranks)):
+        with self.progress.lock, self.status.waiting(f"making {name}", self.numbers(ranks)):
             whole = self._communicator.Get_group()
             subset = whole.Incl(list(ranks))
             communicator = self._communicator.Create_group(subset)
