@@ -11,6 +11,8 @@ from hpczero.comm.world import World
 from hpczero.model import build, shapes
 from hpczero.parallel import foreign
 from hpczero.parallel.axis import DataAxis, Messages
+from hpczero.parallel.plan import PLANS, apply_plan
+from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import shares_nodes
 from hpczero.parallel.values import OwnValues
 from hpczero.parallel.zero import DTYPES, Engine, Settings
@@ -23,7 +25,11 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
         return adopt(world.together(lambda: build.from_factory(spec.model, spec.seed)), spec, world, grid, accumulates, threads)
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
-    return Engine(module, layers, data_axis(spec, world, _group(world, grid)), settings_of(spec, accumulates, threads, in_layers=True))
+    tensor = world.group("tensor", grid.ranks(world.rank, "tensor")) if grid.size("tensor") > 1 else None
+    if tensor:
+        apply_plan(layers, PLANS[spec.model.family], residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len))
+    axis, settings = data_axis(spec, world, _group(world, grid)), settings_of(spec, accumulates, threads, in_layers=True)
+    return Engine(module, layers, axis, settings, tensor=tensor)
 
 
 def adopt(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Engine:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpczero.comm.group import Work
+from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
 from hpczero.parallel.axis import DataAxis
 from hpczero.parallel.states import Sharded
@@ -138,10 +138,12 @@ class Reduction:
             self._keep_order(list(dict.fromkeys(self._completed)))
             self._completed = None
 
-    def first_bad(self) -> BadGradient:
-        """Collective: who made a sum of this step infinite or NaN."""
+    def first_bad(self, tensor: Group | None = None) -> BadGradient:
+        """Collective: who made a sum of this step infinite or NaN, on any of the `tensor` ranks."""
         nothing = len(self._names_backwards), 0
         place, rank = min(map(tuple, self.axis.all_gather(torch.tensor(min(self._bad, default=nothing))).tolist()))
+        if tensor:
+            place, rank = min(map(tuple, tensor.stack(torch.tensor([place, rank])).tolist()))
         self._bad.clear()
         return BadGradient(None, None) if place == nothing[0] else BadGradient(self._names_backwards[place], rank)
 

@@ -14,7 +14,7 @@ from hpczero.parallel.layout import Place, UnitLayout
 from hpczero.parallel.states import Sharded
 from hpczero_kernels.reduce import BLOCK
 
-Fill = Callable[[shapes.Parameter, int, torch.Tensor], None]  # writes the flattened parameter's elements from the given one on into the tensor
+Fill = Callable[[shapes.Parameter, int, torch.Tensor], None]  # writes the flattened logical parameter's elements from the given one on
 Dtypes = tuple[torch.dtype, torch.dtype]  # of the weights, and of what gradients gather in
 _NARROWED = 1 << 15  # elements that are turned into half precision at a time
 
@@ -133,8 +133,11 @@ class Unit:
         """The own elements get these values of the parameters that lie there."""
         self.master.zero_()
         for place, part in self.layout.stretches(self.own.start, self.own.stop):
-            values = self.master[part.start - self.own.start : part.stop - self.own.start]
-            fill(place.parameter, part.start - place.offset, values)
+            start = part.start - self.own.start
+            for logical in place.logical(part.start - place.offset, part.stop - place.offset):
+                count = logical.stop - logical.start
+                fill(place.parameter, logical.start, self.master[start : start + count])
+                start += count
         if self._separate:
             self._weights_at(self.written).copy_(self.master[self.written.start - self.own.start : self.written.stop - self.own.start])
 
@@ -148,6 +151,14 @@ class Unit:
         torch.where(changed, whole[self.own].float(), self.master, out=self.master)
         if self._separate:
             self._weights_at(self.written).copy_(whole[self.written])
+
+    def squares_held_by_all(self) -> torch.Tensor:
+        """Of the summed gradient's squares in the shard, those of parameters that every tensor rank holds whole."""
+        total = torch.zeros((), dtype=torch.float64)
+        for place, part in self.layout.stretches(self.shard.start, self.shard.stop):
+            if place.parameter.split is None:
+                total += self.summed[part.start - self.shard.start : part.stop - self.shard.start].double().square().sum()
+        return total
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
         assert self.buffer is not None

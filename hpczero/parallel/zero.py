@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hpczero.comm.group import Work
+from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
 from hpczero.memory.arena import Arena
 from hpczero.model import build, shapes
@@ -73,11 +73,13 @@ class Engine:
         axis: DataAxis,
         settings: Settings,
         values: Callable[[UnitLayout], Fill] | None = None,
+        tensor: Group | None = None,
     ) -> None:
         """Gives the module its memory and its initial values. `layers` are its parts, each with what it consists of and uses (with no parameters
-        of its own it is no unit). `values` are those of a unit, asked for on all ranks in one order; by default hashes of the names.
+        of its own it is no unit). `values` are those of a unit, asked for on all ranks in one order; by default hashes of the names. `tensor`: the
+        ranks that share what the module's layers hold.
         """
-        self.module = module
+        self.module, self.tensor = module, tensor
         self.axis, self.settings = axis, settings
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         half = settings.train.precision == "fp16"
@@ -85,7 +87,8 @@ class Engine:
         self.updates = 0
         self.pool = Pool(settings.threads)
         dtype = DTYPES[settings.train.precision]
-        layouts = [unit_layout(layer, axis.size) for _, layer in layers if layer.parameters]
+        part = (tensor.size, tensor.rank) if tensor else (1, 0)
+        layouts = [unit_layout(layer, axis.size, *part) for _, layer in layers if layer.parameters]
         precision = Precision(dtype.itemsize, settings.accumulates)
         separate = dtype != torch.float32 or (axis.shared and not self.sharded.optimizer)
         around = used_around_others(layers)
@@ -175,7 +178,7 @@ class Engine:
         finite = norm < float("inf")
         self.loss_scale = self.loss_scale.after(overflow=not finite)
         if not finite:
-            return StepResult(norm, scale, self.reduction.first_bad())
+            return StepResult(norm, scale, self.reduction.first_bad(self.tensor))
         self.updates += 1
         clip = min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0
         scalars = scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale)
@@ -187,7 +190,11 @@ class Engine:
     def _norm(self) -> float:
         """Of the loss-scaled gradient. Blocks, then shards, are added in a fixed order: the same on every rank and at every stage."""
         own = torch.stack([unit.squares.double().sum() for unit in self.units]).sum()
-        return float(self.axis.all_gather(own).sum().sqrt())
+        if not self.tensor:
+            return float(self.axis.all_gather(own).sum().sqrt())
+        if self.tensor.rank:  # what all of them hold counts once
+            own -= sum((unit.squares_held_by_all() for unit in self.units), torch.zeros_like(own))
+        return float(self.tensor.stack(self.axis.all_gather(own).sum()).sum().sqrt())
 
     def _update(self, unit: Unit, scalars: Scalars) -> None:
         for run in unit.runs:
@@ -214,7 +221,13 @@ class Engine:
 
     @property
     def parameter_count(self) -> int:
-        return sum(parameter.numel() for parameter in self._unit_of)
+        """Of the whole model."""
+        return sum(place.parameter.size for unit in self.units for place in unit.layout.places)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's losses count: tensor ranks all have the same."""
+        return self.tensor is None or self.tensor.rank == 0
 
     def memory(self) -> dict[str, int]:
         """Bytes of the model's states on this rank, by kind."""
@@ -234,10 +247,11 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Collective. On data rank 0 what the module's state_dict would be, the parameters in fp32; empty on the others."""
-        return whole.state_dict(self.module, self.units, self.axis)
+        return whole.state_dict(self.module, self.units, self.axis, self.tensor)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""
+        assert self.tensor is None, "parts of whole tensors are not loaded this way"
         values = whole.from_state_dict(self.module, self.names, state, self.axis.group)
         for unit in self.units:
             unit.fill_own(values(unit.layout))
@@ -248,6 +262,7 @@ class Engine:
         """Collective. Inside, these parameters can be read as a whole at every stage. With `modify` what data rank 0 has changed in them becomes
         everyone's at the end: weights, master weights, shards; what other ranks change is dropped.
         """
+        assert self.tensor is None, "parts of whole tensors are not gathered this way"
         self.weights_here()
         return whole.gathered(self, parameters, modify)
 

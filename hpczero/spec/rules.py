@@ -23,10 +23,13 @@ def contradictions(spec: Spec) -> list[Contradiction]:
 
 def unavailable(spec: Spec) -> list[str]:
     """What the spec may say, but this version cannot run yet."""
-    asked = [
-        f"parallel.{axis} = {size}" for axis, size in (("tensor", spec.parallel.tensor), ("pipeline", spec.parallel.pipeline)) if size > 1
-    ]
-    return [f"{setting}: this version trains with data parallelism only; set it to 1 to run" for setting in asked]
+    missing = []
+    if spec.parallel.tensor > 1 and not known(spec.model):
+        plan = "nothing says how the layers of a model of one's own are shared out"
+        missing.append(f'parallel.tensor = {spec.parallel.tensor} with model.family = "{spec.model.family}": {plan}; set it to 1 to run')
+    if spec.parallel.pipeline > 1:
+        missing.append(f"parallel.pipeline = {spec.parallel.pipeline}: this version does not carry out pipelines; set it to 1 to run")
+    return missing
 
 
 def without_effect(spec: Spec) -> list[str]:

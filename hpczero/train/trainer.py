@@ -131,7 +131,7 @@ class Trainer:
 
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
         """The mean loss over all ranks' tokens, and the first reason to stop that any rank has seen."""
-        (total,), asked = self._sum_over_ranks([loss_sum], requests)
+        (total,), asked = self._sum_over_ranks([loss_sum * self.engine.counts], requests)
         return total / self.step_tokens, asked
 
     def _sum_over_ranks(self, values: list[float], requests: StopRequests) -> tuple[list[float], str]:
@@ -153,7 +153,8 @@ class Trainer:
         with torch.no_grad():
             for number in range(self.batches.evaluation_batches()):
                 losses = [(self.engine(batch).item(), batch.token_count) for batch in self.batches.evaluation(number)]
-                sums, asked = self._sum_over_ranks([sum(loss for loss, _ in losses), sum(count for _, count in losses)], requests)
+                own = [sum(values) * self.engine.counts for values in zip(*losses, strict=True)]
+                sums, asked = self._sum_over_ranks(own, requests)
                 if asked:
                     return None, asked
                 loss_sum, tokens = loss_sum + sums[0], tokens + sums[1]

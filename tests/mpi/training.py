@@ -11,7 +11,9 @@ from hpczero.comm.group import Group
 from hpczero.comm.world import World
 from hpczero.data.source import SyntheticSource
 from hpczero.parallel.apply import assemble
+from hpczero.parallel.layout import Place
 from hpczero.parallel.unit import Unit
+from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.trainer import Outcome, Trainer, Voice
@@ -52,7 +54,7 @@ class LearnableSource(SyntheticSource):
 
 
 def train(world: World, spec: Spec) -> Record:
-    grid = Grid.build(spec.parallel, world.node_of_rank)
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     group = world.group("data", grid.ranks(world.rank, "data"))
     source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
@@ -69,17 +71,29 @@ def train(world: World, spec: Spec) -> Record:
     record.outcome = Trainer(spec, world, engine, batches, Voice(record, record)).train()  # type: ignore[arg-type]
     record.sent = world.ledger.as_dict().get("data", {})
     for unit in engine.units:
-        record.weights |= whole(unit, unit.master, group)
-        record.gradients |= whole(unit, first_gradients[unit], group) if unit in first_gradients else {}
+        record.weights |= whole(unit, unit.master, group, engine.tensor)
+        record.gradients |= whole(unit, first_gradients[unit], group, engine.tensor) if unit in first_gradients else {}
     engine.close()
     return record
 
 
-def whole(unit: Unit, own: torch.Tensor, group: Group) -> dict[str, torch.Tensor]:
-    """Whole tensors from what each rank holds of a unit."""
+def whole(unit: Unit, own: torch.Tensor, group: Group, tensor: Group | None) -> dict[str, torch.Tensor]:
+    """Whole tensors from what each rank holds of a unit. What every tensor rank holds whole must be the same on all of them."""
     flat = torch.empty(unit.layout.size)
     if own.numel() == flat.numel():
         flat.copy_(own)
     else:
         group.all_gather(flat, own.contiguous())
-    return {place.parameter.name: unit.part(flat, place).clone() for place in unit.layout.places}
+    return {place.parameter.name: logical(place, unit.part(flat, place).clone(), tensor) for place in unit.layout.places}
+
+
+def logical(place: Place, part: torch.Tensor, tensor: Group | None) -> torch.Tensor:
+    if tensor is None:
+        return part
+    if place.parameter.split is None:
+        assert all(torch.equal(part, theirs) for theirs in tensor.stack(part)), place.parameter.name
+        return part
+    found = torch.zeros(place.parameter.shape)
+    found[place.whole] = part
+    tensor.all_reduce(found)
+    return found
