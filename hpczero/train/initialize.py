@@ -118,6 +118,8 @@ def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
         return (spec if isinstance(spec, Spec) else load(spec).spec).model_dump_json()
 
     agreed = Spec.model_validate_json(world.share(world.together(read)))
+    if agreed.parallel.tensor > 1:
+        raise InputError(f"parallel.tensor = {agreed.parallel.tensor}: nothing says how the layers of this module are shared out; set it to 1")
     if missing := unavailable(agreed):
         raise InputError("; ".join(missing))
     return agreed
