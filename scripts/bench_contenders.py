@@ -108,7 +108,7 @@ class Ours:
         zero = job.spec.zero.model_copy(update={"stage": stage, "node_shared": shared})
         spec = job.spec.model_copy(update={"zero": zero})
         self.job = job
-        self.engine = assemble(spec, job.world, Grid.build(spec.parallel, job.world.node_of_rank), accumulates=False)
+        self.engine = assemble(spec, job.world, Grid.build(spec.parallel, job.world.node_of_rank), accumulates=False).engine
 
     def step(self) -> float:
         loss = self.engine(self.job.batch)

@@ -1,6 +1,7 @@
 """The one place that puts the parts together: model, grid and engine of a job."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -11,25 +12,51 @@ from hpczero.comm.world import World
 from hpczero.model import build, shapes
 from hpczero.parallel import foreign
 from hpczero.parallel.axis import DataAxis, Messages
+from hpczero.parallel.held import chunks_of_stages
+from hpczero.parallel.layout import share
+from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
+from hpczero.parallel.running import Alone, Staged, Way, parts_of_stage
 from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import shares_nodes
+from hpczero.parallel.unit import Unit
 from hpczero.parallel.values import OwnValues
 from hpczero.parallel.zero import DTYPES, Engine, Settings
 from hpczero.spec.schema import Spec
 
 
-def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Engine:
-    """The model of the spec on this rank, with its initial values, and the engine that trains it."""
+def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Way:
+    """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run."""
     if not shapes.known(spec.model):
-        return adopt(world.together(lambda: build.from_factory(spec.model, spec.seed)), spec, world, grid, accumulates, threads)
+        return Alone(adopt(world.together(lambda: build.from_factory(spec.model, spec.seed)), spec, world, grid, accumulates, threads))
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
-    tensor = world.group("tensor", grid.ranks(world.rank, "tensor")) if grid.size("tensor") > 1 else None
+    tensor, pipeline = (world.group(axis, grid.ranks(world.rank, axis)) if grid.size(axis) > 1 else None for axis in ("tensor", "pipeline"))
     if tensor:
         apply_plan(layers, PLANS[spec.model.family], residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len))
     axis, settings = data_axis(spec, world, _group(world, grid)), settings_of(spec, accumulates, threads, in_layers=True)
-    return Engine(module, layers, axis, settings, tensor=tensor)
+    if pipeline is None:
+        return Alone(Engine(module, layers, axis, settings, tensor=tensor))
+    described = [layer for _, layer in layers]
+    tied = {name for layer in described for name in layer.uses}
+    modules = {layer.name: part for part, layer in layers}
+    chunks = parts_of_stage(chunks_of_stages(spec, described)[pipeline.rank], modules, tied)
+    engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
+    engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
+    _tie(engine, engine.units_named(tied), world, pipeline)
+    rows = share(spec.model.seq_len, 1, tensor.size, tensor.rank) if tensor and spec.parallel.sequence_parallel else slice(0, spec.model.seq_len)
+    shape = rows.stop - rows.start, spec.model.hidden
+    kind = spec.parallel.schedule if spec.parallel.chunks > 1 or spec.parallel.schedule != "interleaved" else "1f1b"
+    stages = Pipeline(pipeline, kind, len(chunks), lambda batch: (len(batch.samples), *shape), DTYPES[spec.train.precision])
+    return Staged(engine, stages, chunks)
+
+
+def _tie(engine: Engine, tied: Sequence[Unit], world: World, pipeline: Group) -> None:
+    """Parameters of the first stage that the last one works with too: both have them, and add up their gradients."""
+    for unit in tied:
+        engine.reduction.tied[unit] = world.group("pipeline", (pipeline.ranks[0], pipeline.ranks[-1]))
+        if pipeline.rank:
+            engine.copies.add(unit)
 
 
 def adopt(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Engine:

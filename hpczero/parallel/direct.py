@@ -49,10 +49,10 @@ class DirectGradients(TorchFunctionMode):
             return functional.embedding(input, weight, *options, **named)
         return _Embedding.apply(input, weight, self._sums)
 
-    def backward(self, loss: Tensor) -> None:
-        """As loss.backward(), which would leave every mode while it runs: what is recomputed in backward goes the way that forward went."""
+    def backward(self, output: Tensor, gradient: Tensor) -> None:
+        """As output.backward(gradient), which would leave every mode while it runs: what is recomputed in backward goes the way that forward went."""
         torch.autograd.Variable._execution_engine.run_backward(
-            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
 
     def _parameter(self, tensor: Tensor) -> Tensor | None:

@@ -7,7 +7,7 @@ they were complete on the first rank.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,30 +37,34 @@ class Reduction:
 
     def __init__(self, units: Sequence[Unit], axis: DataAxis, sharded: Sharded, slots: Sequence[torch.Tensor], pool: Pool) -> None:
         """`slots`: where gradients are sharded, what the units gather them in, in turns."""
+        self.names_backwards = [place.parameter.name for unit in units for place in unit.layout.places][::-1]  # of all parameters that there are
         self.axis, self.sharded, self.pool = axis, sharded, pool
         self.started: Callable[[Unit], None] = lambda unit: None  # is told of each unit whose gradients are all there
         self._slots = slots
         self._slot_of: dict[Unit, int] = {}
-        self._order = list(reversed(units))
-        self._place_in_order = {unit: place for place, unit in enumerate(self._order)}
+        self.tied: dict[Unit, Group] = {}  # units that other stages have too, whose sums are added up
+        self._everyone = list(reversed(units))  # in the order in which they start
+        self._order, self._place_in_order = _ordered(self._everyone)  # of those of this backward
         self._under_way: deque[tuple[Unit, Work]] = deque()
         self._read_by_others: set[Unit] = set()  # whose sum is under way
         self._started = 0  # units whose sum has been started in this backward
         self._sums = 0  # the same since the beginning
-        self._reduced = False  # whether this step has sums already
+        self._reduced: set[Unit] = set()  # that have sums of this step already
         self._reducing = False
         self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward are autograd's
         self._completed: list[Unit] | None = []  # in the first step, as they come
         self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
-        self._names_backwards = [place.parameter.name for unit in units for place in unit.layout.places][::-1]
         self._place_of: dict[torch.Tensor, tuple[Unit, int]] = {}
         for unit in units:
             self._place_of |= {parameter: (unit, index) for index, parameter in enumerate(unit.parameters)}
 
-    def begin(self, last: bool) -> None:
-        if self._reduced and not self.sharded.gradients:
+    def begin(self, last: bool, units: Collection[Unit] | None = None) -> None:
+        """`units`: those that this backward is about, if not all."""
+        chosen = self._everyone if units is None else [unit for unit in self._everyone if unit in units]
+        if not self.sharded.gradients and self._reduced.intersection(chosen):
             raise HpczeroError("a backward after the one that was said to be the last of the step: say last=True only then, or leave it out")
         self._reducing = last or self.sharded.gradients
+        self._order, self._place_in_order = _ordered(chosen)
         self._started = 0
         self._elsewhere.clear()
         for unit in self._order:
@@ -126,26 +130,30 @@ class Reduction:
         return unit.buffer is not None and unit not in self._read_by_others
 
     def finish(self) -> None:
-        if not self._reduced:
-            self._start_rest()
+        self._order, self._place_in_order = _ordered([unit for unit in self._everyone if unit not in self._reduced])
+        self._started = 0
+        self._start_rest()
         while self._under_way:
             self._collect(wait=True)
+        for unit, group in self.tied.items():
+            group.all_reduce(unit.summed)
+            sum_pieces([unit.summed], unit.summed, False, unit.squares, self.pool)
         if not self.sharded.optimizer:
-            for work in [self.axis.gather(unit.wire, copies=True) for unit in self._order]:
+            for work in [self.axis.gather(unit.wire, copies=True) for unit in self._everyone]:
                 work.wait()
-        self._reduced = False
+        self._reduced.clear()
         if self._completed is not None:
             self._keep_order(list(dict.fromkeys(self._completed)))
             self._completed = None
 
-    def first_bad(self, tensor: Group | None = None) -> BadGradient:
-        """Collective: who made a sum of this step infinite or NaN, on any of the `tensor` ranks."""
-        nothing = len(self._names_backwards), 0
+    def first_bad(self, others: Sequence[Group] = ()) -> BadGradient:
+        """Collective: who made a sum of this step infinite or NaN, on any rank of the data axis and these."""
+        nothing = len(self.names_backwards), 0
         place, rank = min(map(tuple, self.axis.all_gather(torch.tensor(min(self._bad, default=nothing))).tolist()))
-        if tensor:
-            place, rank = min(map(tuple, tensor.stack(torch.tensor([place, rank])).tolist()))
+        for group in others:
+            place, rank = min(map(tuple, group.stack(torch.tensor([place, rank])).tolist()))
         self._bad.clear()
-        return BadGradient(None, None) if place == nothing[0] else BadGradient(self._names_backwards[place], rank)
+        return BadGradient(None, None) if place == nothing[0] else BadGradient(self.names_backwards[place], rank)
 
     def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
         """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.) Where the
@@ -155,12 +163,11 @@ class Reduction:
             within = slice(elements.start - first, elements.stop - first)
             bad = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if not part[within].isfinite().all()]
             sure = [(rank, part) for rank, part in bad if part.data_ptr() != out.data_ptr()]
-            self._bad += [(self._names_backwards.index(place.parameter.name), rank) for rank, _ in sure or bad]
+            self._bad += [(self.names_backwards.index(place.parameter.name), rank) for rank, _ in sure or bad]
 
     def _start_rest(self) -> None:
         for unit in self._order[self._started :]:
             self._start(unit)
-        self._reduced = True
 
     def _lend_slot(self, unit: Unit) -> None:
         """Units take turns, so that a unit lies in the same slot on every rank; gradients that come before their unit's turn wait with autograd."""
@@ -184,7 +191,9 @@ class Reduction:
         self.started(unit)
         unit.complete()
         self._read_by_others.add(unit)
-        self._under_way.append((unit, self.axis.reduce(unit.wire, GradientSum(self, unit, accumulate=self.sharded.gradients and self._reduced))))
+        accumulate = self.sharded.gradients and unit in self._reduced
+        self._reduced.add(unit)
+        self._under_way.append((unit, self.axis.reduce(unit.wire, GradientSum(self, unit, accumulate))))
 
     def _collect(self, wait: bool = False) -> None:
         """Moves the sums under way, and takes back the slots of those that are done; `wait`: at least of the oldest."""
@@ -203,10 +212,13 @@ class Reduction:
 
     def _keep_order(self, completed: list[Unit]) -> None:
         """Units start in the order in which they were complete on the first rank; those that were not come last."""
-        rest = [unit for unit in self._order if unit not in completed]
-        places = torch.tensor([self._place_in_order[unit] for unit in completed + rest])
-        self._order = [self._order[place] for place in self.axis.all_gather(places)[0].tolist()]
-        self._place_in_order = {unit: place for place, unit in enumerate(self._order)}
+        rest = [unit for unit in self._everyone if unit not in completed]
+        places = torch.tensor([self._everyone.index(unit) for unit in completed + rest])
+        self._everyone = [self._everyone[place] for place in self.axis.all_gather(places)[0].tolist()]
+
+
+def _ordered(units: list[Unit]) -> tuple[list[Unit], dict[Unit, int]]:
+    return units, {unit: place for place, unit in enumerate(units)}
 
 
 @dataclass(frozen=True)

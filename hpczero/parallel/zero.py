@@ -11,8 +11,8 @@ Step pass: the norm, clipping, AdamW on the own elements, the half-precision wei
 norm is not finite.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,12 +74,15 @@ class Engine:
         settings: Settings,
         values: Callable[[UnitLayout], Fill] | None = None,
         tensor: Group | None = None,
+        pipeline: Group | None = None,
     ) -> None:
         """Gives the module its memory and its initial values. `layers` are its parts, each with what it consists of and uses (with no parameters
         of its own it is no unit). `values` are those of a unit, asked for on all ranks in one order; by default hashes of the names. `tensor`: the
-        ranks that share what the module's layers hold.
+        ranks that share what the module's layers hold; `pipeline`: those that hold its other layers.
         """
-        self.module, self.tensor = module, tensor
+        self.module, self.tensor, self.pipeline = module, tensor, pipeline
+        self._others = [group for group in (tensor, pipeline) if group]
+        self.copies: set[Unit] = set()  # units that belong to another stage, too, where they are counted
         self.axis, self.settings = axis, settings
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         half = settings.train.precision == "fp16"
@@ -125,10 +128,16 @@ class Engine:
         build.initial_values(parameter, self.settings.seed, first, out)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        with self.running():
+            return self.module(*arguments, **named)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the module or its layers may run forward."""
         if not self.settings.in_layers:
             self.weights_here()
         with self._direct, self.gatherer.forward() if self.gatherer else nullcontext():
-            return self.module(*arguments, **named)
+            yield
 
     def _sharded_parameters(self, layers: Sequence[tuple[nn.Module, shapes.Layer]], around: Iterable[str]) -> Gatherer:
         dtype = self.units[0].weights.dtype
@@ -145,6 +154,9 @@ class Engine:
         """Those that the layer works with."""
         return [unit for unit in self.units if any(place.parameter.name in layer.names for place in unit.layout.places)]
 
+    def units_named(self, names: Collection[str]) -> list[Unit]:
+        return [unit for unit in self.units if unit.layout.name in names]
+
     def start_gather(self, unit: Unit, whole: torch.Tensor) -> Work:
         whole[unit.shard].copy_(unit.weights)
         return self.axis.gather(whole, name=unit.layout.name)
@@ -153,12 +165,17 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, last: bool = False) -> None:
         """Adds the gradient of `loss`; `last`: no further backward of this step comes."""
-        self.reduction.begin(last)
+        loss = loss * self.loss_scale.value
+        self.backward_of(None, loss, torch.ones_like(loss), last)
+
+    def backward_of(self, units: Collection[Unit] | None, output: torch.Tensor, gradient: torch.Tensor, last: bool) -> None:
+        """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
+        self.reduction.begin(last, units)
         if self._backwards and not self.settings.accumulates and self.settings.train.precision != "fp32":
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
         self._backwards += 1
         with self._direct, self.gatherer.backward() if self.gatherer else nullcontext():
-            self._direct.backward(loss * self.loss_scale.value)
+            self._direct.backward(output, gradient)
         self.reduction.end()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -178,7 +195,7 @@ class Engine:
         finite = norm < float("inf")
         self.loss_scale = self.loss_scale.after(overflow=not finite)
         if not finite:
-            return StepResult(norm, scale, self.reduction.first_bad(self.tensor))
+            return StepResult(norm, scale, self.reduction.first_bad(self._others))
         self.updates += 1
         clip = min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0
         scalars = scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale)
@@ -189,12 +206,14 @@ class Engine:
 
     def _norm(self) -> float:
         """Of the loss-scaled gradient. Blocks, then shards, are added in a fixed order: the same on every rank and at every stage."""
-        own = torch.stack([unit.squares.double().sum() for unit in self.units]).sum()
-        if not self.tensor:
-            return float(self.axis.all_gather(own).sum().sqrt())
-        if self.tensor.rank:  # what all of them hold counts once
-            own -= sum((unit.squares_held_by_all() for unit in self.units), torch.zeros_like(own))
-        return float(self.tensor.stack(self.axis.all_gather(own).sum()).sum().sqrt())
+        counted = [unit for unit in self.units if unit not in self.copies]
+        own = torch.stack([unit.squares.double().sum() for unit in counted]).sum()
+        if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
+            own -= sum((unit.squares_held_by_all() for unit in counted), torch.zeros_like(own))
+        total = self.axis.all_gather(own).sum()
+        for group in self._others:
+            total = group.stack(total).sum()
+        return float(total.sqrt())
 
     def _update(self, unit: Unit, scalars: Scalars) -> None:
         for run in unit.runs:
@@ -226,8 +245,8 @@ class Engine:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank's losses count: tensor ranks all have the same."""
-        return self.tensor is None or self.tensor.rank == 0
+        """Whether this rank's losses count: tensor ranks all have the same, and stages but the last have none."""
+        return (self.tensor is None or self.tensor.rank == 0) and (self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the model's states on this rank, by kind."""
@@ -247,11 +266,12 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Collective. On data rank 0 what the module's state_dict would be, the parameters in fp32; empty on the others."""
+        assert self.pipeline is None, "other stages have the rest"
         return whole.state_dict(self.module, self.units, self.axis, self.tensor)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""
-        assert self.tensor is None, "parts of whole tensors are not loaded this way"
+        assert not self._others, "parts of whole tensors are not loaded this way"
         values = whole.from_state_dict(self.module, self.names, state, self.axis.group)
         for unit in self.units:
             unit.fill_own(values(unit.layout))
@@ -262,7 +282,7 @@ class Engine:
         """Collective. Inside, these parameters can be read as a whole at every stage. With `modify` what data rank 0 has changed in them becomes
         everyone's at the end: weights, master weights, shards; what other ranks change is dropped.
         """
-        assert self.tensor is None, "parts of whole tensors are not gathered this way"
+        assert not self._others, "parts of whole tensors are not gathered this way"
         self.weights_here()
         return whole.gathered(self, parameters, modify)
 

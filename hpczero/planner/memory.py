@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from hpczero.comm.grid import Grid
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.model.shapes import Layer
+from hpczero.parallel.held import Units, chunks_of_stages
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
 from hpczero.planner.activations import activations, runs
-from hpczero.planner.held import Units, chunks_of_stages
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 

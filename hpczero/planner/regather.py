@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from hpczero.memory.gaps import Gaps
+from hpczero.parallel.held import Chunks
 from hpczero.parallel.schedule import Schedule, schedule
 from hpczero.parallel.states import SLOTS
-from hpczero.planner.held import Chunks
 from hpczero.spec.schema import Parallel
 
 _ONLY_FORWARD = {"embedding"}  # layers whose backward does not need their parameters: lookups

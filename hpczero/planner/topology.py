@@ -7,8 +7,8 @@ from typing import Any
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
+from hpczero.parallel.held import Units, chunks_of_stages
 from hpczero.parallel.layout import rectangles
-from hpczero.planner.held import Units, chunks_of_stages
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Spec
 

@@ -31,9 +31,9 @@ from hpczero.comm.ledger import evenly
 from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer, Parameter, known, layer_count, layers
+from hpczero.parallel.held import Units, chunks_of_stages
 from hpczero.parallel.layout import share, tensor_part
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.planner.held import Units, chunks_of_stages
 from hpczero.planner.regather import gathers_in_step
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec

@@ -108,11 +108,13 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.event("WARN", what=f"whether it fits was not judged: the size of {spec.model.family} is not known without building it")
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
     before = account.held_on_nodes(world)
-    engine = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
+    way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
+    engine = way.engine
+    parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count
     if voice:
-        _say_layout(voice, job, batches, engine.parameter_count)
+        _say_layout(voice, job, batches, parameters)
         voice.directory.keep_metrics_before(1)
-    trainer = Trainer(spec, world, engine, batches, voice)
+    trainer = Trainer(spec, world, way, batches, voice)
     began_training, cpu_before = time.perf_counter(), time.process_time()
     outcome = trainer.train()
     seconds = time.perf_counter() - began_training
@@ -125,7 +127,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     }
     traced = tracing.conclude() if tracing else None
     engine.close()
-    summary = _summary(job, outcome, seconds, engine.parameter_count) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    summary = _summary(job, outcome, seconds, parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
     if voice:
         if traced:
             summary["trace"] = traced

@@ -16,7 +16,8 @@ from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.zero import Engine, StepResult
+from hpczero.parallel.running import Way
+from hpczero.parallel.zero import StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.output import Output
@@ -55,8 +56,9 @@ class Voice:
 
 
 class Trainer:
-    def __init__(self, spec: Spec, world: World, engine: Engine, batches: Batches, voice: Voice | None) -> None:
-        self.spec, self.world, self.engine, self.batches, self.voice = spec, world, engine, batches, voice
+    def __init__(self, spec: Spec, world: World, way: Way, batches: Batches, voice: Voice | None) -> None:
+        self.spec, self.world, self.batches, self.voice = spec, world, batches, voice
+        self.way, self.engine = way, way.engine
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
         self.skipped = 0
 
@@ -84,7 +86,8 @@ class Trainer:
             with trace.span("data"):
                 micro_batches, waited = prefetcher.next()
             lr = learning_rate(self.spec, step)
-            loss_sum = self._forward_backward(micro_batches)
+            self.engine.module.train()
+            loss_sum = self.way.train(micro_batches, self.step_tokens, trace)
             with trace.span("optimizer step"):
                 result = self.engine.finish_step(lr)
             with trace.span("loss agreement"):
@@ -116,19 +119,6 @@ class Trainer:
             self._report(self.voice, metrics, result, first=before.first_loss is None)
         return self._outcome(before, step + 1, loss, before.validation_loss if validation is None else validation, asked, result)
 
-    def _forward_backward(self, micro_batches: list[MicroBatch]) -> float:
-        """The loss is weighted by tokens, so that every way to cut the global batch gives the same gradient."""
-        self.engine.module.train()
-        trace = self.world.trace
-        total = 0.0
-        for number, batch in enumerate(micro_batches):  # empty ones too: their collectives are the others' as well
-            with trace.span("forward", number):
-                loss = self.engine(batch)
-            with trace.span("backward", number):
-                self.engine.backward(loss / self.step_tokens, last=number + 1 == len(micro_batches))
-            total += loss.item()
-        return total
-
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
         """The mean loss over all ranks' tokens, and the first reason to stop that any rank has seen."""
         (total,), asked = self._sum_over_ranks([loss_sum * self.engine.counts], requests)
@@ -152,9 +142,9 @@ class Trainer:
         loss_sum, tokens = 0.0, 0.0
         with torch.no_grad():
             for number in range(self.batches.evaluation_batches()):
-                losses = [(self.engine(batch).item(), batch.token_count) for batch in self.batches.evaluation(number)]
-                own = [sum(values) * self.engine.counts for values in zip(*losses, strict=True)]
-                sums, asked = self._sum_over_ranks(own, requests)
+                batches = self.batches.evaluation(number)
+                own = self.way.evaluate(batches), sum(batch.token_count for batch in batches)
+                sums, asked = self._sum_over_ranks([value * self.engine.counts for value in own], requests)
                 if asked:
                     return None, asked
                 loss_sum, tokens = loss_sum + sums[0], tokens + sums[1]

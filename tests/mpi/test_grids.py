@@ -41,6 +41,18 @@ def test_tensor_by_data_equals_the_serial_run(world: World, sequence: bool) -> N
             assert_same(expected, train(world, spec))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_pipelines_equal_the_serial_run(world: World, schedule: str) -> None:
+    """3 blocks, embedding and head: 5 layers, cut into 2 to 4 stages, or twice as many parts."""
+    expected = serial(world)
+    for stages in [size for size in range(2, world.size + 1) if world.size % size == 0]:
+        chunks = 2 if schedule == "interleaved" and stages == 2 else 1
+        if schedule == "interleaved" and chunks == 1:
+            continue
+        for stage, shared in product(range(4), (False, True)):
+            assert_same(expected, train(world, spec_of(stage, shared, pipeline=stages, schedule=schedule, chunks=chunks)))
+
+
 def test_overflow_skips_alike_on_all_tensor_ranks(world: World) -> None:
     if world.size < 2:
         return

@@ -163,7 +163,7 @@ def test_a_parameter_used_outside_its_layer_is_named(world: World) -> None:
     from hpczero.parallel.apply import assemble
 
     spec = spec_of(3, False)
-    engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False)
+    engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False).engine
     weight = engine.module.blocks[0].feed_forward.up.weight
     assert weight.shape == (96, 24)
     with pytest.raises(HpczeroError, match=r"blocks\.0\.feed_forward\.up\.weight is used outside of the model's forward"):
@@ -178,7 +178,7 @@ def test_memory_is_what_the_states_say(world: World) -> None:
     count, held = world.size, {}
     for stage in range(4):
         spec = spec_of(stage, False, precision="bf16")
-        engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False)
+        engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False).engine
         held[stage] = engine.memory()
         engine.close()
     assert held[1]["moments"] * count == pytest.approx(held[0]["moments"], rel=0.02)

@@ -1,5 +1,6 @@
 """A whole training run on the ranks of a world, recorded on every one of them."""
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def train(world: World, spec: Spec) -> Record:
     group = world.group("data", grid.ranks(world.rank, "data"))
     source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
-    engine = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
+    way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
+    engine = way.engine
     record = Record()
     update, first_gradients = engine._update, {}
 
@@ -68,13 +70,34 @@ def train(world: World, spec: Spec) -> Record:
         update(unit, scalars)
 
     engine._update = keep_and_update  # type: ignore[method-assign]
-    record.outcome = Trainer(spec, world, engine, batches, Voice(record, record)).train()  # type: ignore[arg-type]
+    record.outcome = Trainer(spec, world, way, batches, Voice(record, record)).train()  # type: ignore[arg-type]
     record.sent = world.ledger.as_dict().get("data", {})
     for unit in engine.units:
         record.weights |= whole(unit, unit.master, group, engine.tensor)
         record.gradients |= whole(unit, first_gradients[unit], group, engine.tensor) if unit in first_gradients else {}
+    if engine.pipeline:
+        record.weights, record.gradients = (of_all_stages(found, engine.pipeline) for found in (record.weights, record.gradients))
     engine.close()
     return record
+
+
+def of_all_stages(own: dict[str, torch.Tensor], pipeline: Group) -> dict[str, torch.Tensor]:
+    """What several stages have must be the same on all of them."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in range(pipeline.size):
+        names = [json.dumps([[name, list(tensor.shape)] for name, tensor in own.items()])] if stage == pipeline.rank else [""]
+        length = torch.tensor([len(names[0])])
+        pipeline.broadcast(length, stage)
+        text = torch.zeros(int(length), dtype=torch.uint8)
+        if stage == pipeline.rank:
+            text = torch.frombuffer(bytearray(names[0].encode()), dtype=torch.uint8)
+        pipeline.broadcast(text, stage)
+        for name, shape in json.loads(bytes(text.tolist())):
+            tensor = own[name].clone() if stage == pipeline.rank else torch.empty(shape)
+            pipeline.broadcast(tensor, stage)
+            assert name not in found or torch.equal(found[name], tensor), name
+            found[name] = tensor
+    return found
 
 
 def whole(unit: Unit, own: torch.Tensor, group: Group, tensor: Group | None) -> dict[str, torch.Tensor]:

@@ -74,7 +74,7 @@ def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) ->
             parameter.register_post_accumulate_grad_hook(calls.append)
     with mode:
         loss = net(tokens)
-        mode.backward(loss)
+        mode.backward(loss, torch.ones_like(loss))
     assert len(calls) == len(expected) == len({id(parameter) for parameter in calls}), "each is said to be there once"
     for name, own in net.named_parameters():
         if name in expected:

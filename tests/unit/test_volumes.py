@@ -10,10 +10,10 @@ import pytest
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
 from hpczero.model import shapes
+from hpczero.parallel.held import chunks_of_stages
 from hpczero.parallel.schedule import schedule
 from hpczero.parallel.simulate import simulate
 from hpczero.planner.activations import live_chunks
-from hpczero.planner.held import chunks_of_stages
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.regather import gathered, gathers, gathers_in_step
 from hpczero.planner.volumes import Sent, Volumes, resolved

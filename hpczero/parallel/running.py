@@ -1,0 +1,91 @@
+"""How an engine's model runs the micro-batches of a step: on one rank as a whole, or as the stages of a pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from hpczero.comm.trace import Trace
+from hpczero.model.batch import MicroBatch
+from hpczero.model.shapes import Layer
+from hpczero.parallel.pipeline import Pipeline
+from hpczero.parallel.unit import Unit
+from hpczero.parallel.zero import Engine
+
+Part = tuple[nn.Module, Layer]  # a layer of the model, and what it consists of
+
+
+class Alone:
+    """The whole model on this rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> float:
+        """The gradient of the losses' sum over `tokens`, the step's; the losses' sum. The loss is weighted by tokens, so that every way to cut the
+        global batch gives the same gradient.
+        """
+        total = 0.0
+        for number, batch in enumerate(batches):  # empty ones too: their collectives are the others' as well
+            with trace.span("forward", number):
+                loss = self.engine(batch)
+            with trace.span("backward", number):
+                self.engine.backward(loss / tokens, last=number + 1 == len(batches))
+            total += loss.item()
+        return total
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+        return sum(self.engine(batch).item() for batch in batches)
+
+
+class Staged:
+    """One stage; the losses are known on the last one, the others' are zero."""
+
+    def __init__(self, engine: Engine, pipeline: Pipeline, chunks: Sequence[Sequence[Part]]) -> None:
+        self.engine, self.pipeline = engine, pipeline
+        self._layers = [[part for part, _ in chunk if not isinstance(part, Holder)] for chunk in chunks]
+        self._units: list[list[Unit]] = [engine.units_named({layer.name for _, layer in chunk}) for chunk in chunks]
+        self._tokens, self._trace = 1, Trace()
+
+    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> float:
+        self._tokens, self._trace = tokens, trace
+        return sum(loss.item() for loss in self.pipeline.train(self, batches))
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+        self._trace = Trace()
+        return sum(loss.item() for loss in self.pipeline.evaluate(self, batches))
+
+    def forward(self, chunk: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        with self._trace.span("forward"), self.engine.running():
+            out = batch.tokens if x is None else x
+            for layer in self._layers[chunk]:
+                out = layer(out, batch)
+        return out
+
+    def backward(self, chunk: int, output: Tensor, gradient: Tensor | None, last: bool) -> None:
+        if gradient is None:
+            gradient = torch.full_like(output, self.engine.loss_scale.value / self._tokens)
+        with self._trace.span("backward"):
+            self.engine.backward_of(self._units[chunk], output, gradient, last)
+
+
+Way = Alone | Staged
+
+
+class Holder(nn.Module):
+    """Of a parameter that several stages have: it is a unit of its own, so that it is cut alike on all of them."""
+
+
+def parts_of_stage(chunks: Sequence[Sequence[Layer]], parts: dict[str, nn.Module], tied: set[str]) -> list[list[Part]]:
+    """The stage's layers, chunk by chunk, each with its module; parameters that other stages have too come before them as units of their own."""
+    found: list[list[Part]] = []
+    for chunk in chunks:
+        found.append([])
+        for layer in chunk:
+            shared = [parameter for parameter in layer.parameters if parameter.name in tied]
+            found[-1] += [(Holder(), Layer(parameter.name, (parameter,))) for parameter in shared]
+            own = tuple(parameter for parameter in layer.parameters if parameter.name not in tied)
+            uses = (*layer.uses, *(parameter.name for parameter in shared))
+            found[-1].append((parts[layer.name], replace(layer, parameters=own, uses=uses)))
+    return found
