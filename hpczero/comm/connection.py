@@ -62,7 +62,11 @@ class Connection:
     def barrier(self) -> list[Any]:
         return [self._communicator.Ibarrier()] if self._communicator else []
 
-    def borrow(self, slots: int) -> Generator[Sequence[Any], None, Tensor]:
+    def room(self, size: int) -> int:
+        """Bytes of the buffer that who needs at least `size` gets."""
+        return max(self._limits.staging, size)
+
+    def borrow(self, size: int) -> Generator[Sequence[Any], None, Tensor]:
         """A buffer of constant size, kept for later operations. First come, first served: as all ranks start their collectives in one
         order, the oldest one that is still under way has its buffer on every rank, and so always goes on.
         """
@@ -72,15 +76,18 @@ class Connection:
             yield ()
         self._queue.popleft()
         self._lent += 1
-        size = max(self._limits.staging, 2 * 8 * slots)  # at least one element of any type in each slot
-        return self._buffers.pop() if self._buffers else torch.empty(size, dtype=torch.uint8)
+        fitting = next((buffer for buffer in self._buffers if buffer.numel() >= size), None)
+        if fitting is None:
+            return torch.empty(self.room(size), dtype=torch.uint8)
+        self._buffers = [buffer for buffer in self._buffers if buffer is not fitting]
+        return fitting[: self.room(size)]
 
-    def send_in_turn(self, sends: Sequence[tuple[Tensor, int]], tag: int) -> Generator[Sequence[Any], None, None]:
+    def send_in_turn(self, sends: Sequence[tuple[Tensor, int]], tag: int, in_turn: bool) -> Generator[Sequence[Any], None, None]:
         """Sends (tensor, to) once it is this operation's turn, and waits until they have left: what was started first is to arrive first, not
         all of it at the end.
         """
         turn = object()
-        if any(tensor.nbytes > _SMALL for tensor, _ in sends):
+        if in_turn and any(tensor.nbytes > _SMALL for tensor, _ in sends):
             self._senders.append(turn)
             while self._senders[0] is not turn:
                 yield ()
@@ -99,7 +106,7 @@ class Connection:
 
     def give_back(self, buffer: Tensor) -> None:
         self._lent -= 1
-        self._buffers.append(buffer)
+        self._buffers.append(buffer if buffer._base is None else buffer._base)
 
     def close(self) -> None:
         self._buffers.clear()

@@ -130,18 +130,21 @@ class Group:
     def start_send(self, tensor: Tensor, to: int) -> Work:
         assert to != self.rank, f"rank {self.rank} of {self.axis} cannot send to itself"
         place, tag = self._next_message("send", "to", to, tensor.nbytes)
-        steps = _once(self.connection.send(_flat(tensor), to, tag))
+        flat = _flat(tensor)
+        steps = _once(lambda: self.connection.send(flat, to, tag))
         between = tensor.nbytes if self._elsewhere[to] else 0
         return self._start("send", steps, tensor.nbytes - between, between, place)
 
     def start_receive(self, tensor: Tensor, source: int) -> Work:
         assert source != self.rank, f"rank {self.rank} of {self.axis} cannot receive from itself"
         place, tag = self._next_message("receive", "from", source, tensor.nbytes)
-        return self._start("receive", _once(self.connection.receive(_flat(tensor), source, tag)), 0, 0, place)
+        flat = _flat(tensor)
+        steps = _once(lambda: self.connection.receive(flat, source, tag))
+        return self._start("receive", steps, 0, 0, place, far=self._elsewhere[source])
 
     def start_barrier(self) -> Work:
         place, _ = self._next("barrier")
-        return self._start("barrier", _once(self.connection.barrier()), 0, 0, place)
+        return self._start("barrier", _once(self.connection.barrier), 0, 0, place)
 
     # How each is carried out: generators that yield the requests that they wait for.
 
@@ -163,13 +166,13 @@ class Group:
     def _all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps:
         own = tensor[shard(tensor.numel(), self.size, self.rank)]
         yield from self._reduce_scatter(tensor, _combine_into(own, op), tag)
-        yield from self._all_gather(tensor, own, tag)
+        yield from self._all_gather(tensor, own, tag, in_turn=False)  # it would ask for its turn only now, behind what the others may wait for
 
     def _reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps:
         if not self._peers:
             combine(slice(0, tensor.numel()), [tensor])
             return
-        buffer = yield from self.connection.borrow(self.size - 1)
+        buffer = yield from self.connection.borrow(2 * 8 * (self.size - 1))  # at least one element of any type in each slot
         try:
             yield from self._reduce_rounds(tensor, combine, tag, slots_of(buffer, self.size - 1, tensor.dtype))
         finally:
@@ -198,14 +201,14 @@ class Group:
             combine(window, [parts[rank] for rank in range(self.size)])
             posted = following
 
-    def _all_gather(self, output: Tensor, tensor: Tensor, tag: int) -> Steps:
+    def _all_gather(self, output: Tensor, tensor: Tensor, tag: int, in_turn: bool = True) -> Steps:
         pieces = [output[shard(output.numel(), self.size, rank)] for rank in range(self.size)]
-        return self._exchange(pieces, [tensor] * self.size, tag)
+        return self._exchange(pieces, [tensor] * self.size, tag, in_turn)
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps:
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int, in_turn: bool = True) -> Steps:
         receives = [self.connection.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)]
         _copy(outputs[self.rank], inputs[self.rank])
-        yield from self.connection.send_in_turn([(inputs[peer], peer) for peer in self._peers], tag)
+        yield from self.connection.send_in_turn([(inputs[peer], peer) for peer in self._peers], tag, in_turn)
         yield list(chain(*receives))
 
     def _broadcast(self, tensor: Tensor, root: int, tag: int) -> Steps:
@@ -236,11 +239,12 @@ class Group:
         place = self.connection.started(self._collectives, Signature.of(operation))
         return self._start(operation, steps, 0, between, place, shared)
 
-    def _start(self, operation: str, steps: Steps, inside: int, between: int, place: Place, shared: int = 0) -> Work:
+    def _start(self, operation: str, steps: Steps, inside: int, between: int, place: Place, shared: int = 0, far: bool = False) -> Work:
+        """`far`: it brings something from other nodes, if it sends nothing there itself."""
         entry = self.connection.ledger.entry(self.axis, operation)
         entry.sent(inside, between)
         what = self.axis, operation, place.ranks[0] if place.ranks else -1
-        return self.connection.progress.start(steps, entry, place, what, inside + between + shared, far=between > 0)
+        return self.connection.progress.start(steps, entry, place, what, inside + between + shared, far=far or between > 0)
 
     def _check_shard(self, name: str, own: Tensor, whole: Tensor) -> None:
         cut = shard(whole.numel(), self.size, self.rank)
@@ -278,8 +282,8 @@ def tree(place: int, size: int) -> tuple[int | None, list[int]]:
     return (place - span if place else None), [place + branch for branch in branches if place + branch < size]
 
 
-def _once(requests: list[Any]) -> Steps:
-    yield requests
+def _once(post: Callable[[], list[Any]]) -> Steps:
+    yield post()
 
 
 def _combine_into(output: Tensor, op: str) -> Combine:

@@ -69,8 +69,9 @@ class NodeGroup:
 
     def reduce(self, tensor: Tensor, sums: LocalSum) -> Work:
         shard, width = tensor.numel() // self.size, tensor.element_size()
-        part = _cut(shard, len(self.here), self.local)
-        between = len(self._elsewhere) * (part.stop - part.start) * width
+        windows = self._windows(shard, width) if self._elsewhere else []
+        parts = [_cut(window.stop - window.start, len(self.here), self.local) for window in windows]
+        between = len(self._elsewhere) * sum(part.stop - part.start for part in parts) * width
         read = (len(self.here) - 1) * (shard * width + between)
         return self.group.start_steps("reduce_scatter", self._reduce(tensor, sums, self.group.next_tag()), between, read)
 
@@ -116,22 +117,31 @@ class NodeGroup:
         yield from self._reached(DONE, number)
 
     def _reduce_between(self, pieces: list[Tensor], sums: LocalSum, tag: int) -> Steps:
-        """In rounds of as many elements of each shard as a buffer of constant size has room for."""
         length, dtype = pieces[0].numel() // self.size, pieces[0].dtype
-        least = len(self._elsewhere) + len(self._places) - 1
-        buffer = yield from self.group.connection.borrow(least * min(BLOCK, length) * dtype.itemsize // 16 + 1)
+        buffer = yield from self.group.connection.borrow(self._least(length, dtype.itemsize))
         try:
-            room = buffer.view(dtype).numel() // least
-            step = length if room >= length else room // BLOCK * BLOCK
-            for start in range(0, length, max(step, 1)):
-                yield from self._round(pieces, slice(start, min(start + step, length)), buffer.view(dtype), sums, tag)
+            for window in self._windows(length, dtype.itemsize):
+                yield from self._round(pieces, window, buffer.view(dtype), sums, tag)
         finally:
             self.group.connection.give_back(buffer)
 
+    def _windows(self, length: int, width: int) -> list[slice]:
+        """Of each shard, what a round is about: as many elements, of this width, as a buffer of constant size has room for."""
+        room = self.group.connection.room(self._least(length, width)) // width // self._pieces
+        step = max(1, length if room >= length else room // BLOCK * BLOCK)
+        return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+    @property
+    def _pieces(self) -> int:
+        """That lie in the buffer in a round: sums for the other nodes' ranks, and the other nodes' sums."""
+        return len(self._elsewhere) + len(self._places) - 1
+
+    def _least(self, length: int, width: int) -> int:
+        return self._pieces * min(BLOCK, length) * width
+
     def _round(self, pieces: list[Tensor], window: slice, buffer: Tensor, sums: LocalSum, tag: int) -> Steps:
         length, count = pieces[0].numel() // self.size, window.stop - window.start
-        least = len(self._elsewhere) + len(self._places) - 1
-        free = iter(buffer[: least * count].split(count)) if count else iter(())
+        free = iter(buffer[: self._pieces * count].split(count)) if count else iter(())
         mine = _cut(count, len(self.here), self.local)
         requests: list[Any] = []
         arriving = {node: next(free) for node in self._places if node != self._own_node}

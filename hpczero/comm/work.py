@@ -50,6 +50,7 @@ class Work:
         self._entry = entry
 
     def wait(self) -> None:
+        self._progress.check()
         if self.done:
             return
         begun = time.perf_counter()
@@ -58,6 +59,7 @@ class Work:
 
     def poll(self) -> bool:
         """Move everything that can move; say whether this operation is done."""
+        self._progress.check()
         if not self.done:
             begun = self._progress.trace.now()
             self._progress.advance()
@@ -107,6 +109,12 @@ class Progress:
 
     def close(self) -> None:
         self._background.close()
+        self.check()
+
+    def check(self) -> None:
+        """What failed in the background fails here."""
+        if self._failed:
+            raise self._failed
 
     def _advance_behind(self) -> bool:
         """In the background."""
@@ -121,8 +129,7 @@ class Progress:
     def advance(self) -> bool:
         """Take every step whose requests are complete; say whether there was one."""
         with self.lock:
-            if self._failed:
-                raise self._failed
+            self.check()
             return self._advance()
 
     def _advance(self) -> bool:

@@ -133,7 +133,7 @@ class World:
         communicator = self._subset(ranks, name)
         with self.progress.lock, self.status.waiting(f"making {name}", self.numbers(ranks)):
             shared = SharedBlocks(self._mpi, communicator, name, size, cleared, self._windows)
-        communicator.Free()
+            communicator.Free()
         self._windows.append(shared)
         return shared
 

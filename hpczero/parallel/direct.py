@@ -44,9 +44,12 @@ class DirectGradients(TorchFunctionMode):
             return functional.linear(input, weight, bias)
         return _Linear.apply(input, own_weight, own_bias, self._sums)
 
-    def embedding(self, input: Tensor, weight: Tensor, *options: Any, **named: Any) -> Tensor:
-        if self._parameter(weight) is not weight or any(option is not None for option in (*options, *named.values())):
-            return functional.embedding(input, weight, *options, **named)
+    def embedding(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if self._parameter(weight) is not weight or padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
+            return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return _Embedding.apply(input, weight, self._sums)
 
     def backward(self, output: Tensor, gradient: Tensor) -> None:

@@ -51,6 +51,7 @@ class Reduction:
         self._sums = 0  # the same since the beginning
         self._reduced: set[Unit] = set()  # that have sums of this step already
         self._reducing = False
+        self._in_backward = False
         self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward are autograd's
         self._completed: list[Unit] | None = []  # in the first step, as they come
         self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
@@ -66,12 +67,14 @@ class Reduction:
         self._reducing = last or self.sharded.gradients
         self._order, self._place_in_order = _ordered(chosen)
         self._started = 0
+        self._in_backward = True
         self._elsewhere.clear()
         for unit in self._order:
             unit.missing = sum(parameter.requires_grad for parameter in unit.parameters)
 
     def end(self) -> None:
         """All gradients of this backward are there; what has not been started is started now."""
+        self._in_backward = False
         if self._reducing:
             self._start_rest()
         self._reducing = False
@@ -118,6 +121,8 @@ class Reduction:
         return True
 
     def _place_for(self, unit: Unit, index: int) -> torch.Tensor | None:
+        if not self._in_backward:  # autograd.grad is asked by somebody else
+            return None
         if (unit, index) in self._elsewhere or not self._has_buffer(unit):
             self._elsewhere.add((unit, index))
             return None

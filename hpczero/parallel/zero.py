@@ -165,6 +165,8 @@ class Engine:
 
     def backward(self, loss: torch.Tensor, last: bool = False) -> None:
         """Adds the gradient of `loss`; `last`: no further backward of this step comes."""
+        if loss.numel() != 1:
+            raise HpczeroError(f"backward is asked for of a loss of shape {list(loss.shape)}: give its sum or its mean")
         loss = loss * self.loss_scale.value
         self.backward_of(None, loss, torch.ones_like(loss), last)
 
@@ -199,6 +201,7 @@ class Engine:
         self.updates += 1
         clip = min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0
         scalars = scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale)
+        self.weights_here()  # of layers that did not run since the last step
         for unit in self.units:
             self._update(unit, scalars)
             self._start_arriving(unit)
@@ -273,6 +276,8 @@ class Engine:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""
         assert not self._others, "parts of whole tensors are not loaded this way"
         values = whole.from_state_dict(self.module, self.names, state, self.axis.group)
+        self.weights_here()
+        self.axis.settle().wait()  # nobody reads any more what is written now
         for unit in self.units:
             unit.fill_own(values(unit.layout))
             self._start_arriving(unit)

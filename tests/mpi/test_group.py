@@ -219,6 +219,22 @@ def test_the_same_bits_in_every_run_and_under_every_library(world: World) -> Non
             assert zlib.crc32(tensor.numpy().tobytes()) == known[world.size]
 
 
+def test_a_large_all_reduce_does_not_wait_behind_what_others_start_later(world: World) -> None:
+    """Rank 0 has both under way; the others finish the first before they start the second."""
+    everyone = world.everyone
+    summed, own = torch.ones(300_000), torch.full((100_000,), float(world.rank))
+    gathered = torch.empty(100_000 * world.size)
+    if world.rank == 0:
+        works = [everyone.start_all_reduce(summed), everyone.start_all_gather(gathered, own)]
+        for work in works:
+            work.wait()
+    else:
+        everyone.all_reduce(summed)
+        everyone.all_gather(gathered, own)
+    assert bool((summed == world.size).all())
+    assert all(bool((part == rank).all()) for rank, part in enumerate(gathered.split(100_000)))
+
+
 def test_many_operations_of_many_groups_under_way(world: World, narrow: World) -> None:
     """Every rank waits in another order; more reductions are started than there are buffers for."""
     for where in (world, narrow):

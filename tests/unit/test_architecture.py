@@ -26,7 +26,7 @@ ALLOWED = {
     "model": {"hpczero_kernels", "spec", "errors"},
     "memory": {"comm"},
     "planner": {"errors", "spec", "comm.grid", "comm.ledger", "model.shapes", "data.sampler", "memory.gaps"}
-    | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.stages"},
+    | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.stages", "parallel.held"},
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
@@ -36,7 +36,7 @@ ALLOWED = {
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
-    *("parallel.stages", "parallel.schedule", "parallel.messages", "parallel.simulate"),
+    *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
 )
 WITHOUT_TORCH = (*PURE, "spec", "data", "machine", "cli", "errors", "env", "locations", "")
 IMPORTERS_OF_MPI4PY = ("comm",)

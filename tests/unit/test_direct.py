@@ -12,11 +12,11 @@ from hpczero.parallel.direct import DirectGradients
 
 
 class Net(nn.Module):
-    """A tied embedding, a weight used three times, one through a view, a frozen one, one without bias."""
+    """A tied embedding and one that is not, a weight used three times, one through a view, a frozen one, one without bias."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 6)
+        self.embedding, self.other = nn.Embedding(11, 6), nn.Embedding(11, 6)
         self.stacked = nn.Parameter(torch.randn(3, 2, 6) / 3)
         self.again = nn.Linear(6, 6)
         self.frozen = nn.Linear(6, 6).requires_grad_(False)
@@ -29,7 +29,7 @@ class Net(nn.Module):
         return self.bare(self.frozen(x))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = checkpoint(self.inner, self.embedding(tokens), use_reentrant=False)
+        x = checkpoint(self.inner, self.embedding(tokens) + self.other(tokens), use_reentrant=False)
         return functional.linear(x, self.embedding.weight).square().sum()
 
 
@@ -59,7 +59,7 @@ class Places:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("placed", [(), ("stacked",), ("embedding", "again"), ("embedding", "stacked", "again", "bare", "frozen")])
+@pytest.mark.parametrize("placed", [(), ("stacked",), ("embedding", "again"), ("embedding", "other", "stacked", "again", "bare", "frozen")])
 def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) -> None:
     torch.manual_seed(1)
     net = Net().to(dtype)
