@@ -62,7 +62,7 @@ class World:
         self.status: Status = whole.status if whole else Status()
         self._windows: list[SharedBlocks] = whole._windows if whole else []
         self.progress: Progress = Progress(mpi, self.status, whole.progress.lock if whole else None)
-        self._groups: dict[tuple[str, tuple[int, ...]], tuple[Group, Connection]] = {}
+        self._groups: dict[tuple[str, tuple[int, ...], str], tuple[Group, Connection]] = {}
         self.ledger = Ledger()
         self.library = _library(mpi)
         self.rank: int = communicator.rank
@@ -168,12 +168,14 @@ class World:
     def everyone(self) -> "Group":
         return self.group("world", range(self.size))
 
-    def group(self, axis: str, ranks: Sequence[int]) -> "Group":
-        """The group of these ranks, in this order. Collective over them and nobody else; asked for again, it is the same group."""
+    def group(self, axis: str, ranks: Sequence[int], purpose: str = "") -> "Group":
+        """The group of these ranks, in this order. Collective over them and nobody else; asked for again, it is the same group. Groups for another
+        `purpose` have collectives of their own, whose order has nothing to do with that of the first one's.
+        """
         from hpczero.comm.connection import Connection
         from hpczero.comm.group import Group
 
-        key = axis, tuple(ranks)
+        key = axis, tuple(ranks), purpose
         if key not in self._groups:
             assert self.rank in ranks, f"rank {self.rank} asks for a group without itself: {list(ranks)}"
             communicator = self._subset(ranks, f"group {axis}") if len(ranks) > 1 else None

@@ -75,7 +75,9 @@ def settings_of(spec: Spec, accumulates: bool, threads: int, in_layers: bool = F
 
 def data_axis(spec: Spec, world: World, group: Group) -> DataAxis:
     ranks_on_nodes = Counter(world.node_of_rank[rank] for rank in group.ranks).values()
-    return NodeGroup(world, group) if shares_nodes(spec.zero, ranks_on_nodes) else Messages(group)
+    if shares_nodes(spec.zero, ranks_on_nodes):
+        return NodeGroup(world, group)
+    return Messages(group, world.group("data", group.ranks, "gathers"))
 
 
 def _group(world: World, grid: Grid) -> Group:

@@ -49,8 +49,11 @@ class Messages:
 
     shared = False
 
-    def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
+    def __init__(self, group: Group, gathers: Group) -> None:
+        """`gathers`: of the same ranks. Gathers follow the order of forward and backward, sums that in which gradients are complete, which may
+        differ between ranks: each has its own numbers.
+        """
+        self.group, self.gathers, self.rank, self.size = group, gathers, group.rank, group.size
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         return {}
@@ -64,7 +67,7 @@ class Messages:
         return self.group.start_reduce_scatter(own, tensor, combine=lambda window, parts: sums.into_shard(window, parts, everyone))
 
     def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
-        return self.group.start_all_gather(tensor, tensor[shard(tensor.numel(), self.size, self.rank)], name)
+        return self.gathers.start_all_gather(tensor, tensor[shard(tensor.numel(), self.size, self.rank)], name)
 
     def settle(self) -> Work:
         return self.group.start_barrier()

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -27,42 +26,73 @@ class Sums(Protocol):
     def add(self, parameter: Tensor, gradient: Tensor) -> bool: ...
 
 
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0"}
+
+
 class DirectGradients(TorchFunctionMode):
     def __init__(self, parameters: Container[Tensor], sums: Sums) -> None:
         super().__init__()
-        self._parameters, self._sums = parameters, sums
+        self.sums = sums
+        self._parameters = parameters
+        self._task = -1  # autograd's number of the backward that is the engine's own
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = _REPLACED.get(function)
-        if other is None or not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
+        usual = not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+        if other is None or usual or torch._C._are_functorch_transforms_active():
             return function(*args, **(kwargs or {}))
         return other(self, *args, **(kwargs or {}))
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         own_weight, own_bias = self._parameter(weight), None if bias is None else self._parameter(bias)
-        if own_weight is None or (own_bias is None) != (bias is None) or input.dim() < 2 or input.dtype != weight.dtype or weight.dim() != 2:
+        known = own_weight is not None and (bias is None) == (own_bias is None)
+        plain = type(input) is Tensor and input.layout is torch.strided and input.dim() >= 2 and input.dtype == weight.dtype
+        fits = plain and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+        if not (known and fits):
             return functional.linear(input, weight, bias)
-        return _Linear.apply(input, own_weight, own_bias, self._sums)
+        return _Linear.apply(input, own_weight, own_bias, self)
 
     def embedding(
         self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
         scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Tensor:  # fmt: skip
-        if self._parameter(weight) is not weight or padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse:
+        special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
+        if special or type(input) is not Tensor or self._parameter(weight) is not weight:
             return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        return _Embedding.apply(input, weight, self._sums)
+        return _Embedding.apply(input, weight, self)
 
     def backward(self, output: Tensor, gradient: Tensor) -> None:
         """As output.backward(gradient), which would leave every mode while it runs: what is recomputed in backward goes the way that forward went."""
-        torch.autograd.Variable._execution_engine.run_backward(
-            (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+
+        def begins(*_: object) -> None:
+            self._task = torch._C._current_graph_task_id()
+
+        hook = output.grad_fn.register_prehook(begins) if output.grad_fn else None
+        try:
+            torch.autograd.Variable._execution_engine.run_backward(
+                (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        finally:
+            self._task = -1
+            if hook:
+                hook.remove()
+
+    def is_own(self) -> bool:
+        """Whether what goes on is the engine's backward itself: not one inside it, nor one that somebody else asks for."""
+        return self._task >= 0 and torch._C._current_graph_task_id() == self._task
 
     def _parameter(self, tensor: Tensor) -> Tensor | None:
-        """The parameter that the tensor is, or is all of in another shape."""
+        """The parameter that the tensor is, or is all of in another shape, with nothing of anybody's in between."""
         base = tensor if tensor._base is None else tensor._base
-        whole = base in self._parameters and base.requires_grad and tensor.is_contiguous() and tensor.numel() == base.numel()
-        return base if whole else None
+        if base not in self._parameters or not base.requires_grad or base._backward_hooks or not tensor.requires_grad:
+            return None
+        if tensor is base:
+            return base
+        node = tensor.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        ends_there = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+        return base if ends_there and tensor.is_contiguous() and tensor.numel() == base.numel() and not tensor._backward_hooks else None
 
 
 _REPLACED: dict[Any, Callable[..., Tensor]] = {functional.linear: DirectGradients.linear, functional.embedding: DirectGradients.embedding}
@@ -72,31 +102,31 @@ class _Linear(torch.autograd.Function):
     """x [..., inputs] -> [..., outputs]; the weight is [outputs, inputs] and the bias [outputs], in whatever shape they have as parameters."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: Sums) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: DirectGradients) -> Tensor:
         context.save_for_backward(x, weight)
-        context.parameters, context.sums = (weight, bias), sums
+        context.parameters, context.mode = (weight, bias), mode
         return functional.linear(x, weight.view(-1, x.shape[-1]), None if bias is None else bias.view(-1))
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = context.saved_tensors
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         own_weight, own_bias = context.parameters
+        of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
+        if torch.is_grad_enabled() or not context.mode.is_own():  # it may be differentiated again, or is somebody else's
+            of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
+            return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
 
-        def of_weight(out: Tensor) -> None:
+        def write_weight(out: Tensor) -> None:
             torch.mm(rows.t(), inputs, out=out.view(rows.shape[1], inputs.shape[1]))
 
-        def of_bias(out: Tensor) -> None:
+        def write_bias(out: Tensor) -> None:
             torch.sum(rows, 0, out=out.view(-1))
 
-        return (
-            (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None,
-            _gradient(own_weight, of_weight, context.sums) if needs_weight else None,
-            _gradient(own_bias, of_bias, context.sums) if needs_bias else None,
-            None,
-        )
+        sums = context.mode.sums
+        of_weight = _gradient(own_weight, write_weight, sums) if needs_weight else None
+        return of_x, of_weight, _gradient(own_bias, write_bias, sums) if needs_bias else None, None
 
 
 def _gradient(parameter: Tensor, into: Callable[[Tensor], None], sums: Sums) -> Tensor:
@@ -113,18 +143,20 @@ def _nothing(parameter: Tensor) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, tokens: Tensor, weight: Tensor, sums: Sums) -> Tensor:
+    def forward(context: Any, tokens: Tensor, weight: Tensor, mode: DirectGradients) -> Tensor:
         context.save_for_backward(tokens)
-        context.parameter, context.sums = weight, sums
+        context.parameter, context.mode = weight, mode
         return functional.embedding(tokens, weight)
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (tokens,) = context.saved_tensors
         shape = context.parameter.shape
+        if torch.is_grad_enabled() or not context.mode.is_own():
+            zeros = gradient.new_zeros(shape)
+            return None, zeros.index_add(0, tokens.flatten(), gradient.reshape(-1, shape[1])), None
         rows, row_of_token = tokens.flatten().unique(return_inverse=True)
         sums = torch.zeros(rows.numel(), shape[1], device=gradient.device)
         sums.index_add_(0, row_of_token, gradient.reshape(-1, shape[1]).float())
         made = torch.sparse_coo_tensor(rows[None], sums.to(gradient.dtype), shape, is_coalesced=True, check_invariants=False)
-        return None, _nothing(context.parameter) if context.sums.add(context.parameter, made) else made, None
+        return None, _nothing(context.parameter) if context.mode.sums.add(context.parameter, made) else made, None

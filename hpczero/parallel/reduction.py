@@ -32,6 +32,9 @@ class BadGradient:
         return f"first in {self.tensor} of data rank {self.data_rank}" if self.tensor else "only the sum over the ranks"
 
 
+_AT_THE_END = 1 << 30  # gradients that never come
+
+
 class Reduction:
     """For each backward `begin` and `end`; then `finish`, after which every unit has its sum."""
 
@@ -51,7 +54,6 @@ class Reduction:
         self._sums = 0  # the same since the beginning
         self._reduced: set[Unit] = set()  # that have sums of this step already
         self._reducing = False
-        self._in_backward = False
         self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward are autograd's
         self._completed: list[Unit] | None = []  # in the first step, as they come
         self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
@@ -67,31 +69,31 @@ class Reduction:
         self._reducing = last or self.sharded.gradients
         self._order, self._place_in_order = _ordered(chosen)
         self._started = 0
-        self._in_backward = True
         self._elsewhere.clear()
         for unit in self._order:
             unit.missing = sum(parameter.requires_grad for parameter in unit.parameters)
 
     def end(self) -> None:
         """All gradients of this backward are there; what has not been started is started now."""
-        self._in_backward = False
         if self._reducing:
             self._start_rest()
         self._reducing = False
 
-    def gradient_ready(self, parameter: torch.Tensor) -> None:
+    def gradient_ready(self, parameter: torch.Tensor, may_be_last: bool = True) -> None:
+        """`may_be_last`: no further gradient of the parameter comes in this backward; else its unit waits for the end of it."""
         unit, index = self._place_of[parameter]
         gradient = parameter.grad
         assert gradient is not None
         if self._has_buffer(unit):
             unit.add_gradient(index, gradient)
             parameter.grad = None
-        unit.missing -= 1
+        unit.missing = unit.missing - 1 if may_be_last else _AT_THE_END
         if self._completed is not None and unit.missing == 0:
             self._completed.append(unit)
         if self._reducing:
-            while self._started < len(self._order) and self._order[self._started].missing == 0:
-                self._start(self._order[self._started])
+            self._collect()
+            while self._started < len(self._order) and self._order[self._started].missing == 0 and self._has_buffer(self._order[self._started]):
+                self._start(self._order[self._started])  # without waiting for another rank, which may wait for what follows here
             self._collect()
 
     def write(self, parameter: torch.Tensor, into: Callable[[torch.Tensor], None]) -> bool:
@@ -121,8 +123,6 @@ class Reduction:
         return True
 
     def _place_for(self, unit: Unit, index: int) -> torch.Tensor | None:
-        if not self._in_backward:  # autograd.grad is asked by somebody else
-            return None
         if (unit, index) in self._elsewhere or not self._has_buffer(unit):
             self._elsewhere.add((unit, index))
             return None

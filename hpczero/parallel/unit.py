@@ -20,6 +20,7 @@ _NARROWED = 1 << 15  # elements that are turned into half precision at a time
 
 
 _METADATA = {"__get__", "__set__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "register_hook", "__hash__", "__repr__"}
+_METADATA |= {"requires_grad_", "is_contiguous", "is_complex", "__len__"}
 
 
 class ShardedParameter(nn.Parameter):

@@ -182,7 +182,7 @@ class Engine:
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """The gradient of a backward is in `parameter.grad`: the only entry from backward."""
-        self.reduction.gradient_ready(parameter)
+        self.reduction.gradient_ready(parameter, may_be_last=self._direct.is_own())  # in a backward inside ours, autograd calls for each use
 
     # -- step pass -----------------------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,10 @@ class Engine:
         if self.gatherer:  # when they are needed
             self.gatherer.changed(unit)
             return
-        self._arriving[unit] = self.axis.gather(unit.weights) if self.sharded.optimizer else self.axis.settle()
+        if self.sharded.optimizer:
+            self._arriving[unit] = self.axis.gather(unit.weights)
+        elif self.axis.shared:
+            self._arriving[unit] = self.axis.settle()
 
     def _wait_before(self, units: Sequence[Unit], *_: object) -> None:
         if self._arriving:

@@ -222,6 +222,33 @@ def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str
             assert all(torch.equal(tensor, other[1][name]) for name, tensor in first[1].items())
 
 
+class Partly(nn.Module):
+    """On all ranks but the first a part of one layer is not used, though the layer runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(6))
+        self.skips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, (one, other) in enumerate(self.parts):
+            x = x + one(x)
+            x = x if self.skips and number == 3 else x + other(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize(("stage", "shared"), WAYS)
+def test_a_layer_that_runs_may_leave_a_parameter_without_gradient(world: World, stage: int, shared: bool) -> None:
+    with hpczero.initialize(made(Partly, world.rank), spec_of(stage, shared), world, accumulates=False) as engine:
+        engine.module.skips = world.rank > 0
+        norms = []
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 16)) / 100, last=True)
+            norms.append(engine.step().grad_norm)
+        assert all(norm > 0 for norm in norms)
+        assert len(set(world.everyone.stack(torch.tensor(norms)).sum(1).tolist())) == 1
+
+
 def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
     for (stage, shared), precision in product(WAYS, ("fp32", "bf16")):
         with hpczero.initialize(made(lambda: Convolutions(True), world.rank), spec_of(stage, shared, precision), world) as engine:
