@@ -121,3 +121,15 @@ class TextModel(nn.Module):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         logits = self.head(self.body(self.embedding(batch.tokens)))
         return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+
+
+class Pair(nn.Module):
+    """A layer that may leave out a part of itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.skips = nn.Linear(16, 16), nn.Linear(16, 16), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.one(x)
+        return x if self.skips else x + self.other(x)

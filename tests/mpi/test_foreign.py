@@ -16,7 +16,7 @@ from hpczero.memory.region import Region
 from hpczero.parallel.foreign import layers_of
 from hpczero.spec.schema import Model, Spec
 from hpczero.train.initialize import Training
-from tests.mpi.models import CLASSES, SIDE, Convolutions, Odd, TextModel, Tower
+from tests.mpi.models import CLASSES, SIDE, Convolutions, Odd, Pair, TextModel, Tower
 from tests.mpi.training import train
 
 pytestmark = pytest.mark.mpi
@@ -220,18 +220,6 @@ def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str
         for other in others:
             assert first[0] == other[0]
             assert all(torch.equal(tensor, other[1][name]) for name, tensor in first[1].items())
-
-
-class Pair(nn.Module):
-    """A layer that may leave out a part of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.skips = nn.Linear(16, 16), nn.Linear(16, 16), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.one(x)
-        return x if self.skips else x + self.other(x)
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
