@@ -41,7 +41,7 @@ class Group:
     """Ranks that talk along one axis: `.ranks` are their numbers in the world, `.size` how many, `.rank` this one's place among them."""
 
     def __init__(self, axis: str, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], connection: Connection) -> None:
-        self.axis = axis
+        self.axis = self.label = axis  # the label: in a trace
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(self.ranks)
@@ -243,7 +243,7 @@ class Group:
         """`far`: it brings something from other nodes, if it sends nothing there itself."""
         entry = self.connection.ledger.entry(self.axis, operation)
         entry.sent(inside, between)
-        what = self.axis, operation, place.ranks[0] if place.ranks else -1
+        what = self.label, operation, place.ranks[0] if place.ranks else -1
         return self.connection.progress.start(steps, entry, place, what, inside + between + shared, far=far or between > 0)
 
     def _check_shard(self, name: str, own: Tensor, whole: Tensor) -> None:

@@ -180,7 +180,9 @@ class World:
             assert self.rank in ranks, f"rank {self.rank} asks for a group without itself: {list(ranks)}"
             communicator = self._subset(ranks, f"group {axis}") if len(ranks) > 1 else None
             connection = Connection(self._mpi, communicator, self.progress, self.ledger, self._limits, axis, self.numbers(ranks))
-            self._groups[key] = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection), connection
+            group = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection)
+            group.label = f"{axis} {purpose}".rstrip()
+            self._groups[key] = group, connection
         return self._groups[key][0]
 
     def share(self, value: Any) -> Any:
