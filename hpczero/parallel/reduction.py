@@ -91,6 +91,8 @@ class Reduction:
         if self._completed is not None and unit.missing == 0:
             self._completed.append(unit)
         if self._reducing:
+            if unit.missing == 0:
+                self.started(unit)  # here, and not when there is a slot for it: what is gathered next follows from it, on all ranks alike
             self._collect()
             while self._started < len(self._order) and self._order[self._started].missing == 0 and self._has_buffer(self._order[self._started]):
                 self._start(self._order[self._started])  # without waiting for another rank, which may wait for what follows here
@@ -193,7 +195,8 @@ class Reduction:
                 self._collect(wait=True)
         self._started += 1
         self._sums += 1
-        self.started(unit)
+        if unit.missing:
+            self.started(unit)
         unit.complete()
         self._read_by_others.add(unit)
         accumulate = self.sharded.gradients and unit in self._reduced
