@@ -93,6 +93,7 @@ class Progress:
         self._far: set[Work] = set()  # those that send to other nodes
         self._background = Background(self._advance_behind)
         self._waits = False
+        self._behind = False  # whether it is the background that moves operations now
         self._failed: BaseException | None = None  # in the background
 
     def start(self, steps: Steps, entry: Entry, place: Place, what: What, size: int = 0, far: bool = False) -> Work:
@@ -120,10 +121,13 @@ class Progress:
         """In the background."""
         with self.lock:
             if not self._waits and self._failed is None:  # else the rank itself moves them
+                self._behind = True
                 try:
                     self.advance()
                 except BaseException as error:
                     self._failed = error
+                finally:
+                    self._behind = False
             return bool(self._far) and self._failed is None
 
     def advance(self) -> bool:
@@ -178,7 +182,7 @@ class Progress:
         try:
             work.resume()
         finally:
-            if self._waits or threading.current_thread() is threading.main_thread():
+            if not self._behind:  # else it is no part of what the rank does meanwhile
                 self.trace.advanced(*work.what[:2], begun)
             if work.done:
                 self._under_way.remove(work)

@@ -25,9 +25,7 @@ from hpczero.parallel.sequence import Residual
 from hpczero_kernels.dropout import Place
 
 
-class ColumnLinear(nn.Module):
-    """Of a linear map, or several stacked ones: this rank's outputs. The residual stream comes in, as this rank has it."""
-
+class _PartOfLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -35,6 +33,10 @@ class ColumnLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = serial.weight, serial.bias
         self._residual = residual
+
+
+class ColumnLinear(_PartOfLinear):
+    """Of a linear map, or several stacked ones: this rank's outputs. The residual stream comes in, as this rank has it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.flatten()
@@ -42,16 +44,8 @@ class ColumnLinear(nn.Module):
         return y.unflatten(-1, self.weight.shape[:-1])
 
 
-class RowLinear(nn.Module):
+class RowLinear(_PartOfLinear):
     """Of a linear map: this rank's inputs; the residual stream goes out, as this rank has it."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
-    def __init__(self, serial: Any, residual: Residual) -> None:
-        super().__init__()
-        self.weight, self.bias = serial.weight, serial.bias
-        self._residual = residual
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum_of_parts(functional.linear(x, self.weight), self.bias, self._residual)
