@@ -66,8 +66,8 @@ def table(found: Sequence[Row]) -> str:
 
 
 def differing(found: Sequence[Row]) -> list[str]:
-    """Who has not trained like the first contender after the floor, in words."""
-    trained = [row for row in found if row.name != "floor" and row.losses]
+    """Who has not trained like the first contender that trains, in words."""
+    trained = [row for row in found if not row.name.startswith("floor") and row.losses]
     wrong = []
     for row in trained[1:]:
         reference = trained[0]
