@@ -1,7 +1,7 @@
 """The one place that puts the parts together: model, grid and engine of a job."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -10,16 +10,16 @@ from hpczero.comm.group import Group
 from hpczero.comm.node import NodeGroup
 from hpczero.comm.world import World
 from hpczero.model import build, shapes
-from hpczero.parallel import foreign
+from hpczero.model.batch import MicroBatch
+from hpczero.parallel import foreign, offered
 from hpczero.parallel.axis import DataAxis, Messages
 from hpczero.parallel.held import chunks_of_stages
 from hpczero.parallel.layout import share
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
-from hpczero.parallel.running import Alone, Staged, Way, parts_of_stage
+from hpczero.parallel.running import Alone, Holder, Staged, Way, parts_of_stage
 from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import shares_nodes
-from hpczero.parallel.unit import Unit
 from hpczero.parallel.values import OwnValues
 from hpczero.parallel.zero import DTYPES, Engine, Settings
 from hpczero.spec.schema import Spec
@@ -28,7 +28,8 @@ from hpczero.spec.schema import Spec
 def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Way:
     """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run."""
     if not shapes.known(spec.model):
-        return Alone(adopt(world.together(lambda: build.from_factory(spec.model, spec.seed)), spec, world, grid, accumulates, threads))
+        module = world.together(lambda: build.from_factory(spec.model, spec.seed))
+        return (_cut_up if grid.size("pipeline") > 1 else _alone)(module, spec, world, grid, accumulates, threads)
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
     tensor, pipeline = (world.group(axis, grid.ranks(world.rank, axis)) if grid.size(axis) > 1 else None for axis in ("tensor", "pipeline"))
@@ -43,20 +44,49 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     chunks = parts_of_stage(chunks_of_stages(spec, described)[pipeline.rank], modules, tied)
     engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
     engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
-    _tie(engine, engine.units_named(tied), world, pipeline)
+    _tie(engine, dict.fromkeys(tied, (0, pipeline.size - 1)), world, pipeline)
     rows = share(spec.model.seq_len, 1, tensor.size, tensor.rank) if tensor and spec.parallel.sequence_parallel else slice(0, spec.model.seq_len)
     shape = rows.stop - rows.start, spec.model.hidden
+    stages = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
+    return Staged(engine, stages, chunks, [[part for part, _ in chunk if not isinstance(part, Holder)] for chunk in chunks])
+
+
+def _pipeline(spec: Spec, group: Group, shape_of: Callable[[MicroBatch], Sequence[int]] | None) -> Pipeline:
     kind = spec.parallel.schedule if spec.parallel.chunks > 1 or spec.parallel.schedule != "interleaved" else "1f1b"
-    stages = Pipeline(pipeline, kind, len(chunks), lambda batch: (len(batch.samples), *shape), DTYPES[spec.train.precision])
-    return Staged(engine, stages, chunks)
+    return Pipeline(group, kind, spec.parallel.chunks, shape_of, DTYPES[spec.train.precision])
 
 
-def _tie(engine: Engine, tied: Sequence[Unit], world: World, pipeline: Group) -> None:
-    """Parameters of the first stage that the last one works with too: both have them, and add up their gradients."""
-    for unit in tied:
-        engine.reduction.tied[unit] = world.group("pipeline", (pipeline.ranks[0], pipeline.ranks[-1]))
-        if pipeline.rank:
-            engine.copies.add(unit)
+def _tie(engine: Engine, tied: Mapping[str, Sequence[int]], world: World, pipeline: Group) -> None:
+    """Parameters that several stages (`tied`: name -> which) work with: all of these have them, and add up their gradients."""
+    for name, stages in tied.items():
+        if pipeline.rank in stages:
+            (unit,) = engine.units_named([name])
+            engine.reduction.tied[unit] = world.group("pipeline", [pipeline.ranks[stage] for stage in stages])
+            if pipeline.rank != stages[0]:
+                engine.copies.add(unit)
+
+
+def _alone(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int) -> Way:
+    return Alone(adopt(module, spec, world, grid, accumulates, threads))
+
+
+def _cut_up(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int) -> Way:
+    """A module that hpczero has not written, as one of the stages of a pipeline."""
+    pipeline, group = world.group("pipeline", grid.ranks(world.rank, "pipeline")), _group(world, grid)
+    own = world.together(lambda: offered.stage_of(module, spec.parallel, pipeline.rank))
+    names = list(foreign.trained(module))
+    layers = foreign.layers_of_chunks(module, own.chunks)
+    offered.to_meta(module, own.elsewhere)
+    modules = {layer.name: part for chunk in layers for part, layer in chunk}
+    chunks = parts_of_stage([[layer for _, layer in chunk] for chunk in layers], modules, set(own.tied))
+    ties = {name: world.group("pipeline", [pipeline.ranks[stage] for stage in stages]) for name, stages in own.tied.items() if pipeline.rank in stages}
+    values = OwnValues(module, spec.seed, group, own.elsewhere, ties)
+    settings = settings_of(spec, accumulates, threads)
+    engine = Engine(module, [part for chunk in chunks for part in chunk], data_axis(spec, world, group), settings, values, None, pipeline)
+    values.share_rest(set(names), DTYPES[spec.train.precision])
+    engine.reduction.names_backwards = names[::-1]
+    _tie(engine, own.tied, world, pipeline)
+    return Staged(engine, _pipeline(spec, pipeline, None), chunks, own.calls)
 
 
 def adopt(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Engine:

@@ -6,7 +6,7 @@ too small for messages of their own go together.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -37,33 +37,57 @@ class Cut:
 
 def layers_of(module: nn.Module) -> Layers:
     """For the engine: every floating-point parameter is in one layer. Others stay with the module as they are."""
-    parameters = {name: own for name, own in module.named_parameters() if _is_ours(name, own)}
+    parameters = trained(module)
     if not parameters:
         raise InputError(f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train")
-    names = {own: name for name, own in parameters.items()}
+    (found,) = _layers(parameters, [_Structure(module, parameters).cuts({"": module})])
+    return found
+
+
+def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> list[Layers]:
+    """The same of the modules that a pipeline stage has of it, and runs one after the other; a parameter is in the first chunk that uses it."""
+    here = {own for chunk in chunks for part in chunk for own in part.parameters()}
+    parameters = {name: own for name, own in trained(module).items() if own in here}
+    names = {part: name for name, part in module.named_modules()}
+    cuts = [_Structure(None, parameters).cuts({names[part]: part for part in chunk}) for chunk in chunks]
+    return _layers(parameters, cuts)
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an engine takes."""
+    return {name: own for name, own in module.named_parameters() if _is_ours(name, own)}
+
+
+def _layers(parameters: Mapping[str, nn.Parameter], chunks: Iterable[Iterable[Cut]]) -> list[Layers]:
     sizes = {name: own.numel() for name, own in parameters.items()}
-    found: Layers = []
+    found: list[Layers] = []
     taken: set[str] = set()
-    for group in _together(_Structure(module, names, sizes).cuts(), sizes):
-        own = [name for name in dict.fromkeys(name for cut in group for name in cut.names) if name not in taken]
-        taken |= set(own)
-        held = tuple(Parameter(name, tuple(parameters[name].shape), ZEROS) for name in own)
-        for number, cut in enumerate(group):
-            layer = Layer(cut.name or "the model", held if number == 0 else ())
-            uses = tuple(name for name in cut.names if name not in own or number)
-            found.append((cut.module, replace(layer, uses=uses)))
+    for cuts in chunks:
+        found.append([])
+        for group in _together(cuts, sizes):
+            own = [name for name in dict.fromkeys(name for cut in group for name in cut.names) if name not in taken]
+            taken |= set(own)
+            held = tuple(Parameter(name, tuple(parameters[name].shape), ZEROS) for name in own)
+            for number, cut in enumerate(group):
+                layer = Layer(cut.name or "the model", held if number == 0 else ())
+                uses = tuple(name for name in cut.names if name not in own or number)
+                found[-1].append((cut.module, replace(layer, uses=uses)))
     assert taken == set(parameters), set(parameters) - taken
     return found
 
 
 class _Structure:
-    def __init__(self, module: nn.Module, names: dict[nn.Parameter, str], sizes: dict[str, int]) -> None:
-        self.module, self.names, self.sizes = module, names, sizes
-        self.total = sum(sizes.values())
+    def __init__(self, module: nn.Module | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        """`module` is cut however small it is."""
+        self.module = module
+        self.names = {own: name for name, own in parameters.items()}
+        self.sizes = {name: own.numel() for name, own in parameters.items()}
+        self.total = sum(self.sizes.values())
         self._seen: set[nn.Module] = set()
 
-    def cuts(self) -> Iterator[Cut]:
-        yield from self._cuts(self.module, "")
+    def cuts(self, parts: Mapping[str, nn.Module]) -> Iterator[Cut]:
+        for name, part in parts.items():
+            yield from self._cuts(part, name)
 
     def _cuts(self, module: nn.Module, name: str) -> Iterator[Cut]:
         """A module that is called takes on what its parts cannot: parameters of containers that are never called."""

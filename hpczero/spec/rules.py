@@ -27,9 +27,6 @@ def unavailable(spec: Spec) -> list[str]:
     if spec.parallel.tensor > 1 and not known(spec.model):
         plan = "nothing says how the layers of a model of one's own are shared out"
         missing.append(f'parallel.tensor = {spec.parallel.tensor} with model.family = "{spec.model.family}": {plan}; set it to 1 to run')
-    if spec.parallel.pipeline > 1 and not known(spec.model):
-        cut = "how to cut a model of one's own into stages is not known"
-        missing.append(f'parallel.pipeline = {spec.parallel.pipeline} with model.family = "{spec.model.family}": {cut}; set it to 1 to run')
     return missing
 
 

@@ -110,7 +110,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     before = account.held_on_nodes(world)
     way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
     engine = way.engine
-    parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count
+    parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
         _say_layout(voice, job, batches, parameters)
         voice.directory.keep_metrics_before(1)
