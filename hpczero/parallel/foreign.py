@@ -37,6 +37,7 @@ class Cut:
 
 def layers_of(module: nn.Module) -> Layers:
     """For the engine: every floating-point parameter is in one layer. Others stay with the module as they are."""
+    refuse_changed_in_forward(module)
     parameters = trained(module)
     if not parameters:
         raise InputError(f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train")
@@ -51,6 +52,23 @@ def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -
     names = {part: name for name, part in module.named_modules()}
     cuts = [_Structure(None, parameters).cuts({names[part]: part for part in chunk}) for chunk in chunks]
     return _layers(parameters, cuts)
+
+
+def refuse_changed_in_forward(module: nn.Module) -> None:
+    """What a forward changes in a weight, each rank by the samples that it sees, the master weights would never know."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            what = f"{name or type(part).__name__} has max_norm = {part.max_norm:g}, and changes its weight in every forward, on each rank as its own"
+            raise InputError(f"{what} samples ask for: set max_norm to None; scale what is looked up instead")
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Where parameters come and go between layers, which a compiler does not see."""
+    for name, part in module.named_modules():
+        if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+            way_out = "leave it as it is there, or take zero.stage = 2 (or zero.node_shared = true, with all ranks on one node)"
+            what = f"{name or type(part).__name__} is compiled, and zero.stage = 3 gathers parameters layer by layer, as Python runs"
+            raise InputError(f"{what}: {way_out}")
 
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:

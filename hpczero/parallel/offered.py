@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.foreign import trained
+from hpczero.parallel.foreign import refuse_changed_in_forward, trained
 from hpczero.parallel.running import Call
 from hpczero.parallel.stages import layers_of, parts
 from hpczero.parallel.values import reset_of
@@ -37,6 +37,7 @@ class Stage:
 
 def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> Stage:
     """InputError, on every stage alike, where the module cannot be cut so."""
+    refuse_changed_in_forward(module)
     layers = _offered(module, f"parallel.pipeline = {parallel.pipeline}")
     stages = parallel.pipeline
     cuts = parts([_cost(layer) for layer in layers], stages, parallel.chunks)
@@ -66,7 +67,7 @@ def _offered(module: nn.Module, wanted: str) -> list[nn.Module]:
     inside = set(module.modules())
     for number, layer in enumerate(layers):
         if not isinstance(layer, nn.Module) or layer not in inside:
-            raise InputError(f"{wanted}: number {number} of the layers() of {kind} is {_described(layer)}, which is not one of the module's own modules")
+            raise InputError(f"{wanted}: number {number} of the layers() of {kind} is {_described(layer)}, and none of the module's own modules")
     used = {own for layer in layers for own in layer.parameters()}
     _refuse_rest([name for name, own in module.named_parameters() if own not in used], wanted, "a parameter is")
     within = {part for layer in layers for part in layer.modules()}
@@ -92,10 +93,12 @@ def _cost(layer: nn.Module) -> int:
 def to_meta(module: nn.Module, elsewhere: Collection[nn.Module]) -> None:
     """What only these modules have takes no memory any more."""
     kept = {own for part in module.modules() if part not in elsewhere for own in part.parameters(recurse=False)}
+    gone = {own for part in elsewhere for own in part.parameters(recurse=False)} - kept
+    on_meta = {own: nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad) for own in gone}
     for part in elsewhere:
         for name, own in list(part.named_parameters(recurse=False)):
-            if own not in kept:
-                setattr(part, name, nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad))
+            if own in on_meta:
+                setattr(part, name, on_meta[own])
         for name, buffer in list(part.named_buffers(recurse=False)):
             setattr(part, name, buffer.to("meta"))
 
@@ -118,7 +121,8 @@ class _Loss:
     def __call__(self, x: Tensor, batch: MicroBatch) -> Tensor:
         loss = self.module.loss(x, batch.targets)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise HpczeroError(f"loss(output, targets) of {type(self.module).__name__} gives {_described(loss)}: it is the sum over all targets, one number")
+            given = f"loss(output, targets) of {type(self.module).__name__} gives {_described(loss)}"
+            raise HpczeroError(f"{given}: it is the sum over all targets, one number")
         return loss
 
 

@@ -95,7 +95,7 @@ class OwnValues:
         return {name: made[name] for name in wanted}
 
     def _is_made_now(self, part: nn.Module, names: Mapping[nn.Parameter, str], wanted: Collection[str]) -> bool:
-        """It works with parameters that are wanted, and with none that comes later (of what is tied all stages make the same, whatever comes there)."""
+        """It works with parameters that are wanted, and with none that comes later; what is tied all stages make alike, whatever comes there."""
         used = {names[own] for own in part.parameters()}
         now = self._tied.keys() >= set(wanted) or used.isdisjoint(self._given)
         return bool(reset_of(part)) and not used.isdisjoint(wanted) and now

@@ -172,9 +172,9 @@ class Engine:
 
     def backward_of(self, units: Collection[Unit] | None, output: torch.Tensor, gradient: torch.Tensor, last: bool) -> None:
         """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
-        self.reduction.begin(last, units)
         if self._backwards and not self.settings.accumulates and self.settings.train.precision != "fp32":
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
+        self.reduction.begin(last, units)
         self._backwards += 1
         with self._direct, self.gatherer.backward() if self.gatherer else nullcontext():
             if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
