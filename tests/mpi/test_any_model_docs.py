@@ -65,7 +65,7 @@ def test_as_a_pipeline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     example.__dict__.update(run("As a pipeline"))
     monkeypatch.setitem(sys.modules, "example", example)
     model = Model(family="example:build", layers=3, hidden=12, seq_len=9, vocab=31)
-    spec = spec_of("").model_copy(update={"model": model})
+    spec = spec_of("Layered").model_copy(update={"model": model})
     alone = world.part([world.rank])
     expected = train(alone, spec)
     alone.close()
