@@ -9,8 +9,8 @@ Shapes may change from layer to layer; what goes from one stage to another is of
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hpczero.errors import HpczeroError, InputError
@@ -63,7 +63,8 @@ def _offered(module: nn.Module, wanted: str) -> list[nn.Module]:
     if missing:
         needs = "layers(), the list of its modules in the order in which they run, and loss(output, targets), the summed loss"
         raise InputError(f"{wanted}: {kind} has no {' and no '.join(missing)}; a module that is cut into stages offers {needs} (docs/any-model.md)")
-    layers = list(module.layers())
+    offers: Any = module
+    layers = list(offers.layers())
     inside = set(module.modules())
     for number, layer in enumerate(layers):
         if not isinstance(layer, nn.Module) or layer not in inside:
@@ -115,12 +116,12 @@ class _Call:
 
 
 class _Loss:
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self.module = module
 
     def __call__(self, x: Tensor, batch: MicroBatch) -> Tensor:
         loss = self.module.loss(x, batch.targets)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = f"loss(output, targets) of {type(self.module).__name__} gives {_described(loss)}"
             raise HpczeroError(f"{given}: it is the sum over all targets, one number")
         return loss

@@ -353,7 +353,6 @@ def test_mistakes_in_the_loop_are_said(whole: World) -> None:
     engine.step(lr=0.5)
     with pytest.raises(HpczeroError, match="none of the engine's parameters"), engine.gathered([torch.ones(3)]):
         pass
-    engine.step()
     engine.close()
     engine.close()
     with pytest.raises(InputError, match=r"the dictionary given: zero\.stage = 7"):
