@@ -69,7 +69,18 @@ def account(
         lines += [f"  {kind}: rank {rank} on {hosts[rank]}{_doing(question, states.get(rank), notes.get(rank))}" for rank in ranks[:_SHOWN]]
         if len(ranks) > _SHOWN:
             lines.append(f"  {kind}: {len(ranks) - _SHOWN} more: {_named(ranks[_SHOWN:])}")
-    return lines + [f"  rank {rank} on {hosts[rank]}: {note}" for rank, note in notes.items() if judged.get(rank) == HERE]
+    lines += [f"  rank {rank} on {hosts[rank]}: {note}" for rank, note in notes.items() if judged.get(rank) == HERE]
+    return lines + _advice(question, judged, states)
+
+
+def _advice(question: Question, judged: Mapping[int, str], states: Mapping[int, State]) -> list[str]:
+    """Where ranks wait for different things, and one of these is a layer's parameters."""
+    others = [states[rank] for rank, kind in judged.items() if kind in (DIFFERENT, ABSENT) and rank in states]
+    places = [question.place, *(state.place for state in others if state.waited is not None)]
+    if len(places) == 1 or not any(place.startswith("all_gather ") and not place.startswith("all_gather of ") for place in places):
+        return []
+    gathered = "parameters are gathered as layers run (zero.stage = 3)"
+    return [f"  {gathered}: all ranks must run the same layers, in one order; at zero.stage = 2 they need not"]
 
 
 def _doing(question: Question, state: State | None, note: str | None) -> str:

@@ -1,6 +1,7 @@
 """Where the samples of a run come from: a token file, the stdlib's text, or nothing at all (synthetic)."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,6 +86,7 @@ class FileSource:
 
     def __init__(self, file: TokenFile, seq_len: int) -> None:
         self._file, self._seq_len = file, seq_len
+        self._bytes = open(file.path, "rb", buffering=0)  # noqa: SIM115 (as long as there is the source)
         self.vocabulary = file.vocabulary
 
     def windows(self, split: str) -> int:
@@ -92,14 +94,22 @@ class FileSource:
 
     def fill(self, split: str, window: int, out: np.ndarray) -> None:
         assert 0 <= window < self.windows(split), (split, window)
-        start = window * self._seq_len
-        held = self._file.splits[split]
-        out[:] = held.tokens[start : start + self._seq_len + 1]
+        start, held = window * self._seq_len, self._file.splits[split]
+        out[:] = self._read(held.tokens, start, start + self._seq_len + 1)
         if out.max() > held.largest:  # the file's own counts say otherwise: it would index past the embedding
             raise InputError(
                 f"{self._file.path} is damaged: window {window} of {split} holds token {out.max()}, "
                 f"the counts say {held.largest} at most; build it again"
             )
+
+    def _read(self, tokens: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Not through memory: that of a file which somebody cuts short meanwhile ends the process without a word (SIGBUS)."""
+        assert isinstance(tokens, np.memmap), type(tokens)
+        first, size = tokens.offset + start * tokens.itemsize, (stop - start) * tokens.itemsize
+        read = os.pread(self._bytes.fileno(), size, first)
+        if len(read) < size:
+            raise InputError(f"{self._file.path} was cut short while it was in use: it ends before byte {first + size}; build or copy it again")
+        return np.frombuffer(read, tokens.dtype)
 
     def unigram_entropy(self, split: str) -> float:
         return self._file.splits[split].entropy()

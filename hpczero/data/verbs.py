@@ -32,6 +32,7 @@ def build(options: argparse.Namespace) -> int:
         shutil.rmtree(work, ignore_errors=True)  # left if a builder was killed between its last two actions
         print(f"{output} is up to date")
         return 0
+    _make(work)
     try:
         with _listener() as listener:
             made = build_token_file(found, output, recipe, work, listener)
@@ -60,6 +61,14 @@ def _check_output(output: Path) -> None:
         raise InputError(f"the output's folder {folder} does not exist")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"the output's folder {folder} cannot be written")
+
+
+def _make(work: Path) -> None:
+    """Some folders look as if they could be written, and cannot."""
+    try:
+        work.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"the output's folder {work.absolute().parent} cannot be written: {error.strerror}") from error
 
 
 def _check_up_to_date(output: Path, found: Found, recipe: Recipe) -> None:

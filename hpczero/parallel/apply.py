@@ -1,7 +1,8 @@
 """The one place that puts the parts together: model, grid and engine of a job."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -10,25 +11,47 @@ from hpczero.comm.group import Group
 from hpczero.comm.node import NodeGroup
 from hpczero.comm.world import World
 from hpczero.model import build, shapes
-from hpczero.parallel import foreign
+from hpczero.model.batch import MicroBatch
+from hpczero.parallel import foreign, offered
 from hpczero.parallel.axis import DataAxis, Messages
 from hpczero.parallel.held import chunks_of_stages
 from hpczero.parallel.layout import share
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
-from hpczero.parallel.running import Alone, Staged, Way, parts_of_stage
+from hpczero.parallel.running import Alone, Holder, Staged, Way, parts_of_stage
 from hpczero.parallel.sequence import residual_of
-from hpczero.parallel.states import shares_nodes
-from hpczero.parallel.unit import Unit
+from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.values import OwnValues
 from hpczero.parallel.zero import DTYPES, Engine, Settings
 from hpczero.spec.schema import Spec
 
 
-def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Way:
-    """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run."""
+@dataclass(frozen=True)
+class Found:
+    """A module that hpczero has not written, and what this rank's pipeline stage, if there are several, has of it."""
+
+    module: nn.Module
+    stage: offered.Stage | None
+
+
+def find(spec: Spec, world: World, grid: Grid) -> Found:
+    """Collective: what model.family makes. InputError on all ranks where it cannot be trained so."""
+
+    def make() -> Found:
+        module = build.from_factory(spec.model, spec.seed)
+        cut = spec.parallel.pipeline > 1
+        return Found(module, offered.stage_of(module, spec.parallel, grid.coordinate(world.rank, "pipeline")) if cut else None)
+
+    return world.together(make)
+
+
+def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1, found: Found | None = None) -> Way:
+    """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run. `found`: if it is known already,
+    what model.family has made.
+    """
     if not shapes.known(spec.model):
-        return Alone(adopt(world.together(lambda: build.from_factory(spec.model, spec.seed)), spec, world, grid, accumulates, threads))
+        found = found or find(spec, world, grid)
+        return (_alone if found.stage is None else _cut_up)(found, spec, world, grid, accumulates, threads)
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
     tensor, pipeline = (world.group(axis, grid.ranks(world.rank, axis)) if grid.size(axis) > 1 else None for axis in ("tensor", "pipeline"))
@@ -43,30 +66,74 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     chunks = parts_of_stage(chunks_of_stages(spec, described)[pipeline.rank], modules, tied)
     engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
     engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
-    _tie(engine, engine.units_named(tied), world, pipeline)
+    _tie(engine, dict.fromkeys(tied, (0, pipeline.size - 1)), world, pipeline)
     rows = share(spec.model.seq_len, 1, tensor.size, tensor.rank) if tensor and spec.parallel.sequence_parallel else slice(0, spec.model.seq_len)
     shape = rows.stop - rows.start, spec.model.hidden
+    stages = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
+    return Staged(engine, stages, chunks, [[part for part, _ in chunk if not isinstance(part, Holder)] for chunk in chunks])
+
+
+def _pipeline(spec: Spec, group: Group, shape_of: Callable[[MicroBatch], Sequence[int]] | None) -> Pipeline:
     kind = spec.parallel.schedule if spec.parallel.chunks > 1 or spec.parallel.schedule != "interleaved" else "1f1b"
-    stages = Pipeline(pipeline, kind, len(chunks), lambda batch: (len(batch.samples), *shape), DTYPES[spec.train.precision])
-    return Staged(engine, stages, chunks)
+    return Pipeline(group, kind, spec.parallel.chunks, shape_of, DTYPES[spec.train.precision])
 
 
-def _tie(engine: Engine, tied: Sequence[Unit], world: World, pipeline: Group) -> None:
-    """Parameters of the first stage that the last one works with too: both have them, and add up their gradients."""
-    for unit in tied:
-        engine.reduction.tied[unit] = world.group("pipeline", (pipeline.ranks[0], pipeline.ranks[-1]))
-        if pipeline.rank:
+def _tie(engine: Engine, tied: Mapping[str, Sequence[int]], world: World, pipeline: Group) -> None:
+    """Parameters that several stages (`tied`: name -> which) work with: all of these have them, and add up their gradients."""
+    for name, group in _tie_groups(tied, world, pipeline).items():
+        (unit,) = engine.units_named([name])
+        engine.reduction.tied[unit] = group
+        if group.rank:
             engine.copies.add(unit)
+
+
+def _tie_groups(tied: Mapping[str, Sequence[int]], world: World, pipeline: Group) -> dict[str, Group]:
+    """Of those that this stage has; in one order on all stages, as are the operations that follow from it."""
+    here = {name: [pipeline.ranks[stage] for stage in stages] for name, stages in tied.items() if pipeline.rank in stages}
+    return {name: world.group("pipeline", ranks) for name, ranks in here.items()}
+
+
+def _alone(found: Found, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int) -> Way:
+    return Alone(adopt(found.module, spec, world, grid, accumulates, threads))
+
+
+def _cut_up(found: Found, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int) -> Way:
+    """One of the stages of a pipeline."""
+    module, own = found.module, found.stage
+    assert own is not None
+    pipeline, group = world.group("pipeline", grid.ranks(world.rank, "pipeline")), _group(world, grid)
+    names = list(foreign.trained(module))
+    layers = foreign.layers_of_chunks(module, own.chunks)
+    offered.to_meta(module, own.elsewhere)
+    modules = {layer.name: part for chunk in layers for part, layer in chunk}
+    chunks = parts_of_stage([[layer for _, layer in chunk] for chunk in layers], modules, set(own.tied))
+    ties = _tie_groups(own.tied, world, pipeline)
+    axis = _axis_of_foreign(module, spec, world, group)
+    values = OwnValues(module, spec.seed, group, own.elsewhere, ties)
+    settings = settings_of(spec, accumulates, threads)
+    engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, values, None, pipeline)
+    values.share_rest(set(names), DTYPES[spec.train.precision])
+    engine.reduction.names_backwards = names[::-1]
+    _tie(engine, own.tied, world, pipeline)
+    return Staged(engine, _pipeline(spec, pipeline, None), chunks, own.calls)
 
 
 def adopt(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Engine:
     """The engine that trains a module which hpczero has not written; on every rank the same but for its values, which become rank 0's."""
     layers = world.together(lambda: foreign.layers_of(module))
     group = _group(world, grid)
+    axis = _axis_of_foreign(module, spec, world, group)
     values = OwnValues(module, spec.seed, group)
-    engine = Engine(module, layers, data_axis(spec, world, group), settings_of(spec, accumulates, threads), values)
+    engine = Engine(module, layers, axis, settings_of(spec, accumulates, threads), values)
     values.share_rest({parameter.name for _, layer in layers for parameter in layer.parameters}, DTYPES[spec.train.precision])
     return engine
+
+
+def _axis_of_foreign(module: nn.Module, spec: Spec, world: World, group: Group) -> DataAxis:
+    axis = data_axis(spec, world, group)
+    if Sharded.at_stage(spec.zero.stage, axis.shared).parameters:
+        world.together(lambda: foreign.refuse_compiled(module))
+    return axis
 
 
 def settings_of(spec: Spec, accumulates: bool, threads: int, in_layers: bool = False) -> Settings:

@@ -6,7 +6,7 @@ too small for messages of their own go together.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -37,33 +37,75 @@ class Cut:
 
 def layers_of(module: nn.Module) -> Layers:
     """For the engine: every floating-point parameter is in one layer. Others stay with the module as they are."""
-    parameters = {name: own for name, own in module.named_parameters() if _is_ours(name, own)}
+    refuse_changed_in_forward(module)
+    parameters = trained(module)
     if not parameters:
         raise InputError(f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train")
-    names = {own: name for name, own in parameters.items()}
+    (found,) = _layers(parameters, [_Structure(module, parameters).cuts({"": module})])
+    return found
+
+
+def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> list[Layers]:
+    """The same of the modules that a pipeline stage has of it, and runs one after the other; a parameter is in the first chunk that uses it."""
+    here = {own for chunk in chunks for part in chunk for own in part.parameters()}
+    parameters = {name: own for name, own in trained(module).items() if own in here}
+    names = {part: name for name, part in module.named_modules()}
+    cuts = [_Structure(None, parameters).cuts({names[part]: part for part in chunk}) for chunk in chunks]
+    return _layers(parameters, cuts)
+
+
+def refuse_changed_in_forward(module: nn.Module) -> None:
+    """What a forward changes in a weight, each rank by the samples that it sees, the master weights would never know."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            what = f"{name or type(part).__name__} has max_norm = {part.max_norm:g}, and changes its weight in every forward, on each rank as its own"
+            raise InputError(f"{what} samples ask for: set max_norm to None; scale what is looked up instead")
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Where parameters come and go between layers, which a compiler does not see."""
+    for name, part in module.named_modules():
+        if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
+            way_out = "leave it as it is there, or take zero.stage = 2 (or zero.node_shared = true, with all ranks on one node)"
+            what = f"{name or type(part).__name__} is compiled, and zero.stage = 3 gathers parameters layer by layer, as Python runs"
+            raise InputError(f"{what}: {way_out}")
+
+
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an engine takes."""
+    return {name: own for name, own in module.named_parameters() if _is_ours(name, own)}
+
+
+def _layers(parameters: Mapping[str, nn.Parameter], chunks: Iterable[Iterable[Cut]]) -> list[Layers]:
     sizes = {name: own.numel() for name, own in parameters.items()}
-    found: Layers = []
+    found: list[Layers] = []
     taken: set[str] = set()
-    for group in _together(_Structure(module, names, sizes).cuts(), sizes):
-        own = [name for name in dict.fromkeys(name for cut in group for name in cut.names) if name not in taken]
-        taken |= set(own)
-        held = tuple(Parameter(name, tuple(parameters[name].shape), ZEROS) for name in own)
-        for number, cut in enumerate(group):
-            layer = Layer(cut.name or "the model", held if number == 0 else ())
-            uses = tuple(name for name in cut.names if name not in own or number)
-            found.append((cut.module, replace(layer, uses=uses)))
+    for cuts in chunks:
+        found.append([])
+        for group in _together(cuts, sizes):
+            own = [name for name in dict.fromkeys(name for cut in group for name in cut.names) if name not in taken]
+            taken |= set(own)
+            held = tuple(Parameter(name, tuple(parameters[name].shape), ZEROS) for name in own)
+            for number, cut in enumerate(group):
+                layer = Layer(cut.name or "the model", held if number == 0 else ())
+                uses = tuple(name for name in cut.names if name not in own or number)
+                found[-1].append((cut.module, replace(layer, uses=uses)))
     assert taken == set(parameters), set(parameters) - taken
     return found
 
 
 class _Structure:
-    def __init__(self, module: nn.Module, names: dict[nn.Parameter, str], sizes: dict[str, int]) -> None:
-        self.module, self.names, self.sizes = module, names, sizes
-        self.total = sum(sizes.values())
+    def __init__(self, module: nn.Module | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        """`module` is cut however small it is."""
+        self.module = module
+        self.names = {own: name for name, own in parameters.items()}
+        self.sizes = {name: own.numel() for name, own in parameters.items()}
+        self.total = sum(self.sizes.values())
         self._seen: set[nn.Module] = set()
 
-    def cuts(self) -> Iterator[Cut]:
-        yield from self._cuts(self.module, "")
+    def cuts(self, parts: Mapping[str, nn.Module]) -> Iterator[Cut]:
+        for name, part in parts.items():
+            yield from self._cuts(part, name)
 
     def _cuts(self, module: nn.Module, name: str) -> Iterator[Cut]:
         """A module that is called takes on what its parts cannot: parameters of containers that are never called."""

@@ -2,7 +2,8 @@
 
 Before an action its receives and those of the next few are started, so that what they bring travels while the stage computes; sends are waited for
 at the end only. An activation arrives in a buffer that becomes the input of the part itself; the buffer is used again when the backward
-is done. The shape of what arrives follows from the micro-batch: it is not sent.
+is done. The shape of what arrives follows from the micro-batch: it is not sent, but for a model whose shapes nobody knows. Of such a one the first
+micro-batch of each shape brings a header in front of each activation, which says its shape, and receives are started when they are needed.
 """
 
 from collections import deque
@@ -23,6 +24,7 @@ from hpczero.parallel.schedule import Result, forward_only, receiver, schedule
 
 AHEAD = 2  # actions: the next forward and the next backward
 _UNSENT = 2  # outputs of an evaluation that a stage keeps until they are sent
+_MOST_DIMENSIONS = 64  # of a tensor
 
 
 class Parts(Protocol):
@@ -64,14 +66,17 @@ class Buffers:
 
 
 class Pipeline:
-    """Of one rank: its group's ranks are the stages. `shape_of` says what the parts hand on of a micro-batch."""
+    """Of one rank: its group's ranks are the stages. `shape_of` says what the parts hand on of a micro-batch; None: they tell each other, once for
+    each shape of micro-batches.
+    """
 
-    def __init__(self, group: Group, kind: str, chunks: int, shape_of: Callable[[MicroBatch], Sequence[int]], dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, kind: str, chunks: int, shape_of: Callable[[MicroBatch], Sequence[int]] | None, dtype: torch.dtype) -> None:
         self.group = group
         self.kind, self.chunks = kind, chunks
         self.shape_of, self.dtype = shape_of, dtype
         self.buffers = Buffers(dtype)
-        self._steps: dict[tuple[int, bool], tuple[Step, ...]] = {}
+        self._told: dict[tuple[int, torch.Size], tuple[int, ...]] = {}  # part and micro-batch's shape -> shape of the part's output
+        self._steps: dict[tuple[int, bool, int], tuple[Step, ...]] = {}
 
     def train(self, parts: Parts, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Forward and backward of all micro-batches, which every stage is given. On the last stage their losses; elsewhere none."""
@@ -86,13 +91,26 @@ class Pipeline:
         """Moves the messages under way. Large ones move in MPI calls only: what runs a part calls this between its layers."""
         self.group.connection.progress.advance()
 
-    def steps(self, micro_batches: int, trains: bool) -> tuple[Step, ...]:
+    def shape(self, part: int, batch: MicroBatch) -> tuple[int, ...] | None:
+        """Of a part's output; None as long as it is not known."""
+        return tuple(self.shape_of(batch)) if self.shape_of else self._told.get((part, batch.tokens.shape))
+
+    def told(self, part: int, batch: MicroBatch, shape: Sequence[int]) -> None:
+        self._told[part, batch.tokens.shape] = tuple(shape)
+
+    def shapes_here(self, batches: Sequence[MicroBatch]) -> list[tuple[int, ...] | None]:
+        """Of all that this stage's parts take and give."""
+        own = range(self.group.rank, self.group.size * self.chunks, self.group.size)
+        made_by = {number for part in own for number in (part - 1, part) if 0 <= number < self.group.size * self.chunks - 1}
+        return [self.shape(part, batch) for part in made_by for batch in batches]
+
+    def steps(self, micro_batches: int, trains: bool, ahead: int = AHEAD) -> tuple[Step, ...]:
         """What this stage does; its schedule is made once for each number of micro-batches."""
-        found = self._steps.get((micro_batches, trains))
+        found = self._steps.get((micro_batches, trains, ahead))
         if found is None:
             actions = schedule(self.kind, self.group.size, self.chunks, micro_batches)
-            found = steps(actions if trains else forward_only(actions), self.chunks, self.group.rank, AHEAD)
-            self._steps[micro_batches, trains] = found
+            found = steps(actions if trains else forward_only(actions), self.chunks, self.group.rank, ahead)
+            self._steps[micro_batches, trains, ahead] = found
         return found
 
 
@@ -116,7 +134,6 @@ class _Pass:
     def __init__(self, pipeline: Pipeline, parts: Parts, batches: Sequence[MicroBatch], trains: bool) -> None:
         self.pipeline, self.parts, self.batches, self.trains = pipeline, parts, batches, trains
         self.group, self.buffers = pipeline.group, pipeline.buffers
-        self.shapes = [tuple(pipeline.shape_of(batch)) for batch in batches]
         self.arrivals: dict[Result, _Arrival] = {}
         self.kept: dict[tuple[int, int], tuple[_Arrival | None, Tensor]] = {}  # chunk, micro-batch -> input and output
         self.sends: deque[tuple[Work, Tensor]] = deque()
@@ -124,8 +141,11 @@ class _Pass:
 
     def run(self) -> list[Tensor]:
         carry_out = {"forward": self._forward, "backward": self._backward}
-        self.buffers.hold(max(map(prod, self.shapes), default=0))
-        for step in self.pipeline.steps(len(self.batches), self.trains):
+        shapes = self.pipeline.shapes_here(self.batches)
+        known = [prod(shape) for shape in shapes if shape is not None]
+        self.buffers.hold(max(known, default=0))
+        self.all_known = len(known) == len(shapes)
+        for step in self.pipeline.steps(len(self.batches), self.trains, AHEAD if self.all_known else 0):
             for result in step.posts:
                 self._post(result)
             carry_out[step.action.kind](step)
@@ -165,9 +185,30 @@ class _Pass:
         self._release(arrival)
 
     def _post(self, result: Result) -> None:
-        shape, buffer = self.shapes[result.micro_batch], self.buffers.take()
+        source, shape = result.part % self.group.size, self._shape(result)
+        if shape is None:
+            shape = self._receive_header(result, source)
+        buffer = self.buffers.take() if self.all_known else torch.empty(prod(shape), dtype=self.pipeline.dtype)
         tensor = buffer[: prod(shape)].view(shape)
-        self.arrivals[result] = _Arrival(tensor, buffer, self.group.start_receive(tensor, result.part % self.group.size))
+        self.arrivals[result] = _Arrival(tensor, buffer if self.all_known else None, self.group.start_receive(tensor, source))
+
+    def _shape(self, result: Result) -> tuple[int, ...] | None:
+        made_by = result.part if result.name == "output" else result.part - 1
+        return self.pipeline.shape(made_by, self.batches[result.micro_batch])
+
+    def _receive_header(self, result: Result, source: int) -> tuple[int, ...]:
+        header = torch.empty(1 + _MOST_DIMENSIONS, dtype=torch.int64)
+        self.group.start_receive(header, source).wait()
+        count, *sizes = header.tolist()
+        self.pipeline.told(result.part, self.batches[result.micro_batch], sizes[:count])
+        return tuple(sizes[:count])
+
+    def _send_header(self, result: Result, shape: Sequence[int], target: int) -> None:
+        self.pipeline.told(result.part, self.batches[result.micro_batch], shape)
+        if target != self.group.rank:
+            header = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
+            header[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
+            self.sends.append((self.group.start_send(header, target), header))
 
     def _arrived(self, result: Result | None) -> _Arrival | None:
         if result is None:
@@ -181,12 +222,14 @@ class _Pass:
         """`arrival` is what the tensor was made from, whose buffer is used again."""
         own = arrival.not_here(tensor) if arrival else tensor
         target = receiver(result, self.group.size)
+        if self._shape(result) is None:
+            self._send_header(result, own.shape, target)
         if target == self.group.rank:
             self.arrivals[result] = _Arrival(own)
             return
         own = own.contiguous()
         self.sends.append((self.group.start_send(own, target), own))
-        if not self.trains and len(self.sends) > _UNSENT:
+        if not self.trains and self.all_known and len(self.sends) > _UNSENT:
             self._wait_for_oldest_send()
 
     def _wait_for_oldest_send(self) -> None:
@@ -197,8 +240,10 @@ class _Pass:
             self.buffers.give_back(arrival.buffer)
 
     def _check(self, result: Result, output: Tensor) -> None:
-        shape = self.shapes[result.micro_batch]
-        if tuple(output.shape) != shape or output.dtype is not self.pipeline.dtype:
+        known, own = self._shape(result), tuple(output.shape)
+        shape = own if known is None else known
+        if own != shape or output.dtype is not self.pipeline.dtype:
             made = f"gives {output.dtype} {list(output.shape)} of micro-batch {result.micro_batch}"
-            expected = f"the next part expects {self.pipeline.dtype} {list(shape)}: a model that is cut into parts passes on one shape throughout"
-            raise HpczeroError(f"part {result.part} of the pipeline {made}; {expected}")
+            expected = f"the next part expects {self.pipeline.dtype} {list(shape)}"
+            rule = "what parts hand on is of train.precision, and of one shape for all micro-batches of a shape"
+            raise HpczeroError(f"part {result.part} of the pipeline {made}; {expected}: {rule}")

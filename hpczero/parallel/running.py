@@ -1,6 +1,6 @@
 """How an engine's model runs the micro-batches of a step: on one rank as a whole, or as the stages of a pipeline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from hpczero.parallel.unit import Unit
 from hpczero.parallel.zero import Engine
 
 Part = tuple[nn.Module, Layer]  # a layer of the model, and what it consists of
+Call = Callable[[Tensor, MicroBatch], Tensor]  # what a layer does
 
 
 class Alone:
@@ -42,10 +43,13 @@ class Alone:
 class Staged:
     """One stage; the losses are known on the last one, the others' are zero."""
 
-    def __init__(self, engine: Engine, pipeline: Pipeline, chunks: Sequence[Sequence[Part]]) -> None:
-        self.engine, self.pipeline = engine, pipeline
-        self._layers = [[part for part, _ in chunk if not isinstance(part, Holder)] for chunk in chunks]
-        self._units: list[list[Unit]] = [engine.units_named({layer.name for _, layer in chunk}) for chunk in chunks]
+    def __init__(self, engine: Engine, pipeline: Pipeline, chunks: Sequence[Sequence[Part]], calls: Sequence[Sequence[Call]]) -> None:
+        """`calls`: what the layers of each chunk do, one after the other."""
+        self.engine, self.pipeline, self._calls = engine, pipeline, calls
+        used = [{unit for _, layer in chunk for unit in engine.units_of(layer)} for chunk in chunks]
+        before: list[set[Unit]] = [set().union(*used[:chunk]) for chunk in range(len(chunks))]
+        # The last backward of a chunk is the last of what earlier ones do not use; where gradients are sharded every backward is summed.
+        self._units = used if engine.sharded.gradients else [own - earlier for own, earlier in zip(used, before, strict=True)]
         self._tokens, self._trace = 1, Trace()
 
     def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> float:
@@ -59,8 +63,8 @@ class Staged:
     def forward(self, chunk: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
         with self._trace.span("forward"), self.engine.running():
             out = batch.tokens if x is None else x
-            for layer in self._layers[chunk]:
-                out = layer(out, batch)
+            for call in self._calls[chunk]:
+                out = call(out, batch)
         return out
 
     def backward(self, chunk: int, output: Tensor, gradient: Tensor | None, last: bool) -> None:

@@ -31,13 +31,25 @@ def reset_of(module: nn.Module) -> Callable[[], None] | None:
 class OwnValues:
     """Made before the engine takes the module; then asked once for each unit, in one order on all ranks."""
 
-    def __init__(self, module: nn.Module, seed: int, group: Group) -> None:
-        self._module, self._seed, self._group = module, seed, group
-        self._given = {name: own.data for name, own in module.named_parameters()}
+    def __init__(
+        self, module: nn.Module, seed: int, group: Group, elsewhere: Collection[nn.Module] = (), tied: Mapping[str, Group] | None = None
+    ) -> None:
+        """`elsewhere`: modules that other stages have. `tied`: parameters that other stages have too, and the group of these; each is a unit, so
+        that all of them ask for the same.
+        """
+        self._module, self._seed, self._group, self._tied = module, seed, group, tied or {}
+        self._parts = {part: name for name, part in module.named_modules() if part not in elsewhere}
+        here = {own for part in self._parts for own in part.parameters(recurse=False)}
+        self._given = {name: own.data for name, own in module.named_parameters() if own in here}
+        self._own = frozenset(self._given)
         self._names = {part: name for name, part in module.named_modules()}
-        on_meta = torch.tensor([tensor.is_meta for tensor in [*self._given.values(), *module.buffers()]], dtype=torch.uint8)
+        on_meta = torch.tensor([tensor.is_meta for tensor in [*self._given.values(), *self._buffers().values()]], dtype=torch.uint8)
         group.broadcast(on_meta)
         self._on_meta = {name for name, meta in zip(self._given, on_meta.tolist(), strict=False) if meta}
+        for name, stages in self._tied.items():
+            if name not in self._on_meta and group.rank == 0:
+                self._given[name] = self._given[name].contiguous()
+                stages.broadcast(self._given[name])
         self._make_buffers(on_meta[len(self._given) :].tolist())
 
     def __call__(self, layout: UnitLayout) -> Fill:
@@ -58,16 +70,16 @@ class OwnValues:
         """What stays with the module becomes rank 0's: buffers, and parameters that are not `ours`. Normalisation over batches computes in one
         precision: that of its weights.
         """
-        for part in self._module.modules():
+        for part in self._parts:
             for buffer in part.buffers(recurse=False):
                 if isinstance(part, nn.modules.batchnorm._NormBase) and buffer.is_floating_point():
                     buffer.data = buffer.to(dtype)
         for name, parameter in self._module.named_parameters():
-            if name not in ours:
+            if name in self._own and name not in ours:
                 if parameter.is_meta:
                     raise InputError(f"{name} is {parameter.dtype} and on meta: hpczero does not know its values; build the module with them")
                 share(parameter, self._group)
-        buffers = dict(self._module.named_buffers())
+        buffers = self._buffers()
         _refuse_unknown([name for name in sorted(self._unknown_buffers) if buffers[name].isnan().any()])
         for buffer in buffers.values():
             share(buffer, self._group)
@@ -83,9 +95,10 @@ class OwnValues:
         return {name: made[name] for name in wanted}
 
     def _is_made_now(self, part: nn.Module, names: Mapping[nn.Parameter, str], wanted: Collection[str]) -> bool:
-        """It works with parameters that are wanted, and with none that comes later."""
+        """It works with parameters that are wanted, and with none that comes later; what is tied all stages make alike, whatever comes there."""
         used = {names[own] for own in part.parameters()}
-        return bool(reset_of(part)) and not used.isdisjoint(wanted) and used.isdisjoint(self._given)
+        now = self._tied.keys() >= set(wanted) or used.isdisjoint(self._given)
+        return bool(reset_of(part)) and not used.isdisjoint(wanted) and now
 
     def _reset(self, part: nn.Module) -> None:
         reset = reset_of(part)
@@ -94,15 +107,23 @@ class OwnValues:
             torch.manual_seed(key_of(self._seed, "initial", self._names[part]) % _SEEDS)
             reset()
 
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """A buffer that several parts have is found once."""
+        found: dict[torch.Tensor, str] = {}
+        for part, name in self._parts.items():
+            for own, buffer in part.named_buffers(recurse=False):
+                found.setdefault(buffer, f"{name}.{own}" if name else own)
+        return {name: buffer for buffer, name in found.items()}
+
     def _make_buffers(self, on_meta: Sequence[int]) -> None:
         """Real ones in place of those on meta. Modules without parameters give theirs their values here, the others with their parameters."""
-        self._unknown_buffers = {name for (name, _), meta in zip(self._module.named_buffers(), on_meta, strict=True) if meta}
-        for name, buffer in list(self._module.named_buffers()):
+        self._unknown_buffers = {name for name, meta in zip(self._buffers(), on_meta, strict=True) if meta}
+        for name, buffer in self._buffers().items():
             if buffer.is_meta:
                 owner, _, own_name = name.rpartition(".")
                 real = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else 0, dtype=buffer.dtype, device="cpu")
                 setattr(self._module.get_submodule(owner), own_name, real)
-        for part in self._module.modules():
+        for part in self._parts:
             if reset_of(part) and not any(True for _ in part.parameters()) and self._unknown_buffers:
                 self._reset(part)
 

@@ -118,7 +118,7 @@ class Engine:
             self.reduction.started = self.gatherer.forget
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
         if self.settings.in_layers:
-            self._hooks += [part.register_forward_pre_hook(partial(self._wait_before, self._units_of(layer))) for part, layer in layers]
+            self._hooks += [part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer))) for part, layer in layers]
         for unit in self.units:
             unit.fill_own(values(unit.layout) if values else self._initial_values)
             self._start_arriving(unit)
@@ -144,13 +144,13 @@ class Engine:
         slots = self.arena.take("gather slots", self.arena.sizes["gather slots"] // dtype.itemsize, dtype)
         gatherer = Gatherer(self.units, slots, self.start_gather)
         for part, layer in layers:
-            gatherer.hook(part, self._units_of(layer))
+            gatherer.hook(part, self.units_of(layer))
         for unit in self.units:
             if unit.layout.name in around:
                 gatherer.keep_place(unit)
         return gatherer
 
-    def _units_of(self, layer: shapes.Layer) -> list[Unit]:
+    def units_of(self, layer: shapes.Layer) -> list[Unit]:
         """Those that the layer works with."""
         return [unit for unit in self.units if any(place.parameter.name in layer.names for place in unit.layout.places)]
 
@@ -172,12 +172,13 @@ class Engine:
 
     def backward_of(self, units: Collection[Unit] | None, output: torch.Tensor, gradient: torch.Tensor, last: bool) -> None:
         """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
-        self.reduction.begin(last, units)
         if self._backwards and not self.settings.accumulates and self.settings.train.precision != "fp32":
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
+        self.reduction.begin(last, units)
         self._backwards += 1
         with self._direct, self.gatherer.backward() if self.gatherer else nullcontext():
-            self._direct.backward(output, gradient)
+            if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
+                self._direct.backward(output, gradient)
         self.reduction.end()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
@@ -210,7 +211,7 @@ class Engine:
     def _norm(self) -> float:
         """Of the loss-scaled gradient. Blocks, then shards, are added in a fixed order: the same on every rank and at every stage."""
         counted = [unit for unit in self.units if unit not in self.copies]
-        own = torch.stack([unit.squares.double().sum() for unit in counted]).sum()
+        own = torch.stack([torch.zeros((), dtype=torch.float64), *(unit.squares.double().sum() for unit in counted)]).sum()
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
             own -= sum((unit.squares_held_by_all() for unit in counted), torch.zeros_like(own))
         total = self.axis.all_gather(own).sum()
@@ -244,10 +245,10 @@ class Engine:
         """Collective. Returns once the parameters are those of the last step on this rank."""
         self._wait_before(self.units)
 
-    @property
     def parameter_count(self) -> int:
-        """Of the whole model."""
-        return sum(place.parameter.size for unit in self.units for place in unit.layout.places)
+        """Of the whole model. Collective where that is on several stages."""
+        own = sum(place.parameter.size for unit in self.units if unit not in self.copies for place in unit.layout.places)
+        return int(self.pipeline.stack(torch.tensor(own)).sum()) if self.pipeline else own
 
     @property
     def counts(self) -> bool:

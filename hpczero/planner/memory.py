@@ -7,7 +7,7 @@ g = 2 bytes of gradient for one micro-batch, 4 (fp32 accumulators) for several, 
 
 besides the slots for gradients, or weights, in flight. Where the R data ranks of a node keep the weights together, the 2 of the weights
 becomes 2/R, at stage 3 too. All of it is counted on the layers of the rank's pipeline stage, and of these on the part of its tensor rank.
-The other kinds are estimates: communication buffers, activations, the batches read ahead, Python with its libraries.
+The other kinds are estimates: communication buffers, activations (of hpczero's own models), the batches read ahead, Python with its libraries.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from hpczero.comm.grid import Grid
 from hpczero.data.sampler import micro_batch_sizes
-from hpczero.model.shapes import Layer
+from hpczero.model.shapes import Layer, known
 from hpczero.parallel.held import Units, chunks_of_stages
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
 from hpczero.planner.activations import activations, runs
@@ -158,7 +158,7 @@ class _Parts:
             together, windows = {"weights": states["weights"]}, states["weights"] + states[read_by_others] * placement.on_node
         estimates = {
             "communication": _COMMUNICATION_BUFFERS * spec.zero.bucket_mb * _MIB if _sends(placement) else 0,
-            "activations": activations(spec, largest, runs(spec, chunks, placement.stage, micro_batches)),
+            "activations": activations(spec, largest, runs(spec, chunks, placement.stage, micro_batches)) if known(spec.model) else 0,
             "data": (spec.data.prefetch + 2) * micro_batches * largest * (spec.model.seq_len + 1) * _TOKEN,
             "runtime": RUNTIME,
         }

@@ -25,11 +25,8 @@ def unavailable(spec: Spec) -> list[str]:
     """What the spec may say, but this version cannot run yet."""
     missing = []
     if spec.parallel.tensor > 1 and not known(spec.model):
-        plan = "nothing says how the layers of a model of one's own are shared out"
-        missing.append(f'parallel.tensor = {spec.parallel.tensor} with model.family = "{spec.model.family}": {plan}; set it to 1 to run')
-    if spec.parallel.pipeline > 1 and not known(spec.model):
-        cut = "how to cut a model of one's own into stages is not known"
-        missing.append(f'parallel.pipeline = {spec.parallel.pipeline} with model.family = "{spec.model.family}": {cut}; set it to 1 to run')
+        plan = "nothing says how the layers of a model of one's own are shared out; set it to 1 (parallel.pipeline and zero.stage cut it up too)"
+        missing.append(f'parallel.tensor = {spec.parallel.tensor} with model.family = "{spec.model.family}": {plan}')
     return missing
 
 

@@ -115,7 +115,7 @@ def _idle(spec: Spec, layout: Layout | None) -> list[str]:
 
 def _unknown(spec: Spec) -> list[str]:
     known = _parameters(spec) is not None
-    return [] if known else [f"the memory that {spec.model.family} needs is not known without building it: a run does not judge whether it fits"]
+    return [] if known else [f"the memory that {spec.model.family} needs is not known without building it"]
 
 
 def _parameters(spec: Spec) -> int | None:

@@ -15,11 +15,12 @@ from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.apply import adopt
+from hpczero.parallel.foreign import layers_of
 from hpczero.parallel.zero import DTYPES, Engine, StepResult
+from hpczero.planner.volumes import resolved
 from hpczero.spec.load import from_dict, load
-from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
-from hpczero.train import facts
+from hpczero.train import facts, preflight
 
 
 def initialize(
@@ -37,7 +38,10 @@ def initialize(
     if own:
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
-    grid = Grid.build(spec.parallel, inner.node_of_rank)
+    grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
+    layers = inner.together(lambda: [layer for _, layer in layers_of(module)])
+    given = sum(own.nbytes for own in module.parameters() if not own.is_meta)
+    preflight.refuse_what_does_not_fit(inner, _counted(spec, inner.size, accumulates), layers, given)
     engine = adopt(module, spec, inner, grid, accumulates, facts.use_threads(inner))
     return Training(engine, spec, (own, whole) if own else ())
 
@@ -118,8 +122,22 @@ def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
         return (spec if isinstance(spec, Spec) else load(spec).spec).model_dump_json()
 
     agreed = Spec.model_validate_json(world.share(world.together(read)))
-    if agreed.parallel.tensor > 1:
-        raise InputError(f"parallel.tensor = {agreed.parallel.tensor}: nothing says how the layers of this module are shared out; set it to 1")
-    if missing := unavailable(agreed):
-        raise InputError("; ".join(missing))
+    parallel, family = agreed.parallel, 'with model.family = "package.module:factory"'
+    problems = []
+    if parallel.tensor > 1:
+        problems.append(f"parallel.tensor = {parallel.tensor}: nothing says how the layers of this module are shared out; set it to 1")
+    if parallel.pipeline > 1:
+        whole = "a loop of one's own runs the whole module, and a pipeline its stages, many micro-batches at a time"
+        problems.append(f"parallel.pipeline = {parallel.pipeline}: {whole}; set it to 1, or train by `hpczero run` {family} (docs/any-model.md)")
+    if agreed.train.trace:
+        problems.append(f"train.trace = true: traces are of the steps of `hpczero run` ({family}); set it to false in a loop of one's own")
+    if problems:
+        raise InputError("; ".join(problems))
     return agreed
+
+
+def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:
+    """As many micro-batches as the loop has backwards in a step, one or several: so its gradients are counted. Nothing more is known of its data."""
+    unknown = spec.model.model_copy(update={"family": "module:factory", "seq_len": 1})
+    train = spec.train.model_copy(update={"micro_batch": 1, "global_batch": (1 + accumulates) * ranks})
+    return spec.model_copy(update={"model": unknown, "train": train})

@@ -10,21 +10,21 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.memory import account
-from hpczero.model import shapes
+from hpczero.model.shapes import Layer
 from hpczero.parallel.states import shares_nodes
 from hpczero.planner.fit import Bound, Site, refusal
 from hpczero.planner.memory import RUNTIME, Placement
 from hpczero.spec.schema import Spec
 
 
-def refuse_what_does_not_fit(world: World, spec: Spec) -> None:
-    """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small. A model whose shapes are
-    not known is not judged.
+def refuse_what_does_not_fit(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -> None:
+    """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small for a model of these layers.
+    `given`: bytes of a module that this rank has built, which goes as the engine's states come.
     """
-    seen = world.collect(_seen(world))
+    seen = world.collect(_seen(world, given))
 
     def judge() -> None:
-        problem = refusal(spec, shapes.layers(spec.model), site_of(seen)) if seen is not None and shapes.known(spec.model) else None
+        problem = refusal(spec, layers, site_of(seen)) if seen is not None else None
         if problem:
             raise InputError(problem)
 
@@ -39,7 +39,7 @@ def placement(world: World, grid: Grid, spec: Spec) -> Placement:
     return Placement(len(nodes), on_nodes[world.node], shares_nodes(spec.zero, on_nodes.values()), *part)
 
 
-def _seen(world: World) -> dict[str, Any]:
+def _seen(world: World, given: int) -> dict[str, Any]:
     """What this rank knows of its node, as plain data. What it holds itself already is part of its need."""
     shm = machine.shared_memory()
     return {
@@ -49,7 +49,7 @@ def _seen(world: World) -> dict[str, Any]:
         "available": machine.memory().available,
         "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
         "shm": shm.free if shm else 0,
-        "held": min(account.held(), RUNTIME),
+        "held": min(account.held(), RUNTIME + given),
     }
 
 

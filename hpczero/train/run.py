@@ -20,7 +20,9 @@ from hpczero.data.source import Source, open_source
 from hpczero.errors import InputError
 from hpczero.memory import account
 from hpczero.model import build, shapes
-from hpczero.parallel.apply import assemble
+from hpczero.model.shapes import Layer
+from hpczero.parallel.apply import Found, assemble, find
+from hpczero.parallel.foreign import layers_of
 from hpczero.planner.memory import Placement, need
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
@@ -55,6 +57,8 @@ class Job:
     grid: Grid
     source: Source
     threads: int
+    layers: list[Layer] | None  # of the whole model; None: not known
+    found: Found | None  # what model.family = "package.module:factory" has made
 
 
 def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, RunDirectory | None]:
@@ -68,17 +72,27 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     if missing:
         raise InputError("; ".join(missing))
     if not shapes.known(spec.model):
-        world.together(lambda: build.factory_of(spec.model))
+        world.together(lambda: build.factory_of(spec.model))  # before data is built
     source = world.together(lambda: open_source(spec, world.share, first))
     done = world.share(world.together(lambda: rundir.finished(spec) if first and not options.fresh else None))
     if done:
         if first:
             print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew")
         return None, None
-    preflight.refuse_what_does_not_fit(world, spec)
+    found = None if shapes.known(spec.model) else find(spec, world, grid)
+    layers = _layers(spec, found)
+    if layers:
+        given = sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
+        preflight.refuse_what_does_not_fit(world, spec, layers, given)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
     whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
-    return Job(spec, world, grid, source, facts.use_threads(world)), directory
+    return Job(spec, world, grid, source, facts.use_threads(world), layers, found), directory
+
+
+def _layers(spec: Spec, found: Found | None) -> list[Layer] | None:
+    if found is None:
+        return shapes.layers(spec.model)
+    return [layer for _, layer in layers_of(found.module)] if found.stage is None else None
 
 
 def _train(job: Job, directory: RunDirectory | None, progress: str, began: float) -> int:
@@ -103,14 +117,15 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
     place = preflight.placement(world, job.grid, spec)
-    needed = need(spec, shapes.layers(spec.model), place) if shapes.known(spec.model) else None
-    if voice and not needed:
-        voice.event("WARN", what=f"whether it fits was not judged: the size of {spec.model.family} is not known without building it")
+    needed = need(spec, job.layers, place) if job.layers else None
+    if voice and job.found:
+        what = "activations are not known" if needed else "what the stages need is not known"
+        voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
     before = account.held_on_nodes(world)
-    way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads)
+    way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads, found=job.found)
     engine = way.engine
-    parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count
+    parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
         _say_layout(voice, job, batches, parameters)
         voice.directory.keep_metrics_before(1)

@@ -133,3 +133,61 @@ class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.one(x)
         return x if self.skips else x + self.other(x)
+
+
+class Mixed(nn.Module):
+    """A layer whose output has another shape than its input; frozen in part, without a bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(inputs), nn.Linear(inputs, 2 * inputs), nn.Linear(2 * inputs, outputs, bias=False)
+        self.norm.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Head(nn.Module):
+    """Knows the embedding, whose weight it uses."""
+
+    def __init__(self, hidden: int, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.norm, self.logits = nn.LayerNorm(hidden), nn.Linear(*reversed(embedding.weight.shape))
+        self.logits.weight = embedding.weight
+        self.register_buffer("scale", torch.full((), 1.5))
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.scale.fill_(1.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits(self.norm(x)) * self.scale.to(x.dtype)
+
+
+class Layered(nn.Module):
+    """What a pipeline can run: widths that change from layer to layer, an embedding that the head has too, one module that runs twice."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        hidden, wide = model.hidden, model.hidden + 8
+        self.embedding = nn.Embedding(model.vocab, hidden)
+        self.again = Mixed(hidden, hidden)
+        self.body = nn.Sequential(Mixed(hidden, wide), nn.Linear(wide, wide), nn.GELU(), Mixed(wide, hidden))
+        self.head = Head(hidden, self.embedding)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding, self.again, *self.body, self.again, self.head]
+
+    def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        x = batch.tokens
+        for layer in self.layers():
+            x = layer(x)
+        return self.loss(x, batch.targets)
+
+
+def layered_on_meta(model: Model) -> nn.Module:
+    with torch.device("meta"):
+        return Layered(model)

@@ -1,14 +1,19 @@
 """The examples of docs/any-model.md run, on all ranks."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from hpczero.comm.world import World
-from hpczero.spec.schema import Model
+from hpczero.spec.schema import Model, Parallel, Zero
+from tests.mpi.test_data_parallel import assert_same
+from tests.mpi.test_foreign_pipeline import spec_of
+from tests.mpi.training import train
 
 pytestmark = pytest.mark.mpi
 
@@ -53,3 +58,17 @@ def test_by_name(whole: World) -> None:
     names = run("By name, in a spec")
     module = names["build"](Model(hidden=8, vocab=11))
     assert sum(own.numel() for own in module.parameters()) == 11 * 8 + 8 * 32 + 32 + 32 * 8 + 8 + 8 * 11 + 11
+
+
+def test_as_a_pipeline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = ModuleType("example")
+    example.__dict__.update(run("As a pipeline"))
+    monkeypatch.setitem(sys.modules, "example", example)
+    model = Model(family="example:build", layers=3, hidden=12, seq_len=9, vocab=31)
+    spec = spec_of("Layered").model_copy(update={"model": model})
+    alone = world.part([world.rank])
+    expected = train(alone, spec)
+    alone.close()
+    if world.size in (2, 4):
+        parallel = {"parallel": Parallel(pipeline=2, schedule="interleaved", chunks=2), "zero": Zero(stage=3, node_shared=False)}
+        assert_same(expected, train(world, spec.model_copy(update=parallel)))

@@ -64,6 +64,7 @@ def test_wrong_commands_are_refused_in_one_line(folder: Path) -> None:
     assert "must end in .h5" in refused("build", "-o", "corpus.txt", "text", folder=folder)
     assert "none/here does not exist" in refused("build", "-o", "none/here/a.h5", "text", folder=folder)
     assert "the output exists, and is left alone: " in refused("build", "-o", "notes.h5", "text", folder=folder)
+    assert "the output's folder /proc cannot be written" in refused("build", "-o", "/proc/a.h5", "text", folder=folder)
     for fraction in ("1", "-0.1", "nan"):
         assert "less than 1" in refused("build", "-o", "a.h5", "text", f"--validation-fraction={fraction}", folder=folder)
     assert "is not a token file" in refused("show", "notes.h5", folder=folder)

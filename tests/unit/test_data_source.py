@@ -207,6 +207,16 @@ def test_a_token_that_the_counts_deny_is_found_when_it_is_read(path: Path) -> No
         source.fill("train", 1, out)
 
 
+def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(path: Path) -> None:
+    source, out = open_source(spec(path), alone), np.empty(33, np.int64)
+    source.fill("train", 0, out)
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 8)
+    source.fill("train", 0, out)
+    with pytest.raises(InputError, match=r"tokens\.h5 was cut short while it was in use: it ends before byte \d+"):
+        source.fill("train", source.windows("train") - 1, out)
+
+
 def test_synthetic_tokens_are_uniform_and_a_hash_of_seed_and_position() -> None:
     source = open_source(spec("synthetic", seq_len=10_000, vocab=50), alone)
     first, second = np.empty(10_001, np.int64), np.empty(10_001, np.int64)

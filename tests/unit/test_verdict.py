@@ -65,6 +65,21 @@ def test_the_headline_says_what_is_wrong() -> None:
     assert "has not ended" in headline({1: HERE, 2: UNKNOWN}, 3.0)
 
 
+def test_ranks_that_run_different_layers_hear_what_to_do() -> None:
+    def advice(place: str, theirs: State) -> bool:
+        asked = Question(place, 0, range(2), GROUP, "data", [Operation(6, 11, "operation 11")])
+        lines = account(asked, judge(asked, {1: theirs}), {1: theirs}, dict.fromkeys(range(2), "host"), {})
+        return "at zero.stage = 2 they need not" in lines[-1]
+
+    gather, plain = "all_gather blocks.2 of 8 bytes", "all_gather of 8 bytes"
+    assert advice(gather, state((6, 12), place="all_gather blocks.3 of 8 bytes"))
+    assert advice(gather, state((5, 10), place="reduce_scatter of 8 bytes"))
+    assert advice("reduce_scatter of 8 bytes", state((5, 10), place=gather))
+    assert not advice(gather, state((5, 10), waited=None, place="")), "it computes, or has ended"
+    assert not advice(gather, state((6, 11), place=gather))
+    assert not advice(plain, state((6, 12), place=plain))
+
+
 def test_many_ranks_are_not_all_told_about() -> None:
     asked = question((6, 11), ranks=1000)
     states = {rank: state((6, 11)) if rank % 2 else state((5, 1)) for rank in range(1000)}
