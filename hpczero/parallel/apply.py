@@ -12,11 +12,11 @@ from hpczero.comm.world import World
 from hpczero.model import build, shapes
 from hpczero.parallel import foreign
 from hpczero.parallel.axis import DataAxis, Messages
-from hpczero.parallel.held import chunks_of_stages
+from hpczero.parallel.held import Tied, chunks_of_stages
 from hpczero.parallel.layout import share
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
-from hpczero.parallel.running import Alone, Staged, Way, parts_of_stage
+from hpczero.parallel.running import Alone, Staged, Way
 from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import shares_nodes
 from hpczero.parallel.unit import Unit
@@ -38,12 +38,12 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     if pipeline is None:
         return Alone(Engine(module, layers, axis, settings, tensor=tensor))
     described = [layer for _, layer in layers]
-    tied = {name for layer in described for name in layer.uses}
     modules = {layer.name: part for part, layer in layers}
-    chunks = parts_of_stage(chunks_of_stages(spec, described)[pipeline.rank], modules, tied)
+    held = chunks_of_stages(spec, described)[pipeline.rank]
+    chunks = [[(nn.Module() if isinstance(layer, Tied) else modules[layer.name], layer) for layer in chunk] for chunk in held]
     engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
     engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
-    _tie(engine, engine.units_named(tied), world, pipeline)
+    _tie(engine, engine.units_named({layer.name for chunk in held for layer in chunk if isinstance(layer, Tied)}), world, pipeline)
     rows = share(spec.model.seq_len, 1, tensor.size, tensor.rank) if tensor and spec.parallel.sequence_parallel else slice(0, spec.model.seq_len)
     shape = rows.stop - rows.start, spec.model.hidden
     kind = spec.parallel.schedule if spec.parallel.chunks > 1 or spec.parallel.schedule != "interleaved" else "1f1b"

@@ -1,35 +1,50 @@
 """What the ranks hold of the model: of its layers those of their pipeline stage, of these the part of their tensor rank (pure)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from hpczero.model.shapes import Layer, Parameter, known
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.parallel.stages import estimated_costs, layers_of, parts
 from hpczero.spec.schema import Spec
 
+
+class Tied(Layer):
+    """Not a layer that runs, but a parameter that layers of several stages work with: on each of them a unit of its own, so that it is cut alike."""
+
+
 Chunks = tuple[tuple[Layer, ...], ...]
 
 
 def chunks_of_stages(spec: Spec, layers: Sequence[Layer]) -> list[Chunks]:
-    """For each stage the layers of each of its chunks. A layer that works with another stage's parameter (tied embeddings) has a copy of it."""
+    """For each stage the layers of each of its chunks. What a layer shares with other stages (tied embeddings) comes before it, on each of them."""
     stages = spec.parallel.pipeline
     if stages == 1:
         return [(tuple(layers),)]
     assert known(spec.model), f"how to cut {spec.model.family} into stages is not known without building it"
     cuts = parts(estimated_costs(spec.model), stages, spec.parallel.chunks)
-    owner = {parameter.name: parameter for layer in layers for parameter in layer.parameters}
+    used = {name for layer in layers for name in layer.uses}
+    tied = {parameter.name: parameter for layer in layers for parameter in layer.parameters if parameter.name in used}
     held = []
     for stage in range(stages):
-        own = [[layers[index] for index in part] for part in layers_of(cuts, stages, stage)]
-        here = {parameter.name for chunk in own for layer in chunk for parameter in layer.parameters}
-        held.append(tuple(tuple(_with_copies(layer, [owner[name] for name in layer.uses if name not in here]) for layer in chunk) for chunk in own))
+        missing = dict(tied)
+        of_stage = layers_of(cuts, stages, stage)
+        held.append(tuple(tuple(chain.from_iterable(_apart(layers[index], tied, missing) for index in part)) for part in of_stage))
     return held
 
 
-def _with_copies(layer: Layer, elsewhere: Sequence[Parameter]) -> Layer:
-    kept = tuple(name for name in layer.uses if name not in {parameter.name for parameter in elsewhere})
-    return replace(layer, parameters=(*layer.parameters, *elsewhere), uses=kept) if elsewhere else layer
+def layers_that_run(chunks: Iterable[Sequence[Layer]]) -> list[Layer]:
+    """The layers that run."""
+    return [layer for chunk in chunks for layer in chunk if not isinstance(layer, Tied)]
+
+
+def _apart(layer: Layer, tied: dict[str, Parameter], missing: dict[str, Parameter]) -> Iterator[Layer]:
+    """The layer, which only uses what is tied, behind what the stage does not have yet of that."""
+    for name in [name for name in missing if name in layer.names]:
+        yield Tied(name, (missing.pop(name),))
+    own = tuple(parameter for parameter in layer.parameters if parameter.name not in tied)
+    yield replace(layer, parameters=own, uses=tuple(name for name in tied if name in layer.names))
 
 
 class Units:

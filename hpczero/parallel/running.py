@@ -1,7 +1,6 @@
 """How an engine's model runs the micro-batches of a step: on one rank as a whole, or as the stages of a pipeline."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 from hpczero.comm.trace import Trace
 from hpczero.model.batch import MicroBatch
 from hpczero.model.shapes import Layer
+from hpczero.parallel.held import Tied
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.unit import Unit
 from hpczero.parallel.zero import Engine
@@ -44,7 +44,7 @@ class Staged:
 
     def __init__(self, engine: Engine, pipeline: Pipeline, chunks: Sequence[Sequence[Part]]) -> None:
         self.engine, self.pipeline = engine, pipeline
-        self._layers = [[part for part, _ in chunk if not isinstance(part, Holder)] for chunk in chunks]
+        self._layers = [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks]
         self._units: list[list[Unit]] = [engine.units_named({layer.name for _, layer in chunk}) for chunk in chunks]
         self._tokens, self._trace = 1, Trace()
 
@@ -71,21 +71,3 @@ class Staged:
 
 
 Way = Alone | Staged
-
-
-class Holder(nn.Module):
-    """Of a parameter that several stages have: it is a unit of its own, so that it is cut alike on all of them."""
-
-
-def parts_of_stage(chunks: Sequence[Sequence[Layer]], parts: dict[str, nn.Module], tied: set[str]) -> list[list[Part]]:
-    """The stage's layers, chunk by chunk, each with its module; parameters that other stages have too come before them as units of their own."""
-    found: list[list[Part]] = []
-    for chunk in chunks:
-        found.append([])
-        for layer in chunk:
-            shared = [parameter for parameter in layer.parameters if parameter.name in tied]
-            found[-1] += [(Holder(), Layer(parameter.name, (parameter,))) for parameter in shared]
-            own = tuple(parameter for parameter in layer.parameters if parameter.name not in tied)
-            uses = (*layer.uses, *(parameter.name for parameter in shared))
-            found[-1].append((parts[layer.name], replace(layer, parameters=own, uses=uses)))
-    return found

@@ -5,10 +5,11 @@ the moments that may be the widest, gradients on their way into the engine inclu
 an allocator that returns what is freed; what malloc keeps for later (up to 0.1 GB was seen on small models) is not in it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpczero.model.shapes import Layer, ffn, head_dim
+from hpczero.model.shapes import ffn, head_dim
+from hpczero.parallel.held import Chunks, layers_that_run
 from hpczero.spec.schema import Model, Parallel, Spec
 
 _FP32 = 4
@@ -28,8 +29,8 @@ class Runs:
     sends: bool = False
 
 
-def runs(spec: Spec, chunks: Sequence[Sequence[Layer]], stage: int, micro_batches: int) -> Runs:
-    kinds = [layer.name.partition(".")[0] for chunk in chunks for layer in chunk]
+def runs(spec: Spec, chunks: Chunks, stage: int, micro_batches: int) -> Runs:
+    kinds = [layer.name.partition(".")[0] for layer in layers_that_run(chunks)]
     parallel = spec.parallel
     live = live_chunks(parallel, stage, micro_batches) / len(chunks)
     counts = {kind: kinds.count(kind) for kind in set(kinds)}
