@@ -12,8 +12,7 @@ from hpczero.comm.world import World
 from hpczero.model import build, shapes
 from hpczero.parallel import foreign
 from hpczero.parallel.axis import DataAxis, Messages
-from hpczero.parallel.held import Tied, chunks_of_stages
-from hpczero.parallel.layout import share
+from hpczero.parallel.held import Tied, chunks_of_stages, handed_on
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
 from hpczero.parallel.running import Alone, Staged, Way
@@ -44,8 +43,7 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
     engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
     _tie(engine, engine.units_named({layer.name for chunk in held for layer in chunk if isinstance(layer, Tied)}), world, pipeline)
-    rows = share(spec.model.seq_len, 1, tensor.size, tensor.rank) if tensor and spec.parallel.sequence_parallel else slice(0, spec.model.seq_len)
-    shape = rows.stop - rows.start, spec.model.hidden
+    shape = handed_on(spec, tensor.rank if tensor else 0)
     kind = spec.parallel.schedule if spec.parallel.chunks > 1 or spec.parallel.schedule != "interleaved" else "1f1b"
     stages = Pipeline(pipeline, kind, len(chunks), lambda batch: (len(batch.samples), *shape), DTYPES[spec.train.precision])
     return Staged(engine, stages, chunks)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain
 
 from hpczero.model.shapes import Layer, Parameter, known
-from hpczero.parallel.layout import UnitLayout, unit_layout
+from hpczero.parallel.layout import UnitLayout, share, unit_layout
 from hpczero.parallel.stages import estimated_costs, layers_of, parts
 from hpczero.spec.schema import Spec
 
@@ -45,6 +45,13 @@ def _apart(layer: Layer, tied: dict[str, Parameter], missing: dict[str, Paramete
         yield Tied(name, (missing.pop(name),))
     own = tuple(parameter for parameter in layer.parameters if parameter.name not in tied)
     yield replace(layer, parameters=own, uses=tuple(name for name in tied if name in layer.names))
+
+
+def handed_on(spec: Spec, tensor_rank: int) -> tuple[int, int]:
+    """What a part of the model hands on to the next one of a sequence: [positions, hidden], with sequence parallelism the rank's own positions."""
+    ranks = spec.parallel.tensor if spec.parallel.sequence_parallel else 1
+    rows = share(spec.model.seq_len, 1, ranks, tensor_rank if ranks > 1 else 0)
+    return rows.stop - rows.start, spec.model.hidden
 
 
 class Units:

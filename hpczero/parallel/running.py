@@ -38,6 +38,10 @@ class Alone:
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         return sum(self.engine(batch).item() for batch in batches)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds from step to step, by kind."""
+        return self.engine.memory()
+
 
 class Staged:
     """One stage; the losses are known on the last one, the others' are zero."""
@@ -55,6 +59,9 @@ class Staged:
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         self._trace = Trace()
         return sum(loss.item() for loss in self.pipeline.evaluate(self, batches))
+
+    def memory(self) -> dict[str, int]:
+        return self.engine.memory() | {"pipeline": self.pipeline.buffers.size}
 
     def forward(self, chunk: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
         with self._trace.span("forward"), self.engine.running():

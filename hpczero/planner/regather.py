@@ -6,13 +6,12 @@ forward and the backwards until the next one; while it goes the way that the lon
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 
 from hpczero.memory.gaps import Gaps
 from hpczero.model.shapes import Layer
 from hpczero.parallel.held import Chunks, layers_that_run
-from hpczero.parallel.schedule import Schedule, schedule
 from hpczero.parallel.states import SLOTS
+from hpczero.planner.under_way import actions, looked_at
 from hpczero.spec.schema import Parallel
 
 _ONLY_FORWARD = {"embedding"}  # layers whose backward does not need their parameters: lookups
@@ -22,13 +21,10 @@ Pass = list[Use]
 
 
 def gathers_in_step(chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int) -> Counter[int]:
-    """Size of a unit -> how often units of this size are gathered; `sizes` are those of the units, the layers that have parameters. Once it is
-    under way, a schedule repeats itself after as many micro-batches as there are stages, so only the first ones are looked at.
-    """
-    period = parallel.pipeline
-    looked_at = min(micro_batches, 3 * period + micro_batches % period)
-    before, times = (gathers(chunks, sizes, parallel, stage, count) for count in (max(0, looked_at - period), looked_at))
-    repeats = (micro_batches - looked_at) // period
+    """Size of a unit -> how often units of this size are gathered; `sizes` are those of the units, the layers that have parameters."""
+    period, few = parallel.pipeline, looked_at(parallel, micro_batches)
+    before, times = (gathers(chunks, sizes, parallel, stage, count) for count in (max(0, few - period), few))
+    repeats = (micro_batches - few) // period
     of_size = Counter[int]()
     for unit, often in times.items():
         of_size[sizes[unit]] += often + repeats * (often - before[unit])
@@ -40,9 +36,8 @@ def gathers(chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int
     units = [layer for chunk in chunks for layer in chunk if layer.parameters]
     holder = {parameter.name: number for number, layer in enumerate(units) for parameter in layer.parameters}
     forward, backward = ([list(uses(chunk, holder)) for chunk in chunks] for uses in (_forward, _backward))
-    kind = "1f1b" if parallel.pipeline == 1 else parallel.schedule
     passes: list[Pass] = []
-    for action in _actions(kind, parallel.pipeline, len(chunks), micro_batches)[stage]:
+    for action in actions(parallel, len(chunks), stage, micro_batches):
         if action.kind == "forward":
             passes.append(list(forward[action.chunk]))
         else:
@@ -121,8 +116,3 @@ class _Room:
 
     def _free_place(self, unit: int) -> tuple[Gaps, int] | None:
         return next(((region, first) for region in self._regions if (first := region.take(self._sizes[unit])) is not None), None)
-
-
-@lru_cache(maxsize=4)
-def _actions(kind: str, stages: int, chunks: int, micro_batches: int) -> Schedule:
-    return schedule(kind, stages, chunks, micro_batches) if micro_batches else [()] * stages

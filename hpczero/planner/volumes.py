@@ -24,14 +24,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from itertools import groupby, permutations, repeat
+from math import prod
 
 from hpczero.comm.grid import Grid, impossible, order_is_free
 from hpczero.comm.ledger import evenly
 from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer, known, layer_count, layers
-from hpczero.parallel.held import Tied, Units, chunks_of_stages, layers_that_run
-from hpczero.parallel.layout import share
+from hpczero.parallel.held import Tied, Units, chunks_of_stages, handed_on, layers_that_run
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.regather import gathers_in_step
 from hpczero.spec.rules import AXES
@@ -232,7 +232,7 @@ class Volumes:
     def _pipeline(self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]) -> Iterator[Operations]:
         stages, last = self.spec.parallel.pipeline, self.spec.parallel.pipeline - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
-        size = sum(samples * times for samples, times in batches) * self._boundary(tensor_rank)
+        size = sum(samples * times for samples, times in batches) * prod(handed_on(self.spec, tensor_rank)) * self._width
         for stage, chunks in enumerate(self.chunks):
             onward = _directly(size * (len(chunks) - (stage == last)), nodes[stage] != nodes[(stage + 1) % stages])
             back = _directly(size * (len(chunks) - (stage == 0)), nodes[stage] != nodes[stage - 1])
@@ -240,12 +240,6 @@ class Volumes:
             operations["all_reduce"] = _sum(Sent(*evenly(2 * size, 2, nodes[0] != nodes[last])) for size in self._tied(stage, tensor_rank))
             operations["all_gather"] = self._norm(stages, stages - on_nodes[nodes[stage]])
             yield operations
-
-    def _boundary(self, tensor_rank: int) -> int:
-        """Bytes of one sample that go from one part of the model to the next."""
-        model, parallel = self.spec.model, self.spec.parallel
-        own = share(model.seq_len, 1, parallel.tensor, tensor_rank) if parallel.sequence_parallel else slice(0, model.seq_len)
-        return (own.stop - own.start) * model.hidden * self._width
 
     def _tied(self, stage: int, tensor_rank: int) -> Iterator[int]:
         """Bytes of the own shards of what the first and the last stage have both, as their gradients are accumulated."""

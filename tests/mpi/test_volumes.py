@@ -10,7 +10,6 @@ import pytest
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.data.sampler import micro_batches_of
 from hpczero.model import shapes
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES, contradictions

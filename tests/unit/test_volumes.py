@@ -11,11 +11,12 @@ from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.held import chunks_of_stages, layers_that_run
-from hpczero.parallel.schedule import schedule
+from hpczero.parallel.messages import AHEAD, most_arrived, steps
+from hpczero.parallel.schedule import forward_only, schedule
 from hpczero.parallel.simulate import simulate
-from hpczero.planner.activations import live_chunks
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.regather import gathered, gathers, gathers_in_step
+from hpczero.planner.under_way import Moments, arrived, peak
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
@@ -171,14 +172,26 @@ def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
-def test_live_activations_are_what_the_simulator_sees(kind: Any, chunks: int) -> None:
-    for stages, micro_batches in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12)):
+def test_what_is_under_way_is_what_the_simulator_sees(kind: Any, chunks: int) -> None:
+    """Activations kept, and the buffers of messages that go with them: those kept, and of the next actions."""
+    for stages, micro_batches in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12, 31)):
         parallel = Parallel(pipeline=stages, schedule=kind, chunks=chunks)
-        peaks = simulate(schedule(kind, stages, chunks, micro_batches), chunks, micro_batches).peak_live
-        bounds = [live_chunks(parallel, stage, micro_batches) for stage in range(stages)]
-        assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
-        if micro_batches % stages == 0:
-            assert list(peaks) == bounds
+        actions = schedule(kind, stages, chunks, micro_batches)
+        peaks = simulate(actions, chunks, micro_batches).peak_live
+        assert peaks == tuple(peak(parallel, [Moments(1, 1, 1)] * chunks, stage, micro_batches) for stage in range(stages))
+        for stage in range(stages):
+            everything = most_arrived(steps(actions, chunks, stage, AHEAD))
+            evaluation = most_arrived(steps(forward_only(actions), chunks, stage, AHEAD))
+            assert arrived(parallel, stage, micro_batches, evaluates=False) == everything <= peaks[stage] + AHEAD + 1
+            assert arrived(parallel, stage, micro_batches, evaluates=True) == max(everything, evaluation)
+
+
+def test_the_widest_moment_depends_on_what_each_chunk_keeps() -> None:
+    parallel = Parallel(pipeline=2, schedule="interleaved", chunks=2)
+    assert peak(parallel, [Moments(10, 10, 15), Moments(1, 1, 1)], 1, 8) == 2 * 10 + 15, "3 micro-batches of the first chunk"
+    assert peak(parallel, [Moments(1, 1, 1), Moments(10, 10, 15)], 1, 8) == 2 + 15
+    assert peak(Parallel(), [Moments(3, 5, 7)], 0, 100) == 7
+    assert peak(Parallel(pipeline=2, schedule="gpipe"), [Moments(3, 5, 7)], 1, 100) == 99 * 3 + 7
 
 
 def test_memory_of_stages_and_tensor_ranks() -> None:
