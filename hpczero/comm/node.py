@@ -94,10 +94,6 @@ class NodeGroup:
             return slice(self.rank * elements // self.size, (self.rank + 1) * elements // self.size)
         return _cut(elements, len(self.here), self.local)
 
-    @property
-    def buffered(self) -> int:
-        return self.group.connection.buffered
-
     def close(self) -> None:
         if self._window:
             self._window.close()

@@ -185,6 +185,11 @@ class World:
             self._groups[key] = group, connection
         return self._groups[key][0]
 
+    @property
+    def buffered(self) -> int:
+        """Bytes of the buffers in which pieces arrive that are to be summed."""
+        return sum(connection.buffered for _, connection in self._groups.values())
+
     def share(self, value: Any) -> Any:
         """Rank 0's value on every rank: what JSON can carry, of any length (a tuple becomes a list)."""
         box = [json.dumps(value).encode() if self.rank == 0 else b""]

@@ -14,11 +14,10 @@ from hpczero.model import build, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel import foreign, offered
 from hpczero.parallel.axis import DataAxis, Messages
-from hpczero.parallel.held import chunks_of_stages
-from hpczero.parallel.layout import share
+from hpczero.parallel.held import Chunks, Tied, apart, chunks_of_stages, handed_on
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
-from hpczero.parallel.running import Alone, Holder, Staged, Way, parts_of_stage
+from hpczero.parallel.running import Alone, Part, Staged, Way
 from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.values import OwnValues
@@ -61,16 +60,23 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     if pipeline is None:
         return Alone(Engine(module, layers, axis, settings, tensor=tensor))
     described = [layer for _, layer in layers]
-    tied = {name for layer in described for name in layer.uses}
     modules = {layer.name: part for part, layer in layers}
-    chunks = parts_of_stage(chunks_of_stages(spec, described)[pipeline.rank], modules, tied)
+    held = chunks_of_stages(spec, described)[pipeline.rank]
+    chunks = _with_modules(held, modules)
     engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
     engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
-    _tie(engine, dict.fromkeys(tied, (0, pipeline.size - 1)), world, pipeline)
-    rows = share(spec.model.seq_len, 1, tensor.size, tensor.rank) if tensor and spec.parallel.sequence_parallel else slice(0, spec.model.seq_len)
-    shape = rows.stop - rows.start, spec.model.hidden
+    _tie(engine, dict.fromkeys((layer.name for layer in _tied(held)), (0, pipeline.size - 1)), world, pipeline)
+    shape = handed_on(spec, tensor.rank if tensor else 0)
     stages = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
-    return Staged(engine, stages, chunks, [[part for part, _ in chunk if not isinstance(part, Holder)] for chunk in chunks])
+    return Staged(engine, stages, chunks, [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks])
+
+
+def _with_modules(held: Chunks, modules: Mapping[str, nn.Module]) -> list[list[Part]]:
+    return [[(nn.Module() if isinstance(layer, Tied) else modules[layer.name], layer) for layer in chunk] for chunk in held]
+
+
+def _tied(held: Chunks) -> list[Tied]:
+    return [layer for chunk in held for layer in chunk if isinstance(layer, Tied)]
 
 
 def _pipeline(spec: Spec, group: Group, shape_of: Callable[[MicroBatch], Sequence[int]] | None) -> Pipeline:
@@ -106,7 +112,8 @@ def _cut_up(found: Found, spec: Spec, world: World, grid: Grid, accumulates: boo
     layers = foreign.layers_of_chunks(module, own.chunks)
     offered.to_meta(module, own.elsewhere)
     modules = {layer.name: part for chunk in layers for part, layer in chunk}
-    chunks = parts_of_stage([[layer for _, layer in chunk] for chunk in layers], modules, set(own.tied))
+    tied = {parameter.name: parameter for chunk in layers for _, layer in chunk for parameter in layer.parameters if parameter.name in own.tied}
+    chunks = _with_modules(apart([[layer for _, layer in chunk] for chunk in layers], tied), modules)
     ties = _tie_groups(own.tied, world, pipeline)
     axis = _axis_of_foreign(module, spec, world, group)
     values = OwnValues(module, spec.seed, group, own.elsewhere, ties)

@@ -37,10 +37,6 @@ class DataAxis(Protocol):
     def all_gather(self, values: Tensor) -> Tensor:
         """[ranks, ...]: the same few values of all ranks."""
 
-    @property
-    def buffered(self) -> int:
-        """Bytes of the buffers that messages arrive in."""
-
     def close(self) -> None: ...
 
 
@@ -74,10 +70,6 @@ class Messages:
 
     def all_gather(self, values: Tensor) -> Tensor:
         return self.group.stack(values)
-
-    @property
-    def buffered(self) -> int:
-        return self.group.connection.buffered
 
     def close(self) -> None:
         pass

@@ -6,10 +6,12 @@ than they come; what comes early waits in its buffer. A receive is started `ahea
 all that come before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hpczero.parallel.schedule import RESULTS, Action, Result, Schedule, gives, needs, receiver
+
+AHEAD = 2  # actions: the next forward and the next backward
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,20 @@ def steps(actions: Schedule, chunks: int, stage: int, ahead: int) -> tuple[Step,
         )
         for number, action in enumerate(own)
     )
+
+
+def most_arrived(of_stage: Sequence[Step]) -> int:
+    """Messages that are on their way to the stage, or have arrived and are in use, at the same time: an activation until its backward is done (if
+    there is one), a gradient while its backward runs.
+    """
+    trains = any("input gradient" in RESULTS[step.action.kind] for step in of_stage)
+    inputs = {(step.action.chunk, step.action.micro_batch): step.needs for step in of_stage if "output" in RESULTS[step.action.kind]}
+    now = most = 0
+    for step in of_stage:
+        now += len(step.posts)
+        most = max(most, now)
+        done = [step.needs] if not trains else []
+        if "input gradient" in RESULTS[step.action.kind]:
+            done = [step.needs, inputs[step.action.chunk, step.action.micro_batch]]
+        now -= sum(result is not None for result in done)
+    return most

@@ -19,10 +19,9 @@ from hpczero.comm.group import Group
 from hpczero.comm.work import Work
 from hpczero.errors import HpczeroError
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.messages import Step, steps
+from hpczero.parallel.messages import AHEAD, Step, steps
 from hpczero.parallel.schedule import Result, forward_only, receiver, schedule
 
-AHEAD = 2  # actions: the next forward and the next backward
 _UNSENT = 2  # outputs of an evaluation that a stage keeps until they are sent
 _MOST_DIMENSIONS = 64  # of a tensor
 
@@ -63,6 +62,11 @@ class Buffers:
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return self.made * self._size * self._dtype.itemsize
 
 
 class Pipeline:

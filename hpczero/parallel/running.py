@@ -1,7 +1,6 @@
 """How an engine's model runs the micro-batches of a step: on one rank as a whole, or as the stages of a pipeline."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,10 @@ class Alone:
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         return sum(self.engine(batch).item() for batch in batches)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds from step to step, by kind."""
+        return self.engine.memory()
+
 
 class Staged:
     """One stage; the losses are known on the last one, the others' are zero."""
@@ -60,6 +63,9 @@ class Staged:
         self._trace = Trace()
         return sum(loss.item() for loss in self.pipeline.evaluate(self, batches))
 
+    def memory(self) -> dict[str, int]:
+        return self.engine.memory() | {"pipeline": self.pipeline.buffers.size}
+
     def forward(self, chunk: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
         with self._trace.span("forward"), self.engine.running():
             out = batch.tokens if x is None else x
@@ -75,21 +81,3 @@ class Staged:
 
 
 Way = Alone | Staged
-
-
-class Holder(nn.Module):
-    """Of a parameter that several stages have: it is a unit of its own, so that it is cut alike on all of them."""
-
-
-def parts_of_stage(chunks: Sequence[Sequence[Layer]], parts: dict[str, nn.Module], tied: set[str]) -> list[list[Part]]:
-    """The stage's layers, chunk by chunk, each with its module; parameters that other stages have too come before them as units of their own."""
-    found: list[list[Part]] = []
-    for chunk in chunks:
-        found.append([])
-        for layer in chunk:
-            shared = [parameter for parameter in layer.parameters if parameter.name in tied]
-            found[-1] += [(Holder(), Layer(parameter.name, (parameter,))) for parameter in shared]
-            own = tuple(parameter for parameter in layer.parameters if parameter.name not in tied)
-            uses = (*layer.uses, *(parameter.name for parameter in shared))
-            found[-1].append((parts[layer.name], replace(layer, parameters=own, uses=uses)))
-    return found

@@ -108,7 +108,7 @@ class Engine:
             unit.take_over(module_parameters)
         self._unit_of: dict[torch.Tensor, Unit] = {parameter: unit for unit in self.units for parameter in unit.parameters}
         self.reduction = Reduction(self.units, axis, self.sharded, slots, self.pool)
-        self._backwards = 0  # in this step
+        self._had_backward: set[Unit] = set()  # in this step
         self._direct = DirectGradients(self._unit_of, self.reduction)
         self._hooks = [_when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.names = [place.parameter.name for unit in self.units for place in unit.layout.places]
@@ -172,10 +172,11 @@ class Engine:
 
     def backward_of(self, units: Collection[Unit] | None, output: torch.Tensor, gradient: torch.Tensor, last: bool) -> None:
         """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
-        if self._backwards and not self.settings.accumulates and self.settings.train.precision != "fp32":
+        chosen = self.units if units is None else units
+        if self._had_backward.intersection(chosen) and not self.settings.accumulates and self.settings.train.precision != "fp32":
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
         self.reduction.begin(last, units)
-        self._backwards += 1
+        self._had_backward.update(chosen)
         with self._direct, self.gatherer.backward() if self.gatherer else nullcontext():
             if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
                 self._direct.backward(output, gradient)
@@ -189,10 +190,10 @@ class Engine:
 
     def finish_step(self, lr: float) -> StepResult:
         """New weights may still be on their way to this rank when it returns: layers wait for them, others ask for `weights_here`."""
-        if not self._backwards:
+        if not self._had_backward:
             raise HpczeroError("a step without a gradient: backward comes before it")
         self.reduction.finish()
-        self._backwards = 0
+        self._had_backward.clear()
         scale, train, optimizer = self.loss_scale.value, self.settings.train, self.settings.optimizer
         norm = self._norm() / scale
         finite = norm < float("inf")

@@ -7,24 +7,26 @@ g = 2 bytes of gradient for one micro-batch, 4 (fp32 accumulators) for several, 
 
 besides the slots for gradients, or weights, in flight. Where the R data ranks of a node keep the weights together, the 2 of the weights
 becomes 2/R, at stage 3 too. All of it is counted on the layers of the rank's pipeline stage, and of these on the part of its tensor rank.
-The other kinds are estimates: communication buffers, activations (of hpczero's own models), the batches read ahead, Python with its libraries.
+Communication buffers, and those of activations and gradients from other stages, are what is made at most. The other kinds are estimates:
+activations (of hpczero's own models), the batches read ahead, Python with its libraries.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from hpczero.comm.grid import Grid
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.model.shapes import Layer, known
-from hpczero.parallel.held import Units, chunks_of_stages
+from hpczero.parallel.held import Chunks, Tied, Units, chunks_of_stages, handed_on
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
-from hpczero.planner.activations import activations, runs
+from hpczero.planner.activations import activations
+from hpczero.planner.under_way import arrived
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 
 RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
-_COMMUNICATION_BUFFERS = 2
 _MIB = 1 << 20
 _TOKEN = 8
 
@@ -152,19 +154,24 @@ class _Parts:
         separate_master = precision.weight < 4 or (placement.shared and not sharded.optimizer)
         units = self.units.of([layer for chunk in chunks for layer in chunk], placement.tensor_rank)
         states = state_bytes(units, sharded, precision, separate_master)
+        handed_on_bytes = prod(handed_on(spec, placement.tensor_rank)) * precision.weight
         together, windows = {}, 0
         if placement.shared:
             read_by_others = "gradient slots" if sharded.gradients else "gradients"
             together, windows = {"weights": states["weights"]}, states["weights"] + states[read_by_others] * placement.on_node
         estimates = {
-            "communication": _COMMUNICATION_BUFFERS * spec.zero.bucket_mb * _MIB if _sends(placement) else 0,
-            "activations": activations(spec, largest, runs(spec, chunks, placement.stage, micro_batches)) if known(spec.model) else 0,
+            "communication": _reductions(spec, chunks, placement) * spec.zero.bucket_mb * _MIB,
+            "activations": activations(spec, largest, chunks, placement.stage, micro_batches) if known(spec.model) else 0,
+            "pipeline": arrived(spec.parallel, placement.stage, micro_batches, spec.train.eval_batches > 0) * largest * handed_on_bytes,
             "data": (spec.data.prefetch + 2) * micro_batches * largest * (spec.model.seq_len + 1) * _TOKEN,
             "runtime": RUNTIME,
         }
         return Need(placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows)
 
 
-def _sends(placement: Placement) -> bool:
-    """Whether weights and gradients travel in messages."""
-    return placement.on_node < placement.data_ranks if placement.shared else placement.data_ranks > 1
+def _reductions(spec: Spec, chunks: Chunks, placement: Placement) -> int:
+    """Whose pieces arrive in messages at the same time: two of the data ranks', where their gradients travel so, one of the tensor ranks', one of
+    what is tied.
+    """
+    data = placement.on_node < placement.data_ranks if placement.shared else placement.data_ranks > 1
+    return 2 * data + (spec.parallel.tensor > 1) + any(isinstance(layer, Tied) for chunk in chunks for layer in chunk)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
-from hpczero.parallel.held import Units, chunks_of_stages
+from hpczero.parallel.held import Units, chunks_of_stages, layers_that_run
 from hpczero.parallel.layout import rectangles
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Spec
@@ -21,7 +21,7 @@ def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
     units = Units(1, spec.parallel.tensor)
     return [
         {
-            "chunks": [[layer.name for layer in chunk] for chunk in chunks],
+            "chunks": [[layer.name for layer in layers_that_run([chunk])] for chunk in chunks],
             "parameters": sum(
                 place.stop - place.offset for unit in units.of([layer for chunk in chunks for layer in chunk]) for place in unit.places
             ),

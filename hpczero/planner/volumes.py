@@ -30,9 +30,8 @@ from hpczero.comm.grid import Grid, impossible, order_is_free
 from hpczero.comm.ledger import evenly
 from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
-from hpczero.model.shapes import Layer, Parameter, known, layer_count, layers
-from hpczero.parallel.held import Units, chunks_of_stages
-from hpczero.parallel.layout import share, tensor_part
+from hpczero.model.shapes import Layer, known, layer_count, layers
+from hpczero.parallel.held import Tied, Units, chunks_of_stages, handed_on, layers_that_run
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.regather import gathers_in_step
 from hpczero.spec.rules import AXES
@@ -185,7 +184,7 @@ class Volumes:
         gathers = self._gathers(stage, tensor_rank) if sharded.parameters else once
         for count in on_nodes:
             elsewhere = ranks - count
-            norm = Sent(*evenly(_NORM * ranks, ranks, elsewhere))
+            norm = self._norm(ranks, elsewhere)
             if not shared:
                 sums = _sum(Sent(*evenly(size * self._width, ranks, elsewhere)) * times for size, times in reduced.items())
                 weights = _sum(Sent(*evenly(size * self._width, ranks, elsewhere)) * times for size, times in gathers.items())
@@ -208,7 +207,7 @@ class Volumes:
         ranks = self.spec.parallel.tensor
         messages = [message for samples, times in batches for message in self._tensor_messages(stage, samples, times)]
         for count in on_nodes:
-            operations: dict[str, Sent] = {}
+            operations = {"all_gather": self._norm(ranks, ranks - count)}
             for operation, size, times in messages:
                 operations[operation] = operations.get(operation, Sent()) + Sent(*evenly(size, ranks, ranks - count)) * times
             yield from repeat(operations, count)
@@ -216,7 +215,7 @@ class Volumes:
     def _tensor_messages(self, stage: int, samples: int, times: int) -> Iterator[tuple[str, int, int]]:
         """Of so many micro-batches of so many samples: operation, bytes (of an all_reduce twice, as it goes both ways), how often."""
         model, ranks, tokens = self.spec.model, self.spec.parallel.tensor, samples * self.spec.model.seq_len
-        kinds = [layer.name.partition(".")[0] for layer in self._layers(stage)]
+        kinds = [layer.name.partition(".")[0] for layer in layers_that_run(self.chunks[stage])]
         table = _TENSOR[model.family]
         forward, backward, norms = (sum(table[kind][column] for kind in kinds) * times for column in range(3))
         if self.spec.parallel.sequence_parallel:
@@ -233,27 +232,25 @@ class Volumes:
     def _pipeline(self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]) -> Iterator[Operations]:
         stages, last = self.spec.parallel.pipeline, self.spec.parallel.pipeline - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
-        size = sum(samples * times for samples, times in batches) * self._boundary(tensor_rank)
+        size = sum(samples * times for samples, times in batches) * prod(handed_on(self.spec, tensor_rank)) * self._width
         for stage, chunks in enumerate(self.chunks):
             onward = _directly(size * (len(chunks) - (stage == last)), nodes[stage] != nodes[(stage + 1) % stages])
             back = _directly(size * (len(chunks) - (stage == 0)), nodes[stage] != nodes[stage - 1])
             operations = {"send": onward + back}
-            if self._tied and stage in (0, last):
-                tied = sum(_part(parameter, self.spec.parallel.tensor, tensor_rank) for parameter in self._tied) * self._width
-                operations["all_reduce"] = Sent(*evenly(2 * tied, 2, nodes[0] != nodes[last]))
+            operations["all_reduce"] = _sum(Sent(*evenly(2 * size, 2, nodes[0] != nodes[last])) for size in self._tied(stage, tensor_rank))
+            operations["all_gather"] = self._norm(stages, stages - on_nodes[nodes[stage]])
             yield operations
 
-    def _boundary(self, tensor_rank: int) -> int:
-        """Bytes of one sample that go from one part of the model to the next."""
-        model, parallel = self.spec.model, self.spec.parallel
-        own = share(model.seq_len, 1, parallel.tensor, tensor_rank) if parallel.sequence_parallel else slice(0, model.seq_len)
-        return (own.stop - own.start) * model.hidden * self._width
+    def _tied(self, stage: int, tensor_rank: int) -> Iterator[int]:
+        """Bytes of the own shards of what the first and the last stage have both, as their gradients are accumulated."""
+        sharded = Sharded.at_stage(self.spec.zero.stage, node_shared=False)
+        width = 4 if sharded.gradients and self._micro_batches > 1 else self._width
+        for layout in self.units.of([layer for layer in self._layers(stage) if isinstance(layer, Tied)], tensor_rank):
+            yield layout.shard_size * width
 
-    @cached_property
-    def _tied(self) -> list[Parameter]:
-        """What several stages hold."""
-        holders = Counter(parameter for stage in range(len(self.chunks)) for layer in self._layers(stage) for parameter in layer.parameters)
-        return [parameter for parameter, count in holders.items() if count > 1]
+    @staticmethod
+    def _norm(ranks: int, elsewhere: int) -> Sent:
+        return Sent(*evenly(_NORM * ranks, ranks, elsewhere))
 
 
 def _of_groups(groups: Mapping[Members, int]) -> dict[str, Total]:
@@ -273,7 +270,3 @@ def _slice(length: int, parts: int, index: int) -> int:
     """Elements of slice `index` of a shard, in whole cache lines, as `comm.node` cuts it."""
     step = -(-length // (parts * 64)) * 64
     return min((index + 1) * step, length) - min(index * step, length)
-
-
-def _part(parameter: Parameter, ranks: int, rank: int) -> int:
-    return prod(part.stop - part.start for part in tensor_part(parameter, ranks, rank))

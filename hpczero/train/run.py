@@ -134,7 +134,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     outcome = trainer.train()
     seconds = time.perf_counter() - began_training
     measured = account.growth(before, account.held_on_nodes(world))
-    held = engine.memory() | {"communication": engine.axis.buffered}
+    held = way.memory() | {"communication": world.buffered}
     of_ranks = {
         "memory": account.summary(world, needed.rank if needed else {}, _of_this_rank(held, place), measured),
         "comm": world.collect(world.ledger.as_dict()),

@@ -1,28 +1,27 @@
-"""The bytes that the planner expects are the bytes in the ledger of what really runs, along every axis, on one node and on several."""
+"""The bytes that the planner expects are the bytes in the ledger of a real run, of every rank, along every axis, inside nodes and between them."""
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
-import torch
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.data.sampler import micro_batches_of
 from hpczero.model import shapes
-from hpczero.model.batch import MicroBatch
-from hpczero.parallel.pipeline import Pipeline
-from hpczero.planner.volumes import Sent, Volumes
+from hpczero.planner.volumes import Sent, Volumes, resolved
+from hpczero.spec.rules import AXES, contradictions
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
-from tests.mpi.test_tensor import ODD, batch_of, parallel_model, trained
 from tests.mpi.training import train
 
 pytestmark = pytest.mark.mpi
 
+MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
+STREAM = MODEL.seq_len * MODEL.hidden * 2  # bytes of a sequence's activations between layers
 
-layouts = pytest.mark.parametrize("ranks_per_node", [0, 2], ids=["one node", "nodes of two"])
+Volume = dict[str, dict[str, Sent]]  # axis -> operation -> bytes
 
 
 @contextmanager
@@ -32,87 +31,76 @@ def laid_out(world: World, ranks_per_node: int) -> Iterator[World]:
     part.close()
 
 
-def expected(spec: Spec, world: World, axis: str) -> dict[str, Sent]:
-    grid = Grid.build(spec.parallel, world.node_of_rank)
-    return Volumes(spec, shapes.layers(spec.model), grid.size("data")).of_rank(grid, world.rank).get(axis, {})
+def expected(spec: Spec, world: World) -> Volume:
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+    return Volumes(spec, shapes.layers(spec.model), grid.size("data")).of_rank(grid, world.rank)
 
 
-def counted(world: World, axis: str) -> dict[str, Sent]:
-    entries = world.ledger.as_dict().get(axis, {})
-    return {name: Sent(int(entry["inside"]), int(entry["between"])) for name, entry in entries.items()}
+def sent_in_steps(world: World, spec: Spec) -> list[Volume]:
+    """In each step but the first, in which ranks agree on an order besides; what sends nothing is left out."""
+    world.ledger.reset()
+    return [difference(before, after) for before, after in pairwise(train(world, spec).sent_until)]
 
 
-def per_step(before: dict[str, Sent], after: dict[str, Sent], steps: int) -> dict[str, Sent]:
-    """What more steps have sent more; what sends nothing is left out."""
-    found = {}
-    for name, sent in after.items():
-        first = before.get(name, Sent())
-        found[name] = Sent((sent.inside - first.inside) // steps, (sent.between - first.between) // steps)
-    return {name: sent for name, sent in found.items() if sent != Sent()}
+def difference(before: dict[str, Any], after: dict[str, Any]) -> Volume:
+    found: Volume = {}
+    for axis, operations in after.items():
+        for name, entry in operations.items():
+            first = before.get(axis, {}).get(name, {"inside": 0, "between": 0})
+            sent = Sent(entry["inside"] - first["inside"], entry["between"] - first["between"])
+            if sent != Sent():
+                found.setdefault(axis, {})[name] = sent
+    return found
 
 
-@layouts
-@pytest.mark.parametrize(("stage", "shared", "accumulation"), list(product(range(4), (False, True), (1, 3))))
-def test_data_axis(world: World, ranks_per_node: int, stage: int, shared: bool, accumulation: int) -> None:
-    spec = Spec(
-        model=Model(layers=3, hidden=24, heads=3, seq_len=17, vocab=61),
+def job(batch: int = 7, micro_batch: int = 2, precision: Any = "bf16", tied: bool = True, zero: Any = None, **parallel: Any) -> Spec:
+    return Spec(
+        model=MODEL.model_copy(update={"tied_embeddings": tied}),
         data=Data(source="synthetic"),
-        train=Train(global_batch=2 * accumulation * world.size - 1, micro_batch=2, eval_batches=0),
-        zero=Zero(stage=stage, node_shared=shared),  # type: ignore[arg-type]
+        train=Train(global_batch=batch, micro_batch=micro_batch, precision=precision, steps=4, eval_batches=0),
+        zero=Zero(**(zero or {})),
+        parallel=Parallel(**parallel),
     )
-    seen: dict[str, list[dict[str, Sent]]] = {"data": [], "world": []}
-    with laid_out(world, ranks_per_node) as nodes:
-        for steps in (1, 3):
-            nodes.ledger.reset()
-            train(nodes, spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})}))
-            for axis, found in seen.items():
-                found.append(counted(nodes, axis))
-        for axis, (before, after) in seen.items():
-            assert per_step(before, after, 2) == expected(spec, nodes, axis)
 
 
-@layouts
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-def test_tensor_axis(world: World, ranks_per_node: int, sequence_parallel: bool, tied: bool) -> None:
-    if world.size > ODD.heads:
-        return
-    model = ODD.model_copy(update={"tied_embeddings": tied})
-    parallel = Parallel(tensor=world.size, sequence_parallel=sequence_parallel)
-    spec = Spec(model=model, train=Train(global_batch=5, micro_batch=2, precision="fp32"), parallel=parallel)
-    with laid_out(world, ranks_per_node) as nodes:
-        module = parallel_model(nodes, model, sequence_parallel)
-        nodes.ledger.reset()
-        trained(module, *(batch_of(model, len(samples)) for samples in micro_batches_of(0, 5, 2, 1)))
-        assert per_step({}, counted(nodes, "tensor"), 1) == expected(spec, nodes, "tensor")
+def any_job(choice: random.Random, ranks: int) -> Spec:
+    """Of this number of ranks: any grid, in any order, with anything else that changes what is sent."""
+    tensor = choice.choice([size for size in (1, 2, 3, 4, 6) if ranks % size == 0])
+    pipeline = choice.choice([size for size in (1, 2, 3, 4, 8) if ranks % (size * tensor) == 0])
+    schedule, chunks = choice.choice([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+    if pipeline == 1 or pipeline * chunks > MODEL.layers + 2:
+        schedule, chunks = choice.choice(["gpipe", "1f1b"]), 1
+    spec = job(
+        batch=choice.randint(1, 14),
+        micro_batch=choice.randint(1, 3),
+        precision=choice.choice(["fp32", "bf16"]),
+        tied=choice.random() < 0.6,
+        zero={"stage": choice.randrange(4), "node_shared": choice.choice([False, True, "auto"])},
+        tensor=tensor,
+        pipeline=pipeline,
+        sequence_parallel=tensor > 1 and choice.random() < 0.5,
+        schedule=schedule,
+        chunks=chunks,
+        order=choice.choice(["auto", *map(",".join, permutations(AXES))]),
+    )
+    assert not contradictions(spec), contradictions(spec)
+    return spec
 
 
-class Nothing:
-    """Parts of a stage that hand on, and compute nothing."""
-
-    def __init__(self, last_chunk: int | None, shape: Any) -> None:
-        self.last_chunk, self.shape = last_chunk, shape
-
-    def forward(self, chunk: int, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        return torch.zeros((), requires_grad=True) if chunk == self.last_chunk else torch.zeros(self.shape(batch), requires_grad=True)
-
-    def backward(self, chunk: int, output: torch.Tensor, gradient: torch.Tensor | None, last: bool) -> None:
-        pass
+@pytest.mark.parametrize("number", [*range(20), *(pytest.param(number, marks=pytest.mark.slow) for number in range(20, 60))])
+def test_every_byte(world: World, number: int) -> None:
+    choice = random.Random(1000 * world.size + number)
+    with laid_out(world, choice.choice([0, 1, 2, 3, 4])) as nodes:
+        spec = any_job(choice, world.size)
+        for sent in sent_in_steps(nodes, spec):
+            assert sent == expected(spec, nodes), spec
 
 
-@layouts
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
-def test_pipeline_axis(world: World, ranks_per_node: int, schedule: Any, chunks: int) -> None:
-    model = Model(layers=22, hidden=24, heads=3, seq_len=17, tied_embeddings=False)
-    parallel = Parallel(pipeline=world.size, schedule=schedule, chunks=chunks)
-    spec = Spec(model=model, train=Train(global_batch=7, micro_batch=2, precision="fp32"), parallel=parallel)
-
-    def shape(batch: MicroBatch) -> tuple[int, ...]:
-        return len(batch.samples), model.seq_len, model.hidden
-
-    with laid_out(world, ranks_per_node) as nodes:
-        group, last = nodes.group("pipeline", range(nodes.size)), nodes.rank == nodes.size - 1
-        nodes.ledger.reset()
-        batches = [batch_of(model, len(samples)) for samples in micro_batches_of(0, 7, 2, 1)]
-        Pipeline(group, schedule, chunks, shape, torch.float32).train(Nothing(chunks - 1 if last else None, shape), batches)
-        assert per_step({}, counted(nodes, "pipeline"), 1) == expected(spec, nodes, "pipeline")
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("batch", [2, 23])
+def test_data_parallel_alone(world: World, stage: int, shared: bool, batch: int) -> None:
+    with laid_out(world, 2) as nodes:
+        spec = job(batch, zero={"stage": stage, "node_shared": shared})
+        for sent in sent_in_steps(nodes, spec):
+            assert sent == expected(spec, nodes)

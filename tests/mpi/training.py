@@ -9,6 +9,7 @@ import torch
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.group import Group
+from hpczero.comm.ledger import Ledger
 from hpczero.comm.world import World
 from hpczero.data.source import SyntheticSource
 from hpczero.parallel.apply import assemble
@@ -29,11 +30,14 @@ class Record:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     sent: dict[str, Any] = field(default_factory=dict)  # the data axis in the ledger
+    ledger: Ledger = field(default_factory=Ledger)
+    sent_until: list[dict[str, Any]] = field(default_factory=list)  # the ledger after each step
     outcome: Outcome | None = None
     path: Path = Path("/nonexistent")
 
     def metrics(self, values: dict[str, Any]) -> None:
         self.metrics_seen.append(values)
+        self.sent_until.append(self.ledger.as_dict())
 
     def event(self, name: str, **values: Any) -> None:
         self.events.append((name, values))
@@ -61,7 +65,7 @@ def train(world: World, spec: Spec) -> Record:
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
     engine = way.engine
-    record = Record()
+    record = Record(ledger=world.ledger)
     update, first_gradients = engine._update, {}
 
     def keep_and_update(unit: Unit, scalars: Any) -> None:

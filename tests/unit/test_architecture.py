@@ -26,7 +26,7 @@ ALLOWED = {
     "model": {"hpczero_kernels", "spec", "errors"},
     "memory": {"comm"},
     "planner": {"errors", "spec", "comm.grid", "comm.ledger", "model.shapes", "data.sampler", "memory.gaps"}
-    | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.stages", "parallel.held"},
+    | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.messages", "parallel.stages", "parallel.held"},
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},

@@ -10,12 +10,13 @@ import pytest
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
 from hpczero.model import shapes
-from hpczero.parallel.held import chunks_of_stages
-from hpczero.parallel.schedule import schedule
+from hpczero.parallel.held import chunks_of_stages, layers_that_run
+from hpczero.parallel.messages import AHEAD, most_arrived, steps
+from hpczero.parallel.schedule import forward_only, schedule
 from hpczero.parallel.simulate import simulate
-from hpczero.planner.activations import live_chunks
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.regather import gathered, gathers, gathers_in_step
+from hpczero.planner.under_way import Moments, arrived, peak
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
@@ -46,18 +47,19 @@ def test_a_step_in_formulas() -> None:
     counts = [len([layer for layer in chunk if layer.name.startswith("blocks")]) for (chunk,) in found.chunks]
     assert sum(counts) == MODEL.layers
     loss = 4 * 3 * (2 * 4 * MODEL.seq_len)  # 4 micro-batches, 3 numbers of each token
-    assert first["tensor"] == {"all_reduce": Sent(4 * (4 * counts[0] + 1) * stream, 0)}
-    assert last["tensor"] == {"all_reduce": Sent(4 * (4 * counts[1] + 1) * stream + loss, 0)}
+    norm = Sent(8, 0)
+    assert first["tensor"] == {"all_reduce": Sent(4 * (4 * counts[0] + 1) * stream, 0), "all_gather": norm}
+    assert last["tensor"] == {"all_reduce": Sent(4 * (4 * counts[1] + 1) * stream + loss, 0), "all_gather": norm}
     assert first["pipeline"]["send"] == last["pipeline"]["send"] == Sent(0, 4 * stream)
-    embedding = -(-MODEL.vocab // 2) * MODEL.hidden * 2
-    assert first["pipeline"]["all_reduce"] == Sent(0, embedding), "tied embeddings"
+    shard = -(-(-(-MODEL.vocab // 2) * MODEL.hidden) // (2 * 64)) * 64  # of a data rank, of the tokens' vectors of a tensor rank
+    assert first["pipeline"]["all_reduce"] == Sent(0, shard * 2), "tied embeddings"
+    assert first["pipeline"]["all_gather"] == Sent(0, 8)
     parameters = sum(unit.size for unit in found.units.of(found.chunks[0][0])) * 2
-    norm = 8
-    assert first["data"] == {"all_gather": Sent(norm, 0)}, "the data ranks share a node, and its memory: they send the norm alone"
+    assert first["data"] == {"all_gather": norm}, "the data ranks share a node, and its memory: they send the norm alone"
     apart = job(tensor=2, pipeline=2, order="tensor,pipeline,data")
     grid = grid_of(apart, TWO_NODES)
     data = volumes(apart, grid).of_rank(grid, 0)["data"]
-    assert data == {"reduce_scatter": Sent(0, parameters // 2), "all_gather": Sent(0, parameters // 2 + norm)}
+    assert data == {"reduce_scatter": Sent(0, parameters // 2), "all_gather": Sent(0, parameters // 2 + 8)}
 
 
 def test_totals_are_the_ranks_together() -> None:
@@ -129,14 +131,27 @@ def test_stages_hold_every_layer_once_and_a_copy_of_what_is_tied() -> None:
     for parallel in ({"pipeline": 3}, {"pipeline": 2, "schedule": "interleaved", "chunks": 3}, {"pipeline": 8}):
         chunks = chunks_of_stages(job(**parallel), layers)
         parts = [chunk for index in range(len(chunks[0])) for chunk in (stage[index] for stage in chunks)]
-        assert [layer.name for part in parts for layer in part] == [layer.name for layer in layers]
-        assert {parameter.name for parameter in parts[-1][-1].parameters} == {"head.norm.weight", "head.norm.bias", "embedding.lookup.tokens"}
-        assert parts[-1][-1].uses == ()
+        assert [layer.name for layer in layers_that_run(parts)] == [layer.name for layer in layers]
+        tied, head = parts[-1][-2:]
+        assert {parameter.name for parameter in head.parameters} == {"head.norm.weight", "head.norm.bias"}
+        assert head.uses == ("embedding.lookup.tokens",) == (tied.name,)
+        assert parts[0][0] == tied, "a unit of its own, equal on both stages"
+        assert [parameter.name for parameter in parts[0][1].parameters] == ["embedding.lookup.positions"]
     assert chunks_of_stages(job(), layers) == [(tuple(layers),)]
 
 
 def test_units_are_gathered_when_they_are_gone() -> None:
-    assert gathered([64, 64, 64], [(0,), (1,), (0,), (2,), (1,)]) == {0: 1, 1: 2, 2: 1}
+    assert gathered([64, 64, 64], [[(0,), (1,), (0,), (2,), (1,)]]) == {0: 1, 1: 2, 2: 1}
+    small = [64, 64, 192, 64, 64]  # room for six of the small ones
+    assert gathered(small, [[(0,), (1,), (3,), (4,), (0,)]]) == {0: 1, 1: 1, 3: 1, 4: 1}
+    assert gathered(small, [[(0, 1), (2,), (0,)], [(2,), (2,)]]) == {0: 1, 1: 1, 2: 1}, "a pass begins with what is still there"
+
+
+def test_what_is_gathered_ahead_may_be_gone_before_it_is_used() -> None:
+    """A pass that goes the way of the longest one at first: what comes next there is gathered, and makes no difference but to what has to go."""
+    longest, other = [(0,), (1,), (2,), (1,), (0,)], [(0,), (2,)]
+    assert gathered([64, 64, 64], [other, longest]) == {0: 3, 1: 2, 2: 2}
+    assert gathered([64, 64, 64], [longest, other]) == {0: 2, 1: 1, 2: 2}
 
 
 @pytest.mark.parametrize(
@@ -157,14 +172,26 @@ def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
-def test_live_activations_are_what_the_simulator_sees(kind: Any, chunks: int) -> None:
-    for stages, micro_batches in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12)):
+def test_what_is_under_way_is_what_the_simulator_sees(kind: Any, chunks: int) -> None:
+    """Activations kept, and the buffers of messages that go with them: those kept, and of the next actions."""
+    for stages, micro_batches in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12, 31)):
         parallel = Parallel(pipeline=stages, schedule=kind, chunks=chunks)
-        peaks = simulate(schedule(kind, stages, chunks, micro_batches), chunks, micro_batches).peak_live
-        bounds = [live_chunks(parallel, stage, micro_batches) for stage in range(stages)]
-        assert all(peak <= bound for peak, bound in zip(peaks, bounds, strict=True))
-        if micro_batches % stages == 0:
-            assert list(peaks) == bounds
+        actions = schedule(kind, stages, chunks, micro_batches)
+        peaks = simulate(actions, chunks, micro_batches).peak_live
+        assert peaks == tuple(peak(parallel, [Moments(1, 1, 1)] * chunks, stage, micro_batches) for stage in range(stages))
+        for stage in range(stages):
+            everything = most_arrived(steps(actions, chunks, stage, AHEAD))
+            evaluation = most_arrived(steps(forward_only(actions), chunks, stage, AHEAD))
+            assert arrived(parallel, stage, micro_batches, evaluates=False) == everything <= peaks[stage] + AHEAD + 1
+            assert arrived(parallel, stage, micro_batches, evaluates=True) == max(everything, evaluation)
+
+
+def test_the_widest_moment_depends_on_what_each_chunk_keeps() -> None:
+    parallel = Parallel(pipeline=2, schedule="interleaved", chunks=2)
+    assert peak(parallel, [Moments(10, 10, 15), Moments(1, 1, 1)], 1, 8) == 2 * 10 + 15, "3 micro-batches of the first chunk"
+    assert peak(parallel, [Moments(1, 1, 1), Moments(10, 10, 15)], 1, 8) == 2 + 15
+    assert peak(Parallel(), [Moments(3, 5, 7)], 0, 100) == 7
+    assert peak(Parallel(pipeline=2, schedule="gpipe"), [Moments(3, 5, 7)], 1, 100) == 99 * 3 + 7
 
 
 def test_memory_of_stages_and_tensor_ranks() -> None:

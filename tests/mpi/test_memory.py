@@ -1,0 +1,106 @@
+"""What a rank of any grid is predicted to need is what a real run allocates there, and what its tensors take at the widest moment of a step."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hpczero.comm.grid import Grid
+from hpczero.comm.trace import Trace
+from hpczero.comm.world import World
+from hpczero.data.sampler import micro_batch_sizes
+from hpczero.model import shapes
+from hpczero.model.batch import MicroBatch
+from hpczero.parallel.apply import assemble
+from hpczero.parallel.running import Way
+from hpczero.planner.memory import need
+from hpczero.planner.volumes import resolved
+from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
+from hpczero.train.batches import Batches
+from hpczero.train.preflight import placement
+from tests.mpi.test_volumes import any_job, laid_out
+from tests.mpi.training import LearnableSource
+
+pytestmark = pytest.mark.mpi
+
+
+class Job:
+    """A spec's engine and its micro-batches, without the loop around them."""
+
+    def __init__(self, spec: Spec, world: World) -> None:
+        grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+        source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
+        self.batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
+        self.largest = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, grid.size("data"))[2]
+        self.needed = need(spec, shapes.layers(spec.model), placement(world, grid, spec))
+        self.way: Way = assemble(spec, world, grid, accumulates=len(self.batches.parts()) > 1)
+
+    def step(self, number: int) -> list[MicroBatch]:
+        micro_batches = self.batches.training(number)
+        self.way.train(micro_batches, 100, Trace())
+        self.way.engine.finish_step(0.0)
+        return micro_batches
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
+    """To the byte, padding included, and the buffers of activations and gradients from other stages."""
+    choice = random.Random(100 * world.size + number)
+    with laid_out(world, choice.choice([0, 1, 2, 3])) as nodes:
+        job = Job(any_job(choice, world.size), nodes)
+        samples = max(len(batch.samples) for batch in job.step(0) + job.step(1))
+        allocated = job.way.memory()
+        expected = job.needed.each | job.needed.together
+        if "pipeline" in allocated:
+            assert allocated.pop("pipeline") * job.largest == expected["pipeline"] * samples, "a rank's buffers hold its own largest micro-batch"
+        assert allocated == {kind: expected[kind] for kind in allocated}
+        job.way.engine.close()
+
+
+WIDE = Model(layers=6, hidden=128, heads=8, vocab=4000, seq_len=64)
+NARROW = WIDE.model_copy(update={"vocab": 300, "hidden": 256})
+GRIDS: list[dict[str, Any]] = [
+    {"pipeline": 2},
+    {"pipeline": 2, "schedule": "gpipe"},
+    {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+    {"tensor": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "schedule": "gpipe"},
+    {"pipeline": 4},
+    {"pipeline": 4, "schedule": "interleaved", "chunks": 2},
+]
+
+
+@pytest.mark.parametrize("model", [WIDE, NARROW], ids=["wide", "narrow"])
+@pytest.mark.parametrize("parallel", GRIDS, ids=str)
+def test_activations_at_the_widest_moment(world: World, model: Model, parallel: dict[str, Any]) -> None:
+    ranks = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
+    if world.size != ranks:
+        return
+    train = Train(global_batch=32, micro_batch=4, eval_batches=0)
+    job = Job(Spec(model=model, data=Data(source="synthetic"), train=train, zero=Zero(stage=0), parallel=Parallel(**parallel)), world)
+    job.step(0)
+    micro_batches = job.batches.training(1)
+    with peak_of_allocations() as peak:
+        job.way.train(micro_batches, 100, Trace())
+    job.way.engine.finish_step(0.0)
+    job.way.engine.close()
+    assert 0.9 < peak[0] / job.needed.each["activations"] < 1.1
+
+
+@contextmanager
+def peak_of_allocations() -> Iterator[list[int]]:
+    """How many bytes of tensors there were at most, besides those that were there before: in the list at the end."""
+    found: list[int] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        yield found
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    found.append(most)
