@@ -17,7 +17,7 @@ from hpczero.comm.work import Limits
 from hpczero.comm.world import World
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.data.source import Source, open_source
-from hpczero.errors import InputError
+from hpczero.errors import InputError, Stopped
 from hpczero.memory import account
 from hpczero.model import build, shapes
 from hpczero.parallel.apply import assemble
@@ -28,6 +28,7 @@ from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
+from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import choose, loss
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
@@ -91,7 +92,8 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
             voice.close()
     if voice:
         print("\n".join(_closing_words(job, outcome, summary)), flush=True)
-    return 0 if outcome.state == "finished" else 1
+    stopped = outcome.state == "stopped" and outcome.saved == outcome.steps
+    return Stopped.exit_code if stopped else 0 if outcome.state == "finished" else 1
 
 
 def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
@@ -113,10 +115,11 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count
     if voice:
         _say_layout(voice, job, batches, parameters)
-        voice.directory.keep_metrics_before(1)
-    trainer = Trainer(spec, world, way, batches, voice)
+    checkpoints = Checkpoints(spec, world, job.grid, engine, asynchronous=spec.checkpoint.asynchronous)
+    first = _begin_again(checkpoints, voice)
+    trainer = Trainer(spec, world, way, batches, voice, checkpoints)
     began_training, cpu_before = time.perf_counter(), time.process_time()
-    outcome = trainer.train()
+    outcome = trainer.train(first)
     seconds = time.perf_counter() - began_training
     measured = account.growth(before, account.held_on_nodes(world))
     held = engine.memory() | {"communication": engine.axis.buffered}
@@ -135,6 +138,22 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.directory.summary(summary)
         voice.event("stop", state=outcome.state, step=outcome.steps, reason=outcome.reason or "all steps done", loss=outcome.final_loss)
     return outcome, summary
+
+
+def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> int:
+    """Loads the checkpoint to begin from; how many steps are done."""
+    resumed = checkpoints.resume()
+    first = resumed.step if resumed else 0
+    if resumed:
+        checkpoints.settle()
+    if voice:
+        voice.directory.keep_metrics_before(first + 1)
+        if resumed:
+            for problem in resumed.damaged:
+                voice.event("WARN", what=f"passed over a damaged checkpoint: {problem}")
+            changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
+            voice.event("resume", step=first, path=str(resumed.path), **changed)
+    return first
 
 
 def _of_this_rank(held: dict[str, int], place: Placement) -> dict[str, int]:
@@ -199,10 +218,8 @@ def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[
         words.append(f"validation: {outcome.validation_loss:.4f}; the text's unigram entropy is {summary['unigram_entropy']:.4f}")
     words.append(f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)")
     if outcome.state == "stopped":
-        words.append(
-            f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}; "
-            "this version keeps no checkpoints: started again, it begins anew"
-        )
+        again = "started again, it goes on there" if outcome.saved == outcome.steps else "no checkpoint was saved there"
+        words.append(f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}: {again}")
     if outcome.state == "failed":
         words.append(f"failed: {outcome.reason}")
     return words
