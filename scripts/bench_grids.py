@@ -4,9 +4,9 @@
     mpirun -n 2 python scripts/bench_grids.py
     mpirun -n 4 python scripts/bench_grids.py --grids 'data; tensor=2; pipeline=2; tensor=2,pipeline=2'
 
-A grid is a list of settings of the spec's table `parallel`; data is what remains of the ranks. All train the same batches from the same weights, in the same
-processes, with one thread each; the losses must agree within 1 %. In every round each grid is built, takes `--warmup` steps and `--steps` timed ones, and is
-freed; every other round goes backwards. A step takes as long as its slowest rank. Ratios are taken within a round.
+A grid is a list of settings of the spec's table `parallel`; data is what remains of the ranks. All train the same batches from the same weights, in
+the same processes, with one thread each; the losses must agree within 1 %. In every round each grid is built, takes `--warmup` steps and `--steps`
+timed ones, and is freed; every other round goes backwards. A step takes as long as its slowest rank. Ratios are taken within a round.
 """
 
 import argparse

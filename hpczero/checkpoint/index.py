@@ -67,7 +67,7 @@ def read(folder: Path) -> tuple[Table, dict[str, Array]]:
     if any(len(column) != rows for column in columns) or columns[3].shape != columns[4].shape:
         raise Damaged(f"{path}: the columns of its piece table differ in length")
     order = columns[0]
-    if len(set(tensor.name for tensor in tensors)) < len(tensors) or (rows and (int(order.max()) >= len(tensors) or (order[1:] < order[:-1]).any())):
+    if len({tensor.name for tensor in tensors}) < len(tensors) or (rows and (int(order.max()) >= len(tensors) or (order[1:] < order[:-1]).any())):
         raise Damaged(f"{path}: its piece table does not fit its tensors")
     if any(len(tensor.shape) > columns[3].shape[1] for tensor in tensors):
         raise Damaged(f"{path}: its piece table has too few dimensions")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,7 +144,7 @@ def _of_shard(shard: ShardFile) -> str:
         return f"data that does not begin at a multiple of {PAGE} bytes"
     if any(end > shard.size for _, end in ranges):
         return f"data beyond its {shard.size} bytes"
-    if any(before[1] > after[0] for before, after in zip(ranges, ranges[1:], strict=False)):
+    if any(before[1] > after[0] for before, after in pairwise(ranges)):
         return "data that overlaps"
     return ""
 

@@ -138,8 +138,5 @@ def _hull(shape: tuple[int, ...], box: Slices) -> tuple[int, int]:
 
 def _cut(data: Array, shape: tuple[int, ...], box: Slices, first: int) -> Array:
     """The box, from the elements of the tensor from `first` on."""
-    strides, step = [], data.itemsize
-    for length in reversed(shape):
-        strides.insert(0, step)
-        step *= length
+    strides = [data.itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
     return np.lib.stride_tricks.as_strided(data, [cut.stop - cut.start for cut in box], strides, writeable=False)

@@ -10,7 +10,7 @@ checksums. `rest` is a checksum of every byte that is not data: the structure, a
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,12 @@ class Writer:
         self._file = os.open(path, os.O_WRONLY)
 
     def write(self, slot: int, chunks: Iterable[Array]) -> None:
-        """`chunks`: float32; together all elements of the slot. Each but the last is of a multiple of BLOCK bytes, in memory that begins at a multiple of
-        PAGE, and the last one may be followed by zeros up to such a multiple (`bounce`).
+        """`chunks`: float32, together the slot with its padding. Each begins at a multiple of PAGE in memory and, but for the last one, is of a
+        multiple of BLOCK bytes (`bounce`).
         """
         place, block = self.extent.data[slot], 0
         for chunk in chunks:
-            data = memoryview(chunk).cast("B")
+            data = memoryview(chunk.data).cast("B")
             for start in range(0, len(data), BLOCK):
                 self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
                 block += 1
@@ -112,7 +112,7 @@ class Writer:
     def finish(self) -> None:
         """All is on the disk, the checksums too."""
         if self.checksums.size:
-            _write_all(self._file, memoryview(np.ascontiguousarray(self.checksums)).cast("B"), self.extent.checksums)
+            _write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ def bounce(sources: Sequence[Array], buffer: Array) -> Iterator[Array]:
 def rest(file: int, size: int, data: Iterable[Range]) -> str:
     """The checksum of all bytes but these ranges, in the order of the file."""
     hasher, place = xxhash.xxh3_64(), 0
-    for begin, end in sorted(data) + [(size, size)]:
+    for begin, end in [*sorted(data), (size, size)]:
         while place < begin:
             read = os.pread(file, min(CHUNK, begin - place), place)
             if not read:

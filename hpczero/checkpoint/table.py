@@ -110,7 +110,7 @@ class Table:
                     offset += prod(cut.stop - cut.start for cut in box)
         found = np.array(rows, np.uint64).reshape(len(rows), 3 + 2 * dims)
         found = found[np.argsort(found[:, 0], kind="stable")]
-        return cls(tuple(tensors), *(found[:, column] for column in range(3)), found[:, 3 : 3 + dims], found[:, 3 + dims :])
+        return cls(tuple(tensors), found[:, 0], found[:, 1], found[:, 2], found[:, 3 : 3 + dims], found[:, 3 + dims :])
 
     @cached_property
     def sizes(self) -> Array:

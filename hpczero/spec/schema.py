@@ -151,9 +151,9 @@ class Checkpoint(Table):
     every: int = key(1000, "changeable", "steps between two checkpoints; 0: only when the run ends or is stopped, -1: never", ge=-1, le=LARGEST)
     keep: int = key(2, "changeable", "newest checkpoints that are kept; 0: all", ge=0, le=LARGEST)
     keep_every: int = key(0, "changeable", "checkpoints of steps that this divides are kept for good; 0: none", ge=0, le=LARGEST)
-    asynchronous: StrictBool = key(True, "site", "save behind the training, from a copy of the states (12 bytes a parameter, shared by the data ranks)")
+    asynchronous: StrictBool = key(True, "site", "save behind the training, from a copy of the states (12 bytes a parameter over all data ranks)")
     writers: Literal["node", "rank"] = key("node", "site", "who writes a file: a node, or each rank")
-    resume: str = key("auto", "site", '"auto": from the newest complete checkpoint, "never", or the folder of a checkpoint', max_length=4096, pattern=PATH)
+    resume: str = key("auto", "site", 'where to begin: "auto", the newest complete one; "never"; or its folder', max_length=4096, pattern=PATH)
     on_error: Literal["stop", "continue"] = key("stop", "site", "what a run does that cannot save a checkpoint")
 
 

@@ -88,7 +88,7 @@ class Checkpoints:
         """The engine's states become those of the checkpoint that `checkpoint.resume` asks for; None: there is none. A checkpoint that is damaged on
         whichever rank's way is passed over.
         """
-        wanted, damaged = self.spec.checkpoint.resume, []
+        wanted, damaged = self.spec.checkpoint.resume, list[str]()
         for path in self._candidates():
             problem = self._load(path)
             if not problem:
