@@ -139,6 +139,10 @@ class Unit:
                 count = logical.stop - logical.start
                 fill(place.parameter, logical.start, self.master[start : start + count])
                 start += count
+        self.weights_from_master()
+
+    def weights_from_master(self) -> None:
+        """Of the elements whose weights this rank writes."""
         if self._separate:
             self._weights_at(self.written).copy_(self.master[self.written.start - self.own.start : self.written.stop - self.own.start])
 

@@ -281,10 +281,14 @@ class Engine:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""
         assert not self._others, "parts of whole tensors are not loaded this way"
         values = whole.from_state_dict(self.module, self.names, state, self.axis.group)
+        self.renew(lambda unit: unit.fill_own(values(unit.layout)))
+
+    def renew(self, change: Callable[[Unit], None]) -> None:
+        """Collective. `change` gives the own elements of a unit new master weights and writes them to its weights, which then come to all."""
         self.weights_here()
         self.axis.settle().wait()  # nobody reads any more what is written now
         for unit in self.units:
-            unit.fill_own(values(unit.layout))
+            change(unit)
             self._start_arriving(unit)
         self.weights_here()
 

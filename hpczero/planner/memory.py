@@ -29,6 +29,7 @@ from hpczero.spec.schema import Spec
 RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
 _MIB = 1 << 20
 _TOKEN = 8
+_STATES = 12  # bytes of a parameter in a checkpoint: master weight and two moments
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,16 @@ class _Parts:
             "communication": _reductions(spec, chunks, placement) * spec.zero.bucket_mb * _MIB,
             "activations": activations(spec, largest, chunks, placement.stage, micro_batches) if known(spec.model) else 0,
             "pipeline": arrived(spec.parallel, placement.stage, micro_batches, spec.train.eval_batches > 0) * largest * handed_on_bytes,
+            "checkpoint copy": _STATES * sum(unit.shard_size for unit in units) if saves_behind(spec) else 0,
             "data": (spec.data.prefetch + 2) * micro_batches * largest * (spec.model.seq_len + 1) * _TOKEN,
             "runtime": RUNTIME,
         }
         return Need(placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows)
+
+
+def saves_behind(spec: Spec) -> bool:
+    """Whether a checkpoint is written while training goes on, from a copy of the states; the last one is written at the end."""
+    return spec.checkpoint.asynchronous and 0 < spec.checkpoint.every < spec.train.steps
 
 
 def _reductions(spec: Spec, chunks: Chunks, placement: Placement) -> int:

@@ -145,6 +145,18 @@ class Comm(Table):
     timeout_s: float = key(600.0, "site", "seconds that a rank waits for the others before the job ends with an error", gt=0, le=1e9)
 
 
+class Checkpoint(Table):
+    """What is kept of a run on disk, and where it begins again."""
+
+    every: int = key(1000, "changeable", "steps between two checkpoints; 0: only when the run ends or is stopped, -1: never", ge=-1, le=LARGEST)
+    keep: int = key(2, "changeable", "newest checkpoints that are kept; 0: all", ge=0, le=LARGEST)
+    keep_every: int = key(0, "changeable", "checkpoints of steps that this divides are kept for good; 0: none", ge=0, le=LARGEST)
+    asynchronous: StrictBool = key(True, "site", "save behind the training, from a copy of the states (12 bytes a parameter over all data ranks)")
+    writers: Literal["node", "rank"] = key("node", "site", "who writes a file: a node, or each rank")
+    resume: str = key("auto", "site", 'where to begin: "auto", the newest complete one; "never"; or its folder', max_length=4096, pattern=PATH)
+    on_error: Literal["stop", "continue"] = key("stop", "site", "what a run does that cannot save a checkpoint")
+
+
 class Paths(Table):
     """Where files lie; $SCRATCH, $USER and ~ are expanded."""
 
@@ -165,4 +177,5 @@ class Spec(Table):
     parallel: Parallel = Parallel()
     zero: Zero = Zero()
     comm: Comm = Comm()
+    checkpoint: Checkpoint = Checkpoint()
     paths: Paths = Paths()

@@ -140,4 +140,5 @@ def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:
     """As many micro-batches as the loop has backwards in a step, one or several: so its gradients are counted. Nothing more is known of its data."""
     unknown = spec.model.model_copy(update={"family": "module:factory", "seq_len": 1})
     train = spec.train.model_copy(update={"micro_batch": 1, "global_batch": (1 + accumulates) * ranks})
-    return spec.model_copy(update={"model": unknown, "train": train})
+    never = spec.checkpoint.model_copy(update={"every": -1})  # it saves nothing by itself
+    return spec.model_copy(update={"model": unknown, "train": train, "checkpoint": never})

@@ -13,7 +13,7 @@ from hpczero.memory import account
 from hpczero.model.shapes import Layer
 from hpczero.parallel.states import shares_nodes
 from hpczero.planner.fit import Bound, Site, refusal
-from hpczero.planner.memory import RUNTIME, Placement
+from hpczero.planner.memory import RUNTIME, Placement, saves_behind
 from hpczero.spec.schema import Spec
 
 
@@ -21,14 +21,25 @@ def refuse_what_does_not_fit(world: World, spec: Spec, layers: Sequence[Layer], 
     """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small for a model of these layers.
     `given`: bytes of a module that this rank has built, which goes as the engine's states come.
     """
+    problem = _problem(world, spec, layers, given)
+    if problem:
+        raise InputError(problem)
+
+
+def fitting(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -> Spec:
+    """As `refuse_what_does_not_fit`, but where only the copy for saving behind the training does not fit: then the spec without that."""
+    at_once = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
+    if saves_behind(spec) and _problem(world, spec, layers, given):
+        spec = at_once
+    refuse_what_does_not_fit(world, spec, layers, given)
+    return spec
+
+
+def _problem(world: World, spec: Spec, layers: Sequence[Layer], given: int) -> str | None:
+    """The same on all ranks."""
     seen = world.collect(_seen(world, given))
-
-    def judge() -> None:
-        problem = refusal(spec, layers, site_of(seen)) if seen is not None else None
-        if problem:
-            raise InputError(problem)
-
-    world.together(judge)
+    problem: str | None = world.share(refusal(spec, layers, site_of(seen)) if seen is not None else None)
+    return problem
 
 
 def placement(world: World, grid: Grid, spec: Spec) -> Placement:

@@ -17,7 +17,7 @@ from hpczero.comm.work import Limits
 from hpczero.comm.world import World
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.data.source import Source, open_source
-from hpczero.errors import InputError
+from hpczero.errors import InputError, Stopped
 from hpczero.memory import account
 from hpczero.model import build, shapes
 from hpczero.model.shapes import Layer
@@ -30,6 +30,7 @@ from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
+from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import choose, loss
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
@@ -59,6 +60,7 @@ class Job:
     threads: int
     layers: list[Layer] | None  # of the whole model; None: not known
     found: Found | None  # what model.family = "package.module:factory" has made
+    no_room_for_copy: bool  # of the states: a checkpoint is saved while training waits
 
 
 def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, RunDirectory | None]:
@@ -80,13 +82,13 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
             print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew")
         return None, None
     found = None if shapes.known(spec.model) else find(spec, world, grid)
-    layers = _layers(spec, found)
+    layers, fits = _layers(spec, found), spec
     if layers:
         given = sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
-        preflight.refuse_what_does_not_fit(world, spec, layers, given)
+        fits = preflight.fitting(world, spec, layers, given)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
     whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
-    return Job(spec, world, grid, source, facts.use_threads(world), layers, found), directory
+    return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
 
 
 def _layers(spec: Spec, found: Found | None) -> list[Layer] | None:
@@ -105,7 +107,8 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
             voice.close()
     if voice:
         print("\n".join(_closing_words(job, outcome, summary)), flush=True)
-    return 0 if outcome.state == "finished" else 1
+    stopped = outcome.state == "stopped" and outcome.saved == outcome.steps
+    return Stopped.exit_code if stopped else 0 if outcome.state == "finished" else 1
 
 
 def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
@@ -121,6 +124,8 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
         voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
+    if voice and job.no_room_for_copy:
+        voice.event("WARN", what="no room for a copy of the states: training waits while a checkpoint is saved")
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
     before = account.held_on_nodes(world)
     way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads, found=job.found)
@@ -128,13 +133,14 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
         _say_layout(voice, job, batches, parameters)
-        voice.directory.keep_metrics_before(1)
-    trainer = Trainer(spec, world, way, batches, voice)
+    checkpoints = Checkpoints(spec, world, job.grid, engine, asynchronous=spec.checkpoint.asynchronous)
+    first = _begin_again(checkpoints, voice)
+    trainer = Trainer(spec, world, way, batches, voice, checkpoints)
     began_training, cpu_before = time.perf_counter(), time.process_time()
-    outcome = trainer.train()
+    outcome = trainer.train(first)
     seconds = time.perf_counter() - began_training
     measured = account.growth(before, account.held_on_nodes(world))
-    held = way.memory() | {"communication": world.buffered}
+    held = way.memory() | {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
     of_ranks = {
         "memory": account.summary(world, needed.rank if needed else {}, _of_this_rank(held, place), measured),
         "comm": world.collect(world.ledger.as_dict()),
@@ -150,6 +156,22 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.directory.summary(summary)
         voice.event("stop", state=outcome.state, step=outcome.steps, reason=outcome.reason or "all steps done", loss=outcome.final_loss)
     return outcome, summary
+
+
+def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> int:
+    """Loads the checkpoint to begin from; how many steps are done."""
+    resumed = checkpoints.resume()
+    first = resumed.step if resumed else 0
+    if resumed:
+        checkpoints.settle()
+    if voice:
+        voice.directory.keep_metrics_before(first + 1)
+        if resumed:
+            for problem in resumed.damaged:
+                voice.event("WARN", what=f"passed over a damaged checkpoint: {problem}")
+            changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
+            voice.event("resume", step=first, path=str(resumed.path), **changed)
+    return first
 
 
 def _of_this_rank(held: dict[str, int], place: Placement) -> dict[str, int]:
@@ -214,10 +236,8 @@ def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[
         words.append(f"validation: {outcome.validation_loss:.4f}; the text's unigram entropy is {summary['unigram_entropy']:.4f}")
     words.append(f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)")
     if outcome.state == "stopped":
-        words.append(
-            f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}; "
-            "this version keeps no checkpoints: started again, it begins anew"
-        )
+        again = "started again, it goes on there" if outcome.saved == outcome.steps else "no checkpoint was saved there"
+        words.append(f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}: {again}")
     if outcome.state == "failed":
         words.append(f"failed: {outcome.reason}")
     return words

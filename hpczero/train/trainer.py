@@ -7,11 +7,12 @@ Rank 0 also speaks and writes the run directory.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hpczero.checkpoint.write import SaveFailed
 from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
 from hpczero.model.batch import MicroBatch
@@ -20,6 +21,7 @@ from hpczero.parallel.running import Way
 from hpczero.parallel.zero import StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
+from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import Output
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.signals import REASONS, StopRequests
@@ -37,6 +39,7 @@ class Outcome:
     first_loss: float | None = None
     final_loss: float | None = None
     validation_loss: float | None = None
+    saved: int = -1  # the step of the newest checkpoint that this run has written
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,14 @@ class Voice:
 
 
 class Trainer:
-    def __init__(self, spec: Spec, world: World, way: Way, batches: Batches, voice: Voice | None) -> None:
-        self.spec, self.world, self.batches, self.voice = spec, world, batches, voice
+    def __init__(
+        self, spec: Spec, world: World, way: Way, batches: Batches, voice: Voice | None, checkpoints: Checkpoints | None = None
+    ) -> None:
+        self.spec, self.world, self.batches, self.voice, self.checkpoints = spec, world, batches, voice, checkpoints
         self.way, self.engine = way, way.engine
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
         self.skipped = 0
+        self._all_written = True  # by all ranks, of the save under way
 
     def train(self, first: int = 0) -> Outcome:
         """Steps first .. train.steps - 1, numbered from 1 wherever people see them."""
@@ -70,7 +76,7 @@ class Trainer:
         with StopRequests(self.voice.directory.path if self.voice else None) as requests:
             try:
                 for step in range(first, steps):
-                    outcome = self._step(step, prefetcher, requests, outcome)
+                    outcome = self._keep(self._step(step, prefetcher, requests, outcome))
                     if outcome.state != "running":
                         break
             finally:
@@ -119,9 +125,39 @@ class Trainer:
             self._report(self.voice, metrics, result, first=before.first_loss is None)
         return self._outcome(before, step + 1, loss, before.validation_loss if validation is None else validation, asked, result)
 
+    def _keep(self, outcome: Outcome) -> Outcome:
+        """Brings the save under way to its end, and begins the next one when it is time."""
+        checkpoints, ends = self.checkpoints, outcome.state in ("finished", "stopped")
+        if checkpoints is None or outcome.state == "failed":
+            return outcome
+        due = checkpoints.is_due(outcome.steps, ends)
+        try:
+            if checkpoints.saver.under_way and (self._all_written or due or ends):
+                outcome = self._conclude(outcome)
+            if due:
+                with self.world.trace.span("save"):
+                    checkpoints.begin(outcome.steps, ends)
+                if not checkpoints.asynchronous or ends:
+                    outcome = self._conclude(outcome)
+        except SaveFailed as error:
+            if self.voice:
+                self.voice.event("WARN", what=str(error), step=outcome.steps)
+            if self.spec.checkpoint.on_error == "stop":
+                return replace(outcome, state="failed", reason=f'{error}; with checkpoint.on_error = "continue" training goes on')
+        return outcome
+
+    def _conclude(self, outcome: Outcome) -> Outcome:
+        assert self.checkpoints
+        saved = self.checkpoints.conclude()
+        if self.voice:
+            self.voice.event("save", step=saved.step, path=str(saved.path), bytes=saved.size, seconds=saved.seconds)
+        return replace(outcome, saved=saved.step)
+
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
         """The mean loss over all ranks' tokens, and the first reason to stop that any rank has seen."""
-        (total,), asked = self._sum_over_ranks([loss_sum * self.engine.counts], requests)
+        busy = self.checkpoints is not None and not self.checkpoints.saver.written
+        (total, still_busy), asked = self._sum_over_ranks([loss_sum * self.engine.counts, float(busy)], requests)
+        self._all_written = still_busy == 0
         return total / self.step_tokens, asked
 
     def _sum_over_ranks(self, values: list[float], requests: StopRequests) -> tuple[list[float], str]:
@@ -172,5 +208,5 @@ class Trainer:
             state, reason = "failed", f"{what}: a lower optimizer.lr or a longer warm-up may help"
         elif asked and not done:
             state, reason = "stopped", asked
-        return Outcome(state, steps, reason, first, loss, validation)
+        return replace(before, state=state, steps=steps, reason=reason, first_loss=first, final_loss=loss, validation_loss=validation)
 

@@ -30,15 +30,17 @@ ALLOWED = {
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
+    "checkpoint": {"errors", "parallel.layout", "model.shapes", "spec", ""},
+    "checkpoint.write": {"errors", "comm.world", ""},
     "train": {"errors", "env", "machine", "locations", "hpczero_kernels", ""}
-    | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner"},
+    | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
     "doctor": {"errors", "env", "machine", "comm", "locations", ""},
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
     *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
 )
-WITHOUT_TORCH = (*PURE, "spec", "data", "machine", "cli", "errors", "env", "locations", "")
+WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "locations", "")
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
 KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}

@@ -1,0 +1,91 @@
+"""The checkpoints of a run: <run>/checkpoints/step-00000100 and so on. A folder with a manifest is a checkpoint; one without is what a save left that
+did not come to its end, and one with a longer name was set aside.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hpczero.checkpoint import manifest
+
+_STEP = re.compile(r"step-(\d{8,18})")
+_FILES = re.compile(r"(shard-\d{5,9}\.h5|index\.h5|MANIFEST\.json)(\.new)?")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def steps(checkpoints: Path) -> dict[int, Path]:
+    """Of the complete ones, the newest first."""
+    found = {step: path for step, path in _folders(checkpoints) if (path / manifest.NAME).is_file()}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def incomplete(checkpoints: Path) -> list[Path]:
+    return [path for _, path in _folders(checkpoints) if not (path / manifest.NAME).is_file()]
+
+
+def begin(checkpoints: Path, step: int) -> Path:
+    """A new folder. What is there under this name is removed if it is incomplete, and set aside if it is a checkpoint."""
+    path = checkpoints / name_of(step)
+    if (path / manifest.NAME).exists():
+        set_aside(path)
+    elif path.exists():
+        remove(path)
+    path.mkdir(parents=True)
+    sync(checkpoints)
+    return path
+
+
+def set_aside(path: Path) -> Path:
+    stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), 0
+    while (aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))).exists():
+        number += 1
+    return path.rename(aside)
+
+
+def remove(path: Path) -> None:
+    """The manifest first: a checkpoint is whole or is none. Files that no save makes are left, with their folder."""
+    with contextlib.suppress(FileNotFoundError):
+        (path / manifest.NAME).unlink()
+        sync(path)
+    for entry in list(path.iterdir()):
+        if _FILES.fullmatch(entry.name):
+            entry.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def to_prune(complete: Sequence[int], keep: int, keep_every: int) -> list[int]:
+    """Steps of the checkpoints that are not to be kept; 0: all are, or none beyond that. Never the newest."""
+    newest_first = sorted(complete, reverse=True)
+    if not keep:
+        return []
+    return [step for step in newest_first[keep:] if not (keep_every and step % keep_every == 0)]
+
+
+def sync(folder: Path) -> None:
+    """What a folder lists is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _folders(checkpoints: Path) -> list[tuple[int, Path]]:
+    if not checkpoints.is_dir():
+        return []
+    found = ((_STEP.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    return [(int(match.group(1)), path) for match, path in found if match and path.is_dir()]

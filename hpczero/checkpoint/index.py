@@ -1,0 +1,111 @@
+"""index.h5: every tensor whole, as virtual datasets over the shard files, and the piece table (docs/checkpoint-format.md).
+
+    /model/<name>, /optimizer/moment1/<name>, /optimizer/moment2/<name>    what of a shard file is missing shows as NaN
+    /buffers/<name>                                                        what a model keeps besides its parameters
+    /pieces/tensor, rank, offset, start, stop;  /pieces/names, shapes      the table that hpczero itself reads by
+
+It is made from the table alone, before there is any data.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpczero.checkpoint.manifest import INDEX, Damaged, ShardFile, slot_elements
+from hpczero.checkpoint.shard import SLOTS, Array
+from hpczero.checkpoint.table import Table, Tensor
+
+MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
+_COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
+_LARGEST = 1 << 40  # elements of a table that can be meant
+
+
+def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
+    """A new file; `shards` say which file has which rank's data."""
+    file_of = {data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks}
+    with h5py.File(path, "w-", libver=("earliest", "v110"), locking=False) as file:
+        file.attrs.update({key: value if isinstance(value, int | str) else json.dumps(value) for key, value in attributes.items()})
+        pieces = file.create_group("pieces")
+        for name in _COLUMNS:
+            pieces.create_dataset(name, data=getattr(table, name).astype("<u8"))
+        pieces.create_dataset("names", data=np.frombuffer(json.dumps([tensor.name for tensor in table.tensors]).encode(), np.uint8))
+        pieces.create_dataset("shapes", data=np.frombuffer(json.dumps([tensor.shape for tensor in table.tensors]).encode(), np.uint8))
+        for name, values in buffers.items():
+            file.create_dataset(f"buffers/{name}", data=values)
+        slots = SLOTS if len(table.rank) * len(SLOTS) <= MOST_MAPPINGS else SLOTS[:1]
+        for slot in slots:
+            for number, tensor in enumerate(table.tensors):
+                _view(file, slot, number, tensor, table, file_of)
+
+
+def _view(file: h5py.File, slot: str, number: int, tensor: Tensor, table: Table, file_of: Mapping[int, tuple[str, int]]) -> None:
+    layout = h5py.VirtualLayout(tensor.shape or (1,), "<f4")
+    for piece in table.pieces(number):
+        rank, offset, size = int(table.rank[piece]), int(table.offset[piece]), int(table.sizes[piece])
+        name, length = file_of[rank]
+        source = h5py.VirtualSource(name, f"/rank-{rank:05d}/{slot}", (length,), "<f4")
+        layout[table.box(piece) or slice(0, 1)] = source[offset : offset + size]
+    file.create_virtual_dataset(f"{slot}/{tensor.name}", layout, fillvalue=np.nan)
+
+
+def read(folder: Path) -> tuple[Table, dict[str, Array]]:
+    """The table and the buffers, of a file whose checksum is right; a stranger may have made it all the same."""
+    path = folder / INDEX
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            columns = [_plain(file, f"pieces/{name}", "<u8", dims) for name, dims in _COLUMNS.items()]
+            names, shapes = (json.loads(_plain(file, f"pieces/{name}", "u1", 1).tobytes()) for name in ("names", "shapes"))
+            tensors = tuple(Tensor(_text(name), tuple(map(_length, shape))) for name, shape in zip(names, shapes, strict=True))
+            buffers = {name: _plain(file, f"buffers/{name}") for name in _names_below(file, "buffers")}
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, RecursionError) as error:
+        raise Damaged(f"{path}: it is no index of a checkpoint: {error}") from error
+    rows = len(columns[0])
+    if any(len(column) != rows for column in columns) or columns[3].shape != columns[4].shape:
+        raise Damaged(f"{path}: the columns of its piece table differ in length")
+    order = columns[0]
+    if len({tensor.name for tensor in tensors}) < len(tensors) or (rows and (int(order.max()) >= len(tensors) or (order[1:] < order[:-1]).any())):
+        raise Damaged(f"{path}: its piece table does not fit its tensors")
+    if any(len(tensor.shape) > columns[3].shape[1] for tensor in tensors):
+        raise Damaged(f"{path}: its piece table has too few dimensions")
+    return Table(tensors, *columns), buffers
+
+
+def _plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) -> Array:
+    """A dataset that lies in this very file, whole; not one that could make us read elsewhere, or more than the file has."""
+    here = file["/"]
+    for part in name.split("/")[:-1]:
+        here = _inside(here, part)
+    found = _inside(here, name.split("/")[-1])
+    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external or found.chunks is not None:
+        raise ValueError(f"{name} is no plain dataset")
+    if (dtype and found.dtype != np.dtype(dtype)) or (dims is not None and found.ndim != dims) or found.dtype.kind not in "fiub":
+        raise ValueError(f"{name} has {found.dtype} {found.shape}")
+    if found.size is None or found.size > _LARGEST or found.size * found.dtype.itemsize > found.id.get_storage_size():
+        raise ValueError(f"{name} says that it has {found.shape} and stores less")
+    return np.asarray(found[()])
+
+
+def _inside(group: h5py.Group, name: str) -> Any:
+    if not isinstance(group, h5py.Group) or not isinstance(group.get(name, getlink=True), h5py.HardLink):
+        raise ValueError(f"{name} is not in this file itself")
+    return group[name]
+
+
+def _names_below(file: h5py.File, name: str) -> list[str]:
+    return list(_inside(file["/"], name)) if name in file else []
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("the name of a tensor is no text")
+    return value
+
+
+def _length(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 48:
+        raise ValueError(f"{value!r} is no length of a tensor")
+    return value

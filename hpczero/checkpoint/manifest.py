@@ -1,0 +1,159 @@
+"""MANIFEST.json, the commit record of a checkpoint: which files belong to it, what they hold, and their checksums (docs/checkpoint-format.md).
+
+A checkpoint exists if its manifest does. Its text is exactly what `text` makes of it, so that not a bit can change unseen.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
+from hpczero.errors import HpczeroError
+
+FORMAT = 1
+NAME = "MANIFEST.json"
+INDEX = "index.h5"
+_LONGEST = 1 << 30  # bytes of a manifest
+_SHARD = re.compile(r"shard-\d{5,9}\.h5")
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class Damaged(HpczeroError):
+    """A checkpoint that is not what was written."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RankData(_Part):
+    """A rank's data in a shard file: elements of each slot, where the slots and their checksums begin."""
+
+    rank: _Count
+    elements: _Count
+    data: Annotated[list[_Count], Field(min_length=len(SLOTS), max_length=len(SLOTS))]
+    checksums: _Count
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.rank, self.elements, tuple(self.data), self.checksums)
+
+
+class ShardFile(_Part):
+    """`rest`: the checksum of every byte that is not a slot of a rank."""
+
+    file: Annotated[str, Field(pattern=_SHARD.pattern, max_length=20)]
+    size: _Count
+    rest: _Checksum
+    ranks: list[RankData]
+
+
+class IndexFile(_Part):
+    size: _Count
+    checksum: _Checksum
+
+
+class State(_Part):
+    """What there is besides tensors. `step`: so many steps are done; `updates`: of the weights, which a step with an overflow does not change."""
+
+    step: _Count
+    updates: _Count
+    loss_scale: Annotated[float, Field(gt=0, lt=1e30)]
+    good_steps: _Count
+
+
+class Content(_Part):
+    format: int
+    hpczero: str
+    created: str
+    state: State
+    spec: dict[str, Any]
+    grid: dict[str, int]  # axis -> ranks
+    ranks: _Count
+    index: IndexFile
+    shards: list[ShardFile]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return self.index.size + sum(shard.size for shard in self.shards)
+
+
+def text(content: Content) -> str:
+    inner = content.model_dump(mode="json")
+    return json.dumps({"content": inner, "checksum": _checksum(inner)}, indent=1, sort_keys=True) + "\n"
+
+
+def read(folder: Path) -> Content:
+    """Damaged: the manifest is not one, or not of this format."""
+    path = folder / NAME
+    try:
+        if (length := os.stat(path, follow_symlinks=False).st_size) > _LONGEST:
+            raise Damaged(f"{path}: {length} bytes are too many for a manifest")
+        raw = path.read_bytes()
+        whole = json.loads(raw)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: it is damaged, being no JSON") from error
+    if not isinstance(whole, dict) or not isinstance(whole.get("content"), dict):
+        raise Damaged(f"{path}: it is no manifest of a checkpoint")
+    found = whole["content"].get("format")
+    if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
+        raise Damaged(f"{path}: format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
+    try:
+        content = Content.model_validate(whole["content"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise Damaged(f"{path}: it is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if content.format != FORMAT or text(content).encode() != raw:
+        raise Damaged(f"{path}: it is damaged: its checksum does not fit")
+    if problem := _problem(content):
+        raise Damaged(f"{path}: {problem}")
+    return content
+
+
+def _checksum(inner: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(inner, sort_keys=True).encode())
+
+
+def _problem(content: Content) -> str:
+    """What does not fit together."""
+    if len({shard.file for shard in content.shards}) != len(content.shards):
+        return "a shard file is named twice"
+    ranks = sorted(data.rank for shard in content.shards for data in shard.ranks)
+    if ranks != list(range(content.ranks)):
+        return f"its shards have the data of {len(ranks)} ranks, not of ranks 0 to {content.ranks - 1}"
+    return next((f"{shard.file}: {problem}" for shard in content.shards if (problem := _of_shard(shard))), "")
+
+
+def _of_shard(shard: ShardFile) -> str:
+    ranges = sorted(place for data in shard.ranks for place in data.extent.ranges())
+    ranges += [(data.checksums, data.checksums + 8 * len(SLOTS) * data.extent.blocks) for data in shard.ranks if data.extent.blocks]
+    ranges.sort()
+    if any(begin % PAGE for data in shard.ranks if data.elements for begin in data.data):
+        return f"data that does not begin at a multiple of {PAGE} bytes"
+    if any(end > shard.size for _, end in ranges):
+        return f"data beyond its {shard.size} bytes"
+    if any(before[1] > after[0] for before, after in pairwise(ranges)):
+        return "data that overlaps"
+    return ""
+
+
+def elements_of_ranks(shards: Sequence[ShardFile]) -> list[int]:
+    """In the order of the ranks."""
+    return [data.elements for data in sorted((data for shard in shards for data in shard.ranks), key=lambda data: data.rank)]
+
+
+def slot_elements(data: RankData) -> int:
+    """Of a rank's datasets in the file: with the padding."""
+    return padded(data.elements * WIDTH) // WIDTH

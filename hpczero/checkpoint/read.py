@@ -1,0 +1,146 @@
+"""Reading a checkpoint, whatever grid wrote it: any rectangle of any tensor, through the piece table."""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hpczero.checkpoint import index, manifest
+from hpczero.checkpoint.manifest import INDEX, Content, Damaged
+from hpczero.checkpoint.shard import CHUNK, SLOTS, Array
+from hpczero.checkpoint.shards import Shards
+from hpczero.checkpoint.table import Table, Tensor
+from hpczero.parallel.layout import Slices
+
+
+class Checkpoint(Mapping[str, "Lazy"]):
+    """An open checkpoint; Damaged if what is always read of it (all but the data) is not what was written.
+
+    checkpoint["/model/blocks.0.attention.query.weight"][:10] reads what is asked for; `.numpy()` and `.torch()` all of it.
+    """
+
+    def __init__(self, folder: Path, content: Content, table: Table, buffers: Mapping[str, Array]) -> None:
+        self.folder, self.content, self.table, self.buffers = folder, content, table, buffers
+        self.shards = Shards(folder, content)
+        self._number = {tensor.name: number for number, tensor in enumerate(table.tensors)}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Checkpoint":
+        folder = Path(folder)
+        content = manifest.read(folder)
+        _verify_index(folder, content)
+        table, buffers = index.read(folder)
+        if problem := table.problem(manifest.elements_of_ranks(content.shards)):
+            raise Damaged(f"{folder / INDEX}: {problem}")
+        return cls(folder, content, table, buffers)
+
+    @property
+    def step(self) -> int:
+        return self.content.state.step
+
+    def read(self, slot: int, name: str, wanted: Slices, out: Array | None = None) -> Array:
+        """A rectangle of a tensor, in `out` if given."""
+        number, found = self._number[name], 0
+        shape = [cut.stop - cut.start for cut in wanted]
+        out = np.empty(shape, np.float32) if out is None else out.reshape(shape)
+        for part in self.table.parts(number, wanted):
+            (first, last), inside = _hull(part.shape, part.of_piece), (*part.of_wanted, ...)
+            target: Array = out[inside]  # type: ignore[index]  # a view, also of what has no dimensions
+            if last - first == target.size and target.flags.c_contiguous:
+                self.shards.read(part.rank, slot, part.offset + first, target.reshape(-1), name)
+            else:
+                data = np.empty(last - first, np.float32)
+                self.shards.read(part.rank, slot, part.offset + first, data, name)
+                target[...] = _cut(data, part.shape, part.of_piece, first)
+            found += target.size
+        if found != out.size:
+            raise Damaged(f"{self.folder}: {found} of {out.size} elements of {SLOTS[slot]}/{name} are there")
+        return out
+
+    def __getitem__(self, name: str) -> "Lazy":
+        for slot, prefix in enumerate(SLOTS):
+            tensor = name.strip("/").removeprefix(f"{prefix}/")
+            if tensor in self._number and name.strip("/") != tensor:
+                return Lazy(self, slot, self.table.tensors[self._number[tensor]])
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"/{slot}/{tensor.name}" for slot in SLOTS for tensor in self.table.tensors)
+
+    def __len__(self) -> int:
+        return len(SLOTS) * len(self.table.tensors)
+
+    def close(self) -> None:
+        self.shards.close()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Lazy:
+    """A whole tensor of a checkpoint, of which only what is asked for is read."""
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, checkpoint: Checkpoint, slot: int, tensor: Tensor) -> None:
+        self._checkpoint, self._slot, self.name, self.shape = checkpoint, slot, tensor.name, tensor.shape
+
+    def __getitem__(self, wanted: Any) -> Array:
+        """As numpy's; rows, or stretches of step 1, are read alone, anything else is taken from the whole rows."""
+        rows = wanted[0] if isinstance(wanted, tuple) and wanted else wanted
+        if not isinstance(rows, slice) or rows.step not in (None, 1) or not self.shape:
+            return self.numpy()[wanted]
+        start, stop, _ = rows.indices(self.shape[0])
+        part = self.read(start, max(start, stop))
+        return part[(slice(None), *wanted[1:])] if isinstance(wanted, tuple) else part
+
+    def read(self, start: int, stop: int) -> Array:
+        """Rows of the first dimension."""
+        wanted = slice(start, stop), *(slice(0, length) for length in self.shape[1:])
+        return self._checkpoint.read(self._slot, self.name, wanted)
+
+    def numpy(self) -> Array:
+        return self._checkpoint.read(self._slot, self.name, tuple(slice(0, length) for length in self.shape))
+
+    def torch(self) -> Any:
+        return import_module("torch").from_numpy(self.numpy())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        return self.numpy().astype(dtype or np.float32, copy=False)
+
+
+def _verify_index(folder: Path, content: Content) -> None:
+    path, hasher, size = folder / INDEX, xxhash.xxh3_64(), 0
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise Damaged(f"{path}: it is missing" if not path.is_symlink() else f"{path}: it is a link")
+        with path.open("rb") as file:
+            while read := file.read(CHUNK):
+                hasher.update(read)
+                size += len(read)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from error
+    if size != content.index.size or hasher.hexdigest() != content.index.checksum:
+        raise Damaged(f"{path}: it is damaged: its {size} bytes are not the {content.index.size} that were written")
+
+
+def _hull(shape: tuple[int, ...], box: Slices) -> tuple[int, int]:
+    """The first element of a box in a tensor in memory order, and the one behind its last."""
+    first = last = 0
+    for length, cut in zip(shape, box, strict=True):
+        first, last = first * length + cut.start, last * length + cut.stop - 1
+    return first, last + 1
+
+
+def _cut(data: Array, shape: tuple[int, ...], box: Slices, first: int) -> Array:
+    """The box, from the elements of the tensor from `first` on."""
+    strides = [data.itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(data, [cut.stop - cut.start for cut in box], strides, writeable=False)

@@ -1,0 +1,193 @@
+"""Shard files: the data of some ranks, as HDF5 that is made once and then filled by raw writes (docs/checkpoint-format.md).
+
+    /rank-00003/model, /rank-00003/optimizer/moment1, …   float32, contiguous, at multiples of 4096 bytes and as long, padded with zeros
+    /rank-00003/checksums                                 uint64 [slots, blocks]: xxh3 of each block of a mebibyte
+
+`make` writes the structure, closes the file and says where each dataset lies; whoever has the data writes it there (`Writer`), then the
+checksums. `rest` is a checksum of every byte that is not data: the structure, and the checksums.
+"""
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import xxhash
+
+SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
+BLOCK = 1 << 20  # bytes that have a checksum of their own
+PAGE = 4096  # bytes: what direct writing needs of addresses, offsets and lengths
+CHUNK = 8 << 20  # bytes that are written at a time
+WIDTH = 4  # bytes of an element
+
+Array = np.ndarray[Any, Any]
+Range = tuple[int, int]  # begin and end, in bytes of the file
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a rank's data lies in its shard file."""
+
+    rank: int
+    elements: int  # without the padding
+    data: tuple[int, ...]  # for each slot the byte where it begins
+    checksums: int
+
+    @property
+    def length(self) -> int:
+        """Bytes of a slot, with the padding."""
+        return padded(self.elements * WIDTH)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.length // BLOCK)
+
+    def ranges(self) -> list[Range]:
+        return [(begin, begin + self.length) for begin in self.data] if self.length else []
+
+
+def padded(size: int) -> int:
+    return -(-size // PAGE) * PAGE
+
+
+def make(path: Path, elements: Mapping[int, int]) -> list[Extent]:
+    """A new file with room for so many elements of each rank. Its content is not on the disk yet."""
+    with h5py.File(path, "w-", libver=("earliest", "v110"), alignment_threshold=PAGE, alignment_interval=PAGE, locking=False) as file:
+        made = {}
+        for rank, count in elements.items():
+            group = file.create_group(f"rank-{rank:05d}")
+            length = padded(count * WIDTH)
+            data = [_early(group, slot, (length // WIDTH,), np.dtype("<f4")) for slot in SLOTS]
+            made[rank] = data, _early(group, "checksums", (len(SLOTS), -(-length // BLOCK)), np.dtype("<u8"))
+        file.flush()
+        return [Extent(rank, elements[rank], tuple(map(_offset, data)), _offset(checksums)) for rank, (data, checksums) in made.items()]
+
+
+def _early(group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> h5py.h5d.DatasetID:
+    """A contiguous dataset whose place in the file is known from now on, and in which nothing is written."""
+    parts = name.split("/")
+    for part in parts[:-1]:
+        group = group.require_group(part)
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_layout(h5py.h5d.CONTIGUOUS)
+    properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    return h5py.h5d.create(group.id, parts[-1].encode(), h5py.h5t.py_create(dtype), h5py.h5s.create_simple(shape), properties)
+
+
+def _offset(dataset: h5py.h5d.DatasetID) -> int:
+    """An empty dataset has no place."""
+    return int(dataset.get_offset() or 0)
+
+
+class Writer:
+    """Writes a rank's data into its extent, a slot after the other, each from its beginning to its end."""
+
+    def __init__(self, path: Path, extent: Extent, direct: bool) -> None:
+        """`direct`: past the page cache, where the file system allows it."""
+        self.path, self.extent = path, extent
+        self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
+        self._direct = _open_direct(path) if direct else None
+        self._file = os.open(path, os.O_WRONLY)
+
+    def write(self, slot: int, chunks: Iterable[Array]) -> None:
+        """`chunks`: float32, together the slot with its padding. Each begins at a multiple of PAGE in memory and, but for the last one, is of a
+        multiple of BLOCK bytes; it stays what it is until the one after the next is asked for (`bounce`): one is written while the next is made.
+        """
+        place, block = self.extent.data[slot], 0
+        with ThreadPoolExecutor(1) as disk:
+            before: Future[None] | None = None
+            for chunk in chunks:
+                data = memoryview(chunk.data).cast("B")
+                for start in range(0, len(data), BLOCK):
+                    self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
+                    block += 1
+                if before:
+                    before.result()
+                before = disk.submit(self._write_at, data, place)
+                place += len(data)
+            if before:
+                before.result()
+        assert place == self.extent.data[slot] + self.extent.length, f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"
+
+    def finish(self) -> None:
+        """All is on the disk, the checksums too."""
+        if self.checksums.size:
+            _write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        for file in (self._direct, self._file):
+            if file is not None:
+                os.close(file)
+        self._direct = None
+
+    def _write_at(self, data: memoryview, place: int) -> None:
+        if self._direct is not None:
+            try:
+                _write_all(self._direct, data, place)
+                return
+            except OSError as error:
+                if error.errno != 22:  # EINVAL: not this way, here
+                    raise
+                os.close(self._direct)
+                self._direct = None
+        _write_all(self._file, data, place)
+
+
+def _open_direct(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+    return None
+
+
+def _write_all(file: int, data: memoryview, place: int) -> None:
+    while data:
+        written = os.pwrite(file, data, place)
+        data, place = data[written:], place + written
+
+
+def aligned(size: int) -> Array:
+    """So many bytes of new memory that begins at a page."""
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
+
+
+def bounce(sources: Sequence[Array], buffers: Sequence[Array]) -> Iterator[Array]:
+    """The elements of the sources, one after the other, in pieces that `Writer` can write, in one of the two buffers after the other."""
+    rooms, filled = cycle(buffer.view(np.float32) for buffer in buffers), 0
+    room = next(rooms)
+    assert all(buffer.nbytes % BLOCK == 0 for buffer in buffers)
+    for source in sources:
+        begin = 0
+        while begin < len(source):
+            count = min(len(source) - begin, len(room) - filled)
+            room[filled : filled + count] = source[begin : begin + count]
+            begin, filled = begin + count, filled + count
+            if filled == len(room):
+                yield room
+                room, filled = next(rooms), 0
+    if filled:
+        end = padded(filled * WIDTH) // WIDTH
+        room[filled:end] = 0
+        yield room[:end]
+
+
+def rest(file: int, size: int, data: Iterable[Range]) -> str:
+    """The checksum of all bytes but these ranges, in the order of the file."""
+    hasher, place = xxhash.xxh3_64(), 0
+    for begin, end in [*sorted(data), (size, size)]:
+        while place < begin:
+            read = os.pread(file, min(CHUNK, begin - place), place)
+            if not read:
+                raise OSError(5, "it is shorter than it was")
+            hasher.update(read)
+            place += len(read)
+        place = max(place, end)
+    return hasher.hexdigest()

@@ -1,0 +1,108 @@
+"""The data of a checkpoint, read back: whatever is given out has been held against its checksum."""
+
+import os
+import stat
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from hpczero.checkpoint.manifest import Content, Damaged, ShardFile
+from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Extent, rest
+
+_KEPT = 16  # blocks that were read last
+
+
+class Shards:
+    """Of one checkpoint. `read` gives elements of a rank's slot."""
+
+    def __init__(self, folder: Path, content: Content) -> None:
+        self.folder = folder
+        self._of_rank = {data.rank: (shard, data.extent) for shard in content.shards for data in shard.ranks}
+        self._files: dict[str, int] = {}
+        self._checksums: dict[int, Array] = {}
+        self._kept: OrderedDict[tuple[int, int, int], Array] = OrderedDict()
+
+    def read(self, rank: int, slot: int, first: int, out: Array, what: str) -> None:
+        """Fills `out` with as many elements of the slot. `what`: the tensor, for what is said of damage."""
+        shard, extent = self._of_rank[rank]
+        into, begin = out.view(np.uint8), first * WIDTH
+        end = begin + len(into)
+        for number in range(begin // BLOCK, -(-end // BLOCK)):
+            low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
+            part = into[low - begin : high - begin]
+            if len(part) == BLOCK:
+                self._read_block(shard, extent, slot, number, part, what)
+            else:
+                part[:] = self._kept_block(shard, extent, slot, number, what)[low - number * BLOCK : high - number * BLOCK]
+
+    def bad_blocks(self, rank: int, slot: int) -> list[slice]:
+        """Elements of a rank's slot whose checksum does not fit."""
+        shard, extent = self._of_rank[rank]
+        bad, room = [], np.empty(BLOCK, np.uint8)
+        for number in range(extent.blocks):
+            begin, end = number * BLOCK, min((number + 1) * BLOCK, extent.length)
+            try:
+                self._read_block(shard, extent, slot, number, room[: end - begin], "")
+            except Damaged:
+                bad.append(slice(begin // WIDTH, end // WIDTH))
+        return bad
+
+    def open(self, shard: ShardFile) -> int:
+        """The file, if it is the one that was written: its size, and all of it but the data."""
+        if shard.file not in self._files:
+            path = self.folder / shard.file
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError as error:
+                raise Damaged(f"{path}: {error.strerror}") from error
+            self._files[shard.file] = file
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != shard.size:
+                raise Damaged(f"{path}: it has {found.st_size} bytes, and {shard.size} were written")
+            try:
+                checksum = rest(file, shard.size, (place for data in shard.ranks for place in data.extent.ranges()))
+            except OSError as error:
+                raise Damaged(f"{path}: {error.strerror}") from error
+            if checksum != shard.rest:
+                raise Damaged(f"{path}: it is damaged outside of its data: checksum {checksum}, and {shard.rest} was written")
+        return self._files[shard.file]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+    def _kept_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, what: str) -> Array:
+        key = extent.rank, slot, number
+        if key not in self._kept:
+            block = np.empty(min(BLOCK, extent.length - number * BLOCK), np.uint8)
+            self._read_block(shard, extent, slot, number, block, what)
+            self._kept[key] = block
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def _read_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, out: Array, what: str) -> None:
+        place = extent.data[slot] + number * BLOCK
+        self._fill(shard, place, out)
+        if xxhash.xxh3_64_intdigest(out.data) != self._checksums_of(shard, extent)[slot, number]:
+            raise Damaged(f"{self.folder / shard.file}: damaged at bytes {place} to {place + len(out) - 1}, in {SLOTS[slot]}/{what}".rstrip("/"))
+
+    def _fill(self, shard: ShardFile, place: int, out: Array) -> None:
+        file, rest_of = self.open(shard), out.data
+        try:
+            while rest_of and (count := os.preadv(file, [rest_of], place)):
+                rest_of, place = rest_of[count:], place + count
+        except OSError as error:
+            raise Damaged(f"{self.folder / shard.file}: {error.strerror} at byte {place}") from error
+        if rest_of:
+            raise Damaged(f"{self.folder / shard.file}: it ends at byte {place}")
+
+    def _checksums_of(self, shard: ShardFile, extent: Extent) -> Array:
+        if extent.rank not in self._checksums:
+            raw = np.empty(8 * len(SLOTS) * extent.blocks, np.uint8)
+            self._fill(shard, extent.checksums, raw)
+            self._checksums[extent.rank] = raw.view("<u8").reshape(len(SLOTS), extent.blocks)
+        return self._checksums[extent.rank]

@@ -1,0 +1,167 @@
+"""The piece table: where every element of every tensor lies in a checkpoint (pure).
+
+Each rank stores what it owns of the model, piece after piece, without gaps, in datasets of its own: one for each slot (weights, moments), all in the
+same order. A piece is a rectangle of a logical tensor, in memory order, at an offset in the rank's datasets.
+
+Legend: [n, D]: n pieces; D dimensions of the tensor that has the most, further ones of a tensor that has fewer are 0 .. 1.
+"""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from hpczero.parallel.layout import Slices, UnitLayout, rectangles
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The units that a rank has, of which it owns shard `shard`. What is whole on every tensor rank belongs to the first one, and what several
+    stages have (`copies`: units by name) to the first of those.
+    """
+
+    units: Sequence[UnitLayout]
+    shard: int
+    tensor_rank: int = 0
+    copies: Container[str] = ()
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What a rank stores without a gap of a parameter: elements `inside` of the unit's buffer, at `offset` in the rank's datasets, as rectangles."""
+
+    unit: int
+    name: str
+    inside: slice
+    offset: int
+    rectangles: tuple[Slices, ...]
+
+
+def stored(holding: Holding) -> Iterator[Stretch]:
+    """All that a rank stores, in the order of its datasets."""
+    offset = 0
+    for number, layout in enumerate(holding.units):
+        if layout.name in holding.copies:
+            continue
+        own = layout.shard(holding.shard)
+        for place, part in layout.stretches(own.start, own.stop):
+            if place.parameter.split is None and holding.tensor_rank:
+                continue
+            inner = rectangles(place.shape, part.start - place.offset, part.stop - place.offset)
+            yield Stretch(number, place.parameter.name, part, offset, tuple(_shifted(place.whole, box) for box in inner))
+            offset += part.stop - part.start
+
+
+def _shifted(base: Slices, box: Slices) -> Slices:
+    return tuple(slice(whole.start + part.start, whole.start + part.stop) for whole, part in zip(base, box, strict=True))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a piece that is asked for: `of_piece` and `of_wanted` are the same elements of the tensor, seen from the piece and from the rectangle
+    that was asked about.
+    """
+
+    rank: int
+    offset: int
+    shape: tuple[int, ...]
+    of_piece: Slices
+    of_wanted: Slices
+
+
+@dataclass(frozen=True)
+class Table:
+    """The pieces of all tensors, those of a tensor one after the other."""
+
+    tensors: tuple[Tensor, ...]
+    tensor: Array  # [n] which
+    rank: Array  # [n] whose datasets
+    offset: Array  # [n] elements
+    start: Array  # [n, D]
+    stop: Array  # [n, D]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], ranks: int, holding_of: Callable[[int], Holding]) -> "Table":
+        """Of what each of the ranks holds."""
+        number = {tensor.name: index for index, tensor in enumerate(tensors)}
+        dims = max((len(tensor.shape) for tensor in tensors), default=0)
+        rows: list[tuple[int, ...]] = []
+        for rank in range(ranks):
+            for stretch in stored(holding_of(rank)):
+                offset = stretch.offset
+                for box in stretch.rectangles:
+                    padded = box + (slice(0, 1),) * (dims - len(box))
+                    rows.append((number[stretch.name], rank, offset, *(cut.start for cut in padded), *(cut.stop for cut in padded)))
+                    offset += prod(cut.stop - cut.start for cut in box)
+        found = np.array(rows, np.uint64).reshape(len(rows), 3 + 2 * dims)
+        found = found[np.argsort(found[:, 0], kind="stable")]
+        return cls(tuple(tensors), found[:, 0], found[:, 1], found[:, 2], found[:, 3 : 3 + dims], found[:, 3 + dims :])
+
+    @cached_property
+    def sizes(self) -> Array:
+        """[n] elements of each piece."""
+        return np.prod(self.stop - self.start, axis=1, dtype=np.uint64)
+
+    @cached_property
+    def _first(self) -> Array:
+        return np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1))
+
+    def pieces(self, tensor: int) -> range:
+        return range(int(self._first[tensor]), int(self._first[tensor + 1]))
+
+    def box(self, piece: int) -> Slices:
+        dims = len(self.tensors[int(self.tensor[piece])].shape)
+        return tuple(slice(int(a), int(b)) for a, b in zip(self.start[piece, :dims], self.stop[piece, :dims], strict=True))
+
+    def parts(self, tensor: int, wanted: Slices) -> Iterator[Box]:
+        """What pieces have of a rectangle of a tensor, by rank and offset."""
+        found = self.pieces(tensor)
+        dims = len(wanted)
+        first = np.maximum(self.start[found.start : found.stop, :dims], np.array([cut.start for cut in wanted], np.uint64))
+        last = np.minimum(self.stop[found.start : found.stop, :dims], np.array([cut.stop for cut in wanted], np.uint64))
+        for index in np.flatnonzero((first < last).all(axis=1)):
+            piece = found.start + int(index)
+            whole = self.box(piece)
+            cuts = [slice(int(a), int(b)) for a, b in zip(first[index], last[index], strict=True)]
+            yield Box(
+                int(self.rank[piece]),
+                int(self.offset[piece]),
+                tuple(cut.stop - cut.start for cut in whole),
+                _seen_from(cuts, whole),
+                _seen_from(cuts, wanted),
+            )
+
+    def problem(self, elements_of_rank: Sequence[int]) -> str:
+        """Why this cannot be the table of a checkpoint whose ranks have so many elements; empty if it can."""
+        if len(self.rank) and int(self.rank.max()) >= len(elements_of_rank):
+            return f"it has pieces of rank {int(self.rank.max())}, and there are {len(elements_of_rank)} ranks"
+        elements = np.array(elements_of_rank, np.uint64)
+        if (self.start >= self.stop).any() or (self.offset + self.sizes > elements[self.rank.astype(np.int64)]).any():
+            return "it has pieces that lie outside of their rank's data"
+        for index, tensor in enumerate(self.tensors):
+            rows = self.pieces(index)
+            shape = np.array(tensor.shape + (1,) * (self.stop.shape[1] - len(tensor.shape)), np.uint64)
+            if (self.stop[rows.start : rows.stop] > shape).any():
+                return f"pieces of {tensor.name} lie outside of its shape {list(tensor.shape)}"
+            if int(self.sizes[rows.start : rows.stop].sum()) != tensor.size:
+                return f"the pieces of {tensor.name} have {int(self.sizes[rows.start : rows.stop].sum())} elements, and it has {tensor.size}"
+        return ""
+
+
+def _seen_from(cuts: Sequence[slice], base: Slices) -> Slices:
+    return tuple(slice(cut.start - whole.start, cut.stop - whole.start) for cut, whole in zip(cuts, base, strict=True))

@@ -1,0 +1,286 @@
+"""Saving a checkpoint, all ranks together.
+
+begin       rank 0 makes the folder, the first rank of every writer its shard file; all learn where their data goes
+            (asynchronous: every rank copies what it owns, and a thread of its own does what follows; MPI is not called there)
+write       every rank writes its data, and rank 0 also the index
+conclude    once all have written: checksums, fsync, final names; then rank 0 writes the manifest, which makes it a checkpoint
+
+Whatever fails on whichever rank ends the save on all of them: there is no manifest, and what was written is removed.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpczero import __version__
+from hpczero.checkpoint import folder, index, manifest, shard
+from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
+from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Writer, aligned, bounce, padded
+from hpczero.checkpoint.table import Table
+from hpczero.comm.world import World
+from hpczero.errors import HpczeroError
+
+_REST = 1.0  # how long a background writer pauses after each chunk, in times of what that took
+
+
+class SaveFailed(HpczeroError):
+    """A checkpoint could not be written; the ones before it are what they were."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is the same for all checkpoints of a run. `table` is asked for on rank 0 only."""
+
+    checkpoints: Path
+    spec: Mapping[str, Any]
+    grid: Mapping[str, int]
+    table: Callable[[], Table]
+    writers: str  # "node", "rank"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is complete."""
+
+    step: int
+    path: Path
+    size: int
+    seconds: float  # from its beginning
+
+
+class Saver:
+    """Of one run, on every rank; at most one save is under way."""
+
+    def __init__(self, world: World, job: Job) -> None:
+        self.world, self.job = world, job
+        self._leader = _leader(world, job.writers)
+        self._writes_file = self._leader == world.rank
+        self._copies: list[Array] = []  # memory kept for the copies of asynchronous saves, one for each slot
+        self._table: Table | None = None
+        self._save: _Save | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """Alike on all ranks."""
+        return self._save is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has nothing more to write of the save under way."""
+        return self._save is None or not self._save.thread or not self._save.thread.is_alive()
+
+    @property
+    def copied(self) -> int:
+        """Bytes of the memory that copies are kept in."""
+        return sum(copy.nbytes for copy in self._copies)
+
+    def begin(self, sources: Sequence[Sequence[Array]], state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
+        """Collective. `sources`: for each slot the elements that this rank owns, as float32, in the order of `table.stored`; they are copied (or
+        written) when this returns. SaveFailed, on all ranks alike, if it cannot begin.
+        """
+        assert self._save is None, "a save is under way"
+        elements = sum(map(len, sources[0]))
+        path = Path(self._together(lambda: str(folder.begin(self.job.checkpoints, state.step)) if self.world.rank == 0 else "")[0])
+        counts = self._gathered([self._leader, elements])
+        mine = {rank: count for rank, (leader, count) in enumerate(counts) if leader == self.world.rank}
+        leaders = sorted({leader for leader, _ in counts})
+        names = {leader: f"shard-{number:05d}.h5" for number, leader in enumerate(leaders)}
+        make = lambda: [_listed(e) for e in shard.make(path / f"{names[self.world.rank]}.new", mine)] if self._writes_file else []  # noqa: E731
+        extents = {extent.rank: extent for made in self._together(make, path) for extent in map(_extent, made)}
+        files = {leader: [extents[rank] for rank, (led, _) in enumerate(counts) if led == leader] for leader in leaders}
+        save = _Save(path, state, time.monotonic(), names, files, extents[self.world.rank])
+        self._save = save
+        if asynchronous:
+            copies = [_whole(self._copy(slot, sources[slot], elements)) for slot in range(len(SLOTS))]
+            save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, True), name="hpczero-checkpoint", daemon=True)
+            save.thread.start()
+        else:
+            chunks = [aligned(shard.CHUNK) for _ in range(2)]
+            self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, paced=False)
+
+    def conclude(self) -> Saved:
+        """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
+        save, self._save = self._save, None
+        assert save is not None, "no save is under way"
+        if save.thread:
+            save.thread.join()
+        self._agree(save.error, save.path)
+        own = self._together(lambda: self._finish_file(save) if self._writes_file else None, save.path)
+        shards = [ShardFile.model_validate_json(made) for made in own if made]
+        size = self._together(lambda: self._commit(save, shards) if self.world.rank == 0 else 0, save.path)[0]
+        return Saved(save.state.step, save.path, size, time.monotonic() - save.begun)
+
+    def _copy(self, slot: int, sources: Sequence[Array], elements: int) -> Array:
+        length = padded(elements * WIDTH)
+        while len(self._copies) <= slot:
+            self._copies.append(aligned(length))
+        kept = self._copies[slot].view(np.float32)
+        place = 0
+        for source in sources:
+            kept[place : place + len(source)] = source
+            place += len(source)
+        return kept
+
+    def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], paced: bool) -> None:
+        """Without MPI."""
+        shard_path, index_path = save.path / f"{save.names[self._leader]}.new", save.path / f"{INDEX}.new"
+        with ThreadPoolExecutor(1) as beside:
+            write_index = partial(self._write_index, index_path, save, buffers) if self.world.rank == 0 else lambda: None
+            index_error = beside.submit(save.error_of, index_path, write_index)
+            save.error = save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, paced)) or index_error.result()
+
+    def _write_data(self, path: Path, save: "_Save", chunks: Sequence[Any], paced: bool) -> None:
+        writer = Writer(path, save.extent, direct=True)
+        try:
+            for slot, of_slot in enumerate(chunks):
+                writer.write(slot, _paced(of_slot) if paced else of_slot)
+            writer.finish()
+        finally:
+            writer.close()
+
+    def _write_index(self, path: Path, save: "_Save", buffers: Mapping[str, Array]) -> None:
+        if self._table is None:
+            self._table = self.job.table()
+        shards = [_shard_file(save.names[leader], extents) for leader, extents in save.files.items()]
+        attributes = {"format": FORMAT, "step": save.state.step, "spec": dict(self.job.spec), "grid": dict(self.job.grid)}
+        index.write(path, self._table, shards, buffers, attributes)
+        save.index = _file_of(path)
+
+    def _finish_file(self, save: "_Save") -> str:
+        name = save.names[self.world.rank]
+        temporary, extents = save.path / f"{name}.new", save.files[self.world.rank]
+        handle = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            size = os.fstat(handle).st_size
+            rest = shard.rest(handle, size, (place for extent in extents for place in extent.ranges()))
+        finally:
+            os.close(handle)
+        temporary.rename(save.path / name)
+        return _shard_file(name, extents, size, rest).model_dump_json()
+
+    def _commit(self, save: "_Save", shards: Sequence[ShardFile]) -> int:
+        """Rank 0. Bytes of the checkpoint."""
+        assert save.index is not None
+        (save.path / f"{INDEX}.new").rename(save.path / INDEX)
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        content = Content(
+            format=FORMAT, hpczero=__version__, created=created, state=save.state, spec=dict(self.job.spec), grid=dict(self.job.grid),
+            ranks=self.world.size, index=save.index, shards=list(shards),
+        )  # fmt: skip
+        temporary = save.path / f"{manifest.NAME}.new"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(manifest.text(content))
+            file.flush()
+            os.fsync(file.fileno())
+        folder.sync(save.path)
+        temporary.rename(save.path / manifest.NAME)
+        folder.sync(save.path)
+        return content.size
+
+    def _together(self, action: Callable[[], Any], path: Path | None = None) -> list[Any]:
+        """Every rank's result, of what JSON can carry; what fails on one fails on all."""
+        result, error = None, ""
+        try:
+            result = action()
+        except OSError as problem:
+            where = problem.filename or path or self.job.checkpoints
+            error = f"{where}: {problem.strerror or problem} ({folder.free_bytes(Path(where)):,} bytes are free there)"
+        self._agree(error, path)
+        return self._gathered(result)
+
+    def _agree(self, error: str, path: Path | None) -> None:
+        failed = [(rank, text) for rank, text in enumerate(self._gathered(error)) if text]
+        if not failed:
+            return
+        self._save = None
+        if self.world.rank == 0 and path:
+            with contextlib.suppress(OSError):
+                folder.remove(path)
+        rank, text = failed[0]
+        others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
+        raise SaveFailed(f"the checkpoint could not be saved: rank {rank} on {self.world.hosts[rank]}{others}: {text}")
+
+    def _gathered(self, value: Any) -> list[Any]:
+        found: list[Any] = self.world.share(self.world.collect(value))
+        return found
+
+
+@dataclass
+class _Save:
+    """One that is under way: what rank writes where, and how far it came."""
+
+    path: Path
+    state: State
+    begun: float
+    names: Mapping[int, str]  # leader -> file
+    files: Mapping[int, Sequence[Extent]]  # leader -> what is in it
+    extent: Extent
+    thread: threading.Thread | None = None
+    index: IndexFile | None = None
+    error: str = ""
+
+    def error_of(self, path: Path, action: Callable[[], None]) -> str:
+        """What the action, which writes there, fails with."""
+        try:
+            action()
+        except OSError as error:
+            needed = sum(extent.length * len(SLOTS) for extents in self.files.values() for extent in extents)
+            free = folder.free_bytes(self.path)
+            return f"{path}: {error.strerror or error} (the checkpoint has {needed:,} bytes; {free:,} are free there)"
+        except Exception as error:
+            return f"{path}: {type(error).__name__}: {error}"
+        return ""
+
+
+def _leader(world: World, writers: str) -> int:
+    """Who makes the file that this rank's data goes into."""
+    return world.rank if writers == "rank" else world.node_of_rank.index(world.node)
+
+
+def _whole(copy: Array) -> list[Array]:
+    step = shard.CHUNK // WIDTH
+    return [copy[start : start + step] for start in range(0, len(copy), step)]
+
+
+def _paced(chunks: Sequence[Array]) -> Any:
+    """Others need the processor and the disk too."""
+    for chunk in chunks:
+        begun = time.monotonic()
+        yield chunk
+        time.sleep(_REST * (time.monotonic() - begun))
+
+
+def _file_of(path: Path) -> IndexFile:
+    """Of a file that is on the disk now."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+        size = os.fstat(handle).st_size
+        return IndexFile(size=size, checksum=shard.rest(handle, size, ()))
+    finally:
+        os.close(handle)
+
+
+def _shard_file(name: str, extents: Sequence[Extent], size: int = 0, rest: str = "0" * 16) -> ShardFile:
+    ranks = [RankData(rank=extent.rank, elements=extent.elements, data=list(extent.data), checksums=extent.checksums) for extent in extents]
+    return ShardFile(file=name, size=size, rest=rest, ranks=ranks)
+
+
+def _listed(extent: Extent) -> list[Any]:
+    return [extent.rank, extent.elements, list(extent.data), extent.checksums]
+
+
+def _extent(listed: Sequence[Any]) -> Extent:
+    rank, elements, data, checksums = listed
+    return Extent(rank, elements, tuple(data), checksums)

@@ -1,0 +1,254 @@
+"""The checkpoints of a run: when one is saved, what the engine gives and gets back, where the run begins again."""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpczero import env
+from hpczero.checkpoint import folder, manifest
+from hpczero.checkpoint.manifest import Damaged, State
+from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.shard import SLOTS, Array
+from hpczero.checkpoint.table import Holding, Table, Tensor, stored
+from hpczero.checkpoint.write import Job, Saved, SaveFailed, Saver
+from hpczero.comm.grid import Grid
+from hpczero.comm.world import World
+from hpczero.errors import InputError
+from hpczero.model.shapes import ZEROS, Layer, Parameter
+from hpczero.parallel.layout import rectangles, unit_layout
+from hpczero.parallel.unit import Unit
+from hpczero.parallel.zero import Engine
+from hpczero.spec.load import differences
+from hpczero.spec.schema import Spec
+from hpczero.train.rundir import path_of
+
+Described = list[list[Any]]  # units of a stage: name, parameters (name, shape, split, grain)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run begins again, and what was passed over on the way there."""
+
+    step: int
+    path: Path
+    damaged: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+class Checkpoints:
+    """On every rank; all methods are collective."""
+
+    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine, asynchronous: bool) -> None:
+        self.spec, self.world, self.grid, self.engine = spec, world, grid, engine
+        self.asynchronous = asynchronous
+        self.path = path_of(spec) / "checkpoints"
+        self._stages = self._described()
+        sizes = {axis: grid.size(axis) for axis in grid.axes}
+        self.saver = Saver(world, Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers))
+
+    # -- saving --------------------------------------------------------------------------------------------------------------------
+
+    def is_due(self, step: int, ends: bool) -> bool:
+        every = self.spec.checkpoint.every
+        return every >= 0 and (ends or (every > 0 and step % every == 0))
+
+    def begin(self, step: int, ends: bool) -> None:
+        """SaveFailed, on all ranks alike."""
+        state = State(step=step, updates=self.engine.updates, loss_scale=self.engine.loss_scale.value, good_steps=self.engine.loss_scale.good_steps)
+        self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.asynchronous and not ends)
+
+    def conclude(self) -> Saved:
+        """Also drops what is not to be kept."""
+        saved = self.saver.conclude()
+        self.world.together(self._prune if self.world.rank == 0 else lambda: None)
+        return saved
+
+    def holding(self) -> Holding:
+        engine = self.engine
+        copies = {unit.layout.name for unit in engine.copies}
+        return Holding([unit.layout for unit in engine.units], engine.axis.rank, engine.tensor.rank if engine.tensor else 0, copies)
+
+    def _prune(self) -> None:
+        settings, complete = self.spec.checkpoint, folder.steps(self.path)
+        for step in folder.to_prune(list(complete), settings.keep, settings.keep_every):
+            try:
+                folder.remove(complete[step])
+            except OSError as error:
+                raise SaveFailed(f"{complete[step]}: it was to be removed: {error.strerror}") from error
+
+    # -- loading -------------------------------------------------------------------------------------------------------------------
+
+    def resume(self) -> Resumed | None:
+        """The engine's states become those of the checkpoint that `checkpoint.resume` asks for; None: there is none. A checkpoint that is damaged on
+        whichever rank's way is passed over.
+        """
+        wanted, damaged = self.spec.checkpoint.resume, list[str]()
+        for path in self._candidates():
+            problem = self._load(path)
+            if not problem:
+                found = self.world.share(self._facts(path) if self.world.rank == 0 else None)
+                return Resumed(found["step"], path, tuple(damaged), tuple(found["changed"]))
+            if wanted != "auto":
+                raise InputError(f"checkpoint.resume: {problem}")
+            damaged.append(problem)
+        if damaged:
+            listed = "".join(f"\n  {problem}" for problem in damaged)
+            raise InputError(f"no checkpoint of this run can be read:{listed}\n--fresh starts the run anew")
+        return None
+
+    def _candidates(self) -> list[Path]:
+        """The newest first; rank 0's answer for all."""
+        wanted = self.spec.checkpoint.resume
+        if wanted == "never":
+            return []
+        if wanted != "auto":
+            return [Path(env.expand(wanted)).absolute()]
+        found = self.world.together(lambda: [str(path) for path in folder.steps(self.path).values()] if self.world.rank == 0 else [])
+        return [Path(path) for path in self.world.share(found)]
+
+    def _load(self, path: Path) -> str:
+        """What is wrong with the checkpoint, on whichever rank; then the engine is in no good state."""
+        problem = ""
+        try:
+            with Checkpoint.open(path) as checkpoint:
+                _refuse_another_run(checkpoint, self.spec)
+                _refuse_another_model(checkpoint, self.engine)
+                self._read(checkpoint)
+        except Damaged as error:
+            problem = str(error)
+        except InputError as error:
+            problem = f"\0{error}"
+        problems = [text for text in self.world.share(self.world.collect(problem)) if text]
+        if problems and problems[0].startswith("\0"):
+            raise InputError(problems[0][1:])
+        return problems[0] if problems else ""
+
+    def _read(self, checkpoint: Checkpoint) -> None:
+        """What this rank steps: read first, and taken by the engine once all ranks have theirs."""
+        for unit in self.engine.units:
+            _read_unit(checkpoint, unit)
+        state, engine = checkpoint.content.state, self.engine
+        engine.updates = state.updates
+        if engine.loss_scale.dynamic:
+            engine.loss_scale = replace(engine.loss_scale, value=state.loss_scale, good_steps=state.good_steps)
+        own = dict(engine.module.named_buffers())
+        for name, values in checkpoint.buffers.items():
+            if name in own and tuple(own[name].shape) == values.shape:
+                own[name].copy_(torch.from_numpy(values))
+
+    def settle(self) -> None:
+        """After `resume`: the weights follow the states."""
+        self.engine.renew(lambda unit: unit.weights_from_master())
+
+    def _facts(self, path: Path) -> dict[str, Any]:
+        content = manifest.read(path)
+        return {"step": content.state.step, "changed": [_said(d) for d in _differences(content.spec, self.spec) if d.role == "changeable"]}
+
+    # -- what lies where -----------------------------------------------------------------------------------------------------------
+
+    def _described(self) -> list[tuple[Described, list[str]]]:
+        """Of each stage its units, and which of them belong to another one; rank 0 makes the table of it."""
+        first = self.grid.coordinate(self.world.rank, "data") == 0 and self.grid.coordinate(self.world.rank, "tensor") == 0
+        own = None
+        if first:
+            units = [
+                [unit.layout.name, [[p.parameter.name, p.parameter.shape, p.parameter.split, p.parameter.grain] for p in unit.layout.places]]
+                for unit in self.engine.units
+            ]
+            own = self.grid.coordinate(self.world.rank, "pipeline"), units, sorted(unit.layout.name for unit in self.engine.copies)
+        collected = self.world.collect(own) or []
+        return [(units, copies) for _, units, copies in sorted(found for found in collected if found)]
+
+    def _table(self) -> Table:
+        stages = [([_layer(*unit) for unit in units], set(copies)) for units, copies in self._stages]
+        tensors = {p.name: Tensor(p.name, p.shape) for layers, _ in stages for layer in layers for p in layer.parameters}
+        grid, cut = self.grid, {}
+
+        def holding_of(rank: int) -> Holding:
+            stage, tensor_rank = grid.coordinate(rank, "pipeline"), grid.coordinate(rank, "tensor")
+            layers, copies = stages[stage]
+            if (stage, tensor_rank) not in cut:
+                cut[stage, tensor_rank] = [unit_layout(layer, grid.size("data"), grid.size("tensor"), tensor_rank) for layer in layers]
+            return Holding(cut[stage, tensor_rank], grid.coordinate(rank, "data"), tensor_rank, copies)
+
+        return Table.of(list(tensors.values()), self.world.size, holding_of)
+
+    def _buffers(self) -> dict[str, Array]:
+        """What the modules keep besides parameters, of the first data rank; on rank 0."""
+        first = self.grid.coordinate(self.world.rank, "data") == 0 and self.grid.coordinate(self.world.rank, "tensor") == 0
+        own = {name: _packed(buffer) for name, buffer in persistent_buffers(self.engine.module).items()} if first else {}
+        found: dict[str, Array] = {}
+        for of_rank in self.world.collect(own) or []:
+            found |= {name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape) for name, (text, dtype, shape) in of_rank.items()}
+        return found
+
+
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set and not buffer.is_meta:
+                found[f"{prefix}.{name}".lstrip(".")] = buffer
+    return found
+
+
+def _packed(buffer: torch.Tensor) -> list[Any]:
+    values = (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).contiguous().numpy()
+    return [base64.b64encode(values.tobytes()).decode(), values.dtype.str, list(values.shape)]
+
+
+def _layer(name: str, parameters: Sequence[Sequence[Any]]) -> Layer:
+    return Layer(name, tuple(Parameter(own, tuple(shape), ZEROS, split, grain) for own, shape, split, grain in parameters))
+
+
+def _owned(engine: Engine, holding: Holding) -> list[list[Array]]:
+    found: list[list[Array]] = [[] for _ in SLOTS]
+    for stretch in stored(holding):
+        unit = engine.units[stretch.unit]
+        own = slice(stretch.inside.start - unit.own.start, stretch.inside.stop - unit.own.start)
+        for of_slot, state in zip(found, (unit.master, unit.moment1, unit.moment2), strict=True):
+            of_slot.append(state[own].numpy())
+    return found
+
+
+def _read_unit(checkpoint: Checkpoint, unit: Unit) -> None:
+    for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
+        at = part.start - unit.own.start
+        for box in rectangles(place.shape, part.start - place.offset, part.stop - place.offset):
+            wanted = tuple(slice(whole.start + cut.start, whole.start + cut.stop) for whole, cut in zip(place.whole, box, strict=True))
+            count = int(np.prod([cut.stop - cut.start for cut in box], dtype=np.int64))
+            for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
+                checkpoint.read(slot, place.parameter.name, wanted, state[at : at + count].numpy())
+            at += count
+
+
+def _differences(old: Mapping[str, Any], new: Spec) -> list[Any]:
+    try:
+        return differences(Spec.model_validate_json(json.dumps(old)), new)
+    except ValueError as error:
+        raise Damaged(f"the spec in the checkpoint cannot be read: {error}") from error
+
+
+def _said(difference: Any) -> str:
+    return f"{difference.key}: {difference.old!r} there, {difference.new!r} now"
+
+
+def _refuse_another_run(checkpoint: Checkpoint, spec: Spec) -> None:
+    other = [_said(d) for d in _differences(checkpoint.content.spec, spec) if d.role == "identity" and d.key != "name"]
+    if other:
+        raise InputError(f"{checkpoint.folder} is a checkpoint of another run:" + "".join(f"\n  {line}" for line in other))
+
+
+def _refuse_another_model(checkpoint: Checkpoint, engine: Engine) -> None:
+    there = {tensor.name: tensor.shape for tensor in checkpoint.table.tensors}
+    here = {place.parameter.name: place.parameter.shape for unit in engine.units for place in unit.layout.places}
+    wrong = [f"{name}: {there.get(name, 'nothing')} there, {shape} now" for name, shape in here.items() if there.get(name) != shape]
+    if wrong:
+        shown = "".join(f"\n  {line}" for line in wrong[:5]) + (f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise InputError(f"{checkpoint.folder} does not have this model's tensors:{shown}")
