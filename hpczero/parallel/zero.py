@@ -108,7 +108,7 @@ class Engine:
             unit.take_over(module_parameters)
         self._unit_of: dict[torch.Tensor, Unit] = {parameter: unit for unit in self.units for parameter in unit.parameters}
         self.reduction = Reduction(self.units, axis, self.sharded, slots, self.pool)
-        self._backwards = 0  # in this step
+        self._gone_through: set[Unit] = set()  # by backwards of this step
         self._direct = DirectGradients(self._unit_of, self.reduction)
         self._hooks = [_when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.names = [place.parameter.name for unit in self.units for place in unit.layout.places]
@@ -173,9 +173,10 @@ class Engine:
     def backward_of(self, units: Collection[Unit] | None, output: torch.Tensor, gradient: torch.Tensor, last: bool) -> None:
         """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
         self.reduction.begin(last, units)
-        if self._backwards and not self.settings.accumulates and self.settings.train.precision != "fp32":
+        about = set(self.units if units is None else units)
+        if not self._gone_through.isdisjoint(about) and not self.settings.accumulates and self.settings.train.precision != "fp32":
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
-        self._backwards += 1
+        self._gone_through |= about
         with self._direct, self.gatherer.backward() if self.gatherer else nullcontext():
             self._direct.backward(output, gradient)
         self.reduction.end()
@@ -188,10 +189,10 @@ class Engine:
 
     def finish_step(self, lr: float) -> StepResult:
         """New weights may still be on their way to this rank when it returns: layers wait for them, others ask for `weights_here`."""
-        if not self._backwards:
+        if not self._gone_through:
             raise HpczeroError("a step without a gradient: backward comes before it")
         self.reduction.finish()
-        self._backwards = 0
+        self._gone_through.clear()
         scale, train, optimizer = self.loss_scale.value, self.settings.train, self.settings.optimizer
         norm = self._norm() / scale
         finite = norm < float("inf")
