@@ -46,7 +46,7 @@ class DirectGradients(TorchFunctionMode):
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         own_weight, own_bias = self._parameter(weight), None if bias is None else self._parameter(bias)
         known = own_weight is not None and (bias is None) == (own_bias is None)
-        plain = type(input) is Tensor and input.layout is torch.strided and input.dim() >= 2 and input.dtype == weight.dtype
+        plain = type(input) is Tensor and input.layout is torch.strided and input.dim() >= 2 and input.dtype == weight.dtype and weight.numel() > 0
         fits = plain and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
         if not (known and fits):
             return functional.linear(input, weight, bias)

@@ -5,7 +5,9 @@ outcome: a test that fails on one rank fails on all, and rank 0, which alone rep
 does not come to the agreement (it hangs, or waits in a collective for one that failed) ends the launch, with a message that names
 the test and the rank.
 
-A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the other ranks sit it out.
+A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the other ranks sit it out. With more ranks than
+the largest of these sizes only tests marked many_ranks run, on all of them. A test marked cases(of=...) also asks for `case` and gets, on a
+world of n ranks, what of(n, everything) lists; everything: with --slow, on all ranks of the launch.
 """
 
 import faulthandler
@@ -22,6 +24,7 @@ import torch
 from hpczero.comm.world import World
 
 SIZES = (1, 2, 3, 4, 6, 8)
+MARKERS = ["many_ranks: also runs on more ranks than 8", "cases(of=...): what of(ranks, everything) lists are its cases"]
 LIMIT = 90  # seconds for one test, on every rank
 GRACE = 10  # seconds that a rank whose test failed waits for the others
 _RECORD = 16384  # bytes of a rank's outcome and error text
@@ -112,16 +115,38 @@ class Distributed:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
     if config.getoption("--with-mpi"):
         config.pluginmanager.register(Distributed(config), "distributed")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "world" in metafunc.fixturenames:
-        plugin: Any = metafunc.config.pluginmanager.get_plugin("distributed")
-        given = plugin.whole.size if plugin else 1
-        sizes = sorted({size for size in SIZES if size <= given} | {given}) if given <= max(SIZES) else [given]
+    if "world" not in metafunc.fixturenames:
+        return
+    given = ranks_given(metafunc.config)
+    sizes = sorted({size for size in SIZES if size <= given} | {given}) if given <= max(SIZES) else [given]
+    marker = metafunc.definition.get_closest_marker("cases")
+    if marker is None:
         metafunc.parametrize("world", sizes, indirect=True, ids=lambda size: f"{size}-ranks")
+        return
+    everything = metafunc.config.getoption("--slow")
+    cases = [(size, case) for size in sizes for case in marker.kwargs["of"](size, everything and size == given)]
+    names = [f"{size}-ranks-" + "-".join(map(str, case.values())) for size, case in cases]
+    metafunc.parametrize(("world", "case"), cases, indirect=["world"], ids=names)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if ranks_given(config) <= max(SIZES):
+        return
+    for item in items:
+        if "many_ranks" not in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=f"tried on at most {max(SIZES)} ranks"))
+
+
+def ranks_given(config: pytest.Config) -> int:
+    plugin: Any = config.pluginmanager.get_plugin("distributed")
+    return plugin.whole.size if plugin else 1
 
 
 @pytest.fixture

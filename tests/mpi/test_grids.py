@@ -1,77 +1,107 @@
-"""Every grid trains the same model to the same numbers, at every ZeRO stage (design 11)."""
+"""Every grid trains the same model to the same numbers, at every ZeRO stage, in every schedule and precision (design 11)."""
 
+from collections.abc import Iterable, Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 
 from hpczero.comm.world import World
-from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
-from tests.mpi.test_data_parallel import assert_same
+from tests.covering import Case
+from tests.mpi.grids import PLAIN, Serial, assert_agrees, bitwise, on_grid, selection, spec_of
 from tests.mpi.training import Record, train
 
 pytestmark = pytest.mark.mpi
 
-
-def spec_of(stage: int, shared: bool | str, precision: str = "fp32", steps: int = 4, **parallel: Any) -> Spec:
-    """Nothing divides: 6 heads, vocabulary 257, batch 5, sequence 33."""
-    return Spec(
-        model=Model(layers=3, hidden=24, heads=6, seq_len=33, vocab=257, dropout=0.1),
-        data=Data(source="synthetic"),
-        train=Train(global_batch=5, micro_batch=2, precision=precision, steps=steps, eval_batches=1, grad_clip=0.5),
-        optimizer=Optimizer(lr=1e-2, eps=1e-6),
-        zero=Zero(stage=stage, node_shared=shared),
-        parallel=Parallel(**parallel),
-    )
+ILLUSTRATION = PLAIN | {"grid": (4, 4), "sequence": True, "stage": 2, "batch": (8, 1), "per_node": 8}
 
 
-def serial(world: World, precision: str = "fp32", steps: int = 4) -> Record:
-    alone = world.part([world.rank])
-    record = train(alone, spec_of(0, False, precision, steps))
-    alone.close()
-    return record
+def with_data(ranks: int, everything: bool) -> list[Case]:
+    """Tensor, pipeline or both, next to two data ranks."""
+    grids = {4: [(2, 1), (1, 2)], 6: [(3, 1), (1, 3)], 8: [(2, 2), (4, 1), (1, 4)]}.get(ranks, [])
+    cases = [PLAIN | {"grid": grid, "precision": precision} for grid, precision in product(grids, ("fp32", "bf16", "fp16"))]
+    return [case | {"sequence": case["precision"] == "bf16"} for case in cases]
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_tensor_by_data_equals_the_serial_run(world: World, sequence: bool) -> None:
-    expected = serial(world, steps=20 if world.size == 2 else 4)
-    for tensor in [size for size in range(2, world.size + 1) if world.size % size == 0]:
-        for stage, shared in product(range(4), (False, True)):
-            spec = spec_of(stage, shared, steps=len(expected.losses), tensor=tensor, sequence_parallel=sequence)
-            assert_same(expected, train(world, spec))
+def long_runs(ranks: int, everything: bool) -> list[Case]:
+    """3 stages for 7 layers (and for 7 blocks), 6 heads on 4 ranks, 7 on 6, 9 on 8; more data ranks than samples; all axes at once."""
+    untied = PLAIN | {"tied": False, "sequence": True, "stage": 2}
+    return {
+        3: [PLAIN | {"grid": (1, 3), "blocks": blocks} for blocks in (5, 7)] + [untied | {"grid": (3, 1)}],
+        4: [untied | {"grid": (4, 1)}, PLAIN | {"grid": (1, 2), "schedule": "interleaved", "stage": 3}],
+        6: [untied | {"grid": (3, 2)}, PLAIN | {"grid": (1, 1), "batch": (5, 1), "shared": True}],
+        8: [PLAIN | {"grid": (2, 2), "stage": 3}, untied | {"grid": (2, 4), "batch": (3, 2)}, PLAIN | {"grid": (2, 1), "batch": (3, 1)}],
+    }.get(ranks, [])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
-def test_pipelines_equal_the_serial_run(world: World, schedule: str) -> None:
-    """3 blocks, embedding and head: 5 layers, cut into 2 to 4 stages, or twice as many parts."""
-    expected = serial(world)
-    for stages in [size for size in range(2, world.size + 1) if world.size % size == 0]:
-        chunks = 2 if schedule == "interleaved" and stages == 2 else 1
-        if schedule == "interleaved" and chunks == 1:
-            continue
-        for stage, shared in product(range(4), (False, True)):
-            assert_same(expected, train(world, spec_of(stage, shared, pipeline=stages, schedule=schedule, chunks=chunks)))
+@pytest.fixture(scope="module")
+def serial() -> Serial:
+    return Serial()
 
 
-def test_overflow_skips_alike_on_all_tensor_ranks(world: World) -> None:
-    if world.size < 2:
-        return
-    spec = spec_of(2, False, "fp16", steps=6, tensor=2 if world.size % 2 == 0 else world.size)
-    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"loss_scale": 2.0**40})})
-    record = train(world, spec)
-    skipped = [metrics.get("skipped", False) for metrics in record.metrics_seen]
-    assert any(skipped)
-    everyones = world.collect(skipped)
-    assert everyones is None or all(of_rank == skipped for of_rank in everyones)
+@pytest.mark.cases(of=selection)
+def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None:
+    """Cases in which every two values of two settings meet; with --slow all combinations of grid, schedule, sequence, stage and sharing."""
+    spec = spec_of(case)
+    expected = serial(world, spec)
+    assert expected.norms[0] > spec.train.grad_clip
+    assert_agrees(expected, on_grid(world, case, spec), world, spec)
+
+
+@pytest.mark.cases(of=long_runs)
+def test_twenty_steps_equal_the_serial_run(world: World, case: Case, serial: Serial) -> None:
+    spec = spec_of(case, steps=20, eval_every=7, eval_batches=3)
+    expected = serial(world, spec)
+    assert expected.losses[-1] < expected.losses[0] - 0.03
+    assert_agrees(expected, on_grid(world, case, spec), world, spec)
+
+
+def at_stages(world: World, case: Case, stages: Iterable[int]) -> Iterator[Record]:
+    """Node-shared or not."""
+    for stage, shared in product(stages, (False, True)):
+        yield on_grid(world, case, spec_of(case | {"stage": stage, "shared": shared}))
+
+
+@pytest.mark.cases(of=with_data)
+def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, case: Case) -> None:
+    first, *others = at_stages(world, case | {"batch": (4, 2)}, range(4))
+    assert [bitwise(first, other) for other in others] == [True] * 7
+
+
+@pytest.mark.cases(of=with_data)
+def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, case: Case) -> None:
+    for pair in ((0, 1), (2, 3)):
+        first, *others = at_stages(world, case | {"batch": (7, 2)}, pair)
+        assert [bitwise(first, other) for other in others] == [True] * 3
 
 
 def test_no_tensor_traffic_leaves_a_node(world: World) -> None:
-    if world.size != 4:
+    if world.size not in (4, 8):
         return
-    nodes = world.part(range(4), ranks_per_node=2)
-    nodes.ledger.reset()
-    train(nodes, spec_of(1, False, tensor=2, order="tensor,data,pipeline"))
+    case = PLAIN | {"grid": (2, world.size // 4), "order": "tensor,data,pipeline"}
+    nodes = world.part(range(world.size), world.size // 2)
+    train(nodes, spec_of(case))
     entries = nodes.ledger.as_dict()
-    assert all(entry["between"] == 0 for entry in entries["tensor"].values())
-    assert any(entry["between"] for entry in entries["data"].values())
     nodes.close()
+    assert any(entry["inside"] for entry in entries["tensor"].values())
+    assert all(entry["between"] == 0 for entry in entries["tensor"].values())
+    outer = "data" if world.size == 4 else "pipeline"
+    assert any(entry["between"] for entry in entries[outer].values())
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_more_tensor_ranks_than_tokens_and_columns(world: World, sequence: bool, serial: Serial) -> None:
+    """Some ranks hold nothing of the vocabulary, and nothing of the feed-forward part."""
+    if world.size < 3:
+        return
+    case = PLAIN | {"grid": (world.size, 1), "sequence": sequence, "stage": 3}
+    spec = spec_of(case)
+    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"vocab": world.size - 1, "ffn": 1, "layers": 2})})
+    assert_agrees(serial(world, spec), on_grid(world, case, spec), world, spec)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.cases(of=lambda ranks, everything: [ILLUSTRATION] if ranks == 32 else [])
+def test_the_published_illustration(world: World, case: Case, serial: Serial) -> None:
+    """32 ranks on 4 nodes: 4 stages x 4 tensor ranks x 2 data ranks."""
+    spec = spec_of(case, steps=4)
+    assert_agrees(serial(world, spec), on_grid(world, case, spec), world, spec)

@@ -12,7 +12,7 @@ from hpczero.comm.group import Group, shard
 from hpczero.comm.work import Limits
 from hpczero.comm.world import World
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)

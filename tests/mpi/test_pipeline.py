@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes  # the first backward from a given gradient does, and the stages' would, one after the other
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,7 +21,7 @@ from hpczero.parallel.schedule import schedule
 from hpczero.parallel.simulate import simulate
 from hpczero.parallel.stages import layers_of, parts
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 HIDDEN, VOCABULARY, SEQ = 12, 19, 5
 LARGE = 1 << 15

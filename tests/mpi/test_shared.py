@@ -12,7 +12,7 @@ from hpczero.comm.shared import NodeWindow
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 _MEGABYTE = 1 << 20
 

@@ -4,7 +4,7 @@ import pytest
 
 from hpczero.comm.world import World
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 
 def test_ranks_and_nodes_of_this_machine(world: World) -> None:

@@ -49,9 +49,22 @@ class Record:
     def losses(self) -> list[float]:
         return [metrics["loss"] for metrics in self.metrics_seen]
 
+    @property
+    def norms(self) -> list[float]:
+        return [metrics["grad_norm"] for metrics in self.metrics_seen]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        return [metrics["validation_loss"] for metrics in self.metrics_seen if "validation_loss" in metrics]
+
 
 class LearnableSource(SyntheticSource):
-    """Synthetic text with something to learn: every token is followed by its successor in half of all places."""
+    """Synthetic text with something to learn: every token is followed by its successor in half of all places. Little of it is for validation: an
+    evaluation's last batch is a shorter one.
+    """
+
+    def windows(self, split: str) -> int:
+        return 13 if split == "validation" else super().windows(split)
 
     def fill(self, split: str, window: int, out: Any) -> None:
         super().fill(split, window, out)
