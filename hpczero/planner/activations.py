@@ -1,7 +1,7 @@
 """What a rank holds between forward and backward, estimated from the model's shapes (pure).
 
 Counted are the tensors that PyTorch's operations keep for their backward in the models of `hpczero.model`, and what comes on top at each of
-the moments that may be the widest, gradients on their way into the engine included. Measured peaks of GPTs were 0.9 to 1.2 times this, with
+the moments that may be the widest, gradients on their way into the engine included. Measured peaks of GPTs were 0.85 to 1.2 times this, with
 an allocator that returns what is freed; what malloc keeps for later (up to 0.1 GB was seen on small models) is not in it. Nor are the buffers in
 which messages of other stages arrive: they are counted for themselves.
 """
@@ -16,7 +16,6 @@ from hpczero.planner.under_way import Moments, peak
 from hpczero.spec.schema import Model, Spec
 
 _FP32 = 4
-_ON_THEIR_WAY = 2  # gradients to another stage
 _BLOCK = 1 << 18  # logits that tensor ranks have in fp32 at a time, twice
 
 
@@ -52,7 +51,8 @@ def _gpt(model: Model, tokens: int, element: int, part: Part) -> Moments:
     """A block keeps its input, the residual in its middle, both norms' outputs, query, key and value, attention's result, the wide part
     before and after its GELU; attention also a number per head, norms two. The head goes from logits over fp32 ones to their log-softmax, which it
     keeps; its backward holds three fp32 tensors of that size. The gradient of tied embeddings waits for the embedding's own, and autograd adds
-    them into a third. Where a stage ends, its output is kept too, but the input of its first block lies in the buffer in which it came.
+    them into a third. Where a stage ends, its output is kept too, but the input of its first block lies in the buffer in which it came; the last
+    gradient is on its way to the stage before.
     Tensor ranks share what belongs to heads, to columns of the feed-forward part, to tokens of the vocabulary, of which they keep the logits and
     write the gradient over them; with sequence parallelism the rest too, but for the input of a product, which is made whole for it.
     """
@@ -65,7 +65,7 @@ def _gpt(model: Model, tokens: int, element: int, part: Part) -> Moments:
     kept = part.layers["blocks"] * block * tokens
     if part.sends and "embedding" in part.layers:
         kept += element * hidden * tokens
-    in_flight = element * tokens * ((_ON_THEIR_WAY * hidden if part.sends else 0) + (2 * model.hidden if part.sequence else 0))
+    in_flight = element * tokens * ((hidden if part.sends else 0) + (2 * model.hidden if part.sequence else 0))
     embedding = element * vocab * model.hidden
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
     logits, of_head, forward, backward = element * vocab * tokens, 0.0, [kept], [kept]

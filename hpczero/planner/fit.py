@@ -1,13 +1,15 @@
 """Whether a job fits into its nodes, and which settings would (pure)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
+from math import prod
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.planner.memory import NodeNeed, needs_of_nodes, placements
 from hpczero.planner.volumes import resolved
+from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
 
 _MOST_NODES = 64  # times as many as there are: more help nobody
@@ -57,8 +59,11 @@ def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
     heaviest = _heaviest(spec, layers, site)
     if heaviest.fits:
         return None
-    found = [next(_fitting(alternatives, layers), None) for alternatives in _families(spec, site)]
-    fitting = [words for words in found if words] or list(islice(_fitting(_strongest(spec, site), layers), 1))
+    fitting = _first_of_each(_sharding(spec, site), layers)
+    if not any(_heaviest(_with(spec, "zero", stage=stage), layers, site).fits for stage in range(spec.zero.stage + 1, 4)):
+        fitting += _first_of_each(_one_axis(spec, site), layers) or _first_of_each([_both_axes(spec, site)], layers)
+    fitting += _first_of_each([_fewer_ranks(spec, site), _more_nodes(spec, site)], layers)
+    fitting = fitting or _first_of_each([_strongest(spec, site)], layers)
     nothing = "nothing that can be set would fit here: use nodes with more memory, or a smaller model"
     way_out = f"would fit: {'; '.join(fitting)}" if fitting else nothing
     return f"{_complaint(spec, layers, site, heaviest)}; {way_out}"
@@ -103,13 +108,42 @@ def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> It
             yield f"{alternative.words} ({in_words(load.size)})"
 
 
-def _families(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
+def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Layer]) -> list[str]:
     """What can be changed. Of each kind the first that fits is worth saying, so the mildest comes first."""
+    return [words for alternatives in kinds for words in islice(_fitting(alternatives, layers), 1)]
+
+
+def _sharding(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
     yield _sharing(spec, site)
     for stage in range(spec.zero.stage, 4):
         yield _at_stage(spec, site, stage)
-    yield _fewer_ranks(spec, site)
-    yield _more_nodes(spec, site)
+
+
+def _one_axis(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
+    """More tensor ranks, or more stages of a pipeline, in place of data ranks."""
+    tensor, pipeline, ranks = spec.parallel.tensor, spec.parallel.pipeline, sum(site.ranks_on_nodes.values())
+    yield _on_grids(spec, site, [(size, pipeline) for size in range(tensor + 1, ranks + 1)])
+    yield _on_grids(spec, site, [(tensor, size) for size in range(pipeline + 1, ranks + 1)])
+
+
+def _both_axes(spec: Spec, site: Site) -> Iterator[Alternative]:
+    tensor, pipeline, ranks = spec.parallel.tensor, spec.parallel.pipeline, sum(site.ranks_on_nodes.values())
+    sizes = [(first, second) for first in range(tensor + 1, ranks + 1) for second in range(pipeline + 1, ranks // first + 1)]
+    return _on_grids(spec, site, sorted(sizes, key=prod))
+
+
+def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Iterator[Alternative]:
+    """Of these sizes of tensor and pipeline those that the ranks and the model allow, each at every stage."""
+    ranks = sum(site.ranks_on_nodes.values())
+    for tensor, pipeline in sizes:
+        changed = _with(spec, "parallel", tensor=tensor, pipeline=pipeline)
+        if ranks % (tensor * pipeline) or contradictions(changed):
+            continue
+        grid = {"tensor": tensor, "pipeline": pipeline}
+        words = [f"parallel.{axis} = {size}" for axis, size in grid.items() if size != getattr(spec.parallel, axis)]
+        for stage in range(spec.zero.stage, 4):
+            also = [f"zero.stage = {stage}"] if stage != spec.zero.stage else []
+            yield Alternative(" and ".join(words + also), _with(changed, "zero", stage=stage), site)
 
 
 def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
@@ -118,9 +152,8 @@ def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
         words, smallest = f"zero.stage = {stage}, train.micro_batch = 1", _with(_with(spec, "zero", stage=stage), "train", micro_batch=1)
         for choice in _sharing(smallest, site):
             yield replace(choice, words=f"{words} and {choice.words}")
-    for further in (_fewer_ranks, _more_nodes):
-        for choice in further(smallest, site):
-            yield replace(choice, words=f"{words} and {choice.words}")
+    for choice in chain(*_one_axis(smallest, site), _both_axes(smallest, site), _fewer_ranks(smallest, site), _more_nodes(smallest, site)):
+        yield replace(choice, words=f"{words} and {choice.words}")
 
 
 def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from itertools import groupby, permutations, repeat
+from itertools import groupby, permutations
 from math import prod
 
 from hpczero.comm.grid import Grid, impossible, order_is_free
@@ -98,15 +98,25 @@ def _most(spec: Spec) -> dict[str, int]:
     return {"tensor": spec.model.heads, "pipeline": max(1, layer_count(spec.model) // spec.parallel.chunks)}
 
 
+Alike = tuple[Sequence[Operations], int]  # what ranks send that follow each other, and how often the same comes again
+
+
 class Members:
     """What each rank of a group sends along its axis."""
 
-    def __init__(self, operations: Iterable[Operations]) -> None:
-        self.operations = list(operations)
+    def __init__(self, alike: Iterable[Alike]) -> None:
+        self._alike = list(alike)
+
+    def of(self, index: int) -> Operations:
+        for operations, times in self._alike:
+            if index < len(operations) * times:
+                return operations[index % len(operations)]
+            index -= len(operations) * times
+        raise IndexError(index)
 
     @cached_property
     def totals(self) -> dict[str, Total]:
-        return merged((name, Total(sent, sent)) for operations in self.operations for name, sent in operations.items())
+        return merged((name, Total(sent, sent * times)) for ranks, times in self._alike for operations in ranks for name, sent in operations.items())
 
 
 def merged(totals: Iterable[tuple[str, Total]]) -> dict[str, Total]:
@@ -132,7 +142,7 @@ class Volumes:
     def of_rank(self, grid: Grid, rank: int) -> dict[str, dict[str, Sent]]:
         """axis -> operation -> what this rank sends."""
         groups = {axis: grid.ranks(rank, axis) for axis in AXES} | {"world": grid.rank_at_place}
-        found = {axis: self._of_group(grid, axis, group).operations[group.index(rank)] for axis, group in groups.items()}
+        found = {axis: self._of_group(grid, axis, group).of(group.index(rank)) for axis, group in groups.items()}
         return {axis: sent for axis, operations in found.items() if (sent := {name: sent for name, sent in operations.items() if sent != Sent()})}
 
     def totals(self, grid: Grid) -> dict[str, dict[str, Total]]:
@@ -161,7 +171,7 @@ class Volumes:
             key = axis, on_nodes
         if key not in self._known:
             carried_out = {"data": self._data, "tensor": self._tensor, "pipeline": self._pipeline, "world": self._world}[axis]
-            self._known[key] = Members(carried_out(*key[1:]) if len(group) > 1 else [{}])  # type: ignore[operator]
+            self._known[key] = Members(carried_out(*key[1:]) if len(group) > 1 else [([{}], 1)])  # type: ignore[operator]
         return self._known[key]
 
     def _batches(self, data_rank: int) -> Batches:
@@ -171,30 +181,32 @@ class Volumes:
     def _layers(self, stage: int) -> list[Layer]:
         return [layer for chunk in self.chunks[stage] for layer in chunk]
 
-    def _world(self, on_nodes: Sequence[int]) -> Iterator[Operations]:
+    def _world(self, on_nodes: Sequence[int]) -> Iterator[Alike]:
         ranks = sum(on_nodes)
-        for count in on_nodes:
-            yield from repeat({"all_reduce": Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))}, count)
+        for count, nodes in _in_a_row(on_nodes):
+            yield [{"all_reduce": Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))}], count * nodes
 
-    def _data(self, stage: int, tensor_rank: int, on_nodes: Sequence[int]) -> Iterator[Operations]:
+    def _data(self, stage: int, tensor_rank: int, on_nodes: Sequence[int]) -> Iterator[Alike]:
         shared = shares_nodes(self.spec.zero, on_nodes)
         sharded, ranks = Sharded.at_stage(self.spec.zero.stage, shared), self.data_ranks
         once = Counter(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
         reduced = {size: times * (self._micro_batches if sharded.gradients else 1) for size, times in once.items()}
         gathers = self._gathers(stage, tensor_rank) if sharded.parameters else once
-        for count in on_nodes:
+        for count, nodes in _in_a_row(on_nodes):
             elsewhere = ranks - count
             norm = self._norm(ranks, elsewhere)
             if not shared:
                 sums = _sum(Sent(*evenly(size * self._width, ranks, elsewhere)) * times for size, times in reduced.items())
                 weights = _sum(Sent(*evenly(size * self._width, ranks, elsewhere)) * times for size, times in gathers.items())
-                yield from repeat({"reduce_scatter": sums, "all_gather": weights + norm}, count)
+                yield [{"reduce_scatter": sums, "all_gather": weights + norm}], count * nodes
                 continue
             weights = _sum(Sent(0, (len(on_nodes) - 1) * size // ranks * self._width) * times for size, times in gathers.items())
+            of_node: list[Operations] = []
             for index in range(count):
                 slices = ((_slice(size // ranks, count, index), times) for size, times in reduced.items())
                 sums = _sum(Sent(0, elsewhere * length * self._width) * times for length, times in slices)
-                yield {"reduce_scatter": sums, "all_gather": weights + norm}
+                of_node.append({"reduce_scatter": sums, "all_gather": weights + norm})
+            yield of_node, nodes
 
     def _gathers(self, stage: int, tensor_rank: int) -> Counter[int]:
         sizes = tuple(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
@@ -203,14 +215,14 @@ class Volumes:
             self._gathers_of[key] = gathers_in_step(self.chunks[stage], sizes, self.spec.parallel, stage, self._micro_batches)
         return self._gathers_of[key]
 
-    def _tensor(self, stage: int, batches: Batches, on_nodes: Sequence[int]) -> Iterator[Operations]:
+    def _tensor(self, stage: int, batches: Batches, on_nodes: Sequence[int]) -> Iterator[Alike]:
         ranks = self.spec.parallel.tensor
         messages = [message for samples, times in batches for message in self._tensor_messages(stage, samples, times)]
-        for count in on_nodes:
+        for count, nodes in _in_a_row(on_nodes):
             operations = {"all_gather": self._norm(ranks, ranks - count)}
             for operation, size, times in messages:
                 operations[operation] = operations.get(operation, Sent()) + Sent(*evenly(size, ranks, ranks - count)) * times
-            yield from repeat(operations, count)
+            yield [operations], count * nodes
 
     def _tensor_messages(self, stage: int, samples: int, times: int) -> Iterator[tuple[str, int, int]]:
         """Of so many micro-batches of so many samples: operation, bytes (of an all_reduce twice, as it goes both ways), how often."""
@@ -229,7 +241,7 @@ class Volumes:
             for numbers in _LOSS:
                 yield "all_reduce", 2 * numbers * 4 * tokens, times
 
-    def _pipeline(self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]) -> Iterator[Operations]:
+    def _pipeline(self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]) -> Iterator[Alike]:
         stages, last = self.spec.parallel.pipeline, self.spec.parallel.pipeline - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
         size = sum(samples * times for samples, times in batches) * prod(handed_on(self.spec, tensor_rank)) * self._width
@@ -239,7 +251,7 @@ class Volumes:
             operations = {"send": onward + back}
             operations["all_reduce"] = _sum(Sent(*evenly(2 * size, 2, nodes[0] != nodes[last])) for size in self._tied(stage, tensor_rank))
             operations["all_gather"] = self._norm(stages, stages - on_nodes[nodes[stage]])
-            yield operations
+            yield [operations], 1
 
     def _tied(self, stage: int, tensor_rank: int) -> Iterator[int]:
         """Bytes of the own shards of what the first and the last stage have both, as their gradients are accumulated."""
@@ -256,6 +268,12 @@ class Volumes:
 def _of_groups(groups: Mapping[Members, int]) -> dict[str, Total]:
     counted = ((name, Total(total.rank, total.all * count)) for members, count in groups.items() for name, total in members.totals.items())
     return {name: total for name, total in merged(counted).items() if total.all != Sent()}
+
+
+def _in_a_row(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(ranks, how many nodes that follow each other have so many)."""
+    for count, nodes in groupby(on_nodes):
+        yield count, len(list(nodes))
 
 
 def _sum(sent: Iterable[Sent]) -> Sent:

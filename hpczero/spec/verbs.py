@@ -108,7 +108,7 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
 
 def _idle(spec: Spec, layout: Layout | None) -> list[str]:
     batch = spec.train.global_batch
-    if not layout or layout.smallest:
+    if not layout or batch >= layout.data_ranks:
         return []
     return [f"train.global_batch = {batch} leaves {layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks without a sequence"]
 

@@ -89,7 +89,7 @@ def test_activations_at_the_widest_moment(world: World, model: Model, parallel: 
         job.way.train(micro_batches, 100, Trace())
     job.way.engine.finish_step(0.0)
     job.way.engine.close()
-    assert 0.9 < peak[0] / job.needed.each["activations"] < 1.1
+    assert 0.85 < peak[0] / job.needed.each["activations"] < 1.1
 
 
 @contextmanager
