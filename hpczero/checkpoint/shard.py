@@ -11,7 +11,9 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +99,22 @@ class Writer:
 
     def write(self, slot: int, chunks: Iterable[Array]) -> None:
         """`chunks`: float32, together the slot with its padding. Each begins at a multiple of PAGE in memory and, but for the last one, is of a
-        multiple of BLOCK bytes (`bounce`).
+        multiple of BLOCK bytes; it stays what it is until the one after the next is asked for (`bounce`): one is written while the next is made.
         """
         place, block = self.extent.data[slot], 0
-        for chunk in chunks:
-            data = memoryview(chunk.data).cast("B")
-            for start in range(0, len(data), BLOCK):
-                self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
-                block += 1
-            self._write_at(data, place)
-            place += len(data)
+        with ThreadPoolExecutor(1) as disk:
+            before: Future[None] | None = None
+            for chunk in chunks:
+                data = memoryview(chunk.data).cast("B")
+                for start in range(0, len(data), BLOCK):
+                    self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
+                    block += 1
+                if before:
+                    before.result()
+                before = disk.submit(self._write_at, data, place)
+                place += len(data)
+            if before:
+                before.result()
         assert place == self.extent.data[slot] + self.extent.length, f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"
 
     def finish(self) -> None:
@@ -151,10 +159,11 @@ def aligned(size: int) -> Array:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
 
 
-def bounce(sources: Sequence[Array], buffer: Array) -> Iterator[Array]:
-    """The elements of the sources, one after the other, in pieces that `Writer` can write: each is in `buffer` until the next is asked for."""
-    room, filled = buffer.view(np.float32), 0
-    assert buffer.nbytes % BLOCK == 0
+def bounce(sources: Sequence[Array], buffers: Sequence[Array]) -> Iterator[Array]:
+    """The elements of the sources, one after the other, in pieces that `Writer` can write, in one of the two buffers after the other."""
+    rooms, filled = cycle(buffer.view(np.float32) for buffer in buffers), 0
+    room = next(rooms)
+    assert all(buffer.nbytes % BLOCK == 0 for buffer in buffers)
     for source in sources:
         begin = 0
         while begin < len(source):
@@ -163,7 +172,7 @@ def bounce(sources: Sequence[Array], buffer: Array) -> Iterator[Array]:
             begin, filled = begin + count, filled + count
             if filled == len(room):
                 yield room
-                filled = 0
+                room, filled = next(rooms), 0
     if filled:
         end = padded(filled * WIDTH) // WIDTH
         room[filled:end] = 0
@@ -182,7 +191,3 @@ def rest(file: int, size: int, data: Iterable[Range]) -> str:
             place += len(read)
         place = max(place, end)
     return hasher.hexdigest()
-
-
-
-

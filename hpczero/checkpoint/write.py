@@ -94,12 +94,12 @@ class Saver:
         save = _Save(path, state, time.monotonic(), names, files, extents[self.world.rank])
         self._save = save
         if asynchronous:
-            chunks = [_whole(self._copy(slot, sources[slot], elements)) for slot in range(len(SLOTS))]
-            save.thread = threading.Thread(target=self._write, args=(save, chunks, buffers, True), name="hpczero-checkpoint", daemon=True)
+            copies = [_whole(self._copy(slot, sources[slot], elements)) for slot in range(len(SLOTS))]
+            save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, True), name="hpczero-checkpoint", daemon=True)
             save.thread.start()
         else:
-            buffer = aligned(shard.CHUNK)
-            self._write(save, [bounce(of_slot, buffer) for of_slot in sources], buffers, paced=False)
+            chunks = [aligned(shard.CHUNK) for _ in range(2)]
+            self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, paced=False)
 
     def conclude(self) -> Saved:
         """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
