@@ -45,16 +45,20 @@ class Checkpoint(Mapping[str, "Lazy"]):
     def step(self) -> int:
         return self.content.state.step
 
-    def read(self, slot: int, name: str, wanted: Slices) -> Array:
-        """A rectangle of a tensor."""
-        number = self._number[name]
-        out = np.empty([cut.stop - cut.start for cut in wanted], np.float32)
-        found = 0
+    def read(self, slot: int, name: str, wanted: Slices, out: Array | None = None) -> Array:
+        """A rectangle of a tensor, in `out` if given."""
+        number, found = self._number[name], 0
+        shape = [cut.stop - cut.start for cut in wanted]
+        out = np.empty(shape, np.float32) if out is None else out.reshape(shape)
         for part in self.table.parts(number, wanted):
-            first, last = _hull(part.shape, part.of_piece)
-            data = self.shards.read(part.rank, slot, part.offset + first, last - first, name)
-            out[part.of_wanted] = _cut(data, part.shape, part.of_piece, first)
-            found += prod(cut.stop - cut.start for cut in part.of_piece)
+            (first, last), target = _hull(part.shape, part.of_piece), out[(*part.of_wanted, ...)]
+            if last - first == target.size and target.flags.c_contiguous:
+                self.shards.read(part.rank, slot, part.offset + first, target.reshape(-1), name)
+            else:
+                data = np.empty(last - first, np.float32)
+                self.shards.read(part.rank, slot, part.offset + first, data, name)
+                target[...] = _cut(data, part.shape, part.of_piece, first)
+            found += target.size
         if found != out.size:
             raise Damaged(f"{self.folder}: {found} of {out.size} elements of {SLOTS[slot]}/{name} are there")
         return out
@@ -111,9 +115,9 @@ class Lazy:
             stop = min(start + length, size)
             out, filled = np.empty(stop - start, np.float32), 0
             for box in rectangles(self.shape, start, stop):
-                part = self._checkpoint.read(self._slot, self.name, box).reshape(-1)
-                out[filled : filled + len(part)] = part
-                filled += len(part)
+                count = prod(cut.stop - cut.start for cut in box)
+                self._checkpoint.read(self._slot, self.name, box, out[filled : filled + count])
+                filled += count
             yield out
 
     def numpy(self) -> Array:

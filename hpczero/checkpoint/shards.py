@@ -22,33 +22,27 @@ class Shards:
         self._of_rank = {data.rank: (shard, data.extent) for shard in content.shards for data in shard.ranks}
         self._files: dict[str, int] = {}
         self._checksums: dict[int, Array] = {}
-        self._kept: OrderedDict[tuple[int, int, int], memoryview] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, int], Array] = OrderedDict()
 
-    def read(self, rank: int, slot: int, first: int, count: int, what: str) -> Array:
-        """`what`: the tensor, for what is said of damage."""
+    def read(self, rank: int, slot: int, first: int, out: Array, what: str) -> None:
+        """Fills `out` with as many elements of the slot. `what`: the tensor, for what is said of damage."""
         shard, extent = self._of_rank[rank]
         try:
             self.open(shard)
         except Damaged as error:
             raise Damaged(f"{error}; {SLOTS[slot]}/{what} is there") from error
-        begin, end = first * WIDTH, (first + count) * WIDTH
-        out = np.empty(end - begin, np.uint8)
+        into, begin = out.view(np.uint8), first * WIDTH
+        end = begin + len(into)
         for number in range(begin // BLOCK, -(-end // BLOCK)):
-            start = number * BLOCK
-            block = self._block(shard, extent, slot, number, what)
-            low, high = max(begin, start), min(end, start + BLOCK)
-            out[low - begin : high - begin] = np.frombuffer(block[low - start : high - start], np.uint8)
-        return out.view("<f4")
+            low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
+            part = into[low - begin : high - begin]
+            if len(part) == BLOCK:
+                self._read_block(shard, extent, slot, number, part, what)
+            else:
+                part[:] = self._kept_block(shard, extent, slot, number, what)[low - number * BLOCK : high - number * BLOCK]
 
-    def bad_blocks(self, rank: int, slot: int) -> list[slice]:
-        """Elements of a rank's slot whose checksum does not fit."""
-        shard, extent = self._of_rank[rank]
-        checksums = self._checksums_of(shard, extent)
-        bad = []
-        for number in range(extent.blocks):
-            if xxhash.xxh3_64_intdigest(self._raw(shard, extent, slot, number)) != checksums[slot, number]:
-                bad.append(slice(number * BLOCK // WIDTH, min((number + 1) * BLOCK, extent.length) // WIDTH))
-        return bad
+    def file_of(self, rank: int) -> str:
+        return self._of_rank[rank][0].file
 
     def open(self, shard: ShardFile) -> int:
         """The file, if it is the one that was written: its size, and all of it but the data."""
@@ -65,36 +59,37 @@ class Shards:
             os.close(file)
         self._files.clear()
 
-    def _block(self, shard: ShardFile, extent: Extent, slot: int, number: int, what: str) -> memoryview:
+    def _kept_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, what: str) -> Array:
         key = extent.rank, slot, number
         if key not in self._kept:
-            block = self._raw(shard, extent, slot, number)
-            if xxhash.xxh3_64_intdigest(block) != self._checksums_of(shard, extent)[slot, number]:
-                raise Damaged(f"{self.folder / shard.file}: damaged at byte {extent.data[slot] + number * BLOCK}, in {SLOTS[slot]}/{what}")
+            block = np.empty(min(BLOCK, extent.length - number * BLOCK), np.uint8)
+            self._read_block(shard, extent, slot, number, block, what)
             self._kept[key] = block
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return self._kept[key]
 
-    def _raw(self, shard: ShardFile, extent: Extent, slot: int, number: int) -> memoryview:
-        begin = number * BLOCK
-        length = min(BLOCK, extent.length - begin)
-        return self._bytes(shard, extent.data[slot] + begin, length)
+    def _read_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, out: Array, what: str) -> None:
+        place = extent.data[slot] + number * BLOCK
+        self._fill(shard, place, out)
+        if xxhash.xxh3_64_intdigest(out.data) != self._checksums_of(shard, extent)[slot, number]:
+            raise Damaged(f"{self.folder / shard.file}: damaged at bytes {place} to {place + len(out) - 1}, in {SLOTS[slot]}/{what}".rstrip("/"))
 
-    def _bytes(self, shard: ShardFile, place: int, length: int) -> memoryview:
-        file, found = self.open(shard), b""
+    def _fill(self, shard: ShardFile, place: int, out: Array) -> None:
+        file, rest_of = self.open(shard), out.data
         try:
-            found = os.pread(file, length, place)
+            while rest_of and (count := os.preadv(file, [rest_of], place)):
+                rest_of, place = rest_of[count:], place + count
         except OSError as error:
             raise Damaged(f"{self.folder / shard.file}: {error.strerror} at byte {place}") from error
-        if len(found) != length:
-            raise Damaged(f"{self.folder / shard.file}: it ends before byte {place + length}")
-        return memoryview(found)
+        if rest_of:
+            raise Damaged(f"{self.folder / shard.file}: it ends at byte {place}")
 
     def _checksums_of(self, shard: ShardFile, extent: Extent) -> Array:
         if extent.rank not in self._checksums:
-            raw = self._bytes(shard, extent.checksums, 8 * len(SLOTS) * extent.blocks)
-            self._checksums[extent.rank] = np.frombuffer(raw, "<u8").reshape(len(SLOTS), extent.blocks)
+            raw = np.empty(8 * len(SLOTS) * extent.blocks, np.uint8)
+            self._fill(shard, extent.checksums, raw)
+            self._checksums[extent.rank] = raw.view("<u8").reshape(len(SLOTS), extent.blocks)
         return self._checksums[extent.rank]
 
 

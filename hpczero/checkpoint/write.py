@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -126,24 +127,20 @@ class Saver:
 
     def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], paced: bool) -> None:
         """Without MPI."""
-        path = save.path / f"{save.names[self._leader]}.new"
+        shard_path, index_path = save.path / f"{save.names[self._leader]}.new", save.path / f"{INDEX}.new"
+        with ThreadPoolExecutor(1) as beside:
+            index_error = beside.submit(save.error_of, index_path, lambda: self._write_index(index_path, save, buffers)) if self.world.rank == 0 else None
+            save.error = save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, paced))
+            save.error = save.error or (index_error.result() if index_error else "")
+
+    def _write_data(self, path: Path, save: "_Save", chunks: Sequence[Any], paced: bool) -> None:
+        writer = Writer(path, save.extent, direct=True)
         try:
-            writer = Writer(path, save.extent, direct=True)
-            try:
-                for slot, of_slot in enumerate(chunks):
-                    writer.write(slot, _paced(of_slot) if paced else of_slot)
-                writer.finish()
-            finally:
-                writer.close()
-            if self.world.rank == 0:
-                path = save.path / f"{INDEX}.new"
-                self._write_index(path, save, buffers)
-        except OSError as error:
-            needed = sum(padded(extent.elements * WIDTH) * len(SLOTS) for extents in save.files.values() for extent in extents)
-            free = folder.free_bytes(save.path)
-            save.error = f"{path}: {error.strerror or error} (the checkpoint has {needed:,} bytes; {free:,} are free there)"
-        except BaseException as error:
-            save.error = f"{path}: {type(error).__name__}: {error}"
+            for slot, of_slot in enumerate(chunks):
+                writer.write(slot, _paced(of_slot) if paced else of_slot)
+            writer.finish()
+        finally:
+            writer.close()
 
     def _write_index(self, path: Path, save: "_Save", buffers: Mapping[str, Array]) -> None:
         if self._table is None:
@@ -226,6 +223,18 @@ class _Save:
     thread: threading.Thread | None = None
     index: IndexFile | None = None
     error: str = ""
+
+    def error_of(self, path: Path, action: Callable[[], None]) -> str:
+        """What the action, which writes there, fails with."""
+        try:
+            action()
+        except OSError as error:
+            needed = sum(extent.length * len(SLOTS) for extents in self.files.values() for extent in extents)
+            free = folder.free_bytes(self.path)
+            return f"{path}: {error.strerror or error} (the checkpoint has {needed:,} bytes; {free:,} are free there)"
+        except Exception as error:
+            return f"{path}: {type(error).__name__}: {error}"
+        return ""
 
 
 def _leader(world: World, writers: str) -> int:

@@ -224,8 +224,7 @@ def _read_unit(checkpoint: Checkpoint, unit: Unit) -> None:
             wanted = tuple(slice(whole.start + cut.start, whole.start + cut.stop) for whole, cut in zip(place.whole, box, strict=True))
             count = int(np.prod([cut.stop - cut.start for cut in box], dtype=np.int64))
             for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
-                values = checkpoint.read(slot, place.parameter.name, wanted)
-                state[at : at + count].copy_(torch.from_numpy(values.reshape(-1)))
+                checkpoint.read(slot, place.parameter.name, wanted, state[at : at + count].numpy())
             at += count
 
 

@@ -1,0 +1,197 @@
+#!/usr/bin/env python3
+"""Saving and loading a checkpoint, beside dd, plain reading and torch.distributed.checkpoint, and what a save behind the training costs.
+
+    mpirun -n 2 python scripts/bench_checkpoint.py --folder /scratch/bench
+
+Every round saves the same states (master weights and moments of the engine): with dd, as many writers, past the page cache (oflag=direct) and with
+fsync; with hpczero, synchronously; with torch.distributed.checkpoint (fsync too). Then what each wrote is read, from the disk, not the page cache.
+A round takes as long as its slowest rank. Asynchronous: steps without a save, the step that begins one, and the steps while it goes on.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+CHUNK = 8 << 20
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("bench-checkpoint"), help="a folder that does not exist yet; removed at the end")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--stage", type=int, default=2, choices=range(4))
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = options()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    from hpczero.comm.world import World
+
+    torch.set_num_threads(1)
+    with World.start() as world:
+        bench = Bench(arguments, world)
+        try:
+            lines = bench.table() + bench.behind()
+        finally:
+            world.everyone.barrier()
+            if world.rank == 0:
+                shutil.rmtree(arguments.folder, ignore_errors=True)
+        if world.rank == 0:
+            print("\n".join(lines))
+    return 0
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace, world: Any) -> None:
+        from bench_contenders import Ours
+        from bench_step import job_of, start_gloo
+
+        from hpczero.comm.grid import Grid
+        from hpczero.train.checkpoints import Checkpoints
+
+        self.arguments, self.world = arguments, world
+        self.folder = world.share(str(arguments.folder.absolute()))
+        job = job_of(arguments, world)
+        spec = job.spec.model_copy(update={"output": self.folder, "name": "ours"})
+        self.ours = Ours(arguments.stage, True, job)
+        self.ours.step()
+        grid = Grid.build(spec.parallel, world.node_of_rank)
+        self.checkpoints = Checkpoints(spec, world, grid, self.ours.engine, asynchronous=True)
+        self.states = [tensor for unit in self.ours.engine.units for tensor in (unit.master, unit.moment1, unit.moment2)]
+        self.bytes = sum(tensor.nbytes for tensor in self.states)
+        start_gloo(world, "127.0.0.1")
+        self.number = 0
+
+    def table(self) -> list[str]:
+        ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+            "dd": (self.dd_write, self.dd_read),
+            "hpczero": (self.save, self.load),
+            "torch.distributed.checkpoint": (self.dcp_save, self.dcp_load),
+        }
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        for number in range(self.arguments.rounds):
+            for name in list(ways)[:: -1 if number % 2 else 1]:
+                self.clear()
+                write, read = ways[name]
+                wrote = self.timed(write)
+                self.forget()
+                seconds[name].append((wrote, self.timed(read)))
+        total = sum(self.world.collect(self.bytes) or [0])
+        lines = [f"{total / 1e9:.2f} GB of states on {self.world.size} ranks, {self.arguments.rounds} rounds\n"]
+        lines += ["| | write GB/s | / dd (range) | read GB/s | / dd (range) |", "| --- | ---: | ---: | ---: | ---: |"]
+        for name, found in seconds.items():
+            cells = [name]
+            for place in range(2):
+                ratios = [dd[place] / own[place] for own, dd in zip(found, seconds["dd"], strict=True)]
+                cells.append(f"{total / 1e9 / median(own[place] for own in found):.2f}" if self.world.rank == 0 else "")
+                cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})" if self.world.rank == 0 else "")
+            lines.append(f"| {' | '.join(cells)} |")
+        return lines
+
+    def behind(self) -> list[str]:
+        """Steps without a save, the one that begins it, those while it goes on."""
+        self.clear()
+        plain = [self.timed(self.ours.step) for _ in range(8)]
+        copy = self.timed(self.copy)
+        self.number += 1
+        self.checkpoints.begin(self.number, ends=False)  # makes the memory of the copy
+        self.checkpoints.conclude()
+        first, during, took = [], [], []
+        for _ in range(self.arguments.rounds):
+            self.number += 1
+            begun = time.perf_counter()
+            first.append(self.timed(lambda: self.checkpoints.begin(self.number, ends=False)))
+            while any(self.world.share(self.world.collect(not self.checkpoints.saver.written))):
+                during.append(self.timed(self.ours.step))
+            took.append(time.perf_counter() - begun)
+            self.checkpoints.conclude()
+            plain += [self.timed(self.ours.step) for _ in range(4)]
+        if self.world.rank:
+            return []
+        usual = median(plain)
+        return [
+            f"\nasynchronous: a step takes {1e3 * usual:.0f} ms; a copy of the states {1e3 * copy:.0f} ms; "
+            f"beginning a save {1e3 * median(first):.0f} ms; "
+            f"of {len(during)} steps during {len(took)} saves ({median(took):.1f} s each) the mean takes {1e3 * sum(during) / len(during):.0f} ms, "
+            f"{sum(during) / len(during) / usual:.2f} times the usual"
+        ]
+
+    def timed(self, action: Callable[[], Any]) -> float:
+        self.world.everyone.barrier()
+        begun = time.perf_counter()
+        action()
+        return float(self.world.share(max(self.world.collect(time.perf_counter() - begun) or [0.0])))
+
+    def clear(self) -> None:
+        self.world.everyone.barrier()
+        if self.world.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            Path(self.folder).mkdir(parents=True)
+        self.world.everyone.barrier()
+
+    def forget(self) -> None:
+        """What is read now comes from the disk."""
+        for path in Path(self.folder).rglob("*"):
+            if path.is_file():
+                handle = os.open(path, os.O_RDONLY)
+                os.fsync(handle)
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(handle)
+        self.world.everyone.barrier()
+
+    def copy(self) -> None:
+        for tensor in self.states:
+            tensor.clone()
+
+    def dd_write(self) -> None:
+        count = -(-self.bytes // CHUNK)
+        self.dd("if=/dev/zero", f"of={self.folder}/dd-{self.world.rank}", f"bs={CHUNK}", f"count={count}", "oflag=direct", "conv=fsync")
+
+    def dd_read(self) -> None:
+        self.dd(f"if={self.folder}/dd-{self.world.rank}", "of=/dev/null", f"bs={CHUNK}")
+
+    def dd(self, *operands: str) -> None:
+        subprocess.run(["dd", *operands], check=True, capture_output=True)
+
+    def save(self) -> None:
+        self.number += 1
+        self.checkpoints.begin(self.number, ends=True)
+        self.checkpoints.conclude()
+
+    def load(self) -> None:
+        assert self.checkpoints.resume() is not None
+
+    def dcp_save(self) -> None:
+        from torch.distributed import checkpoint as dcp
+
+        dcp.save(self.dcp_states(), storage_writer=dcp.FileSystemWriter(f"{self.folder}/dcp", sync_files=True))
+
+    def dcp_load(self) -> None:
+        from torch.distributed import checkpoint as dcp
+
+        dcp.load(self.dcp_states(), storage_reader=dcp.FileSystemReader(f"{self.folder}/dcp"))
+
+    def dcp_states(self) -> dict[str, Any]:
+        return {f"{self.world.rank}.{number}": tensor for number, tensor in enumerate(self.states)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""What any grid saves, any grid reads, to the bit; a run that goes on from a checkpoint is the one that was never stopped."""
+
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpczero.checkpoint import folder
+from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.shard import SLOTS
+from hpczero.checkpoint.write import SaveFailed
+from hpczero.comm.grid import Grid
+from hpczero.comm.world import World
+from hpczero.model.shapes import layers
+from hpczero.parallel.apply import assemble
+from hpczero.parallel.unit import Unit
+from hpczero.parallel.zero import Engine
+from hpczero.planner.volumes import resolved
+from hpczero.spec.schema import Checkpoint as Settings
+from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
+from hpczero.train.checkpoints import Checkpoints
+
+pytestmark = pytest.mark.mpi
+
+# ranks, parallel, ZeRO; nothing divides
+GRIDS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "alone": (1, {}, {"stage": 0}),
+    "data 2": (2, {}, {"stage": 1, "node_shared": False}),
+    "data 2, parameters cut": (2, {}, {"stage": 3, "node_shared": False}),
+    "data 2, one copy": (2, {}, {"stage": 2, "node_shared": True}),
+    "tensor 2": (2, {"tensor": 2}, {"stage": 1}),
+    "pipeline 2": (2, {"pipeline": 2}, {"stage": 2}),
+    "data 3": (3, {}, {"stage": 2, "node_shared": False}),
+    "tensor 3": (3, {"tensor": 3, "sequence_parallel": True}, {"stage": 0}),
+    "pipeline 3": (3, {"pipeline": 3}, {"stage": 0}),
+    "data 4": (4, {}, {"stage": 0, "node_shared": False}),
+    "tensor 4": (4, {"tensor": 4}, {"stage": 3}),
+    "tensor 2, data 2": (4, {"tensor": 2}, {"stage": 3, "node_shared": False}),
+    "pipeline 2, data 2": (4, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, {"stage": 1, "node_shared": True}),
+    "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}, {"stage": 1}),
+    "tensor 2, pipeline 2, data 2": (8, {"tensor": 2, "pipeline": 2}, {"stage": 3, "node_shared": False}),
+    "data 8": (8, {}, {"stage": 2, "node_shared": False}),
+}
+
+
+def spec_of(output: str, name: str, **checkpoint: Any) -> Spec:
+    _, parallel, zero = GRIDS[name]
+    return Spec(
+        output=output,
+        model=Model(layers=3, hidden=24, heads=6, seq_len=33, vocab=257, dropout=0.1),
+        data=Data(source="synthetic"),
+        train=Train(global_batch=5, micro_batch=2, precision="bf16", steps=6, eval_batches=0),
+        optimizer=Optimizer(lr=1e-2, eps=1e-6),
+        parallel=Parallel(**parallel),
+        zero=Zero(**zero),
+        checkpoint=Settings(**checkpoint),
+    )
+
+
+def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{slot} {name}".encode())))
+
+
+def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
+    """Of all states: what this rank steps, and what it ought to be."""
+    for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
+        here = slice(part.start - unit.own.start, part.stop - unit.own.start)
+        for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
+            whole = truth(place.parameter.name, slot, place.parameter.shape)[place.whole].reshape(-1)
+            yield state[here], whole[part.start - place.offset : part.stop - place.offset], f"{SLOTS[slot]}/{place.parameter.name}"
+
+
+@contextmanager
+def engine_on(world: World, spec: Spec) -> Iterator[tuple[Engine, Checkpoints]]:
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+    engine = assemble(spec, world, grid, accumulates=True).engine
+    yield engine, Checkpoints(spec, world, grid, engine, asynchronous=True)
+    engine.close()
+
+
+@pytest.fixture
+def shared_folder(world: World | None) -> Iterator[str]:
+    if world is None:  # this rank sits the test out
+        yield ""
+        return
+    path = world.share(tempfile.mkdtemp(prefix="hpczero-checkpoints-") if world.rank == 0 else "")
+    yield path
+    world.everyone.barrier()
+    if world.rank == 0:
+        shutil.rmtree(path)
+
+
+def save(world: World, spec: Spec, asynchronous: bool) -> None:
+    with engine_on(world, spec) as (engine, checkpoints):
+        for unit in engine.units:
+            for own, values, _ in stretches(unit):
+                own.copy_(values)
+        checkpoints.asynchronous = asynchronous
+        checkpoints.begin(7, ends=False)
+        for unit in engine.units:  # whatever happens to the states now is not saved
+            unit.master.zero_()
+        checkpoints.conclude()
+
+
+def assert_whole(path: Path) -> None:
+    """For hpczero's own reader, and for any other."""
+    with Checkpoint.open(path) as checkpoint, h5py.File(path / "index.h5") as file:
+        expected = [parameter for layer in layers(spec_of("runs", "alone").model) for parameter in layer.parameters]
+        assert {f"/{slot}/{parameter.name}" for slot in SLOTS for parameter in expected} == set(checkpoint)
+        for slot, prefix in enumerate(SLOTS):
+            for parameter in expected:
+                values = truth(parameter.name, slot, parameter.shape).numpy()
+                assert np.array_equal(checkpoint[f"/{prefix}/{parameter.name}"].numpy(), values), parameter.name
+                assert np.array_equal(file[f"{prefix}/{parameter.name}"][()], values), parameter.name
+
+
+def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) -> None:
+    if world.size < 4:
+        return
+    possible = {name: ranks for name, (ranks, _, _) in GRIDS.items() if ranks <= world.size}
+    for number, (writer, ranks) in enumerate(possible.items()):
+        output = f"{shared_folder}/{writer}"
+        if world.rank < ranks:
+            part = world.part(range(ranks), ranks_per_node=number % 3)
+            save(part, spec_of(output, writer, writers=("node", "rank")[number % 2]), asynchronous=number % 2 == 0)
+            part.close()
+        world.everyone.barrier()
+        if world.rank == 0:
+            assert_whole(Path(output) / "run" / "checkpoints" / "step-00000007")
+    for reader, ranks in possible.items():
+        if world.rank < ranks:
+            part = world.part(range(ranks))
+            with engine_on(part, spec_of(shared_folder, reader)) as (engine, checkpoints):
+                for writer in possible:
+                    for unit in engine.units:
+                        for state in (unit.master, unit.moment1, unit.moment2):
+                            state.fill_(float("nan"))
+                    checkpoints.spec = spec_of(f"{shared_folder}/{writer}", reader)
+                    checkpoints.path = Path(shared_folder) / writer / "run" / "checkpoints"
+                    resumed = checkpoints.resume()
+                    assert resumed is not None
+                    assert resumed.step == 7
+                    for unit in engine.units:
+                        for own, values, name in stretches(unit):
+                            assert torch.equal(own, values), (writer, reader, name)
+                    for unit in engine.units:
+                        unit.master.zero_()
+                    checkpoints.settle()
+            part.close()
+        world.everyone.barrier()
+
+
+def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_folder: str) -> None:
+    """The last byte of data of the newer of two checkpoints: which rank has it depends on the grid."""
+    spec = spec_of(shared_folder, "alone")
+    spec = spec.model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    with engine_on(world, spec) as (_, checkpoints):
+        for step in (1, 2):
+            checkpoints.begin(step, ends=True)
+            checkpoints.conclude()
+        path = checkpoints.path / folder.name_of(2)
+        if world.rank == 0:
+            with Checkpoint.open(path) as checkpoint:
+                last = max(checkpoint.content.shards[0].ranks, key=lambda data: data.data)
+                piece = max(row for row in range(len(checkpoint.table.rank)) if checkpoint.table.rank[row] == last.rank)
+                place = last.data[2] + 4 * int(checkpoint.table.offset[piece])
+            shard = path / checkpoint.content.shards[0].file
+            raw = bytearray(shard.read_bytes())
+            raw[place] ^= 1
+            shard.write_bytes(raw)
+        world.everyone.barrier()
+        resumed = checkpoints.resume()
+        assert resumed is not None
+        assert resumed.step == 1
+        assert "shard-00000.h5: damaged at bytes" in resumed.damaged[0]
+
+
+def test_what_fails_on_one_rank_is_no_checkpoint_on_any(world: World, shared_folder: str) -> None:
+    spec = spec_of(shared_folder, "alone").model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    for asynchronous in (False, True):
+        with engine_on(world, spec) as (_, checkpoints):
+            checkpoints.asynchronous = asynchronous
+            checkpoints.begin(1, ends=False)
+            checkpoints.conclude()
+            wrong = "the disk of the last rank is full"
+            checkpoints.begin(2, ends=False)
+            save_under_way = checkpoints.saver._save
+            assert save_under_way is not None
+            if save_under_way.thread:
+                save_under_way.thread.join()
+            if world.rank == world.size - 1:
+                save_under_way.error = wrong
+            with pytest.raises(SaveFailed, match=f"rank {world.size - 1} on .*{wrong}"):
+                checkpoints.conclude()
+            assert list(folder.steps(checkpoints.path)) == [1]
+            assert not checkpoints.saver.under_way
+            world.everyone.barrier()
+            assert not (checkpoints.path / folder.name_of(2)).exists()
+            checkpoints.begin(2, ends=False)
+            checkpoints.conclude()
+            assert list(folder.steps(checkpoints.path)) == [2, 1]
+            world.everyone.barrier()
+            if world.rank == 0:
+                shutil.rmtree(checkpoints.path)
+            world.everyone.barrier()
+
+
+def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> None:
+    spec = spec_of(shared_folder, "alone", keep=2, keep_every=3).model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    with engine_on(world, spec) as (_, checkpoints):
+        for step in range(1, 8):
+            checkpoints.begin(step, ends=True)
+            checkpoints.conclude()
+        world.everyone.barrier()
+        assert list(folder.steps(checkpoints.path)) == [7, 6, 3]
+
+
+def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> None:
+    spec = spec_of(shared_folder, "alone").model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"precision": "fp16"})})
+    with engine_on(world, spec) as (engine, checkpoints):
+        engine.updates, engine.loss_scale = 41, replace(engine.loss_scale, value=4096.0, good_steps=17)
+        checkpoints.begin(50, ends=True)
+        checkpoints.conclude()
+    with engine_on(world, spec) as (engine, checkpoints):
+        resumed = checkpoints.resume()
+        assert resumed is not None
+        assert (resumed.step, engine.updates, engine.loss_scale.value, engine.loss_scale.good_steps) == (50, 41, 4096.0, 17)
