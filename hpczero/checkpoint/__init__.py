@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpczero.checkpoint.files import Damaged
+
 if TYPE_CHECKING:
     from hpczero.checkpoint.read import Checkpoint
 
-__all__ = ["open"]
+__all__ = ["Damaged", "open"]
 
 
 def open(path: str | Path, step: int | None = None) -> "Checkpoint":

@@ -45,13 +45,22 @@ def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mappin
 
 
 def _view(file: h5py.File, slot: str, number: int, tensor: Tensor, table: Table, file_of: Mapping[int, tuple[str, int]]) -> None:
-    layout = h5py.VirtualLayout(tensor.shape or (1,), "<f4")
+    shape = tensor.shape or (1,)
+    whole = h5py.h5s.create_simple(shape)
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_fill_value(np.array(np.nan, "<f4"))
     for piece in table.pieces(number):
         rank, offset, size = int(table.rank[piece]), int(table.offset[piece]), int(table.sizes[piece])
         name, length = file_of[rank]
-        source = h5py.VirtualSource(name, f"/rank-{rank:05d}/{slot}", (length,), "<f4")
-        layout[table.box(piece) or slice(0, 1)] = source[offset : offset + size]
-    file.create_virtual_dataset(f"{slot}/{tensor.name}", layout, fillvalue=np.nan)
+        box = table.box(piece) or (slice(0, 1),)
+        whole.select_hyperslab(tuple(cut.start for cut in box), tuple(cut.stop - cut.start for cut in box))
+        source = h5py.h5s.create_simple((length,))
+        source.select_hyperslab((offset,), (size,))
+        properties.set_virtual(whole, name.encode(), f"/rank-{rank:05d}/{slot}".encode(), source)
+    whole.select_all()
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    h5py.h5d.create(file.id, f"{slot}/{tensor.name}".encode(), h5py.h5t.IEEE_F32LE, whole, properties, links)
 
 
 def read(folder: Path) -> tuple[Table, dict[str, Array]]:

@@ -24,12 +24,9 @@ def inside(file: h5py.File, name: str) -> Any:
 
 
 def _holds(group: Any, name: str) -> bool:
-    if not isinstance(group, h5py.Group):
+    if not isinstance(group, h5py.Group) or not group.id.links.exists(name.encode()):
         return False
-    try:
-        return bool(group.id.links.get_info(name.encode()).type == h5py.h5l.TYPE_HARD)
-    except KeyError:
-        return False
+    return bool(group.id.links.get_info(name.encode()).type == h5py.h5l.TYPE_HARD)
 
 
 def plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) -> Array:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint import index, manifest, shard
+from hpczero.checkpoint import index, manifest, shard, view
 from hpczero.checkpoint.files import Damaged, open_plain
 from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.checkpoint.shard import SLOTS, WIDTH, Array
@@ -32,12 +32,15 @@ class Checkpoint(Mapping[str, "Lazy"]):
         self._number = {tensor.name: number for number, tensor in enumerate(table.tensors)}
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Checkpoint":
+    def open(cls, folder: str | Path, checks_view: bool = True) -> "Checkpoint":
+        """`checks_view`: also that other programs, which go by the view, would read the same; of many ranks one may do that for all."""
         folder = Path(folder)
         content = manifest.read(folder)
         check_index(folder, content)
         table, buffers = index.read(folder)
         if problem := table.problem(manifest.elements_of_ranks(content.shards)):
+            raise Damaged(f"{folder / INDEX}: {problem}")
+        if checks_view and (problem := next(view.problems(folder / INDEX, table, content.shards), "")):
             raise Damaged(f"{folder / INDEX}: {problem}")
         return cls(folder, content, table, buffers)
 
