@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     _check(verbs)
     _run(verbs)
     _data(verbs)
+    _checkpoints(verbs)
     _doctor(verbs)
     _spec(verbs)
     return parser
@@ -100,6 +101,64 @@ def _data(verbs: argparse._SubParsersAction) -> None:
     show = _verb(kinds, "show", "hpczero.data.verbs:show", "say what is in a token file")
     show.add_argument("path", help="the token file")
     show.add_argument("--json", action="store_true", help="print JSON")
+
+
+_WHICH = "a checkpoint's folder, or a run's directory (then its newest complete one)"
+
+
+def _checkpoints(verbs: argparse._SubParsersAction) -> None:
+    ckpt = verbs.add_parser("ckpt", help="look into checkpoints", description="Look into checkpoints, without MPI and torch.")
+    kinds = ckpt.add_subparsers(title="verbs", metavar="VERB", required=True)
+    ls = _verb(kinds, "ls", "hpczero.checkpoint.verbs:ls", "which checkpoints there are, and whether they are complete")
+    ls.add_argument("paths", nargs="*", metavar="PATH", default=["runs"], help="runs, folders of runs or of checkpoints (default: runs)")
+    show = _verb(kinds, "show", "hpczero.checkpoint.verbs:show", "what is in a checkpoint, and which rank and file holds it")
+    _takes_checkpoint(show)
+    show.add_argument("--pieces", action="store_true", help="also every piece: rank, file, where it begins, which part of the tensor")
+    stats = _verb(kinds, "stats", "hpczero.checkpoint.verbs:stats", "norm, mean, std, min, max, and how many NaN and infinities, of each tensor")
+    _takes_checkpoint(stats)
+    diff = _verb(kinds, "diff", "hpczero.checkpoint.verbs:diff", "which tensors of two checkpoints differ, and by how much; 0: none, 1: some")
+    diff.add_argument("a", metavar="A", help=_WHICH)
+    diff.add_argument("b", metavar="B", help="what it is compared with")
+    diff.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="norm of the difference over the norm in B that counts as equal (default: 0)")
+    for verb, slot in ((stats, "model"), (diff, "all")):
+        verb.add_argument("--slot", choices=["model", "moment1", "moment2", "all"], default=slot, help=f"of the weights, or of a moment (default: {slot})")
+    verify = _verb(kinds, "verify", "hpczero.checkpoint.verify_verb:verify", "hold all of it against its checksums (alone or under mpirun)")
+    verify.add_argument("checkpoints", nargs="+", metavar="CKPT", help=_WHICH)
+    _takes_step(verify)
+    for verb in (ls, show, stats, diff, verify):
+        verb.add_argument("--json", action="store_true", help="print JSON")
+    _changing(kinds)
+
+
+def _changing(kinds: argparse._SubParsersAction) -> None:
+    export = _verb(kinds, "export", "hpczero.checkpoint.changing_verbs:export", "write the weights as safetensors")
+    export.add_argument("checkpoint", metavar="CKPT", help=_WHICH)
+    export.add_argument("output", metavar="OUT", help="a file *.safetensors, or a folder")
+    export.add_argument("--shard-size", metavar="SIZE", help="several files of at most this size (5GB), with an index, in the folder OUT")
+    export.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights (default: fp32, as they are)")
+    _takes_step(export)
+    adopt = _verb(kinds, "import", "hpczero.checkpoint.changing_verbs:import_", "make a checkpoint at step 0 of weights in safetensors files")
+    adopt.add_argument("files", nargs="+", metavar="FILE", help="safetensors files, or folders of them")
+    adopt.add_argument("--spec", required=True, help="the job's TOML file: its model has these tensors")
+    adopt.add_argument("--set", dest="overrides", metavar="SECTION.KEY=VALUE", action="append", default=[], help="override one key (may be repeated)")
+    adopt.add_argument("-o", "--output", metavar="RUN", help="the run's directory (default: that of the spec)")
+    prune = _verb(kinds, "prune", "hpczero.checkpoint.changing_verbs:prune", "remove checkpoints; never the newest complete one")
+    prune.add_argument("path", metavar="RUN", help="a run's directory, or its folder of checkpoints")
+    prune.add_argument("--keep", type=int, metavar="N", help="keep the N newest complete ones")
+    prune.add_argument("--keep-every", type=int, default=0, metavar="K", help="with --keep: also those of steps that K divides")
+    for state in ("incomplete", "damaged", "set-aside"):
+        prune.add_argument(f"--{state}", action="store_true", help=f"also those that are {state.replace('-', ' ')}")
+    prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+
+
+def _takes_checkpoint(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("checkpoint", metavar="CKPT", help=_WHICH)
+    verb.add_argument("pattern", nargs="?", metavar="PATTERN", help="tensors whose names match, as in a shell; without *, ? and [: names that contain it")
+    _takes_step(verb)
+
+
+def _takes_step(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--step", type=int, metavar="N", help="of a run: the checkpoint of this step")
 
 
 def _doctor(verbs: argparse._SubParsersAction) -> None:

@@ -1,0 +1,19 @@
+"""Checkpoints, for those who read them: `hpczero.checkpoint.open(path)["/model/<name>"]` is a whole tensor, read when it is asked for."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpczero.checkpoint.files import Damaged
+
+if TYPE_CHECKING:
+    from hpczero.checkpoint.read import Checkpoint
+
+__all__ = ["Damaged", "open"]
+
+
+def open(path: str | Path, step: int | None = None) -> "Checkpoint":
+    """The checkpoint in this folder; of a run's directory the newest complete one, or that of `step`."""
+    from hpczero.checkpoint.locate import checkpoint_at
+    from hpczero.checkpoint.read import Checkpoint
+
+    return Checkpoint.open(checkpoint_at(Path(path), step))

@@ -3,7 +3,6 @@ did not come to its end, and one with a longer name was set aside.
 """
 
 import contextlib
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,8 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hpczero.checkpoint import manifest
+from hpczero.checkpoint.files import sync
 
 _STEP = re.compile(r"step-(\d{8,18})")
+_ASIDE = re.compile(r"step-(\d{8,18})\.\d{8}T\d{6}(-\d+)?")
 _FILES = re.compile(r"(shard-\d{5,9}\.h5|index\.h5|MANIFEST\.json)(\.new)?")
 
 
@@ -28,6 +29,21 @@ def steps(checkpoints: Path) -> dict[int, Path]:
 
 def incomplete(checkpoints: Path) -> list[Path]:
     return [path for _, path in _folders(checkpoints) if not (path / manifest.NAME).is_file()]
+
+
+def aside(checkpoints: Path) -> list[Path]:
+    """Those that were set aside."""
+    return [path for _, path in _folders(checkpoints, _ASIDE)]
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name says, also of one that was set aside; None: it is no name of a checkpoint."""
+    match = _STEP.fullmatch(path.absolute().name) or _ASIDE.fullmatch(path.absolute().name)
+    return int(match.group(1)) if match else None
+
+
+def holds_any(checkpoints: Path) -> bool:
+    return bool(_folders(checkpoints) or _folders(checkpoints, _ASIDE))
 
 
 def begin(checkpoints: Path, step: int) -> Path:
@@ -69,23 +85,14 @@ def to_prune(complete: Sequence[int], keep: int, keep_every: int) -> list[int]:
     return [step for step in newest_first[keep:] if not (keep_every and step % keep_every == 0)]
 
 
-def sync(folder: Path) -> None:
-    """What a folder lists is on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
-def _folders(checkpoints: Path) -> list[tuple[int, Path]]:
+def _folders(checkpoints: Path, name: re.Pattern[str] = _STEP) -> list[tuple[int, Path]]:
     if not checkpoints.is_dir():
         return []
-    found = ((_STEP.fullmatch(path.name), path) for path in checkpoints.iterdir())
-    return [(int(match.group(1)), path) for match, path in found if match and path.is_dir()]
+    found = sorted((path.name, path) for path in checkpoints.iterdir())
+    return [(int(match.group(1)), path) for text, path in found if (match := name.fullmatch(text)) and path.is_dir()]

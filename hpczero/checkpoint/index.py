@@ -15,13 +15,15 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpczero.checkpoint.manifest import INDEX, Damaged, ShardFile, slot_elements
+from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.inside import WRONG, datasets_below, plain
+from hpczero.checkpoint.manifest import INDEX, ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.checkpoint.table import Table, Tensor
+from hpczero.spec.show import printable
 
 MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
 _COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
-_LARGEST = 1 << 40  # elements of a table that can be meant
 
 
 def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
@@ -43,13 +45,22 @@ def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mappin
 
 
 def _view(file: h5py.File, slot: str, number: int, tensor: Tensor, table: Table, file_of: Mapping[int, tuple[str, int]]) -> None:
-    layout = h5py.VirtualLayout(tensor.shape or (1,), "<f4")
+    shape = tensor.shape or (1,)
+    whole = h5py.h5s.create_simple(shape)
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_fill_value(np.array(np.nan, "<f4"))
     for piece in table.pieces(number):
         rank, offset, size = int(table.rank[piece]), int(table.offset[piece]), int(table.sizes[piece])
         name, length = file_of[rank]
-        source = h5py.VirtualSource(name, f"/rank-{rank:05d}/{slot}", (length,), "<f4")
-        layout[table.box(piece) or slice(0, 1)] = source[offset : offset + size]
-    file.create_virtual_dataset(f"{slot}/{tensor.name}", layout, fillvalue=np.nan)
+        box = table.box(piece) or (slice(0, 1),)
+        whole.select_hyperslab(tuple(cut.start for cut in box), tuple(cut.stop - cut.start for cut in box))
+        source = h5py.h5s.create_simple((length,))
+        source.select_hyperslab((offset,), (size,))
+        properties.set_virtual(whole, name.encode(), f"/rank-{rank:05d}/{slot}".encode(), source)
+    whole.select_all()
+    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
+    links.set_create_intermediate_group(True)
+    h5py.h5d.create(file.id, f"{slot}/{tensor.name}".encode(), h5py.h5t.IEEE_F32LE, whole, properties, links)
 
 
 def read(folder: Path) -> tuple[Table, dict[str, Array]]:
@@ -57,12 +68,12 @@ def read(folder: Path) -> tuple[Table, dict[str, Array]]:
     path = folder / INDEX
     try:
         with h5py.File(path, "r", locking=False) as file:
-            columns = [_plain(file, f"pieces/{name}", "<u8", dims) for name, dims in _COLUMNS.items()]
-            names, shapes = (json.loads(_plain(file, f"pieces/{name}", "u1", 1).tobytes()) for name in ("names", "shapes"))
+            columns = [plain(file, f"pieces/{name}", "<u8", dims) for name, dims in _COLUMNS.items()]
+            names, shapes = (json.loads(plain(file, f"pieces/{name}", "u1", 1).tobytes()) for name in ("names", "shapes"))
             tensors = tuple(Tensor(_text(name), tuple(map(_length, shape))) for name, shape in zip(names, shapes, strict=True))
-            buffers = {name: _plain(file, f"buffers/{name}") for name in _names_below(file, "buffers")}
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError, RecursionError) as error:
-        raise Damaged(f"{path}: it is no index of a checkpoint: {error}") from error
+            buffers = {name: plain(file, f"buffers/{name}") for name in datasets_below(file, "buffers")}
+    except WRONG as error:
+        raise Damaged(f"{path}: it is no index of a checkpoint: {printable(str(error))}") from error
     rows = len(columns[0])
     if any(len(column) != rows for column in columns) or columns[3].shape != columns[4].shape:
         raise Damaged(f"{path}: the columns of its piece table differ in length")
@@ -74,34 +85,9 @@ def read(folder: Path) -> tuple[Table, dict[str, Array]]:
     return Table(tensors, *columns), buffers
 
 
-def _plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) -> Array:
-    """A dataset that lies in this very file, whole; not one that could make us read elsewhere, or more than the file has."""
-    here = file["/"]
-    for part in name.split("/")[:-1]:
-        here = _inside(here, part)
-    found = _inside(here, name.split("/")[-1])
-    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external or found.chunks is not None:
-        raise ValueError(f"{name} is no plain dataset")
-    if (dtype and found.dtype != np.dtype(dtype)) or (dims is not None and found.ndim != dims) or found.dtype.kind not in "fiub":
-        raise ValueError(f"{name} has {found.dtype} {found.shape}")
-    if found.size is None or found.size > _LARGEST or found.size * found.dtype.itemsize > found.id.get_storage_size():
-        raise ValueError(f"{name} says that it has {found.shape} and stores less")
-    return np.asarray(found[()])
-
-
-def _inside(group: h5py.Group, name: str) -> Any:
-    if not isinstance(group, h5py.Group) or not isinstance(group.get(name, getlink=True), h5py.HardLink):
-        raise ValueError(f"{name} is not in this file itself")
-    return group[name]
-
-
-def _names_below(file: h5py.File, name: str) -> list[str]:
-    return list(_inside(file["/"], name)) if name in file else []
-
-
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("the name of a tensor is no text")
+    if not isinstance(value, str) or not value or not value.isprintable():
+        raise ValueError(f"{value!r} is no name of a tensor")
     return value
 
 

@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hpczero.checkpoint.files import Damaged, open_plain, sync, write_durably
 from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
-from hpczero.errors import HpczeroError
+from hpczero.spec.show import printable
 
 FORMAT = 1
 NAME = "MANIFEST.json"
@@ -25,10 +26,6 @@ _SHARD = re.compile(r"shard-\d{5,9}\.h5")
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-
-
-class Damaged(HpczeroError):
-    """A checkpoint that is not what was written."""
 
 
 class _Part(BaseModel):
@@ -93,33 +90,52 @@ def text(content: Content) -> str:
     return json.dumps({"content": inner, "checksum": _checksum(inner)}, indent=1, sort_keys=True) + "\n"
 
 
+def write(folder: Path, content: Content) -> None:
+    """The commit: what the folder has under final names becomes a checkpoint."""
+    sync(folder)
+    write_durably(folder / NAME, text(content))
+    sync(folder)
+
+
 def read(folder: Path) -> Content:
     """Damaged: the manifest is not one, or not of this format."""
     path = folder / NAME
+    raw = _bytes_of(path)
     try:
-        if (length := os.stat(path, follow_symlinks=False).st_size) > _LONGEST:
-            raise Damaged(f"{path}: {length} bytes are too many for a manifest")
-        raw = path.read_bytes()
-        whole = json.loads(raw)
-    except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: it is damaged, being no JSON") from error
-    if not isinstance(whole, dict) or not isinstance(whole.get("content"), dict):
-        raise Damaged(f"{path}: it is no manifest of a checkpoint")
-    found = whole["content"].get("format")
-    if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
-        raise Damaged(f"{path}: format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
-    try:
-        content = Content.model_validate(whole["content"])
+        content = _parsed(raw)
+        if content.format != FORMAT or text(content).encode() != raw:
+            raise Damaged("it is damaged: its checksum does not fit")
+        if problem := _problem(content):
+            raise Damaged(problem)
     except ValidationError as error:
         first = error.errors()[0]
-        raise Damaged(f"{path}: it is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-    if content.format != FORMAT or text(content).encode() != raw:
-        raise Damaged(f"{path}: it is damaged: its checksum does not fit")
-    if problem := _problem(content):
-        raise Damaged(f"{path}: {problem}")
+        raise Damaged(f"{path}: it is damaged: {printable('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path}: it is damaged, being no JSON of a manifest") from error
+    except Damaged as error:
+        raise Damaged(f"{path}: {error}") from error
     return content
+
+
+def _bytes_of(path: Path) -> bytes:
+    file = open_plain(path)
+    with os.fdopen(file, "rb") as opened:
+        if (length := os.fstat(file).st_size) > _LONGEST:
+            raise Damaged(f"{path}: {length:,} bytes are too many for a manifest")
+        try:
+            return opened.read()
+        except OSError as error:
+            raise Damaged(f"{path}: {error.strerror}") from error
+
+
+def _parsed(raw: bytes) -> Content:
+    whole = json.loads(raw)
+    if not isinstance(whole, dict) or not isinstance(whole.get("content"), dict):
+        raise Damaged("it is no manifest of a checkpoint")
+    found = whole["content"].get("format")
+    if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
+        raise Damaged(f"format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
+    return Content.model_validate(whole["content"])
 
 
 def _checksum(inner: dict[str, Any]) -> str:
@@ -131,7 +147,7 @@ def _problem(content: Content) -> str:
     if len({shard.file for shard in content.shards}) != len(content.shards):
         return "a shard file is named twice"
     ranks = sorted(data.rank for shard in content.shards for data in shard.ranks)
-    if ranks != list(range(content.ranks)):
+    if len(ranks) != content.ranks or any(rank != number for number, rank in enumerate(ranks)):
         return f"its shards have the data of {len(ranks)} ranks, not of ranks 0 to {content.ranks - 1}"
     return next((f"{shard.file}: {problem}" for shard in content.shards if (problem := _of_shard(shard))), "")
 

@@ -1,5 +1,6 @@
 """Reading a checkpoint, whatever grid wrote it: any rectangle of any tensor, through the piece table."""
 
+import os
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from math import prod
@@ -8,14 +9,16 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from hpczero.checkpoint import index, manifest
-from hpczero.checkpoint.manifest import INDEX, Content, Damaged
-from hpczero.checkpoint.shard import CHUNK, SLOTS, Array
+from hpczero.checkpoint import index, manifest, shard, view
+from hpczero.checkpoint.files import Damaged, open_plain
+from hpczero.checkpoint.manifest import INDEX, Content
+from hpczero.checkpoint.shard import SLOTS, WIDTH, Array
 from hpczero.checkpoint.shards import Shards
 from hpczero.checkpoint.table import Table, Tensor
-from hpczero.parallel.layout import Slices
+from hpczero.parallel.layout import Slices, rectangles
+
+STRETCH = (32 << 20) // WIDTH  # elements that are taken at a time of a tensor that may be larger than memory
 
 
 class Checkpoint(Mapping[str, "Lazy"]):
@@ -30,12 +33,15 @@ class Checkpoint(Mapping[str, "Lazy"]):
         self._number = {tensor.name: number for number, tensor in enumerate(table.tensors)}
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Checkpoint":
+    def open(cls, folder: str | Path, checks_view: bool = True) -> "Checkpoint":
+        """`checks_view`: also that other programs, which go by the view, would read the same; of many ranks one may do that for all."""
         folder = Path(folder)
         content = manifest.read(folder)
-        _verify_index(folder, content)
+        check_index(folder, content)
         table, buffers = index.read(folder)
         if problem := table.problem(manifest.elements_of_ranks(content.shards)):
+            raise Damaged(f"{folder / INDEX}: {problem}")
+        if checks_view and (problem := next(view.problems(folder / INDEX, table, content.shards), "")):
             raise Damaged(f"{folder / INDEX}: {problem}")
         return cls(folder, content, table, buffers)
 
@@ -107,6 +113,18 @@ class Lazy:
         wanted = slice(start, stop), *(slice(0, length) for length in self.shape[1:])
         return self._checkpoint.read(self._slot, self.name, wanted)
 
+    def stretches(self, length: int = STRETCH) -> Iterator[Array]:
+        """All elements in memory order, flat, so many at a time: how they are cut does not depend on the grid that wrote them."""
+        size = prod(self.shape)
+        for start in range(0, size, length):
+            stop = min(start + length, size)
+            out, filled = np.empty(stop - start, np.float32), 0
+            for box in rectangles(self.shape, start, stop):
+                count = prod(cut.stop - cut.start for cut in box)
+                self._checkpoint.read(self._slot, self.name, box, out[filled : filled + count])
+                filled += count
+            yield out
+
     def numpy(self) -> Array:
         return self._checkpoint.read(self._slot, self.name, tuple(slice(0, length) for length in self.shape))
 
@@ -117,19 +135,17 @@ class Lazy:
         return self.numpy().astype(dtype or np.float32, copy=False)
 
 
-def _verify_index(folder: Path, content: Content) -> None:
-    path, hasher, size = folder / INDEX, xxhash.xxh3_64(), 0
+def check_index(folder: Path, content: Content) -> None:
+    path = folder / INDEX
+    file = open_plain(path)
     try:
-        if path.is_symlink() or not path.is_file():
-            raise Damaged(f"{path}: it is missing" if not path.is_symlink() else f"{path}: it is a link")
-        with path.open("rb") as file:
-            while read := file.read(CHUNK):
-                hasher.update(read)
-                size += len(read)
+        size = os.fstat(file).st_size
+        if size != content.index.size or shard.rest(file, size, ()) != content.index.checksum:
+            raise Damaged(f"{path}: it is damaged: its {size} bytes are not the {content.index.size} that were written")
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from error
-    if size != content.index.size or hasher.hexdigest() != content.index.checksum:
-        raise Damaged(f"{path}: it is damaged: its {size} bytes are not the {content.index.size} that were written")
+    finally:
+        os.close(file)
 
 
 def _hull(shape: tuple[int, ...], box: Slices) -> tuple[int, int]:

@@ -1,14 +1,14 @@
 """The data of a checkpoint, read back: whatever is given out has been held against its checksum."""
 
 import os
-import stat
 from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from hpczero.checkpoint.manifest import Content, Damaged, ShardFile
+from hpczero.checkpoint.files import Damaged, open_plain
+from hpczero.checkpoint.manifest import Content, ShardFile
 from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Extent, rest
 
 _KEPT = 16  # blocks that were read last
@@ -27,6 +27,10 @@ class Shards:
     def read(self, rank: int, slot: int, first: int, out: Array, what: str) -> None:
         """Fills `out` with as many elements of the slot. `what`: the tensor, for what is said of damage."""
         shard, extent = self._of_rank[rank]
+        try:
+            self.open(shard)
+        except Damaged as error:
+            raise Damaged(f"{error}; {SLOTS[slot]}/{what} is there") from error
         into, begin = out.view(np.uint8), first * WIDTH
         end = begin + len(into)
         for number in range(begin // BLOCK, -(-end // BLOCK)):
@@ -37,36 +41,17 @@ class Shards:
             else:
                 part[:] = self._kept_block(shard, extent, slot, number, what)[low - number * BLOCK : high - number * BLOCK]
 
-    def bad_blocks(self, rank: int, slot: int) -> list[slice]:
-        """Elements of a rank's slot whose checksum does not fit."""
-        shard, extent = self._of_rank[rank]
-        bad, room = [], np.empty(BLOCK, np.uint8)
-        for number in range(extent.blocks):
-            begin, end = number * BLOCK, min((number + 1) * BLOCK, extent.length)
-            try:
-                self._read_block(shard, extent, slot, number, room[: end - begin], "")
-            except Damaged:
-                bad.append(slice(begin // WIDTH, end // WIDTH))
-        return bad
+    def file_of(self, rank: int) -> str:
+        return self._of_rank[rank][0].file
 
     def open(self, shard: ShardFile) -> int:
         """The file, if it is the one that was written: its size, and all of it but the data."""
         if shard.file not in self._files:
-            path = self.folder / shard.file
-            try:
-                file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except OSError as error:
-                raise Damaged(f"{path}: {error.strerror}") from error
+            file = open_plain(self.folder / shard.file)
+            if problem := problem_outside_data(shard, file):
+                os.close(file)
+                raise Damaged(f"{self.folder / shard.file}: {problem}")
             self._files[shard.file] = file
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != shard.size:
-                raise Damaged(f"{path}: it has {found.st_size} bytes, and {shard.size} were written")
-            try:
-                checksum = rest(file, shard.size, (place for data in shard.ranks for place in data.extent.ranges()))
-            except OSError as error:
-                raise Damaged(f"{path}: {error.strerror}") from error
-            if checksum != shard.rest:
-                raise Damaged(f"{path}: it is damaged outside of its data: checksum {checksum}, and {shard.rest} was written")
         return self._files[shard.file]
 
     def close(self) -> None:
@@ -106,3 +91,15 @@ class Shards:
             self._fill(shard, extent.checksums, raw)
             self._checksums[extent.rank] = raw.view("<u8").reshape(len(SLOTS), extent.blocks)
         return self._checksums[extent.rank]
+
+
+def problem_outside_data(shard: ShardFile, file: int) -> str:
+    """Why this cannot be the file that was written; empty if it can, as far as all but its data says."""
+    size = os.fstat(file).st_size
+    if size != shard.size:
+        return f"it has {size:,} bytes, and {shard.size:,} were written"
+    try:
+        checksum = rest(file, size, (place for data in shard.ranks for place in data.extent.ranges()))
+    except OSError as error:
+        return f"{error.strerror}"
+    return "" if checksum == shard.rest else f"it is damaged outside of its data: checksum {checksum}, and {shard.rest} was written"

@@ -18,6 +18,8 @@ from hpczero.parallel.layout import Slices, UnitLayout, rectangles
 
 Array = np.ndarray[Any, Any]
 
+_TOO_MANY = 1 << 60  # elements: what 64 bits count stays exact below that
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -117,6 +119,12 @@ class Table:
         """[n] elements of each piece."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.uint64)
 
+    def elements(self, ranks: int) -> list[int]:
+        """What each rank stores of a slot."""
+        found = np.zeros(ranks, np.uint64)
+        np.add.at(found, self.rank.astype(np.int64), self.sizes)
+        return [int(count) for count in found]
+
     @cached_property
     def _first(self) -> Array:
         return np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1))
@@ -147,20 +155,59 @@ class Table:
             )
 
     def problem(self, elements_of_rank: Sequence[int]) -> str:
-        """Why this cannot be the table of a checkpoint whose ranks have so many elements; empty if it can."""
-        if len(self.rank) and int(self.rank.max()) >= len(elements_of_rank):
+        """Why this cannot be the table of a checkpoint whose ranks have so many elements; empty if it can: then every element of every tensor, and
+        every element of every rank, is in one piece.
+        """
+        if any(tensor.size >= _TOO_MANY for tensor in self.tensors) or sum(elements_of_rank) >= _TOO_MANY:
+            return f"it has tensors of {_TOO_MANY} elements and more"
+        shapes = np.array([tensor.shape + (1,) * (self.stop.shape[1] - len(tensor.shape)) for tensor in self.tensors], np.uint64)
+        if len(self.rank) and (int(self.rank.max()) >= len(elements_of_rank) or int(self.tensor.max()) >= len(self.tensors)):
             return f"it has pieces of rank {int(self.rank.max())}, and there are {len(elements_of_rank)} ranks"
-        elements = np.array(elements_of_rank, np.uint64)
-        if (self.start >= self.stop).any() or (self.offset + self.sizes > elements[self.rank.astype(np.int64)]).any():
-            return "it has pieces that lie outside of their rank's data"
-        for index, tensor in enumerate(self.tensors):
-            rows = self.pieces(index)
-            shape = np.array(tensor.shape + (1,) * (self.stop.shape[1] - len(tensor.shape)), np.uint64)
-            if (self.stop[rows.start : rows.stop] > shape).any():
-                return f"pieces of {tensor.name} lie outside of its shape {list(tensor.shape)}"
-            if int(self.sizes[rows.start : rows.stop].sum()) != tensor.size:
-                return f"the pieces of {tensor.name} have {int(self.sizes[rows.start : rows.stop].sum())} elements, and it has {tensor.size}"
+        outside = (self.start >= self.stop).any(axis=1) | (len(self.rank) > 0 and (self.stop > shapes[self.tensor.astype(np.int64)]).any(axis=1))
+        if outside.any():
+            tensor = self.tensors[int(self.tensor[np.flatnonzero(outside)[0]])]
+            return f"pieces of {tensor.name} lie outside of its shape {list(tensor.shape)}"
+        return self._stored_twice(elements_of_rank) or self._not_whole()
+
+    def _stored_twice(self, elements_of_rank: Sequence[int]) -> str:
+        """The pieces of each rank follow each other."""
+        order = np.lexsort((self.offset, self.rank))
+        rank, offset, end = self.rank[order], self.offset[order], self.offset[order] + self.sizes[order]
+        is_first, is_last = np.diff(rank, prepend=-1) != 0, np.diff(rank, append=-1) != 0
+        ends = np.zeros(len(elements_of_rank), np.uint64)
+        ends[rank[is_last].astype(np.int64)] = end[is_last]
+        wrong = np.where(is_first, offset != 0, offset != np.roll(end, 1))
+        if wrong.any():
+            return f"the pieces of rank {int(rank[np.flatnonzero(wrong)[0]])} do not follow each other in its data"
+        if (ends != np.array(elements_of_rank, np.uint64)).any():
+            return "its pieces are not all of the ranks' data"
         return ""
+
+    def _not_whole(self) -> str:
+        """The pieces of a tensor cover it once. Each coordinate of a dimension gets a random measure, a rectangle the product of its sides': what is
+        covered twice or not at all would have to make up for each other in 64 random bits.
+        """
+        random = np.random.default_rng()
+        measured = np.ones(len(self.tensor), np.uint64)
+        whole = np.ones(len(self.tensors), np.uint64)
+        for dim in range(self.stop.shape[1]):
+            factor, shift = random.integers(0, 1 << 63, 2, np.uint64) * np.uint64(2) + np.uint64(1)
+            measured *= _mixed(self.stop[:, dim] * factor + shift) - _mixed(self.start[:, dim] * factor + shift)
+            lengths = np.array([tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in self.tensors], np.uint64)
+            whole *= _mixed(lengths * factor + shift) - _mixed(np.zeros_like(lengths) + shift)
+        found = np.zeros(len(self.tensors), np.uint64)
+        np.add.at(found, self.tensor.astype(np.int64), measured)
+        for index in np.flatnonzero(found != whole):
+            if self.tensors[index].size or len(self.pieces(int(index))):
+                return f"the pieces of {self.tensors[index].name} are not all of it, or have parts of it twice"
+        return ""
+
+
+def _mixed(values: Array) -> Array:
+    """A random-looking number of 64 bits for each (the finalizer of SplitMix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def _seen_from(cuts: Sequence[slice], base: Slices) -> Slices:

@@ -1,0 +1,145 @@
+"""`hpczero ckpt export`, `import`, `prune`: they write, or remove. They need neither MPI nor torch."""
+
+import contextlib
+import re
+from argparse import Namespace
+from pathlib import Path
+
+from hpczero import env
+from hpczero.checkpoint import folder
+from hpczero.checkpoint.adopt import Adoption
+from hpczero.checkpoint.export import Export
+from hpczero.checkpoint.listing import ASIDE, COMPLETE, DAMAGED, INCOMPLETE, Listed, bytes_of, listed
+from hpczero.checkpoint.locate import checkpoint_at, checkpoints_of
+from hpczero.checkpoint.progress import bar
+from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.safetensors_file import SafetensorsFile
+from hpczero.errors import HpczeroError, InputError
+from hpczero.spec.load import differences, load, to_toml
+from hpczero.spec.schema import Spec
+from hpczero.spec.show import printable
+from hpczero.train.lock import RunLock
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def export(options: Namespace) -> int:
+    output, largest = Path(options.output), _bytes(options.shard_size) if options.shard_size else 0
+    is_file = output.suffix == ".safetensors"
+    if is_file and largest:
+        raise InputError(f"--shard-size: {printable(str(output))} would have to be a folder, for several files and their index")
+    if not is_file and not largest:
+        output = output / "model.safetensors"
+    target = output.parent if is_file or not largest else output
+    with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
+        made = Export(checkpoint, options.dtype)
+        try:
+            _room(target, made.size)
+            if not is_file and not largest:
+                output.parent.mkdir(exist_ok=True)
+            with bar("writing", made.size) as advance:
+                done = made.to_folder(output, largest, advance) if largest else made.to_file(output, advance)
+        except OSError as error:
+            raise HpczeroError(f"{error.filename or output}: {error.strerror} ({bytes_of(made.size)} are to be written)") from error
+    for path in done.files:
+        print(f"wrote {printable(str(path))}")
+    print(f"{done.tensors} tensors (of them {done.buffers} buffers), {bytes_of(done.size)}, weights as {options.dtype}")
+    if done.overflows:
+        print(f"WARN {done.overflows:,} weights are too large for {options.dtype} and became infinite; bf16 has the range of fp32")
+    return 0
+
+
+def import_(options: Namespace) -> int:
+    spec = load(options.spec, options.overrides).spec
+    run = Path(options.output) if options.output else Path(env.expand(spec.output)) / spec.name
+    checkpoints = run / "checkpoints"
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(SafetensorsFile(path)) for path in _safetensors(options.files)]
+        adoption = Adoption(spec, files)
+        if folder.steps(checkpoints):
+            raise InputError(f"{printable(str(run))} has checkpoints already: name another run's directory")
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            with RunLock(run):
+                _begin_run(run, spec)
+                with bar("reading", adoption.size) as advance:
+                    path = adoption.save(checkpoints, advance)
+        except OSError as error:
+            raise HpczeroError(f"{error.filename or checkpoints}: {error.strerror}") from error
+    print(f"made {printable(str(path))}: {len(adoption.parameters)} tensors, {len(adoption.buffers)} buffers, moments of zero")
+    print(f"`hpczero run` with this spec begins there, at step 0, if its run directory is {printable(str(run))}")
+    return 0
+
+
+def prune(options: Namespace) -> int:
+    checkpoints = checkpoints_of(Path(options.path))
+    if not folder.holds_any(checkpoints):
+        raise InputError(f"{printable(options.path)} has no checkpoints: name a run's directory, or its folder of checkpoints")
+    if options.keep is not None and options.keep < 1:
+        raise InputError(f"--keep {options.keep}: at least 1, the newest complete one, is always kept")
+    if options.keep is None and not (options.incomplete or options.set_aside or options.damaged):
+        raise InputError("nothing to remove: say how many are to be kept (--keep), or give --incomplete, --set-aside or --damaged")
+    with contextlib.nullcontext() if options.dry_run or not (checkpoints.parent / "spec.toml").exists() else RunLock(checkpoints.parent):
+        found = list(listed(checkpoints))
+        removed = _unwanted(found, options)
+        for one in removed:
+            if not options.dry_run:
+                _remove(one)
+            print(f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {bytes_of(one.size)})")
+    print(f"{len(removed)} of {len(found)} checkpoints, {bytes_of(sum(one.size for one in removed))}")
+    return 0
+
+
+def _unwanted(found: list[Listed], options: Namespace) -> list[Listed]:
+    """Only what is complete counts among those that are kept: a damaged one is no reason to remove a good one."""
+    complete = [one.step for one in found if one.state == COMPLETE]
+    old = folder.to_prune(complete, options.keep or 0, options.keep_every)
+    states = {INCOMPLETE: options.incomplete, ASIDE: options.set_aside, DAMAGED: options.damaged}
+    return [one for one in found if (one.state == COMPLETE and one.step in old) or states.get(one.state)]
+
+
+def _remove(one: Listed) -> None:
+    try:
+        folder.remove(one.path)
+    except OSError as error:
+        raise HpczeroError(f"{error.filename or one.path}: it was to be removed: {error.strerror}") from error
+
+
+def _begin_run(run: Path, spec: Spec) -> None:
+    """The run's directory says whose it is, as one that `hpczero run` makes."""
+    path = run / "spec.toml"
+    if path.exists():
+        other = [difference.key for difference in differences(load(path).spec, spec) if difference.role == "identity" and difference.key != "name"]
+        if other:
+            raise InputError(f"{printable(str(run))} is another run's directory, with another {', '.join(other)}")
+        return
+    path.write_text(to_toml(spec), encoding="utf-8")
+
+
+def _safetensors(paths: list[str]) -> list[Path]:
+    """A folder stands for all such files in it."""
+    found = []
+    for path in map(Path, paths):
+        inner = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not inner:
+            raise InputError(f"{printable(str(path))} has no .safetensors files")
+        found += inner
+    return found
+
+
+def _bytes(text: str) -> int:
+    """ "5GB", "500 MB", "1e6"; GB are 10^9 bytes, as the tools for safetensors have it."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)B?\s*", text.upper())
+    try:
+        size = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise InputError(f"--shard-size {printable(text)}: a number of bytes, such as 500MB or 5GB")
+    return size
+
+
+def _room(path: Path, size: int) -> None:
+    free = folder.free_bytes(path.absolute())
+    if free < size:
+        raise InputError(f"{printable(str(path))}: {bytes_of(size)} are to be written, and {bytes_of(free)} are free there")

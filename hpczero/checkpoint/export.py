@@ -1,0 +1,108 @@
+"""The weights of a checkpoint as safetensors: whole tensors, in one file or several with an index, never more in memory than a stretch of one."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from hpczero.checkpoint.files import sync, write_durably
+from hpczero.checkpoint.progress import Advance
+from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.safetensors_file import Entry, dtype_of, from_float32, placed, write
+from hpczero.checkpoint.shard import SLOTS, Array
+from hpczero.errors import InputError
+from hpczero.spec.show import printable
+
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass
+class Exported:
+    files: list[Path]
+    tensors: int
+    buffers: int
+    size: int  # bytes of data
+    overflows: int = 0  # weights that are finite there and infinite in the file
+
+
+class Export:
+    """Of one checkpoint's weights in one dtype."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
+        self.checkpoint, self.dtype = checkpoint, DTYPES[dtype]
+        self.entries = [Entry(tensor.name, self.dtype, tensor.shape) for tensor in checkpoint.table.tensors]
+        self.entries += [Entry(name, dtype_of(values), values.shape) for name, values in checkpoint.buffers.items()]
+        self.size = sum(entry.end for entry in self.entries)
+        self.overflows = 0
+
+    def to_file(self, path: Path, advance: Advance) -> Exported:
+        _refuse_existing([path])
+        self._write(path, self.entries, advance)
+        return self._done([path])
+
+    def to_folder(self, folder: Path, largest: int, advance: Advance) -> Exported:
+        """Files of at most so many bytes of data (a tensor that has more is alone in one); the index comes last."""
+        groups = dealt(self.entries, largest)
+        paths = [folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+        _refuse_existing([*paths, folder / _INDEX])
+        folder.mkdir(exist_ok=True)
+        for path, group in zip(paths, groups, strict=True):
+            self._write(path, group, advance)
+        where = {entry.name: path.name for path, group in zip(paths, groups, strict=True) for entry in group}
+        write_durably(folder / _INDEX, json.dumps({"metadata": {"total_size": self.size}, "weight_map": where}, indent=2) + "\n")
+        sync(folder)
+        return self._done([*paths, folder / _INDEX])
+
+    def _done(self, files: list[Path]) -> Exported:
+        return Exported(files, len(self.entries), len(self.checkpoint.buffers), self.size, self.overflows)
+
+    def _write(self, path: Path, group: Sequence[Entry], advance: Advance) -> None:
+        buffers = [entry.name for entry in group if entry.name in self.checkpoint.buffers]
+        metadata = {"format": "pt", "hpczero.step": str(self.checkpoint.step), BUFFERS: json.dumps(buffers)}
+        entries = placed(group)
+        write(path, entries, metadata, self._data(entries, advance))
+
+    def _data(self, entries: Sequence[Entry], advance: Advance) -> Iterator[Array]:
+        for entry in entries:
+            for values in self._stretches(entry):
+                yield values
+                advance(values.nbytes)
+
+    def _stretches(self, entry: Entry) -> Iterator[Array]:
+        if entry.name in self.checkpoint.buffers:
+            yield self.checkpoint.buffers[entry.name].reshape(-1)
+            return
+        for values in self.checkpoint[f"/{SLOTS[0]}/{entry.name}"].stretches():
+            made = from_float32(values, self.dtype)
+            if self.dtype != "F32":
+                self.overflows += int(np.isfinite(values).sum() - _finite(made, self.dtype))
+            yield made
+
+
+def _finite(values: Array, dtype: str) -> int:
+    return int(((values & 0x7F80) != 0x7F80).sum() if dtype == "BF16" else np.isfinite(values).sum())
+
+
+def dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
+    """In order, a new file whenever the next tensor has no more room."""
+    groups: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        size = prod(entry.shape) * entry.numpy.itemsize
+        if groups[-1] and filled + size > largest:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += size
+    return groups
+
+
+def _refuse_existing(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if path.exists():
+            raise InputError(f"{printable(str(path))} exists already and is left as it is: name another one")

@@ -1,0 +1,72 @@
+"""What checkpoints there are, from their manifests and the sizes of their files: fast, and without a look at the data."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpczero.checkpoint import folder, manifest
+from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.manifest import INDEX, Content
+
+COMPLETE, DAMAGED, INCOMPLETE, ASIDE = "complete", "damaged", "incomplete", "set aside"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """`state`: complete, damaged (`problem` says how), incomplete (a save that did not come to its end, or has not yet), set aside."""
+
+    path: Path
+    step: int
+    state: str
+    problem: str
+    size: int  # bytes of the files that are there
+    created: str | None
+    ranks: int | None
+    grid: dict[str, int] | None
+
+    @property
+    def run(self) -> Path:
+        return self.path.absolute().parent.parent
+
+    def as_data(self) -> dict[str, Any]:
+        return vars(self) | {"path": str(self.path), "run": str(self.run)}
+
+
+def listed(checkpoints: Path) -> Iterator[Listed]:
+    """Those in a folder of checkpoints, by step."""
+    found = [*folder.steps(checkpoints).values(), *folder.incomplete(checkpoints), *folder.aside(checkpoints)]
+    return (look_at(path) for path in sorted(found, key=lambda path: (folder.step_of(path) or 0, path.name)))
+
+
+def look_at(path: Path) -> Listed:
+    step, size = folder.step_of(path) or 0, sum(entry.lstat().st_size for entry in path.iterdir())
+    if not (path / manifest.NAME).exists():
+        return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size, None, None, None)
+    try:
+        content = manifest.read(path)
+    except Damaged as error:
+        return Listed(path, step, DAMAGED, str(error), size, None, None, None)
+    problem = missing(path, content)
+    state = DAMAGED if problem else COMPLETE if path.absolute().name == folder.name_of(step) else ASIDE
+    return Listed(path, content.state.step, state, problem, size, content.created, content.ranks, content.grid)
+
+
+def missing(path: Path, content: Content) -> str:
+    """Which file is not there, or not as long as it was; empty if all are."""
+    for name, size in [(INDEX, content.index.size), *((shard.file, shard.size) for shard in content.shards)]:
+        try:
+            found = (path / name).lstat()
+        except OSError as error:
+            return f"{name}: {error.strerror}"
+        if found.st_size != size:
+            return f"{name} has {found.st_size:,} bytes, and {size:,} were written"
+    return ""
+
+
+def bytes_of(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 999.5 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -1,0 +1,44 @@
+"""Which checkpoint a path means: a checkpoint's folder, a run's directory, or its folder of checkpoints."""
+
+from pathlib import Path
+
+from hpczero.checkpoint import folder, manifest
+from hpczero.errors import InputError
+from hpczero.spec.show import printable
+
+_SHOWN = 8
+
+
+def checkpoint_at(path: Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint: of a run the newest complete one, or that of `step`. InputError: there is none."""
+    said = printable(str(path))
+    if not path.is_dir():
+        raise InputError(f"{said} {'is no folder' if path.exists() else 'does not exist'}: name a checkpoint's folder or a run's directory")
+    if (path / manifest.NAME).is_file():
+        if step is not None and folder.step_of(path) != step:
+            raise InputError(f"--step {step}: {said} is a checkpoint itself; name its run's directory to choose a step")
+        return path
+    if folder.step_of(path) is not None:
+        raise InputError(f"{said} has no {manifest.NAME}: it is what a save left that did not come to its end")
+    complete = folder.steps(checkpoints_of(path))
+    if not complete:
+        raise InputError(f"{said} has no complete checkpoint")
+    if step is not None and step not in complete:
+        there = ", ".join(map(str, list(complete)[:_SHOWN])) + (", …" if len(complete) > _SHOWN else "")
+        raise InputError(f"--step {step}: {said} has no complete checkpoint of that step; there are {there}")
+    return complete[next(iter(complete)) if step is None else step]
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Of a run's directory the folder of its checkpoints; any other folder is taken for one itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def folders_of_checkpoints(path: Path) -> list[Path]:
+    """Those that a path leads to: of a run, or of all runs in an output folder."""
+    if not path.is_dir():
+        raise InputError(f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}")
+    own = checkpoints_of(path)
+    if own != path or folder.holds_any(path):
+        return [own]
+    return sorted(run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir())

@@ -1,0 +1,153 @@
+"""Everything in a checkpoint held against its checksums: all damages are found, each with its file and the tensors that it concerns.
+
+The work is dealt out as `Task`s, which do not depend on each other: under mpirun every rank takes its share.
+"""
+
+import heapq
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from hpczero.checkpoint import index, manifest, view
+from hpczero.checkpoint.files import Damaged, open_plain
+from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
+from hpczero.checkpoint.progress import Advance
+from hpczero.checkpoint.read import check_index
+from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array
+from hpczero.checkpoint.shards import problem_outside_data
+from hpczero.checkpoint.table import Table
+
+_NAMED = 4  # tensors that are named of many
+
+
+@dataclass(frozen=True)
+class Damage:
+    """`tensors`: those that cannot be read any more as they were; `/optimizer/moment1/…` and so on, as far as the index tells."""
+
+    file: str
+    what: str
+    tensors: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        more = f" and {len(self.tensors) - _NAMED} more" if len(self.tensors) > _NAMED else ""
+        return f"{self.file}: {self.what}" + (f": {', '.join(self.tensors[:_NAMED])}{more}" if self.tensors else "")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The index (no shard), all of a shard file but its data, or a slot of a rank."""
+
+    shard: int = -1
+    data: RankData | None = None
+    slot: int = 0
+
+    def size(self, content: Content) -> int:
+        return self.data.extent.length if self.data else content.index.size if self.shard < 0 else 0
+
+
+class Verification:
+    """Of one checkpoint, whose manifest is what was written (else Damaged)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.content = folder, manifest.read(folder)
+        self.unreadable = ""
+        self.table: Table | None = None
+        try:
+            check_index(folder, self.content)
+            self.table, _ = index.read(folder)
+            if problem := self.table.problem(manifest.elements_of_ranks(self.content.shards)):
+                self.table, self.unreadable = None, problem
+        except Damaged as error:
+            self.unreadable = str(error).removeprefix(f"{folder / INDEX}: ")
+
+    def tasks(self) -> list[Task]:
+        """The largest first, so that they can be dealt out evenly."""
+        found = [Task()]
+        for number, shard in enumerate(self.content.shards):
+            found.append(Task(number))
+            found += [Task(number, data, slot) for data in shard.ranks for slot in range(len(SLOTS))]
+        return sorted(found, key=lambda task: -task.size(self.content))
+
+    def carry_out(self, task: Task, advance: Advance) -> list[Damage]:
+        if task.shard < 0:
+            advance(self.content.index.size)
+            return self._of_index()
+        shard = self.content.shards[task.shard]
+        try:
+            file = open_plain(self.folder / shard.file)
+        except Damaged as error:
+            if task.data:  # said once, by the task of the file
+                return []
+            return [Damage(shard.file, str(error).removeprefix(f"{self.folder / shard.file}: "), self._held_in(shard))]
+        try:
+            return list(self._of_data(shard, task.data, task.slot, file, advance)) if task.data else self._of_file(shard, file)
+        finally:
+            os.close(file)
+
+    def _of_index(self) -> list[Damage]:
+        if self.table is None:
+            return [Damage(INDEX, self.unreadable)]
+        return [Damage(INDEX, problem) for problem in view.problems(self.folder / INDEX, self.table, self.content.shards)]
+
+    def _of_file(self, shard: ShardFile, file: int) -> list[Damage]:
+        problem = problem_outside_data(shard, file) or view.problem_of_shard(self.folder / shard.file, shard)
+        return [Damage(shard.file, problem, self._held_in(shard))] if problem else []
+
+    def _of_data(self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance) -> Iterator[Damage]:
+        """Each run of damaged blocks is one damage."""
+        extent, bad = data.extent, -1
+        checksums = _checksums(file, data)
+        for number in range(extent.blocks + 1):
+            length = min(BLOCK, extent.length - number * BLOCK)
+            whole = number == extent.blocks or _fits(file, extent.data[slot] + number * BLOCK, length, checksums[slot, number])
+            advance(max(length, 0))
+            if whole and bad >= 0:
+                begin, end = bad * BLOCK, min(number * BLOCK, extent.length)
+                place = extent.data[slot]
+                names = self._at(data.rank, slot, begin // WIDTH, end // WIDTH)
+                yield Damage(shard.file, f"damaged at bytes {place + begin} to {place + end - 1}, data of rank {data.rank}", names)
+            bad = -1 if whole else number if bad < 0 else bad
+
+    def _at(self, rank: int, slot: int, begin: int, end: int) -> tuple[str, ...]:
+        if self.table is None:
+            return (f"/{SLOTS[slot]}",)
+        table = self.table
+        there = (table.rank == rank) & (table.offset < end) & (table.offset + table.sizes > begin)
+        return tuple(f"/{SLOTS[slot]}/{table.tensors[number].name}" for number in np.unique(table.tensor[there]).astype(int))
+
+    def _held_in(self, shard: ShardFile) -> tuple[str, ...]:
+        """All tensors that have something in the file."""
+        if self.table is None:
+            return ()
+        there = np.isin(self.table.rank, [data.rank for data in shard.ranks])
+        numbers = np.unique(self.table.tensor[there]).astype(int)
+        return tuple(f"/{slot}/{self.table.tensors[number].name}" for slot in SLOTS for number in numbers)
+
+
+def _checksums(file: int, data: RankData) -> Array:
+    blocks = data.extent.blocks
+    raw = os.pread(file, 8 * len(SLOTS) * blocks, data.checksums)
+    whole = raw + bytes(8 * len(SLOTS) * blocks - len(raw))
+    return np.frombuffer(whole, "<u8").reshape(len(SLOTS), blocks)
+
+
+def _fits(file: int, place: int, length: int, checksum: int) -> bool:
+    try:
+        return xxhash.xxh3_64_intdigest(os.pread(file, length, place)) == checksum
+    except OSError:
+        return False
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """The numbers of the tasks for each of the ranks, about as many bytes for each; the largest tasks come first."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for task, size in enumerate(sizes):
+        load, rank = heapq.heappop(loads)
+        dealt[rank].append(task)
+        heapq.heappush(loads, (load + size + 1, rank))
+    return dealt

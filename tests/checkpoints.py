@@ -1,0 +1,85 @@
+"""Checkpoints for tests: of any grid, made of random numbers by one process."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpczero.checkpoint import alone
+from hpczero.checkpoint.manifest import State
+from hpczero.checkpoint.shard import BLOCK, SLOTS, Array, aligned, bounce
+from hpczero.checkpoint.table import Holding, Table, Tensor, stored
+from hpczero.model.shapes import ZEROS, Layer, Parameter, layers
+from hpczero.parallel.layout import UnitLayout, unit_layout
+from hpczero.spec.schema import Model, Spec
+
+SMALL = Model(layers=3, hidden=24, heads=6, seq_len=33, vocab=257)
+BUFFERS = {"norm.mean": np.arange(5.0), "norm.seen": np.array(7, np.int64)}
+
+
+@dataclass
+class Grid:
+    """pipeline x data x tensor ranks, numbered in that order; `per_file` of them write one file."""
+
+    tensor: int = 1
+    data: int = 1
+    pipeline: int = 1
+    per_file: int = 2
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.data * self.pipeline
+
+
+@dataclass
+class Wanted:
+    """What a checkpoint is to hold: equal ones have equal values, whatever the grid."""
+
+    layers: Sequence[Layer] = field(default_factory=lambda: layers(SMALL))
+    spec: Mapping[str, Any] = field(default_factory=lambda: Spec(name="made", model=SMALL).model_dump(mode="json"))
+    seed: int = 0
+    step: int = 100
+    buffers: Mapping[str, Array] = field(default_factory=lambda: dict(BUFFERS))
+
+    @cached_property
+    def values(self) -> list[dict[str, Array]]:
+        """Of each slot, by name."""
+        random = np.random.default_rng(self.seed)
+        return [{p.name: random.standard_normal(p.shape, np.float32) for layer in self.layers for p in layer.parameters} for _ in SLOTS]
+
+
+def parameters(**shapes: tuple[int, ...]) -> list[Layer]:
+    """A layer for each, split over tensor ranks along the first dimension if it has any."""
+    return [Layer(name, (Parameter(name, shape, ZEROS, 0 if shape else None),)) for name, shape in shapes.items()]
+
+
+def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = None) -> Path:
+    grid, wanted = grid or Grid(), wanted or Wanted()
+    per_stage = -(-len(wanted.layers) // grid.pipeline)
+    room = [aligned(BLOCK), aligned(BLOCK)]
+
+    def units(stage: int, tensor_rank: int) -> list[UnitLayout]:
+        own = wanted.layers[stage * per_stage : (stage + 1) * per_stage]
+        return [unit_layout(layer, grid.data, grid.tensor, tensor_rank) for layer in own if layer.parameters]
+
+    def holding(rank: int) -> Holding:
+        stage, inside = divmod(rank, grid.data * grid.tensor)
+        return Holding(units(stage, inside % grid.tensor), inside // grid.tensor, inside % grid.tensor)
+
+    def read(rank: int, slot: int) -> Iterator[Array]:
+        pieces = [wanted.values[slot][own.name][box].reshape(-1) for own in stored(holding(rank)) for box in own.rectangles]
+        return bounce(pieces, room)
+
+    table = Table.of([Tensor(p.name, p.shape) for layer in wanted.layers for p in layer.parameters], grid.ranks, holding)
+    files = [range(first, min(first + grid.per_file, grid.ranks)) for first in range(0, grid.ranks, grid.per_file)]
+    state = State(step=wanted.step, updates=wanted.step, loss_scale=1.0, good_steps=0)
+    axes = {"pipeline": grid.pipeline, "data": grid.data, "tensor": grid.tensor}
+    return alone.save(checkpoints, alone.Made(state, wanted.spec, axes, table, files, wanted.buffers), read)
+
+
+def elements(wanted: Wanted) -> int:
+    return sum(prod(p.shape) for layer in wanted.layers for p in layer.parameters)
