@@ -96,20 +96,21 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     done = train(folder, ranks)
     assert done.code == 0, done
     directory = folder / "runs" / "tiny"
-    assert {path.name for path in directory.iterdir()} == {"spec.toml", "metrics.jsonl", "events.jsonl", "summary.json"}
+    assert {path.name for path in directory.iterdir()} == {"spec.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints"}
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000005"]
     metrics = lines_of(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
     expected = {"loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "data_seconds", "comm_seconds", "compute_seconds"}
     assert expected <= set(metrics[0])
     assert "validation_loss" in metrics[-1]
     events = lines_of(directory / "events.jsonl")
-    assert [event["event"] for event in events] == ["start", "layout", "first", "eval", "stop"]
+    assert [event["event"] for event in events] == ["start", "layout", "first", "eval", "save", "stop"]
     assert [place["rank"] for place in events[0]["ranks"]] == list(range(max(1, ranks)))
     summary = json.loads((directory / "summary.json").read_text())
     assert (summary["state"], summary["steps"], summary["final_loss"]) == ("finished", 5, metrics[-1]["loss"])
     assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
     words = [line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)]
-    assert words == ["start", "layout", "first", *["step"] * 5, "eval", "stop"]
+    assert words == ["start", "layout", "first", *["step"] * 5, "eval", "save", "stop"]
     assert "\x1b" not in done.out
 
 
@@ -153,7 +154,7 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR2", "stop file"])
 def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
-    """To one rank of two: both stop after the same step."""
+    """To one rank of two: both stop after the same step, with a checkpoint, from where the run goes on."""
     directory = folder / "runs" / "tiny"
     with started(command(2, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 3, process)
@@ -163,11 +164,16 @@ def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: st
             pid = lines_of(directory / "events.jsonl")[0]["ranks"][1]["pid"]
             os.kill(pid, getattr(signal, how))
         output, errors = process.communicate(timeout=30)
-    assert process.returncode == 1, (output, errors)
+    assert process.returncode == 75, (output, errors)
     assert f"stopped by {how} after step" in output.decode()
     summary = json.loads((directory / "summary.json").read_text())
-    assert (summary["state"], summary["reason"], summary["steps"]) == ("stopped", how, steps_done(folder))
+    done = steps_done(folder)
+    assert (summary["state"], summary["reason"], summary["steps"]) == ("stopped", how, done)
     assert not (directory / "lock").exists()
+    again = train(folder, 2, "--set", f"train.steps={done + 2}")
+    assert again.code == 0, again
+    assert [line["step"] for line in lines_of(directory / "metrics.jsonl")] == list(range(1, done + 3))
+    assert f"resume step={done} " in again.out
 
 
 def test_a_second_writer_is_refused(folder: Path) -> None:

@@ -84,8 +84,8 @@ def test_the_folder_of_a_finished_run_keeps_its_trace_until_there_is_another(fol
     path = folder / "runs" / "tiny" / "trace.json.gz"
     run(folder, 0, "train.steps=3")
     assert read(path)["otherData"]["steps"] == "1-2"
-    run(folder, 0, "train.trace=true", "train.steps=4")
-    assert read(path)["otherData"]["steps"] == "1-4"
+    run(folder, 0, "train.trace=true", "train.steps=5")
+    assert read(path)["otherData"]["steps"] == "4-5"
 
 
 GOES_WRONG = """
