@@ -105,7 +105,13 @@ class _Linear(torch.autograd.Function):
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: DirectGradients) -> Tensor:
         context.save_for_backward(x, weight)
         context.parameters, context.mode = (weight, bias), mode
-        return functional.linear(x, weight.view(-1, x.shape[-1]), None if bias is None else bias.view(-1))
+        rows, matrix = x.reshape(-1, x.shape[-1]), weight.view(-1, x.shape[-1])
+        out = x.new_empty(*x.shape[:-1], len(matrix))  # no view of anything: what follows may work in place
+        if bias is None:
+            torch.mm(rows, matrix.t(), out=out.view(len(rows), len(matrix)))
+        else:
+            torch.addmm(bias.view(-1), rows, matrix.t(), out=out.view(len(rows), len(matrix)))
+        return out
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,6 +22,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.group import Work
@@ -64,7 +65,25 @@ class Gatherer:
     def hook(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Before the module runs its units are whole, afterwards they may go."""
         self._hooks.append(module.register_forward_pre_hook(lambda *_: self.use(units), prepend=True))
-        self._hooks.append(module.register_forward_hook(lambda *_: self.done(units), always_call=True))
+        self._hooks.append(module.register_forward_hook(partial(self._after, units), always_call=True))
+
+    def _after(self, units: Sequence[Unit], module: nn.Module, arguments: object, out: object) -> object:
+        """What the module gives may be a view of its weights, and outlives them here: then it is copied."""
+        out = tree_map(partial(self._outside, module), out)
+        self.done(units)
+        return out
+
+    def _outside(self, module: nn.Module, leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone() if self._lies_here(leaf) else leaf
+        inside = vars(leaf).items() if hasattr(leaf, "__dict__") else ()
+        if names := [name for name, value in inside if isinstance(value, torch.Tensor) and self._lies_here(value)]:
+            what = f"{type(module).__name__} gives a view of its weights as {names[0]} of a {type(leaf).__name__}"
+            raise HpczeroError(f"{what}: these weights are gone when it is read (zero.stage = 3); give a copy (.clone())")
+        return leaf
+
+    def _lies_here(self, tensor: torch.Tensor) -> bool:
+        return any(region.offset_of(tensor) is not None for region in self._regions)
 
     def keep_place(self, unit: Unit) -> None:
         """The unit is in use around others."""

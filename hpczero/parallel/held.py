@@ -44,7 +44,7 @@ def _apart(layer: Layer, tied: Mapping[str, Parameter], missing: dict[str, Param
     for name in [name for name in missing if name in layer.names]:
         yield Tied(name, (missing.pop(name),))
     own = tuple(parameter for parameter in layer.parameters if parameter.name not in tied)
-    yield replace(layer, parameters=own, uses=tuple(name for name in tied if name in layer.names))
+    yield replace(layer, parameters=own, uses=tuple(dict.fromkeys((*layer.uses, *(name for name in tied if name in layer.names)))))
 
 
 def handed_on(spec: Spec, tensor_rank: int) -> tuple[int, int]:

@@ -13,11 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpczero.errors import HpczeroError, InputError
+from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.foreign import refuse_changed_in_forward, trained
 from hpczero.parallel.running import Call
 from hpczero.parallel.stages import layers_of, parts
+from hpczero.parallel.unit import ShardedParameter
 from hpczero.parallel.values import reset_of
 from hpczero.spec.schema import Parallel
 
@@ -64,6 +65,8 @@ def _offered(module: nn.Module, wanted: str) -> list[nn.Module]:
         needs = "layers(), the list of its modules in the order in which they run, and loss(output, targets), the summed loss"
         raise InputError(f"{wanted}: {kind} has no {' and no '.join(missing)}; a module that is cut into stages offers {needs} (docs/any-model.md)")
     offers: Any = module
+    if isinstance(offers.layers, nn.Module):
+        raise InputError(f"{wanted}: layers of {kind} is a {type(offers.layers).__name__}: it must be a method; give what is there another name")
     layers = list(offers.layers())
     inside = set(module.modules())
     for number, layer in enumerate(layers):
@@ -92,16 +95,26 @@ def _cost(layer: nn.Module) -> int:
 
 
 def to_meta(module: nn.Module, elsewhere: Collection[nn.Module]) -> None:
-    """What only these modules have takes no memory any more."""
+    """What only these modules have takes no memory any more, and is of no use here."""
+    names = {own: name for name, own in module.named_parameters()}
     kept = {own for part in module.modules() if part not in elsewhere for own in part.parameters(recurse=False)}
     gone = {own for part in elsewhere for own in part.parameters(recurse=False)} - kept
-    on_meta = {own: nn.Parameter(own.detach().to("meta"), requires_grad=own.requires_grad) for own in gone}
+    on_meta = {own: _elsewhere(own, names[own]) for own in gone}
     for part in elsewhere:
         for name, own in list(part.named_parameters(recurse=False)):
             if own in on_meta:
                 setattr(part, name, on_meta[own])
         for name, buffer in list(part.named_buffers(recurse=False)):
             setattr(part, name, buffer.to("meta"))
+
+
+def _elsewhere(own: nn.Parameter, name: str) -> ShardedParameter:
+    def refuse() -> None:
+        raise InputError(f"{name} belongs to another stage of the pipeline: a layer, or a loss, that uses it must hold it (docs/any-model.md)")
+
+    away = ShardedParameter(own.detach().to("meta"), requires_grad=own.requires_grad)
+    away.released_as, away.fetch = name, refuse  # type: ignore[method-assign]
+    return away
 
 
 class _Call:
@@ -111,7 +124,7 @@ class _Call:
     def __call__(self, x: Tensor, batch: MicroBatch) -> Tensor:
         out = self.layer(x)
         if not isinstance(out, Tensor):
-            raise HpczeroError(f"{self.name} of layers() gives {_described(out)}: in a pipeline a layer gives one tensor, which the next one gets")
+            raise InputError(f"{self.name} of layers() gives {_described(out)}: in a pipeline a layer gives one tensor, which the next one gets")
         return out
 
 
@@ -123,7 +136,7 @@ class _Loss:
         loss = self.module.loss(x, batch.targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             given = f"loss(output, targets) of {type(self.module).__name__} gives {_described(loss)}"
-            raise HpczeroError(f"{given}: it is the sum over all targets, one number")
+            raise InputError(f"{given}: it is the sum over all targets, one number")
         return loss
 
 

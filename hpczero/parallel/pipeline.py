@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpczero.comm.group import Group
 from hpczero.comm.work import Work
-from hpczero.errors import HpczeroError
+from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.messages import AHEAD, Step, steps
 from hpczero.parallel.schedule import Result, forward_only, receiver, schedule
@@ -249,5 +249,5 @@ class _Pass:
         if own != shape or output.dtype is not self.pipeline.dtype:
             made = f"gives {output.dtype} {list(output.shape)} of micro-batch {result.micro_batch}"
             expected = f"the next part expects {self.pipeline.dtype} {list(shape)}"
-            rule = "what parts hand on is of train.precision, and of one shape for all micro-batches of a shape"
-            raise HpczeroError(f"part {result.part} of the pipeline {made}; {expected}: {rule}")
+            rule = "what parts hand on is of train.precision, and of one shape for all micro-batches of a shape, in training and evaluation"
+            raise InputError(f"part {result.part} of the pipeline {made}; {expected}: {rule}")

@@ -47,6 +47,8 @@ class OwnValues:
         group.broadcast(on_meta)
         self._on_meta = {name for name, meta in zip(self._given, on_meta.tolist(), strict=False) if meta}
         for name, stages in self._tied.items():
+            if len(set(stages.stack(torch.tensor(name in self._on_meta)).tolist())) > 1:
+                raise InputError(f"{name} is on meta on some of the pipeline stages that have it, and has values on others: build it alike on them")
             if name not in self._on_meta and group.rank == 0:
                 self._given[name] = self._given[name].contiguous()
                 stages.broadcast(self._given[name])

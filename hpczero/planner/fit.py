@@ -6,7 +6,7 @@ from itertools import chain, islice
 from math import prod
 
 from hpczero.comm.grid import Grid
-from hpczero.model.shapes import Layer
+from hpczero.model.shapes import Layer, known
 from hpczero.planner.memory import NodeNeed, needs_of_nodes, placements
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
@@ -134,6 +134,8 @@ def _both_axes(spec: Spec, site: Site) -> Iterator[Alternative]:
 
 def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Iterator[Alternative]:
     """Of these sizes of tensor and pipeline those that the ranks and the model allow, each at every stage."""
+    if not known(spec.model):
+        return
     ranks = sum(site.ranks_on_nodes.values())
     for tensor, pipeline in sizes:
         changed = _with(spec, "parallel", tensor=tensor, pipeline=pipeline)

@@ -23,11 +23,13 @@ def git_state() -> dict[str, object] | None:
 
 
 def use_threads(world: World) -> int:
-    """This rank takes its share of the cores: torch runs that many threads from now on."""
-    mine = {"node": world.node, "cores": sorted(machine.usable_cores()), "quota": machine.cpu_quota()}
+    """This rank takes its share of the cores: torch runs that many threads from now on. Several tried-out nodes may be one computer."""
+    computer = machine.boot_identity() or world.hosts[world.rank]
+    mine = {"computer": computer, "cores": sorted(machine.usable_cores()), "quota": machine.cpu_quota()}
     everyone = world.share(world.collect(mine))
-    here = [one for one in everyone if one["node"] == world.node]
-    threads = machine.threads_per_rank([set(one["cores"]) for one in here], here[0]["quota"])[world.local_rank]
+    ranks = [rank for rank, one in enumerate(everyone) if one["computer"] == computer]
+    cores = [set(everyone[rank]["cores"]) for rank in ranks]
+    threads = machine.threads_per_rank(cores, everyone[ranks[0]]["quota"])[ranks.index(world.rank)]
     torch.set_num_threads(threads)
     return threads
 

@@ -123,6 +123,33 @@ class TextModel(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
 
 
+class Table(nn.Module):
+    """Gives a view of its weight, which is read when other layers have run."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, width))
+
+    def forward(self, count: int) -> torch.Tensor:
+        return self.weight[:count]
+
+
+class Positions(nn.Module):
+    """Vectors with places; works in place on what a linear map of three dimensions gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table(64, 16)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = self.table(x.shape[-1])
+        x = x.unsqueeze(1).expand(-1, x.shape[-1], -1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return (x + places).square().sum()
+
+
 class Pair(nn.Module):
     """A layer that may leave out a part of itself."""
 
@@ -186,6 +213,15 @@ class Layered(nn.Module):
         for layer in self.layers():
             x = layer(x)
         return self.loss(x, batch.targets)
+
+
+class Twice(Layered):
+    def layers(self) -> list[nn.Module]:
+        return [self.embedding, self.again, *self.body, self.again, self.head]
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.body = nn.Sequential(Mixed(model.hidden, model.hidden))
 
 
 def layered_on_meta(model: Model) -> nn.Module:

@@ -16,7 +16,7 @@ from hpczero.memory.region import Region
 from hpczero.parallel.foreign import layers_of
 from hpczero.spec.schema import Model, Spec
 from hpczero.train.initialize import Training
-from tests.mpi.models import CLASSES, SIDE, Convolutions, Odd, Pair, TextModel, Tower
+from tests.mpi.models import CLASSES, SIDE, Convolutions, Odd, Pair, Positions, TextModel, Tower
 from tests.mpi.training import train
 
 pytestmark = pytest.mark.mpi
@@ -88,6 +88,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "odd": (Odd, of_tokens),
     "odd, checkpointed": (lambda: Odd(checkpointed=True), of_tokens),
     "several layers in a checkpoint": (Tower, of_vectors),
+    "views of weights, and work in place": (Positions, of_vectors),
 }
 
 

@@ -43,6 +43,15 @@ def serial(world: World, family: str, steps: int = 4) -> Record:
     return record
 
 
+def test_a_module_that_runs_in_two_chunks_of_a_stage(world: World) -> None:
+    """The first and the third of four parts are of stage 0, and both are `again`."""
+    expected = serial(world, "Twice")
+    if world.size != 2:
+        return
+    for stage, shared in WAYS:
+        assert_same(expected, train(world, spec_of("Twice", stage, shared, pipeline=2, schedule="interleaved", chunks=2)))
+
+
 @pytest.mark.parametrize("family", ["Layered", "layered_on_meta"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_stages_equal_the_serial_run(world: World, family: str, schedule: str, chunks: int) -> None:
@@ -89,6 +98,17 @@ class Resetting(Offering):
         self.one.weight.data.fill_(1)
 
 
+class Attribute(nn.Module):
+    """As most models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return output.sum()
+
+
 def on_meta(kind: type[nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return kind()
@@ -103,6 +123,8 @@ def on_meta(kind: type[nn.Module]) -> nn.Module:
         (lambda: Offering(lambda module: [module.one]), 2, r"other.weight, other.bias: a parameter is in none of the modules"),
         (lambda: Offering(), 3, r"parallel.pipeline = 3, but the model has only 2 layers"),
         (lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)), 2, r"0 has max_norm = 1, and changes its weight in every forward"),
+        (lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(3, 3)])}), 2, r"has no loss"),
+        (lambda: Attribute(), 2, r"layers of Attribute is a ModuleList: it must be a method"),
         (lambda: on_meta(Resetting), 2, r"on meta, and the reset_parameters\(\) of Resetting is for several layers"),
     ],
 )
@@ -144,6 +166,20 @@ def test_what_cannot_travel_is_said(whole: World, layer: Callable[[torch.Tensor]
     with pytest.raises(HpczeroError, match=what):
         pipeline.evaluate(Runs(), [batch])  # type: ignore[arg-type]
     alone.close()
+
+
+def test_what_another_stage_has_is_of_no_use_here(world: World) -> None:
+    """PyTorch would compute with a weight on meta, and give whatever lies in memory."""
+    if world.size == 1:
+        return
+    spec = spec_of("Layered", pipeline=world.size)
+    grid = Grid.build(spec.parallel, world.node_of_rank)
+    way = assemble(spec, world, grid, accumulates=True)
+    elsewhere = {name: own for name, own in way.engine.module.named_parameters() if own.is_meta}
+    for name, own in elsewhere.items():
+        with pytest.raises(InputError, match=f"{name} belongs to another stage"):
+            torch.nn.functional.linear(torch.zeros(own.shape[-1]), own)
+    way.engine.close()
 
 
 def test_a_stage_has_its_own_layers_only(world: World) -> None:
