@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, islice, product
 from math import prod
 
 from hpczero.comm.grid import Grid
-from hpczero.model.shapes import Layer, known
+from hpczero.model.shapes import Layer, known, layer_count
 from hpczero.planner.memory import NodeNeed, needs_of_nodes, placements
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
@@ -121,29 +121,36 @@ def _sharding(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
 
 def _one_axis(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
     """More tensor ranks, or more stages of a pipeline, in place of data ranks."""
-    tensor, pipeline, ranks = spec.parallel.tensor, spec.parallel.pipeline, sum(site.ranks_on_nodes.values())
-    yield _on_grids(spec, site, [(size, pipeline) for size in range(tensor + 1, ranks + 1)])
-    yield _on_grids(spec, site, [(tensor, size) for size in range(pipeline + 1, ranks + 1)])
+    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    larger_tensor, larger_pipeline = _larger(spec, site)
+    yield _on_grids(spec, site, [(size, pipeline) for size in larger_tensor])
+    yield _on_grids(spec, site, [(tensor, size) for size in larger_pipeline])
 
 
 def _both_axes(spec: Spec, site: Site) -> Iterator[Alternative]:
-    tensor, pipeline, ranks = spec.parallel.tensor, spec.parallel.pipeline, sum(site.ranks_on_nodes.values())
-    sizes = [(first, second) for first in range(tensor + 1, ranks + 1) for second in range(pipeline + 1, ranks // first + 1)]
-    return _on_grids(spec, site, sorted(sizes, key=prod))
+    return _on_grids(spec, site, sorted(product(*_larger(spec, site)), key=prod))
+
+
+def _larger(spec: Spec, site: Site) -> tuple[range, range]:
+    """Sizes of tensor, whose ranks stay on a node, and of pipeline."""
+    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    return range(tensor + 1, max(site.ranks_on_nodes.values()) + 1), range(pipeline + 1, layer_count(spec.model) + 1)
 
 
 def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Iterator[Alternative]:
-    """Of these sizes of tensor and pipeline those that the ranks and the model allow, each at every stage."""
+    """Of these sizes of tensor and pipeline those that the ranks and the model allow, each at every stage: with fewer data ranks the buffers of a
+    high one may take more than it saves.
+    """
     if not known(spec.model):
         return
     ranks = sum(site.ranks_on_nodes.values())
-    for tensor, pipeline in sizes:
+    for tensor, pipeline in (grid for grid in sizes if ranks % prod(grid) == 0):
         changed = _with(spec, "parallel", tensor=tensor, pipeline=pipeline)
-        if ranks % (tensor * pipeline) or contradictions(changed):
+        if contradictions(changed):
             continue
         grid = {"tensor": tensor, "pipeline": pipeline}
         words = [f"parallel.{axis} = {size}" for axis, size in grid.items() if size != getattr(spec.parallel, axis)]
-        for stage in range(spec.zero.stage, 4):
+        for stage in (*range(spec.zero.stage, 4), *range(spec.zero.stage)):
             also = [f"zero.stage = {stage}"] if stage != spec.zero.stage else []
             yield Alternative(" and ".join(words + also), _with(changed, "zero", stage=stage), site)
 
@@ -154,7 +161,10 @@ def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
         words, smallest = f"zero.stage = {stage}, train.micro_batch = 1", _with(_with(spec, "zero", stage=stage), "train", micro_batch=1)
         for choice in _sharing(smallest, site):
             yield replace(choice, words=f"{words} and {choice.words}")
-    for choice in chain(*_one_axis(smallest, site), _both_axes(smallest, site), _fewer_ranks(smallest, site), _more_nodes(smallest, site)):
+    small = _with(spec, "train", micro_batch=1)
+    for choice in chain(*_one_axis(small, site), _both_axes(small, site)):
+        yield replace(choice, words=f"train.micro_batch = 1 and {choice.words}")
+    for choice in chain(_fewer_ranks(smallest, site), _more_nodes(smallest, site)):
         yield replace(choice, words=f"{words} and {choice.words}")
 
 

@@ -3,19 +3,19 @@
 Legend: N ranks along the axis; A micro-batches a data rank has in a step; w bytes of a number in the model's precision; S = samples x sequence x
 hidden x w bytes of activations of one micro-batch; all_reduce, reduce_scatter and all_gather of B bytes count 2(N-1)/N B, (N-1)/N B, (N-1)/N B.
 
+every axis but the world: all_gather 8 N, the norm.
 data      U: bytes of a unit (a layer of the rank's stage, its part of the tensor split, padded); for every unit
               stage 0   reduce_scatter U, all_gather U (the sum)              stage 1   reduce_scatter U, all_gather U (the weights)
               stage 2   A reduce_scatter U, all_gather U                      stage 3   A reduce_scatter U; all_gather U whenever it is used and
                                                                                         gone (twice a micro-batch, but for what is still there)
           node-shared: nothing inside the node; between M nodes with R ranks on this one, of every shard that belongs to another node one slice
           of R (reduce_scatter), and M - 1 times the own shard (all_gather); stage 3 as stage 2.
-          and 8 N: the norm.
 tensor    of every micro-batch: a block has two pairs of a column- and a row-parallel layer, of which each has an all_reduce S in forward and one in
           backward; the embedding one in forward, the head one in backward; the loss an all_reduce of 4 and one of 8 bytes a token.
           sequence_parallel: for an all_reduce a reduce_scatter and an all_gather (the sequence padded to a multiple of N), in backward one more
           all_gather for each column-parallel layer, which keeps only its own part of the sequence, and an all_reduce of each norm's gradients.
 pipeline  of every micro-batch: S at each boundary of parts forward, and backward (with sequence_parallel the rank's own part of it). Tied
-          embeddings: the first and the last stage exchange the gradient, once.
+          embeddings: the first and the last stage have an all_reduce of the gradient's own shard, once, in fp32 where it is accumulated so.
 world     the loss, whether a save is still being written, and the requests to stop: 48 bytes, summed over all.
 """
 

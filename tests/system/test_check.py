@@ -125,6 +125,9 @@ def test_a_layout_that_cannot_be_and_one_that_cannot_run_yet(hpczero: Hpczero, t
     assert "note: parallel.tensor" not in result.stdout
     result = hpczero("check", "job.toml", "--ranks", "40", "--set", "parallel.tensor=1")
     assert "note: train.global_batch = 16 leaves 24 of the 40 data ranks without a sequence" in result.stdout
+    result = hpczero("check", "job.toml", "--ranks", "12", "--set", "parallel.tensor=1", "--set", "train.micro_batch=1")
+    assert "takes 2 micro-batches of 0 or 1 sequences" in result.stdout
+    assert "without a sequence" not in result.stdout, "every rank has one at least"
     for arguments in (["--ranks", "0"], ["--ranks", "-4"], ["--ranks", "4", "--ranks-per-node", "0"], ["--ranks-per-node", "4"]):
         assert hpczero("check", "job.toml", *arguments).returncode == 2, arguments
 

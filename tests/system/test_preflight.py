@@ -6,10 +6,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpczero import machine
+from hpczero.model.shapes import parameter_count
+from hpczero.spec.schema import Model
 from tests.launch import hpczero, launch, mpirun
 
 pytest.importorskip("torch", reason="training needs torch")
@@ -105,3 +108,48 @@ def test_half_a_billion_parameters_train_at_stage_3(tmp_path: Path) -> None:
     assert summary["parameters"] > 5e8
     node = summary["memory"]["nodes"][0]
     assert node["measured"] == pytest.approx(node["allocated"], rel=0.02)
+
+
+GRIDS: list[dict[str, object]] = [
+    {"tensor": 2, "pipeline": 2},
+    {"tensor": 2, "pipeline": 2, "sequence_parallel": True, "schedule": '"gpipe"'},
+    {"pipeline": 4, "schedule": '"interleaved"', "chunks": 2},
+]
+
+
+def trained(folder: Path, ranks: int, stage: int, parallel: dict[str, object], *settings: str, seconds: float = 60) -> dict[str, Any]:
+    """summary.json's account of memory."""
+    (folder / "spec.toml").write_text(SPEC)
+    given = [f"zero.stage={stage}", *(f"parallel.{key}={str(value).lower()}" for key, value in parallel.items()), *settings]
+    arguments = [word for setting in given for word in ("--set", setting)]
+    done = launch([*mpirun(ranks), *hpczero("run", "spec.toml", *arguments)], seconds, folder)
+    assert (done.code, done.left) == (0, []), done
+    summary: dict[str, Any] = json.loads((folder / "runs" / "large" / "summary.json").read_text())
+    return summary["memory"]
+
+
+@pytest.mark.parametrize("parallel", GRIDS, ids=str)
+def test_what_grids_allocate_is_what_was_predicted(tmp_path: Path, parallel: dict[str, object]) -> None:
+    """Of every rank, by kind: without data ranks, whose reductions may be two at a time or not, the buffers of messages too."""
+    memory = trained(tmp_path, 4, 2, parallel, "model.hidden=64", "model.vocab=512", "train.global_batch=8", "train.micro_batch=2")
+    for of_rank in memory["ranks"]:
+        assert of_rank["allocated"] == {kind: of_rank["predicted"][kind] for kind in of_rank["allocated"]}
+        assert of_rank["allocated"]["pipeline"] > 0
+        assert of_rank["allocated"]["communication"] > 0 or "tensor" not in parallel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
+def test_grids_of_a_hundred_million_parameters(tmp_path: Path, tensor: int, pipeline: int, stage: int) -> None:
+    """On 4 ranks: measured memory is what was allocated, and each rank's states are those of the balanced share of parameters."""
+    model = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)
+    changes = [f"model.{key}={getattr(model, key)}" for key in ("layers", "hidden", "heads", "vocab", "seq_len")]
+    memory = trained(tmp_path, 4, stage, {"tensor": tensor, "pipeline": pipeline}, *changes, seconds=400)
+    node = memory["nodes"][0]
+    assert node["measured"] == pytest.approx(node["allocated"], rel=0.02)
+    copies = model.vocab * model.hidden if pipeline > 1 else 0
+    share = (parameter_count(model) + copies) / (tensor * pipeline)
+    shards = 1 if stage == 0 else 4 // (tensor * pipeline)
+    for of_rank in memory["ranks"]:
+        assert of_rank["allocated"]["moments"] == pytest.approx(8 * share / shards, rel=0.05)

@@ -9,7 +9,7 @@ import pytest
 
 from hpczero.model import shapes
 from hpczero.planner.fit import refusal
-from hpczero.spec.schema import Model, Spec, Train, Zero
+from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 
 pytest.importorskip("torch", reason="preflight asks a World")
 
@@ -96,6 +96,49 @@ def test_more_nodes_are_offered_where_states_are_sharded() -> None:
     offered = re.search(r"(\d+) such nodes with (\d+) ranks", text)
     assert offered, text
     assert judged(spec(stage=3), *[rank(node, available=8) for node in range(int(offered[1])) for _ in range(4)]) is None
+
+
+LONG = Model(layers=36, hidden=1024, heads=16, vocab=32_000, seq_len=4096)
+WIDE = Model(layers=6, hidden=1024, heads=3, vocab=1_000_000, seq_len=128, tied_embeddings=False)
+
+
+def of(model: Model, **parallel: Any) -> Spec:
+    return spec(stage=3).model_copy(update={"model": model, "parallel": Parallel(**parallel)})
+
+
+def offered(text: str | None, pattern: str) -> list[int]:
+    """The numbers in what is offered."""
+    assert text is not None
+    found = re.search(rf"(?:would fit: |; ){pattern} \(\d", text)
+    assert found, text
+    return [int(number) for number in found.groups()]
+
+
+def test_tensor_and_pipeline_sizes_are_offered_where_stages_are_not_enough() -> None:
+    """Activations are what does not fit, and those the ranks of the other axes share."""
+    seen = [rank(available=28)] * 4
+    text = judged(of(LONG), *seen)
+    (tensor,), (pipeline,) = offered(text, r"parallel\.tensor = (\d+)"), offered(text, r"parallel\.pipeline = (\d+)")
+    assert (tensor, pipeline) == (2, 4)
+    assert judged(of(LONG, tensor=tensor), *seen) is None
+    assert judged(of(LONG, pipeline=pipeline), *seen) is None
+    assert "parallel" not in str(judged(spec(), *[rank()] * 4)), "a stage is enough"
+
+
+def test_a_grid_without_data_ranks_needs_no_sharding() -> None:
+    seen = [rank(available=50)] * 4
+    text = judged(of(WIDE), *seen)
+    assert offered(text, r"parallel\.pipeline = (\d+) and zero\.stage = (\d+)") == [4, 0]
+    assert judged(of(WIDE, pipeline=4), *seen) is not None
+    at_stage_0 = of(WIDE, pipeline=4).model_copy(update={"zero": Zero(stage=0, node_shared=False)})
+    assert judged(at_stage_0, *seen) is None
+
+
+def test_both_are_offered_where_neither_is_enough() -> None:
+    two_heads, seen = LONG.model_copy(update={"heads": 2}), [rank(available=29)] * 8
+    text = judged(of(two_heads), *seen)
+    assert offered(text, r"parallel\.tensor = (\d+) and parallel\.pipeline = (\d+)") == [2, 4]
+    assert judged(of(two_heads, tensor=2, pipeline=4), *seen) is None
 
 
 def test_nothing_that_can_be_set() -> None:

@@ -155,7 +155,16 @@ def test_what_is_gathered_ahead_may_be_gone_before_it_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, {"pipeline": 3}, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, {"pipeline": 2, "schedule": "gpipe"}]
+    "parallel",
+    [
+        {},
+        {"schedule": "gpipe"},
+        {"pipeline": 3},
+        {"pipeline": 4},
+        *({"pipeline": stages, "schedule": "interleaved", "chunks": chunks} for stages, chunks in ((2, 2), (2, 4), (4, 2))),
+        *({"pipeline": stages, "schedule": "gpipe"} for stages in (2, 3)),
+    ],
+    ids=str,
 )
 def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
     """What is reckoned from the first micro-batches is what going through all of them gives."""
@@ -163,7 +172,7 @@ def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
     stages = chunks_of_stages(spec, shapes.layers(MODEL))
     for stage, chunks in enumerate(stages):
         sizes = [-(-layer.size // 64) * 64 for chunk in chunks for layer in chunk]
-        for many in (1, 2, 5, 12, 29):
+        for many in (1, 2, 5, 12, 13, 18, 29):
             one_by_one = gathers(chunks, sizes, spec.parallel, stage, many)
             of_size = Counter[int]()
             for unit, often in one_by_one.items():
