@@ -13,6 +13,7 @@ from torch import nn
 
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
+from hpczero.parallel.gather import used_around_others
 from hpczero.parallel.values import reset_of
 
 _SMALL = 1 << 16  # elements: less is not worth a message
@@ -42,7 +43,8 @@ def layers_of(module: nn.Module) -> Layers:
     if not parameters:
         raise InputError(f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train")
     (found,) = _layers(parameters, [_Structure(module, parameters).cuts({"": module})])
-    return found
+    around = used_around_others(found)
+    return [(part, replace(layer, around=layer.name in around)) for part, layer in found]
 
 
 def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> list[Layers]:

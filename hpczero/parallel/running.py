@@ -71,6 +71,7 @@ class Staged:
             out = batch.tokens if x is None else x
             for call in self._calls[chunk]:
                 out = call(out, batch)
+                self.pipeline.poll()
         return out
 
     def backward(self, chunk: int, output: Tensor, gradient: Tensor | None, last: bool) -> None:

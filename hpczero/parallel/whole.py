@@ -11,7 +11,7 @@ from hpczero.comm.group import Group
 from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.axis import DataAxis
-from hpczero.parallel.layout import UnitLayout, tensor_part
+from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.unit import Fill, Unit
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ def gathered(engine: "Engine", parameters: Iterable[torch.Tensor], modify: bool)
         engine.take_changes(copies)
 
 
-def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis, tensor: Group | None) -> dict[str, torch.Tensor]:
+def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict[str, torch.Tensor]:
     masters: dict[torch.Tensor, torch.Tensor] = {}
     for unit in units:
         flat = _on_first_rank(unit, axis.group)
         if flat is not None:
             for own, place in zip(unit.parameters, unit.layout.places, strict=True):
-                masters[own] = _logical(unit.part(flat, place).clone(), place.parameter, tensor)
-    if axis.rank or (tensor and tensor.rank):
+                masters[own] = unit.part(flat, place).clone()
+    if axis.rank:
         return {}
     tensors = module.state_dict(keep_vars=True).items()
     return {name: masters[tensor] if tensor in masters else tensor.detach().clone() for name, tensor in tensors}
@@ -115,23 +115,6 @@ def _hide(engine: "Engine", unit: Unit) -> None:
 def _give_values(unit: Unit, whole: torch.Tensor) -> None:
     for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
         parameter.data = unit.part(whole, place)
-
-
-def _logical(part: torch.Tensor, parameter: shapes.Parameter, tensor: Group | None) -> torch.Tensor:
-    """On the first tensor rank the whole parameter, of which every tensor rank has a part."""
-    if tensor is None or parameter.split is None:
-        return part
-    if tensor.rank:
-        tensor.send(part, 0)
-        return part
-    whole = torch.empty(parameter.shape)
-    whole[tensor_part(parameter, tensor.size, 0)] = part
-    for rank in range(1, tensor.size):
-        place = tensor_part(parameter, tensor.size, rank)
-        theirs = torch.empty_like(whole[place], memory_format=torch.contiguous_format)
-        tensor.receive(theirs, rank)
-        whole[place] = theirs
-    return whole
 
 
 def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:

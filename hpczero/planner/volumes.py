@@ -16,7 +16,7 @@ tensor    of every micro-batch: a block has two pairs of a column- and a row-par
           all_gather for each column-parallel layer, which keeps only its own part of the sequence, and an all_reduce of each norm's gradients.
 pipeline  of every micro-batch: S at each boundary of parts forward, and backward (with sequence_parallel the rank's own part of it). Tied
           embeddings: the first and the last stage exchange the gradient, once.
-world     the loss and the requests to stop: 40 bytes, summed over all.
+world     the loss, the requests to stop, whether a save is still being written: 40 bytes, summed over all.
 """
 
 from collections import Counter

@@ -123,9 +123,8 @@ def assert_whole(path: Path) -> None:
                 assert np.array_equal(file[f"{prefix}/{parameter.name}"][()], values), parameter.name
 
 
+@pytest.mark.ranks(4, 6, 8)
 def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) -> None:
-    if world.size < 4:
-        return
     possible = {name: ranks for name, (ranks, _, _) in GRIDS.items() if ranks <= world.size}
     for number, (writer, ranks) in enumerate(possible.items()):
         output = f"{shared_folder}/{writer}"

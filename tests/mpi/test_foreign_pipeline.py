@@ -43,6 +43,7 @@ def serial(world: World, family: str, steps: int = 4) -> Record:
     return record
 
 
+@pytest.mark.ranks(2, 3, 4, 6, 8)
 @pytest.mark.parametrize("family", ["Layered", "layered_on_meta"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_stages_equal_the_serial_run(world: World, family: str, schedule: str, chunks: int) -> None:
@@ -53,6 +54,7 @@ def test_stages_equal_the_serial_run(world: World, family: str, schedule: str, c
             assert_same(expected, train(world, spec))
 
 
+@pytest.mark.ranks(2, 4, 6, 8)
 def test_half_precision_is_bitwise_the_same_at_every_stage_of_zero(world: World) -> None:
     """One micro-batch on each rank; its shape is told once, and it is another one in the evaluation."""
     for stages in [size for size in (2, 4) if world.size % size == 0]:
@@ -146,10 +148,9 @@ def test_what_cannot_travel_is_said(whole: World, layer: Callable[[torch.Tensor]
     alone.close()
 
 
+@pytest.mark.ranks(2, 3, 4, 6)
 def test_a_stage_has_its_own_layers_only(world: World) -> None:
     """The parameters of the others are on meta, where they take no memory."""
-    if world.size == 1:
-        return
     spec = spec_of("Layered", pipeline=world.size)
     grid = Grid.build(spec.parallel, world.node_of_rank)
     way = assemble(spec, world, grid, accumulates=True)
