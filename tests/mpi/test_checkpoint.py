@@ -75,7 +75,7 @@ def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
     for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
         here = slice(part.start - unit.own.start, part.stop - unit.own.start)
         for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
-            whole = truth(place.parameter.name, slot, place.parameter.shape)[place.whole].reshape(-1)
+            whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
             yield state[here], whole[part.start - place.offset : part.stop - place.offset], f"{SLOTS[slot]}/{place.parameter.name}"
 
 
