@@ -17,7 +17,7 @@ from hpczero.parallel.axis import DataAxis, Messages
 from hpczero.parallel.held import Chunks, Tied, apart, chunks_of_stages, handed_on
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
-from hpczero.parallel.running import Alone, Part, Staged, Way
+from hpczero.parallel.running import Alone, Staged, Way
 from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.values import OwnValues
@@ -73,7 +73,7 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     return Staged(engine, stages, chunks, [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks])
 
 
-def _with_modules(held: Chunks, modules: Mapping[str, nn.Module]) -> list[list[Part]]:
+def _with_modules(held: Chunks, modules: Mapping[str, nn.Module]) -> list[foreign.Layers]:
     return [[(nn.Module() if isinstance(layer, Tied) else modules[layer.name], layer) for layer in chunk] for chunk in held]
 
 

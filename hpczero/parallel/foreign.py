@@ -23,7 +23,8 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (*_NOT_CALLED, nn.Sequential)
 _CUT_IN_TORCH = (*_CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
-Layers = list[tuple[nn.Module, Layer]]
+Part = tuple[nn.Module, Layer]  # a layer of the model, and what it consists of
+Layers = list[Part]
 
 
 @dataclass(frozen=True)

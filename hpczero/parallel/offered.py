@@ -7,7 +7,7 @@
 Shapes may change from layer to layer; what goes from one stage to another is of train.precision. Stages cost what their weights multiply.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from hpczero.parallel.running import Call
 from hpczero.parallel.stages import layers_of, parts
 from hpczero.parallel.values import reset_of
 from hpczero.spec.schema import Parallel
+from hpczero.spec.show import first_few
 
-_SHOWN = 5  # names written out before a list is cut short
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -70,19 +70,16 @@ def _offered(module: nn.Module, wanted: str) -> list[nn.Module]:
         if not isinstance(layer, nn.Module) or layer not in inside:
             raise InputError(f"{wanted}: number {number} of the layers() of {kind} is {_described(layer)}, and none of the module's own modules")
     used = {own for layer in layers for own in layer.parameters()}
-    _refuse_rest([name for name, own in module.named_parameters() if own not in used], wanted, "a parameter is")
+    rest = [name for name, own in module.named_parameters() if own not in used]
+    if rest:
+        nowhere = "a parameter is in none of the modules that layers() gives, so no stage would have it"
+        raise InputError(f"{wanted}: {first_few(rest)}: {nowhere}; move it into one of them")
     within = {part for layer in layers for part in layer.modules()}
     around = [part for part in inside - within if reset_of(part) and any(own.is_meta for own in part.parameters())]
     if around:
-        names = ", ".join(sorted(_name(module, part) for part in around)[:_SHOWN])
+        names = first_few(sorted(_name(module, part) for part in around))
         raise InputError(f"{wanted}: on meta, and the reset_parameters() of {names} is for several layers: give each layer its own")
     return layers
-
-
-def _refuse_rest(names: Sequence[str], wanted: str, kind: str) -> None:
-    if names:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        raise InputError(f"{wanted}: {shown}: {kind} in none of the modules that layers() gives, so no stage would have it; move it into one of them")
 
 
 def _cost(layer: nn.Module) -> int:

@@ -13,11 +13,10 @@ from hpczero.model import shapes
 from hpczero.parallel.axis import DataAxis
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.unit import Fill, Unit
+from hpczero.spec.show import first_few
 
 if TYPE_CHECKING:
     from hpczero.parallel.zero import Engine
-
-_SHOWN = 5  # names written out before a list is cut short
 
 
 @contextmanager
@@ -61,7 +60,7 @@ def from_state_dict(module: nn.Module, names: Sequence[str], state: Mapping[str,
         if parameters.get(tensor) not in ours:
             with torch.no_grad():
                 tensor.copy_(state[name] if group.rank == 0 else tensor)
-            share(tensor, group)
+            from_rank_0(tensor, group)
     return lambda layout: from_first_rank(layout, state, group)
 
 
@@ -81,7 +80,7 @@ def from_first_rank(layout: UnitLayout, values: Mapping[str, torch.Tensor], grou
     return fill
 
 
-def share(tensor: torch.Tensor, group: Group) -> None:
+def from_rank_0(tensor: torch.Tensor, group: Group) -> None:
     """Rank 0's values, whatever their type."""
     if tensor.numel():
         values = tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
@@ -136,8 +135,7 @@ def refuse_other_names(expected: Mapping[str, torch.Tensor], state: Mapping[str,
     found = torch.tensor([len(problems)])
     group.broadcast(found)
     if int(found):
-        more = f", and {int(found) - _SHOWN} more" if int(found) > _SHOWN else ""
-        what = f"{'; '.join(problems[:_SHOWN])}{more}" if group.rank == 0 else "rank 0 says more"
+        what = first_few(problems, "; ") if group.rank == 0 else "rank 0 says more"
         raise InputError(f"these are not the module's parameters and buffers: {what}")
 
 
