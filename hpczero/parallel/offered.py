@@ -40,6 +40,8 @@ def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> Stage:
     refuse_changed_in_forward(module)
     layers = _offered(module, f"parallel.pipeline = {parallel.pipeline}")
     stages = parallel.pipeline
+    if stages * parallel.chunks > len(layers):
+        raise InputError(_too_few(len(layers), stages, parallel.chunks))
     cuts = parts([_cost(layer) for layer in layers], stages, parallel.chunks)
     held = [[[layers[index] for index in part] for part in layers_of(cuts, stages, number)] for number in range(stages)]
     names = {own: name for name, own in trained(module).items()}
@@ -80,6 +82,17 @@ def _offered(module: nn.Module, wanted: str) -> list[nn.Module]:
         names = first_few(sorted(_name(module, part) for part in around))
         raise InputError(f"{wanted}: on meta, and the reset_parameters() of {names} is for several layers: give each layer its own")
     return layers
+
+
+def _too_few(layers: int, stages: int, chunks: int) -> str:
+    """With the nearest layouts that work: the same stages, the same chunks."""
+    wanted = f"parallel.pipeline = {stages}" + (f" with parallel.chunks = {chunks} makes {stages * chunks} parts" if chunks > 1 else "")
+    ways_out = [f"parallel.chunks = {layers // stages}"] if chunks > 1 and stages <= layers else []
+    if layers >= chunks:
+        ways_out.append(f"parallel.pipeline = {layers // chunks}" + (" or fewer" if layers // chunks > 1 else ""))
+    elif layers:
+        ways_out.append(f"parallel.pipeline = {min(stages, layers)} with parallel.chunks = 1")
+    return f"{wanted}, but layers() gives {layers}: use {', or '.join([*ways_out, f'at least {stages * chunks} layers'])}"
 
 
 def _cost(layer: nn.Module) -> int:

@@ -103,7 +103,7 @@ def on_meta(kind: type[nn.Module]) -> nn.Module:
         (lambda: Offering(lambda module: [module.one, torch.tanh]), 2, r"number 1 of the layers\(\) of Offering is a builtin_function"),
         (lambda: Offering(lambda module: [module.one, nn.Linear(3, 3)]), 2, r"number 1 .* is a Linear, and none of the module's own"),
         (lambda: Offering(lambda module: [module.one]), 2, r"other.weight, other.bias: a parameter is in none of the modules"),
-        (lambda: Offering(), 3, r"parallel.pipeline = 3, but the model has only 2 layers"),
+        (lambda: Offering(), 3, r"parallel.pipeline = 3, but layers\(\) gives 2"),
         (lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)), 2, r"0 has max_norm = 1, and changes its weight in every forward"),
         (lambda: on_meta(Resetting), 2, r"on meta, and the reset_parameters\(\) of Resetting is for several layers"),
     ],
