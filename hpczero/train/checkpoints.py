@@ -190,6 +190,17 @@ class Checkpoints:
         return found
 
 
+def look_ahead(spec: Spec) -> None:
+    """Before anything is written: InputError if the checkpoint that `checkpoint.resume` names is none that this run can begin from."""
+    if spec.checkpoint.resume in ("auto", "never"):
+        return
+    try:
+        with Checkpoint.open(Path(env.expand(spec.checkpoint.resume)).absolute()) as checkpoint:
+            _refuse_another_run(checkpoint, spec)
+    except Damaged as error:
+        raise InputError(f"checkpoint.resume: {error}") from error
+
+
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for prefix, part in module.named_modules():

@@ -30,7 +30,7 @@ from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
-from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.checkpoints import Checkpoints, look_ahead
 from hpczero.train.output import choose, loss
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
@@ -86,6 +86,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     if layers:
         given = sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
         fits = preflight.fitting(world, spec, layers, given)
+    world.together(lambda: look_ahead(spec) if first else None)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
     whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
     return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
