@@ -118,7 +118,7 @@ def step(spec: Any, world: Any, way: Any, batches: Any) -> float:
     import torch
 
     tokens = spec.train.global_batch * spec.model.seq_len
-    loss = way.train(batches, tokens, world.trace) * way.engine.counts
+    loss = way.train(batches, tokens, world.trace) * way.engine.losses_count
     with world.trace.span("optimizer step"):
         way.engine.finish_step(spec.optimizer.lr)
     with world.trace.span("loss agreement"):

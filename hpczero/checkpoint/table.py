@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.parallel.layout import Slices, UnitLayout, rectangles
+from hpczero.parallel.layout import Slices, UnitLayout
 
 Array = np.ndarray[Any, Any]
 
@@ -54,13 +54,8 @@ def stored(holding: Holding) -> Iterator[Stretch]:
         for place, part in layout.stretches(own.start, own.stop):
             if place.parameter.split is None and holding.tensor_rank:
                 continue
-            inner = rectangles(place.shape, part.start - place.offset, part.stop - place.offset)
-            yield Stretch(number, place.parameter.name, part, offset, tuple(_shifted(place.whole, box) for box in inner))
+            yield Stretch(number, place.parameter.name, part, offset, tuple(place.rectangles(part.start, part.stop)))
             offset += part.stop - part.start
-
-
-def _shifted(base: Slices, box: Slices) -> Slices:
-    return tuple(slice(whole.start + part.start, whole.start + part.stop) for whole, part in zip(base, box, strict=True))
 
 
 @dataclass(frozen=True)

@@ -63,16 +63,6 @@ class Grid:
             for first in range(outer, outer + stride):
                 yield tuple(self.rank_at_place[first : first + stride * size : stride])
 
-    def rank_at(self, **coordinates: int) -> int:
-        """The rank with these coordinates; an axis of size 1 may be left out."""
-        place = 0
-        for axis, size in zip(self.axes, self.sizes, strict=True):
-            coordinate = coordinates.pop(axis) if size > 1 else coordinates.pop(axis, 0)
-            assert 0 <= coordinate < size, f"coordinate {coordinate} along {axis}, which has size {size}"
-            place += coordinate * self._stride[axis]
-        assert not coordinates, f"no such axes: {', '.join(coordinates)}"
-        return self.rank_at_place[place]
-
     def groups_across_nodes(self, axis: str) -> int:
         """How many of the groups along the axis have ranks on more than one node."""
         return sum(len({self.node_of_rank[rank] for rank in group}) > 1 for group in self.groups(axis))

@@ -43,11 +43,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of the model's list of layers; `uses` names parameters of another layer that it works with (tied embeddings)."""
+    """One entry of the model's list of layers; `uses` names parameters of another layer that it works with (tied embeddings). `around`: some of
+    its parameters are in use while other layers run.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
     uses: tuple[str, ...] = ()
+    around: bool = False
 
     @property
     def size(self) -> int:

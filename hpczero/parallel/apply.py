@@ -17,7 +17,7 @@ from hpczero.parallel.axis import DataAxis, Messages
 from hpczero.parallel.held import Chunks, Tied, apart, chunks_of_stages, handed_on
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.plan import PLANS, apply_plan
-from hpczero.parallel.running import Alone, Part, Staged, Way
+from hpczero.parallel.running import Alone, Staged, Way
 from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.values import OwnValues
@@ -50,7 +50,9 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     """
     if not shapes.known(spec.model):
         found = found or find(spec, world, grid)
-        return (_alone if found.stage is None else _cut_up)(found, spec, world, grid, accumulates, threads)
+        if found.stage is None:
+            return Alone(adopt(found.module, spec, world, grid, accumulates, threads))
+        return _cut_up(found, spec, world, grid, accumulates, threads)
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
     tensor, pipeline = (world.group(axis, grid.ranks(world.rank, axis)) if grid.size(axis) > 1 else None for axis in ("tensor", "pipeline"))
@@ -65,13 +67,13 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     chunks = _with_modules(held, modules)
     engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
     engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
-    _tie(engine, dict.fromkeys((layer.name for layer in _tied(held)), (0, pipeline.size - 1)), world, pipeline)
+    _tie(engine, _tie_groups(dict.fromkeys((layer.name for layer in _tied(held)), (0, pipeline.size - 1)), world, pipeline))
     shape = handed_on(spec, tensor.rank if tensor else 0)
     stages = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
     return Staged(engine, stages, chunks, [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks])
 
 
-def _with_modules(held: Chunks, modules: Mapping[str, nn.Module]) -> list[list[Part]]:
+def _with_modules(held: Chunks, modules: Mapping[str, nn.Module]) -> list[foreign.Layers]:
     return [[(nn.Module() if isinstance(layer, Tied) else modules[layer.name], layer) for layer in chunk] for chunk in held]
 
 
@@ -80,13 +82,12 @@ def _tied(held: Chunks) -> list[Tied]:
 
 
 def _pipeline(spec: Spec, group: Group, shape_of: Callable[[MicroBatch], Sequence[int]] | None) -> Pipeline:
-    kind = spec.parallel.schedule if spec.parallel.chunks > 1 or spec.parallel.schedule != "interleaved" else "1f1b"
-    return Pipeline(group, kind, spec.parallel.chunks, shape_of, DTYPES[spec.train.precision])
+    return Pipeline(group, spec.parallel.schedule, spec.parallel.chunks, shape_of, DTYPES[spec.train.precision])
 
 
-def _tie(engine: Engine, tied: Mapping[str, Sequence[int]], world: World, pipeline: Group) -> None:
-    """Parameters that several stages (`tied`: name -> which) work with: all of these have them, and add up their gradients."""
-    for name, group in _tie_groups(tied, world, pipeline).items():
+def _tie(engine: Engine, ties: Mapping[str, Group]) -> None:
+    """Parameters that several stages work with: all of these have them, and add up their gradients."""
+    for name, group in ties.items():
         (unit,) = engine.units_named([name])
         engine.reduction.tied[unit] = group
         if group.rank:
@@ -94,13 +95,11 @@ def _tie(engine: Engine, tied: Mapping[str, Sequence[int]], world: World, pipeli
 
 
 def _tie_groups(tied: Mapping[str, Sequence[int]], world: World, pipeline: Group) -> dict[str, Group]:
-    """Of those that this stage has; in one order on all stages, as are the operations that follow from it."""
+    """Of the parameters that several stages have (`tied`: name -> which), those that this stage has; in one order on all stages, as are
+    the operations that follow from it.
+    """
     here = {name: [pipeline.ranks[stage] for stage in stages] for name, stages in tied.items() if pipeline.rank in stages}
     return {name: world.group("pipeline", ranks) for name, ranks in here.items()}
-
-
-def _alone(found: Found, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int) -> Way:
-    return Alone(adopt(found.module, spec, world, grid, accumulates, threads))
 
 
 def _cut_up(found: Found, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int) -> Way:
@@ -121,7 +120,7 @@ def _cut_up(found: Found, spec: Spec, world: World, grid: Grid, accumulates: boo
     engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, values, None, pipeline)
     values.share_rest(set(names), DTYPES[spec.train.precision])
     engine.reduction.names_backwards = names[::-1]
-    _tie(engine, own.tied, world, pipeline)
+    _tie(engine, ties)
     return Staged(engine, _pipeline(spec, pipeline, None), chunks, own.calls)
 
 

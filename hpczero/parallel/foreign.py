@@ -13,6 +13,7 @@ from torch import nn
 
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
+from hpczero.parallel.gather import used_around_others
 from hpczero.parallel.values import reset_of
 
 _SMALL = 1 << 16  # elements: less is not worth a message
@@ -22,7 +23,8 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (*_NOT_CALLED, nn.Sequential)
 _CUT_IN_TORCH = (*_CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
-Layers = list[tuple[nn.Module, Layer]]
+Part = tuple[nn.Module, Layer]  # a layer of the model, and what it consists of
+Layers = list[Part]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def layers_of(module: nn.Module) -> Layers:
     if not parameters:
         raise InputError(f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train")
     (found,) = _layers(parameters, [_Structure(module, parameters).cuts({"": module})])
-    return found
+    around = used_around_others(found)
+    return [(part, replace(layer, around=layer.name in around)) for part, layer in found]
 
 
 def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> list[Layers]:

@@ -62,7 +62,7 @@ class Units:
         self._made: dict[object, UnitLayout] = {}
 
     def of(self, layers: Sequence[Layer], tensor_rank: int = 0) -> list[UnitLayout]:
-        """A layer that has no parameters of its own is no unit."""
+        """A layer that has no parameters of its own is no unit. The names in a layout may be those of an equal layer."""
         return [self._of(layer, tensor_rank) for layer in layers if layer.parameters]
 
     def _of(self, layer: Layer, tensor_rank: int) -> UnitLayout:

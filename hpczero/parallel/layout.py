@@ -6,11 +6,10 @@ rank r owns shard r.
 A parameter that tensor parallelism cuts lies in the buffer as this tensor rank's part of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer, Parameter
 
 ALIGNMENT = 64
@@ -20,15 +19,15 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter in its unit: `whole` is the rectangle of the logical tensor that this tensor rank holds, at elements offset .. stop - 1."""
+    """A parameter in its unit: `held` is the rectangle of the logical tensor that this tensor rank holds, at elements offset .. stop - 1."""
 
     parameter: Parameter
-    whole: Slices
+    held: Slices
     offset: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(part.stop - part.start for part in self.whole)
+        return tuple(part.stop - part.start for part in self.held)
 
     @property
     def stop(self) -> int:
@@ -36,7 +35,12 @@ class Place:
 
     def logical(self, start: int, stop: int) -> Iterator[slice]:
         """Where elements start .. stop - 1 of this rank's part, flattened, lie in the flattened logical parameter: stretches, in order."""
-        return stretches_of_part(self.parameter.shape, self.whole, start, stop)
+        return stretches_of_part(self.parameter.shape, self.held, start, stop)
+
+    def rectangles(self, start: int, stop: int) -> Iterator[Slices]:
+        """Elements start .. stop - 1 of the unit's buffer, all of this parameter, as rectangles of the logical tensor, in that order."""
+        for inner in rectangles(self.shape, start - self.offset, stop - self.offset):
+            yield tuple(slice(base.start + part.start, base.start + part.stop) for base, part in zip(self.held, inner, strict=True))
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,6 @@ class UnitLayout:
             first, last = max(start, place.offset), min(stop, place.stop)
             if first < last:
                 yield place, slice(first, last)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a rank holds of a parameter: a rectangle of the logical tensor, and where it begins in the rank's shard of the unit."""
-
-    slices: Slices
-    shard_offset: int
 
 
 def unit_layout(layer: Layer, shards: int = 1, tensor_ranks: int = 1, tensor_rank: int = 0) -> UnitLayout:
@@ -92,25 +88,6 @@ def share(length: int, grain: int, ranks: int, rank: int) -> slice:
     first = rank * grains + min(rank, more)
     last = first + grains + (rank < more)
     return slice(min(first * grain, length), min(last * grain, length))
-
-
-def pieces(layers: Sequence[Layer], name: str, grid: Grid, rank: int) -> list[Piece]:
-    """What `rank` owns of the named parameter (its optimizer states, and its share in a checkpoint): tensor split and flat shard together.
-
-    Over all ranks of a tensor coordinate the pieces hold every element exactly once. A rank whose shard has nothing of it has no pieces.
-    """
-    layer = next(layer for layer in layers if any(parameter.name == name for parameter in layer.parameters))
-    layout = unit_layout(layer, grid.size("data"), grid.size("tensor"), grid.coordinate(rank, "tensor"))
-    own = layout.shard(grid.coordinate(rank, "data"))
-    found = []
-    for place, part in layout.stretches(own.start, own.stop):
-        if place.parameter.name == name:
-            position = part.start
-            for rectangle in rectangles(place.shape, part.start - place.offset, part.stop - place.offset):
-                shifted = tuple(slice(base.start + inner.start, base.start + inner.stop) for base, inner in zip(place.whole, rectangle, strict=True))
-                found.append(Piece(shifted, position - own.start))
-                position += prod(inner.stop - inner.start for inner in rectangle)
-    return found
 
 
 def stretches_of_part(shape: tuple[int, ...], part: Slices, start: int, stop: int) -> Iterator[slice]:

@@ -9,7 +9,7 @@ all that come before it.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpczero.parallel.schedule import RESULTS, Action, Result, Schedule, gives, needs, receiver
+from hpczero.parallel.schedule import ALL_RESULTS, RESULTS, Action, Result, Schedule, gives, needs, receiver
 
 AHEAD = 2  # actions: the next forward and the next backward
 
@@ -68,14 +68,15 @@ def most_arrived(of_stage: Sequence[Step]) -> int:
     """Messages that are on their way to the stage, or have arrived and are in use, at the same time: an activation until its backward is done (if
     there is one), a gradient while its backward runs.
     """
-    trains = any("input gradient" in RESULTS[step.action.kind] for step in of_stage)
+    made = {result for step in of_stage for result in RESULTS[step.action.kind]}
+    last = max(made, key=ALL_RESULTS.index, default="output")  # that is made from an activation
     inputs = {(step.action.chunk, step.action.micro_batch): step.needs for step in of_stage if "output" in RESULTS[step.action.kind]}
     now = most = 0
     for step in of_stage:
         now += len(step.posts)
         most = max(most, now)
-        done = [step.needs] if not trains else []
+        done = [inputs[step.action.chunk, step.action.micro_batch]] if last in RESULTS[step.action.kind] else []
         if "input gradient" in RESULTS[step.action.kind]:
-            done = [step.needs, inputs[step.action.chunk, step.action.micro_batch]]
+            done.append(step.needs)
         now -= sum(result is not None for result in done)
     return most

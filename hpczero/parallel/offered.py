@@ -7,7 +7,7 @@
 Shapes may change from layer to layer; what goes from one stage to another is of train.precision. Stages cost what their weights multiply.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from hpczero.parallel.stages import layers_of, parts
 from hpczero.parallel.unit import ShardedParameter
 from hpczero.parallel.values import reset_of
 from hpczero.spec.schema import Parallel
+from hpczero.spec.show import first_few
 
-_SHOWN = 5  # names written out before a list is cut short
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 
 
@@ -41,6 +41,8 @@ def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> Stage:
     refuse_changed_in_forward(module)
     layers = _offered(module, f"parallel.pipeline = {parallel.pipeline}")
     stages = parallel.pipeline
+    if stages * parallel.chunks > len(layers):
+        raise InputError(_too_few(len(layers), stages, parallel.chunks))
     cuts = parts([_cost(layer) for layer in layers], stages, parallel.chunks)
     held = [[[layers[index] for index in part] for part in layers_of(cuts, stages, number)] for number in range(stages)]
     names = {own: name for name, own in trained(module).items()}
@@ -73,19 +75,27 @@ def _offered(module: nn.Module, wanted: str) -> list[nn.Module]:
         if not isinstance(layer, nn.Module) or layer not in inside:
             raise InputError(f"{wanted}: number {number} of the layers() of {kind} is {_described(layer)}, and none of the module's own modules")
     used = {own for layer in layers for own in layer.parameters()}
-    _refuse_rest([name for name, own in module.named_parameters() if own not in used], wanted, "a parameter is")
+    rest = [name for name, own in module.named_parameters() if own not in used]
+    if rest:
+        nowhere = "a parameter is in none of the modules that layers() gives, so no stage would have it"
+        raise InputError(f"{wanted}: {first_few(rest)}: {nowhere}; move it into one of them")
     within = {part for layer in layers for part in layer.modules()}
     around = [part for part in inside - within if reset_of(part) and any(own.is_meta for own in part.parameters())]
     if around:
-        names = ", ".join(sorted(_name(module, part) for part in around)[:_SHOWN])
+        names = first_few(sorted(_name(module, part) for part in around))
         raise InputError(f"{wanted}: on meta, and the reset_parameters() of {names} is for several layers: give each layer its own")
     return layers
 
 
-def _refuse_rest(names: Sequence[str], wanted: str, kind: str) -> None:
-    if names:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        raise InputError(f"{wanted}: {shown}: {kind} in none of the modules that layers() gives, so no stage would have it; move it into one of them")
+def _too_few(layers: int, stages: int, chunks: int) -> str:
+    """With the nearest layouts that work: the same stages, the same chunks."""
+    wanted = f"parallel.pipeline = {stages}" + (f" with parallel.chunks = {chunks} makes {stages * chunks} parts" if chunks > 1 else "")
+    ways_out = [f"parallel.chunks = {layers // stages}"] if chunks > 1 and stages <= layers else []
+    if layers >= chunks:
+        ways_out.append(f"parallel.pipeline = {layers // chunks}" + (" or fewer" if layers // chunks > 1 else ""))
+    elif layers:
+        ways_out.append(f"parallel.pipeline = {min(stages, layers)} with parallel.chunks = 1")
+    return f"{wanted}, but layers() gives {layers}: use {', or '.join([*ways_out, f'at least {stages * chunks} layers'])}"
 
 
 def _cost(layer: nn.Module) -> int:

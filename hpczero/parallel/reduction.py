@@ -42,7 +42,7 @@ class Reduction:
         """`slots`: where gradients are sharded, what the units gather them in, in turns."""
         self.names_backwards = [place.parameter.name for unit in units for place in unit.layout.places][::-1]  # of all parameters that there are
         self.axis, self.sharded, self.pool = axis, sharded, pool
-        self.started: Callable[[Unit], None] = lambda unit: None  # is told of each unit whose gradients are all there
+        self.on_all_there: Callable[[Unit], None] = lambda unit: None  # is told of each unit whose gradients are all there
         self._slots = slots
         self._slot_of: dict[Unit, int] = {}
         self.tied: dict[Unit, Group] = {}  # units that other stages have too, whose sums are added up
@@ -92,7 +92,7 @@ class Reduction:
             self._completed.append(unit)
         if self._reducing:
             if unit.missing == 0:
-                self.started(unit)  # here, and not when there is a slot for it: what is gathered next follows from it, on all ranks alike
+                self.on_all_there(unit)  # here, and not when there is a slot for it: what is gathered next follows from it, on all ranks alike
             self._collect()
             while self._started < len(self._order) and self._order[self._started].missing == 0 and self._has_buffer(self._order[self._started]):
                 self._start(self._order[self._started])  # without waiting for another rank, which may wait for what follows here
@@ -196,7 +196,7 @@ class Reduction:
         self._started += 1
         self._sums += 1
         if unit.missing:
-            self.started(unit)
+            self.on_all_there(unit)
         unit.complete()
         self._read_by_others.add(unit)
         accumulate = self.sharded.gradients and unit in self._reduced

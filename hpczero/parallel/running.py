@@ -3,16 +3,15 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpczero.comm.trace import Trace
 from hpczero.model.batch import MicroBatch
-from hpczero.model.shapes import Layer
+from hpczero.parallel.foreign import Part
 from hpczero.parallel.pipeline import Pipeline
 from hpczero.parallel.unit import Unit
 from hpczero.parallel.zero import Engine
 
-Part = tuple[nn.Module, Layer]  # a layer of the model, and what it consists of
 Call = Callable[[Tensor, MicroBatch], Tensor]  # what a layer does
 
 
@@ -71,6 +70,7 @@ class Staged:
             out = batch.tokens if x is None else x
             for call in self._calls[chunk]:
                 out = call(out, batch)
+                self.pipeline.poll()
         return out
 
     def backward(self, chunk: int, output: Tensor, gradient: Tensor | None, last: bool) -> None:

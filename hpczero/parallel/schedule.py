@@ -7,7 +7,7 @@ through all of them. What a stage does with it is an action; each action makes *
     input gradient    of a part: from the input gradient of the part after; needs the own output
     weight gradient   of a part: needs the same
 
-So a result that is handed on is always made from the neighbour's result of the same name. Simulator and executor know results only: a
+So a result that is handed on is always made from the neighbour's result of the same name. Simulator and messages know results only: a
 schedule that splits backward in two adds two kinds to RESULTS.
 
     gpipe         all forwards, then all backwards (Huang et al. 2019)

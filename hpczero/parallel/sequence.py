@@ -1,8 +1,8 @@
 """How the residual stream, what layers hand on and add to, lies over the tensor ranks.
 
 Between the products that tensor ranks share, either every rank has the whole of it, or (sequence parallelism, Korthikanti et al. 2022) a part
-of the positions, so that norms, dropout and sums are shared as well, and so is what they keep for backward. Both ways send the same bytes:
-an all-reduce is a reduce-scatter and an all-gather.
+of the positions, so that norms, dropout and sums are shared as well, and so is what they keep for backward. An all-reduce is a reduce-scatter
+and an all-gather; the second way gathers once more, in the backward of each column-parallel layer: five all-reduces' bytes a block in place of four.
 
 The two directions, each of which is the other's backward, are started and give a function that waits for the result: `start_whole` (of what this
 rank has, everything) and `start_sum` (of the sum over ranks of what each has computed of everything, what this rank has).

@@ -4,11 +4,10 @@ The model is cut into stages x chunks parts; part number c * stages + s is chunk
 expensive part, so that is what the cut makes as small as it can be. Costs are measured ones, or estimated from the model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import inf, lcm
 
-from hpczero.errors import InputError
 from hpczero.model.shapes import ffn, head_dim, known
 from hpczero.spec.schema import Model
 
@@ -17,8 +16,6 @@ _FORWARD_AND_BACKWARD = 3  # backward makes two products of the size of forward'
 
 def parts(costs: Sequence[float], stages: int, chunks: int = 1) -> tuple[range, ...]:
     """The layers of each part, in the order of the model; `costs` are those of the layers."""
-    if stages * chunks > len(costs):
-        raise InputError(_too_many(len(costs), stages, chunks))
     return cut(costs, stages * chunks)
 
 
@@ -110,19 +107,3 @@ def _gpt(model: Model) -> list[int]:
 
 
 _FAMILIES: dict[str, Callable[[Model], list[int]]] = {"gpt": _gpt}
-
-
-def _too_many(layers: int, stages: int, chunks: int) -> str:
-    wanted = f"parallel.pipeline = {stages}" + (f" with parallel.chunks = {chunks} makes {stages * chunks} parts" if chunks > 1 else "")
-    return f"{wanted}, but the model has only {layers} layers to share out: use {', or '.join(_workable(layers, stages, chunks))}"
-
-
-def _workable(layers: int, stages: int, chunks: int) -> Iterator[str]:
-    """The nearest layouts: the same stages, the same chunks, a larger model."""
-    if chunks > 1 and stages <= layers:
-        yield f"parallel.chunks = {layers // stages}"
-    if layers >= chunks:
-        yield f"parallel.pipeline = {layers // chunks}" + (" or fewer" if layers // chunks > 1 else "")
-    elif chunks > 1:
-        yield f"parallel.pipeline = {min(stages, layers)} with parallel.chunks = 1"
-    yield f"a model.layers that is larger by {stages * chunks - layers}"

@@ -23,6 +23,11 @@ class Sharded:
         """The ranks of a node that keep one copy of the parameters together have no need to cut it."""
         return cls(stage >= 1, stage >= 2, stage >= 3 and not node_shared)
 
+    @property
+    def read_by_others(self) -> str:
+        """The kind of states that the other ranks of a node read besides the weights, where they share: the gradients, where these lie."""
+        return "gradient slots" if self.gradients else "gradients"
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -46,16 +51,15 @@ def shares_nodes(zero: Zero, ranks_on_nodes: Collection[int]) -> bool:
     return zero.node_shared and several
 
 
-def state_bytes(
-    units: Sequence[UnitLayout], sharded: Sharded, precision: Precision, separate_master: bool, around: int = 0
-) -> dict[str, int]:
-    """Bytes by kind on one rank; `separate_master`: the fp32 weights are not the model's own (half precision, or shared with other ranks).
-    `around`: elements of the units that are in use while others are.
+def state_bytes(units: Sequence[UnitLayout], sharded: Sharded, precision: Precision, shared: bool, around: int = 0) -> dict[str, int]:
+    """Bytes by kind on one rank; `shared`: the ranks of a node keep one copy of the weights. `around`: elements of the units that are in use while
+    others are. The fp32 weights of a rank are the model's own only if they are all of its weights and nobody else's.
     """
     whole = sum(unit.size for unit in units)
     shards = sum(unit.shard_size for unit in units)
     own = shards if sharded.optimizer else whole
     largest = max(unit.size for unit in units)
+    separate_master = precision.weight < 4 or (shared and not sharded.optimizer)
     return {
         "weights": (shards if sharded.parameters else whole) * precision.weight,
         "master": own * 4 if separate_master else 0,

@@ -15,10 +15,10 @@ from hpczero.errors import InputError
 from hpczero.model.shapes import Parameter
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.unit import Fill
-from hpczero.parallel.whole import from_first_rank, share
+from hpczero.parallel.whole import from_first_rank, from_rank_0
+from hpczero.spec.show import first_few
 from hpczero_kernels.philox import key_of
 
-_SHOWN = 5  # names written out before a list is cut short
 _SEEDS = 1 << 63
 
 
@@ -80,11 +80,11 @@ class OwnValues:
             if name in self._own and name not in ours:
                 if parameter.is_meta:
                     raise InputError(f"{name} is {parameter.dtype} and on meta: hpczero does not know its values; build the module with them")
-                share(parameter, self._group)
+                from_rank_0(parameter, self._group)
         buffers = self._buffers()
         _refuse_unknown([name for name in sorted(self._unknown_buffers) if buffers[name].isnan().any()])
         for buffer in buffers.values():
-            share(buffer, self._group)
+            from_rank_0(buffer, self._group)
 
     def _made(self, wanted: Collection[str]) -> dict[str, torch.Tensor]:
         """The values that modules give to these parameters, parts before what they are parts of. NaN shows what nobody has given a value."""
@@ -146,6 +146,5 @@ def _parameters_of_their_own(parts: Sequence[nn.Module], names: Mapping[nn.Param
 
 def _refuse_unknown(names: Sequence[str]) -> None:
     if names:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
         way_out = "give the modules that hold them a reset_parameters(), or build the module with its values (not on meta)"
-        raise InputError(f"on meta, and no reset_parameters() gives a value to {shown}: {way_out}")
+        raise InputError(f"on meta, and no reset_parameters() gives a value to {first_few(names)}: {way_out}")

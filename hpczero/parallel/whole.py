@@ -11,13 +11,12 @@ from hpczero.comm.group import Group
 from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.axis import DataAxis
-from hpczero.parallel.layout import UnitLayout, tensor_part
+from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.unit import Fill, Unit
+from hpczero.spec.show import first_few
 
 if TYPE_CHECKING:
     from hpczero.parallel.zero import Engine
-
-_SHOWN = 5  # names written out before a list is cut short
 
 
 @contextmanager
@@ -38,14 +37,14 @@ def gathered(engine: "Engine", parameters: Iterable[torch.Tensor], modify: bool)
         engine.take_changes(copies)
 
 
-def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis, tensor: Group | None) -> dict[str, torch.Tensor]:
+def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict[str, torch.Tensor]:
     masters: dict[torch.Tensor, torch.Tensor] = {}
     for unit in units:
         flat = _on_first_rank(unit, axis.group)
         if flat is not None:
             for own, place in zip(unit.parameters, unit.layout.places, strict=True):
-                masters[own] = _logical(unit.part(flat, place).clone(), place.parameter, tensor)
-    if axis.rank or (tensor and tensor.rank):
+                masters[own] = unit.part(flat, place).clone()
+    if axis.rank:
         return {}
     tensors = module.state_dict(keep_vars=True).items()
     return {name: masters[tensor] if tensor in masters else tensor.detach().clone() for name, tensor in tensors}
@@ -61,7 +60,7 @@ def from_state_dict(module: nn.Module, names: Sequence[str], state: Mapping[str,
         if parameters.get(tensor) not in ours:
             with torch.no_grad():
                 tensor.copy_(state[name] if group.rank == 0 else tensor)
-            share(tensor, group)
+            from_rank_0(tensor, group)
     return lambda layout: from_first_rank(layout, state, group)
 
 
@@ -81,7 +80,7 @@ def from_first_rank(layout: UnitLayout, values: Mapping[str, torch.Tensor], grou
     return fill
 
 
-def share(tensor: torch.Tensor, group: Group) -> None:
+def from_rank_0(tensor: torch.Tensor, group: Group) -> None:
     """Rank 0's values, whatever their type."""
     if tensor.numel():
         values = tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
@@ -117,23 +116,6 @@ def _give_values(unit: Unit, whole: torch.Tensor) -> None:
         parameter.data = unit.part(whole, place)
 
 
-def _logical(part: torch.Tensor, parameter: shapes.Parameter, tensor: Group | None) -> torch.Tensor:
-    """On the first tensor rank the whole parameter, of which every tensor rank has a part."""
-    if tensor is None or parameter.split is None:
-        return part
-    if tensor.rank:
-        tensor.send(part, 0)
-        return part
-    whole = torch.empty(parameter.shape)
-    whole[tensor_part(parameter, tensor.size, 0)] = part
-    for rank in range(1, tensor.size):
-        place = tensor_part(parameter, tensor.size, rank)
-        theirs = torch.empty_like(whole[place], memory_format=torch.contiguous_format)
-        tensor.receive(theirs, rank)
-        whole[place] = theirs
-    return whole
-
-
 def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
     """The unit's master weights, on data rank 0."""
     if unit.master.numel() == unit.layout.size:
@@ -153,8 +135,7 @@ def refuse_other_names(expected: Mapping[str, torch.Tensor], state: Mapping[str,
     found = torch.tensor([len(problems)])
     group.broadcast(found)
     if int(found):
-        more = f", and {int(found) - _SHOWN} more" if int(found) > _SHOWN else ""
-        what = f"{'; '.join(problems[:_SHOWN])}{more}" if group.rank == 0 else "rank 0 says more"
+        what = first_few(problems, "; ") if group.rank == 0 else "rank 0 says more"
         raise InputError(f"these are not the module's parameters and buffers: {what}")
 
 

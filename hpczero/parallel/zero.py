@@ -85,18 +85,17 @@ class Engine:
         self.copies: set[Unit] = set()  # units that belong to another stage, too, where they are counted
         self.axis, self.settings = axis, settings
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
-        half = settings.train.precision == "fp16"
-        self.loss_scale = LossScale(settings.train.loss_scale if half else 1.0, dynamic=half)
+        fp16 = settings.train.precision == "fp16"
+        self.loss_scale = LossScale(settings.train.loss_scale if fp16 else 1.0, dynamic=fp16)
         self.updates = 0
         self.pool = Pool(settings.threads)
         dtype = DTYPES[settings.train.precision]
         part = (tensor.size, tensor.rank) if tensor else (1, 0)
         layouts = [unit_layout(layer, axis.size, *part) for _, layer in layers if layer.parameters]
         precision = Precision(dtype.itemsize, settings.accumulates)
-        separate = dtype != torch.float32 or (axis.shared and not self.sharded.optimizer)
         around = used_around_others(layers)
-        sizes = state_bytes(layouts, self.sharded, precision, separate, sum(unit.size for unit in layouts if unit.name in around))
-        seen = "gradient slots" if self.sharded.gradients else "gradients"
+        sizes = state_bytes(layouts, self.sharded, precision, axis.shared, sum(unit.size for unit in layouts if unit.name in around))
+        seen = self.sharded.read_by_others
         self.arena = Arena(sizes, axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}))
         dtypes = dtype, torch.float32 if settings.accumulates else dtype
         written = [axis.written(layout.size, self.sharded.optimizer) for layout in layouts]
@@ -115,7 +114,7 @@ class Engine:
         build.adopt(module, dict(zip(self.names, (own for unit in self.units for own in unit.parameters), strict=True)))
         self.gatherer = self._sharded_parameters(layers, around) if self.sharded.parameters else None
         if self.gatherer:
-            self.reduction.started = self.gatherer.forget
+            self.reduction.on_all_there = self.gatherer.forget
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
         if self.settings.in_layers:
             self._hooks += [part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer))) for part, layer in layers]
@@ -252,7 +251,7 @@ class Engine:
         return int(self.pipeline.stack(torch.tensor(own)).sum()) if self.pipeline else own
 
     @property
-    def counts(self) -> bool:
+    def losses_count(self) -> bool:
         """Whether this rank's losses count: tensor ranks all have the same, and stages but the last have none."""
         return (self.tensor is None or self.tensor.rank == 0) and (self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size)
 
@@ -274,8 +273,8 @@ class Engine:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Collective. On data rank 0 what the module's state_dict would be, the parameters in fp32; empty on the others."""
-        assert self.pipeline is None, "other stages have the rest"
-        return whole.state_dict(self.module, self.units, self.axis, self.tensor)
+        assert not self._others, "other ranks have the rest"
+        return whole.state_dict(self.module, self.units, self.axis)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""

@@ -134,6 +134,8 @@ def _both_axes(spec: Spec, site: Site) -> Iterator[Alternative]:
 def _larger(spec: Spec, site: Site) -> tuple[range, range]:
     """Sizes of tensor, whose ranks stay on a node, and of pipeline."""
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    if not known(spec.model):
+        return range(0), range(0)
     return range(tensor + 1, max(site.ranks_on_nodes.values()) + 1), range(pipeline + 1, layer_count(spec.model) + 1)
 
 
@@ -141,8 +143,6 @@ def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Itera
     """Of these sizes of tensor and pipeline those that the ranks and the model allow, each at every stage: with fewer data ranks the buffers of a
     high one may take more than it saves.
     """
-    if not known(spec.model):
-        return
     ranks = sum(site.ranks_on_nodes.values())
     for tensor, pipeline in (grid for grid in sizes if ranks % prod(grid) == 0):
         changed = _with(spec, "parallel", tensor=tensor, pipeline=pipeline)

@@ -44,6 +44,10 @@ class Placement:
     stage: int = 0
     tensor_rank: int = 0
 
+    def part_of_rank(self, counted: Mapping[str, int]) -> dict[str, int]:
+        """Of what each rank counts as a whole: of the weights that a node's ranks keep together, an equal part."""
+        return {kind: size // self.on_node if self.shared and kind == "weights" else size for kind, size in counted.items()}
+
 
 @dataclass(frozen=True)
 class Need:
@@ -66,10 +70,6 @@ class Need:
     @property
     def node(self) -> dict[str, int]:
         return {kind: size * self.ranks + self.together.get(kind, 0) for kind, size in self.each.items()}
-
-    def part_of_rank(self, counted: Mapping[str, int]) -> dict[str, int]:
-        """Of what each rank of the node counts as a whole, its part of what is held together."""
-        return {kind: size // self.ranks if kind in self.together else size for kind, size in counted.items()}
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,20 @@ def placements(spec: Spec, grid: Grid) -> dict[int, list[Placement]]:
     """Node -> of each part of the model that its ranks have, how they stand among the data ranks that have it too."""
     found: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
     for group in grid.groups("data"):
-        on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
-        part = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
-        for node, count in on_nodes.items():
-            found[node].append(Placement(len(group), count, shares_nodes(spec.zero, on_nodes.values()), *part))
+        for node, place in _on_nodes(spec, grid, group).items():
+            found[node].append(place)
     return found
+
+
+def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
+    return _on_nodes(spec, grid, grid.ranks(rank, "data"))[grid.node_of_rank[rank]]
+
+
+def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placement]:
+    """Node -> how its ranks stand among these data ranks, all of which have the same part of the model."""
+    on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
+    part = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
+    return {node: Placement(len(group), count, shares_nodes(spec.zero, on_nodes.values()), *part) for node, count in on_nodes.items()}
 
 
 def need(spec: Spec, layers: Sequence[Layer], placement: Placement) -> Need:
@@ -152,14 +161,14 @@ class _Parts:
         micro_batches, _, largest = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, placement.data_ranks)
         sharded = Sharded.at_stage(spec.zero.stage, placement.shared)
         precision = Precision(4 if spec.train.precision == "fp32" else 2, accumulates=micro_batches > 1)
-        separate_master = precision.weight < 4 or (placement.shared and not sharded.optimizer)
-        units = self.units.of([layer for chunk in chunks for layer in chunk], placement.tensor_rank)
-        states = state_bytes(units, sharded, precision, separate_master)
+        held = [layer for chunk in chunks for layer in chunk]
+        units = self.units.of(held, placement.tensor_rank)
+        around = sum(unit.size for unit in self.units.of([layer for layer in held if layer.around], placement.tensor_rank))
+        states = state_bytes(units, sharded, precision, placement.shared, around)
         handed_on_bytes = prod(handed_on(spec, placement.tensor_rank)) * precision.weight
         together, windows = {}, 0
         if placement.shared:
-            read_by_others = "gradient slots" if sharded.gradients else "gradients"
-            together, windows = {"weights": states["weights"]}, states["weights"] + states[read_by_others] * placement.on_node
+            together, windows = {"weights": states["weights"]}, states["weights"] + states[sharded.read_by_others] * placement.on_node
         estimates = {
             "communication": _reductions(spec, chunks, placement) * spec.zero.bucket_mb * _MIB,
             "activations": activations(spec, largest, chunks, placement.stage, micro_batches) if known(spec.model) else 0,

@@ -1,10 +1,12 @@
 """Values and names as messages show them: one line, no control characters, no longer than a reader wants."""
 
 import datetime
+from collections.abc import Sequence
 from typing import Any
 
 _LONGEST = 60
 _MOST_ITEMS = 8
+_FEW = 5
 
 
 def printable(text: str, longest: int = 500) -> str:
@@ -36,3 +38,9 @@ def shown(value: Any) -> str:
 def listed(words: list[str], last: str = "and") -> str:
     """a, b and c"""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def first_few(words: Sequence[str], between: str = ", ") -> str:
+    """a, b, c, d, e and 3 more"""
+    more = f" and {len(words) - _FEW:,} more" if len(words) > _FEW else ""
+    return between.join(words[:_FEW]) + more

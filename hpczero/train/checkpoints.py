@@ -4,6 +4,7 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
-from hpczero.parallel.layout import rectangles, unit_layout
+from hpczero.parallel.layout import unit_layout
 from hpczero.parallel.unit import Unit
 from hpczero.parallel.zero import Engine
 from hpczero.spec.load import differences
@@ -231,9 +232,8 @@ def _owned(engine: Engine, holding: Holding) -> list[list[Array]]:
 def _read_unit(checkpoint: Checkpoint, unit: Unit) -> None:
     for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
         at = part.start - unit.own.start
-        for box in rectangles(place.shape, part.start - place.offset, part.stop - place.offset):
-            wanted = tuple(slice(whole.start + cut.start, whole.start + cut.stop) for whole, cut in zip(place.whole, box, strict=True))
-            count = int(np.prod([cut.stop - cut.start for cut in box], dtype=np.int64))
+        for wanted in place.rectangles(part.start, part.stop):
+            count = prod(cut.stop - cut.start for cut in wanted)
             for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
                 checkpoint.read(slot, place.parameter.name, wanted, state[at : at + count].numpy())
             at += count

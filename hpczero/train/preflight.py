@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpczero import machine
-from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.memory import account
 from hpczero.model.shapes import Layer
-from hpczero.parallel.states import shares_nodes
 from hpczero.planner.fit import Bound, Site, refusal
-from hpczero.planner.memory import RUNTIME, Placement, saves_behind
+from hpczero.planner.memory import RUNTIME, saves_behind
 from hpczero.spec.schema import Spec
 
 
@@ -28,10 +26,11 @@ def refuse_what_does_not_fit(world: World, spec: Spec, layers: Sequence[Layer], 
 
 def fitting(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -> Spec:
     """As `refuse_what_does_not_fit`, but where only the copy for saving behind the training does not fit: then the spec without that."""
-    at_once = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
-    if saves_behind(spec) and _problem(world, spec, layers, given):
-        spec = at_once
-    refuse_what_does_not_fit(world, spec, layers, given)
+    if not saves_behind(spec):
+        refuse_what_does_not_fit(world, spec, layers, given)
+    elif _problem(world, spec, layers, given):
+        spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
+        refuse_what_does_not_fit(world, spec, layers, given)
     return spec
 
 
@@ -40,14 +39,6 @@ def _problem(world: World, spec: Spec, layers: Sequence[Layer], given: int) -> s
     seen = world.collect(_seen(world, given))
     problem: str | None = world.share(refusal(spec, layers, site_of(seen)) if seen is not None else None)
     return problem
-
-
-def placement(world: World, grid: Grid, spec: Spec) -> Placement:
-    """Where this rank stands among the data ranks, and which part of the model it has."""
-    nodes = [world.node_of_rank[rank] for rank in grid.ranks(world.rank, "data")]
-    on_nodes = Counter(nodes)
-    part = grid.coordinate(world.rank, "pipeline"), grid.coordinate(world.rank, "tensor")
-    return Placement(len(nodes), on_nodes[world.node], shares_nodes(spec.zero, on_nodes.values()), *part)
 
 
 def _seen(world: World, given: int) -> dict[str, Any]:

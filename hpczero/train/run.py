@@ -23,7 +23,7 @@ from hpczero.model import build, shapes
 from hpczero.model.shapes import Layer
 from hpczero.parallel.apply import Found, assemble, find
 from hpczero.parallel.foreign import layers_of
-from hpczero.planner.memory import Placement, need
+from hpczero.planner.memory import need, placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
@@ -120,7 +120,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
-    place = preflight.placement(world, job.grid, spec)
+    place = placement(spec, job.grid, world.rank)
     needed = need(spec, job.layers, place) if job.layers else None
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
@@ -143,7 +143,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     measured = account.growth(before, account.held_on_nodes(world))
     held = way.memory() | {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
     of_ranks = {
-        "memory": account.summary(world, needed.rank if needed else {}, _of_this_rank(held, place), measured),
+        "memory": account.summary(world, needed.rank if needed else {}, place.part_of_rank(held), measured),
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
@@ -173,11 +173,6 @@ def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> int:
             changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
             voice.event("resume", step=first, path=str(resumed.path), **changed)
     return first
-
-
-def _of_this_rank(held: dict[str, int], place: Placement) -> dict[str, int]:
-    """Of the weights that the node's ranks keep together, an equal part."""
-    return held | {"weights": held["weights"] // place.on_node} if place.shared else held
 
 
 def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:

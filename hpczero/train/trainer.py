@@ -1,7 +1,7 @@
 """The training loop. A step on every rank:
 
     read the micro-batches, forward and backward (the engine sums gradients meanwhile), the optimizer's step, one small all-reduce that carries
-    the loss and the requests to stop: so all ranks know the same loss and stop at the same step boundary.
+    the loss, the requests to stop, and whether a save is still being written: so all ranks know the same loss and stop at the same step boundary.
 
 Rank 0 also speaks and writes the run directory.
 """
@@ -156,7 +156,7 @@ class Trainer:
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
         """The mean loss over all ranks' tokens, and the first reason to stop that any rank has seen."""
         busy = self.checkpoints is not None and not self.checkpoints.saver.written
-        (total, still_busy), asked = self._sum_over_ranks([loss_sum * self.engine.counts, float(busy)], requests)
+        (total, still_busy), asked = self._sum_over_ranks([loss_sum * self.engine.losses_count, float(busy)], requests)
         self._all_written = still_busy == 0
         return total / self.step_tokens, asked
 
@@ -180,7 +180,7 @@ class Trainer:
             for number in range(self.batches.evaluation_batches()):
                 batches = self.batches.evaluation(number)
                 own = self.way.evaluate(batches), sum(batch.token_count for batch in batches)
-                sums, asked = self._sum_over_ranks([value * self.engine.counts for value in own], requests)
+                sums, asked = self._sum_over_ranks([value * self.engine.losses_count for value in own], requests)
                 if asked:
                     return None, asked
                 loss_sum, tokens = loss_sum + sums[0], tokens + sums[1]

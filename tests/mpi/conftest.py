@@ -6,8 +6,9 @@ does not come to the agreement (it hangs, or waits in a collective for one that 
 the test and the rank.
 
 A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the other ranks sit it out. With more ranks than
-the largest of these sizes only tests marked many_ranks run, on all of them. A test marked cases(of=...) also asks for `case` and gets, on a
-world of n ranks, what of(n, everything) lists; everything: with --slow, on all ranks of the launch.
+the largest of these sizes only tests marked many_ranks run, on all of them. A test marked ranks(2, 4) runs on a world of 2 and of 4 ranks only. A
+test marked cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything) lists; everything: with --slow, on all ranks
+of the launch.
 """
 
 import faulthandler
@@ -24,7 +25,11 @@ import torch
 from hpczero.comm.world import World
 
 SIZES = (1, 2, 3, 4, 6, 8)
-MARKERS = ["many_ranks: also runs on more ranks than 8", "cases(of=...): what of(ranks, everything) lists are its cases"]
+MARKERS = [
+    "many_ranks: also runs on more ranks than 8",
+    "ranks(2, 4): runs on so many ranks only",
+    "cases(of=...): what of(ranks, everything) lists are its cases",
+]
 LIMIT = 90  # seconds for one test, on every rank
 GRACE = 10  # seconds that a rank whose test failed waits for the others
 _RECORD = 16384  # bytes of a rank's outcome and error text
@@ -126,6 +131,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     given = ranks_given(metafunc.config)
     sizes = sorted({size for size in SIZES if size <= given} | {given}) if given <= max(SIZES) else [given]
+    only = metafunc.definition.get_closest_marker("ranks")
+    sizes = [size for size in sizes if only is None or size in only.args]
     marker = metafunc.definition.get_closest_marker("cases")
     if marker is None:
         metafunc.parametrize("world", sizes, indirect=True, ids=lambda size: f"{size}-ranks")

@@ -25,6 +25,8 @@ WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
 STEPS = 4
 EPS = 1e-6
 SAMPLES = 24
+SHARE_SAMPLES = pytest.mark.ranks(1, 2, 3, 4, 6, 8)  # each rank has as many as the others
+SHARE_HALVES = pytest.mark.ranks(1, 2, 3, 4, 6)  # and as many in each of two backwards
 Loss = Callable[[Any, slice], torch.Tensor]  # of an engine (or module) on these samples of the batch
 
 
@@ -153,10 +155,9 @@ def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[l
         assert (tensor - other[1][name]).float().norm() <= 2e-4 * tensor.float().norm() + 1e-6, name
 
 
+@SHARE_HALVES
 @pytest.mark.parametrize("case", CASES)
 def test_every_way_equals_pytorch(world: World, case: str) -> None:
-    if SAMPLES % (2 * world.size):
-        return
     kind, loss = CASES[case]
     expected = alone(kind, loss)
     for stage, shared in WAYS:
@@ -164,11 +165,10 @@ def test_every_way_equals_pytorch(world: World, case: str) -> None:
             assert_same(expected, trained(world, kind, loss, spec_of(stage, shared), backwards, hint), world.rank)
 
 
+@SHARE_HALVES
 @pytest.mark.parametrize("case", ["convolutions", "odd"])
 def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case: str) -> None:
     """The gradient of a parameter beside the layers comes early in a backward, when its sum of the one before is still under way."""
-    if SAMPLES % (2 * world.size):
-        return
     kind, loss = CASES[case]
 
     def late(module: Any, part: slice) -> torch.Tensor:
@@ -180,6 +180,7 @@ def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case
         assert_same(expected, trained(world, kind, late, spec_of(stage, shared), backwards=2), world.rank)
 
 
+@SHARE_SAMPLES
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install hpczero[test]")
@@ -196,26 +197,22 @@ def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
         tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))[part]
         return module(input_ids=tokens, labels=tokens).loss * tokens.shape[0] / SAMPLES
 
-    if SAMPLES % world.size:
-        return
     expected = alone(kind, loss)
     for stage, shared in ((2, True), (3, False)):
         assert_same(expected, trained(world, kind, loss, spec_of(stage, shared)), world.rank)
 
 
+@SHARE_SAMPLES
 def test_layers_that_only_some_ranks_use(world: World) -> None:
     """Where weights are gathered by messages every rank must run the same layers; elsewhere it need not."""
-    if SAMPLES % world.size:
-        return
     expected = alone(Odd, of_skipping)
     for stage, shared in [*product((0, 1, 2), (False, True)), (3, True)]:
         assert_same(expected, trained(world, Odd, of_skipping, spec_of(stage, shared)), world.rank)
 
 
+@SHARE_SAMPLES
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str) -> None:
-    if SAMPLES % world.size:
-        return
     for kind, loss in CASES.values():
         first, *others = (trained(world, kind, loss, spec_of(stage, shared, precision), accumulates=False) for stage, shared in WAYS)
         for other in others:
@@ -281,10 +278,9 @@ def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(worl
                     block.down.weight.sum()
 
 
+@pytest.mark.ranks(3, 4)
 def test_nodes_that_share_their_weights(world: World) -> None:
     """2 + 1 and 2 x 2 ranks on simulated nodes."""
-    if world.size not in (3, 4):
-        return
     expected, nodes = alone(Odd, of_tokens), world.part(range(world.size), 2)
     for stage in range(4):
         assert_same(expected, trained(nodes, Odd, of_tokens, spec_of(stage, True)), world.rank)

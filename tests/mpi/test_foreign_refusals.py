@@ -8,7 +8,7 @@ import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from tests.mpi.models import Convolutions, Odd
-from tests.mpi.test_foreign import SAMPLES, WAYS, alone, assert_same, made, of_images, of_tokens, spec_of, trained
+from tests.mpi.test_foreign import SHARE_SAMPLES, WAYS, alone, assert_same, made, of_images, of_tokens, spec_of, trained
 
 pytestmark = pytest.mark.mpi
 
@@ -40,6 +40,7 @@ def test_what_a_loop_cannot_have_is_refused(whole: World) -> None:
         hpczero.initialize(nn.Sequential(nn.Embedding(4, 4, max_norm=2.0)), spec, whole)
 
 
+@SHARE_SAMPLES
 @pytest.mark.parametrize("how", ["around", "inside", "method"])
 def test_compiled_modules_train_where_parameters_stay(world: World, how: str) -> None:
     def kind() -> nn.Module:
@@ -51,8 +52,6 @@ def test_compiled_modules_train_where_parameters_stay(world: World, how: str) ->
             module.features[1] = torch.compile(module.features[1], backend="aot_eager")
         return torch.compile(module, backend="aot_eager") if how == "around" else module  # type: ignore[return-value]
 
-    if SAMPLES % world.size:
-        return
     expected = alone(kind, of_images)
     for stage, shared in ((0, False), (2, True)):
         assert_same(expected, trained(world, kind, of_images, spec_of(stage, shared)), world.rank)

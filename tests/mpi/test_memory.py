@@ -16,11 +16,10 @@ from hpczero.model import shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.apply import assemble
 from hpczero.parallel.running import Way
-from hpczero.planner.memory import need
+from hpczero.planner.memory import need, placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
 from hpczero.train.batches import Batches
-from hpczero.train.preflight import placement
 from tests.mpi.test_volumes import any_job, laid_out
 from tests.mpi.training import LearnableSource
 
@@ -35,7 +34,7 @@ class Job:
         source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
         self.batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
         self.largest = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, grid.size("data"))[2]
-        self.needed = need(spec, shapes.layers(spec.model), placement(world, grid, spec))
+        self.needed = need(spec, shapes.layers(spec.model), placement(spec, grid, world.rank))
         self.way: Way = assemble(spec, world, grid, accumulates=len(self.batches.parts()) > 1)
 
     def step(self, number: int) -> list[MicroBatch]:
@@ -61,7 +60,7 @@ def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
 
 
 WIDE = Model(layers=6, hidden=128, heads=8, vocab=4000, seq_len=64)
-NARROW = WIDE.model_copy(update={"vocab": 300, "hidden": 256})
+MODELS = {"wide": WIDE, "narrow": WIDE.model_copy(update={"vocab": 300, "hidden": 256})}
 GRIDS: list[dict[str, Any]] = [
     {"pipeline": 2},
     {"pipeline": 2, "schedule": "gpipe"},
@@ -75,14 +74,15 @@ GRIDS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("model", [WIDE, NARROW], ids=["wide", "narrow"])
-@pytest.mark.parametrize("parallel", GRIDS, ids=str)
-def test_activations_at_the_widest_moment(world: World, model: Model, parallel: dict[str, Any]) -> None:
-    ranks = parallel.get("tensor", 1) * parallel.get("pipeline", 1)
-    if world.size != ranks:
-        return
-    train = Train(global_batch=32, micro_batch=4, eval_batches=0)
-    job = Job(Spec(model=model, data=Data(source="synthetic"), train=train, zero=Zero(stage=0), parallel=Parallel(**parallel)), world)
+def grids_of(ranks: int, everything: bool) -> list[dict[str, Any]]:
+    grids = [grid for grid in GRIDS if grid.get("tensor", 1) * grid.get("pipeline", 1) == ranks]
+    return [{"model": model, "parallel": grid} for model in MODELS for grid in grids]
+
+
+@pytest.mark.cases(of=grids_of)
+def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) -> None:
+    train, parallel = Train(global_batch=32, micro_batch=4, eval_batches=0), Parallel(**case["parallel"])
+    job = Job(Spec(model=MODELS[case["model"]], data=Data(source="synthetic"), train=train, zero=Zero(stage=0), parallel=parallel), world)
     job.step(0)
     micro_batches = job.batches.training(1)
     with peak_of_allocations() as peak:

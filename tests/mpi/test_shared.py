@@ -129,9 +129,8 @@ def test_no_file_is_left_in_dev_shm_not_even_while_a_window_is_open(whole: World
     assert set(_own_files()) <= before
 
 
+@pytest.mark.ranks(2, 3, 4, 6, 8)
 def test_more_than_there_is_is_refused_by_all(world: World) -> None:
-    if world.size == 1:
-        return  # it shares with nobody
     space = machine.shared_memory()
     assert space is not None
     with pytest.raises(InputError, match=r"window weights needs [\d,]+ bytes of this node's /dev/shm, of which [\d,]+ are free"):
@@ -139,9 +138,8 @@ def test_more_than_there_is_is_refused_by_all(world: World) -> None:
     assert world.share(1) == 1
 
 
+@pytest.mark.ranks(2, 3, 4, 6, 8)
 def test_what_open_windows_were_promised_is_not_free(world: World) -> None:
-    if world.size == 1:
-        return
     space = machine.shared_memory()
     assert space is not None
     most = space.free // 3 * 2 if world.rank == 0 else 0

@@ -89,8 +89,6 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
 
 @pytest.mark.parametrize("number", [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 60))])
 def test_every_byte(world: World, number: int) -> None:
-    if world.size > 8 and number > 2:
-        return
     choice = random.Random(1000 * world.size + number)
     with laid_out(world, choice.choice([0, 1, 2, 3, 4])) as nodes:
         spec = any_job(choice, world.size)
@@ -113,11 +111,10 @@ def counts(before: dict[str, Any], after: dict[str, Any], axis: str) -> dict[str
     return {name: entry["count"] - before[axis][name]["count"] for name, entry in after[axis].items()}
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(world: World, sequence_parallel: bool) -> None:
     """All-reduces of the stream; or as many reduce-scatters and all-gathers, and an all-gather more for each of a block's column-parallel layers."""
-    if world.size not in (2, 4):
-        return
     spec = job(5, tensor=world.size, sequence_parallel=sequence_parallel)
     world.ledger.reset()
     _, before, after, _ = train(world, spec).sent_until
@@ -138,11 +135,10 @@ def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(world: World
     assert found["all_reduce"] == micro_batches * (norms + 2)
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_a_pipeline_moves_the_activations_at_the_boundaries(world: World, schedule: str, chunks: int) -> None:
     """There, and their gradients back, of every sequence once."""
-    if world.size not in (2, 4):
-        return
     spec = job(7, pipeline=world.size, schedule=schedule, chunks=chunks, tied=False)
     world.ledger.reset()
     _, before, after, _ = train(world, spec).sent_until
@@ -152,12 +148,11 @@ def test_a_pipeline_moves_the_activations_at_the_boundaries(world: World, schedu
     assert counts(before, after, "pipeline") == {"send": boundaries * 4, "receive": boundaries * 4, "all_gather": 1}
 
 
+@pytest.mark.ranks(8)
 @pytest.mark.parametrize("parallel", [{"tensor": 4}, {"tensor": 2, "pipeline": 2}, {"tensor": 4, "pipeline": 2}, {"tensor": 2}], ids=str)
 @pytest.mark.parametrize("stage", range(4))
 def test_two_nodes_of_four_keep_tensor_traffic_inside(world: World, stage: int, parallel: dict[str, int]) -> None:
     """By the order that hpczero chooses itself, where more activations than parameters are sent."""
-    if world.size != 8:
-        return
     with laid_out(world, 4) as nodes:
         spec = job(28, 7, zero={"stage": stage}, **parallel)
         for sent in sent_in_steps(nodes, spec):

@@ -74,14 +74,16 @@ def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, precision:
         assert all(bitwise(first, other) for other in others), pair
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_several_nodes(world: World, ranks_per_node: int, accumulation: int) -> None:
+def nodes_of(ranks: int, everything: bool) -> list[dict[str, int]]:
+    """Nodes of 2, and of one rank, once."""
+    return [{"ranks_per_node": size, "accumulation": count} for size in ((1, 2) if ranks == 3 else (2,)) for count in (1, 3)]
+
+
+@pytest.mark.cases(of=nodes_of)
+def test_several_nodes(world: World, case: dict[str, int]) -> None:
     """2 x 2, 2 + 1 and 3 x 2 ranks on simulated nodes, and nodes of one rank."""
-    if ranks_per_node == 1 and world.size != 3:
-        return  # once is enough
-    alone, nodes = world.part([world.rank]), world.part(range(world.size), ranks_per_node)
-    batch = {"global_batch": 2 * accumulation * world.size - 1, "micro_batch": 2, "steps": 8}
+    alone, nodes = world.part([world.rank]), world.part(range(world.size), case["ranks_per_node"])
+    batch = {"global_batch": 2 * case["accumulation"] * world.size - 1, "micro_batch": 2, "steps": 8}
     serial = train(alone, spec_of(0, False, **batch))
     for stage in range(4):
         assert_same(serial, train(nodes, spec_of(stage, True, **batch)))
@@ -140,9 +142,8 @@ def test_inside_a_node_nothing_is_sent(world: World) -> None:
         assert world.size == 1 or entries["reduce_scatter"]["shared"] > 0
 
 
+@pytest.mark.ranks(4)
 def test_between_nodes_a_share_of_the_bytes_is_sent(world: World) -> None:
-    if world.size != 4:
-        return
     nodes = world.part(range(4), ranks_per_node=2)
     sent = [totals(nodes, spec_of(2, shared, eval_batches=0, precision="bf16"))["reduce_scatter"]["between"] for shared in (False, True)]
     nodes.close()

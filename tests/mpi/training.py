@@ -134,6 +134,6 @@ def logical(place: Place, part: torch.Tensor, tensor: Group | None) -> torch.Ten
         assert all(torch.equal(part, theirs) for theirs in tensor.stack(part)), place.parameter.name
         return part
     found = torch.zeros(place.parameter.shape)
-    found[place.whole] = part
+    found[place.held] = part
     tensor.all_reduce(found)
     return found

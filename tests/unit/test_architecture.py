@@ -123,6 +123,13 @@ def test_the_table_of_rooms_names_every_room() -> None:
     assert named == rooms
 
 
+def test_the_table_of_rooms_names_every_module() -> None:
+    page = (CHECKOUT / "docs" / "architecture.md").read_text()
+    rows = {row.split("|")[1].strip(" `/"): row for row in page.splitlines() if row.startswith("| `") and row.split("|")[1].strip().endswith("/`")}
+    inside = [module.split(".") for module in modules() if "." in module and not module.startswith("checkpoint.")]  # whose row has its verbs together
+    assert not [f"{room}.{stem}" for room, stem in inside if f"`{stem}`" not in rows[room]]
+
+
 def test_only_comm_imports_mpi4py() -> None:
     assert not offences({module: path for module, path in modules().items() if not lies_in(module, IMPORTERS_OF_MPI4PY)}, "mpi4py")
 

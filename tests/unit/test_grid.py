@@ -40,8 +40,6 @@ def test_coordinates_ranks_and_groups_agree_on_all_small_grids() -> None:
                 others = [{other: at for other, at in coordinates[rank].items() if other != axis} for rank in group]
                 assert all(other == others[0] for other in others)
                 assert all(grid.ranks(rank, axis) == group for rank in group)
-        for rank in ranks:
-            assert grid.rank_at(**coordinates[rank]) == rank
 
 
 def test_sizes_multiply_to_the_number_of_ranks() -> None:
@@ -160,15 +158,7 @@ def test_an_impossible_order_lists_the_axes(order: str) -> None:
 def test_an_axis_of_size_one_may_be_left_out() -> None:
     assert axes_in_order(Parallel(tensor=2, order="data,tensor")) == ("data", "tensor", "pipeline")
     grid = Grid.build(Parallel(tensor=2, order="data,tensor"), [0] * 4)
-    assert grid.rank_at(data=1, tensor=1) == 3
-
-
-def test_rank_at_refuses_what_is_not_there() -> None:
-    grid = Grid.build(Parallel(tensor=2), [0] * 4)
-    with pytest.raises(AssertionError, match="no such axes: context"):
-        grid.rank_at(tensor=0, data=0, context=0)
-    with pytest.raises(AssertionError, match="coordinate 2 along data, which has size 2"):
-        grid.rank_at(tensor=0, data=2)
+    assert [(grid.coordinate(rank, "data"), grid.coordinate(rank, "tensor")) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 def test_a_hundred_thousand_ranks() -> None:
@@ -179,7 +169,7 @@ def test_a_hundred_thousand_ranks() -> None:
     assert grid.groups_across_nodes("data") == 8 * 16
     for rank in range(0, ranks, 997):
         assert len(grid.ranks(rank, "data")) == 800
-        assert grid.rank_at(**{axis: grid.coordinate(rank, axis) for axis in AXES}) == rank
+        assert grid.ranks(rank, "data")[grid.coordinate(rank, "data")] == rank
     lines = grid.describe()
     assert len(lines) == 4
     assert max(map(len, lines)) < 250

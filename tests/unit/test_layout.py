@@ -1,4 +1,4 @@
-"""Where every element lies: units, shards, pieces; exhaustively on small models and grids."""
+"""Where every element lies: units, shards, what is stored; exhaustively on small models and grids."""
 
 from itertools import product
 from math import prod
@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.comm.grid import Grid
+from hpczero.checkpoint.table import Holding, stored
 from hpczero.model import shapes
 from hpczero.model.shapes import ZEROS, Layer, Parameter
-from hpczero.parallel.layout import ALIGNMENT, pieces, rectangles, share, stretches_of_part, unit_layout
-from hpczero.spec.schema import Model, Parallel
+from hpczero.parallel.layout import ALIGNMENT, rectangles, share, stretches_of_part, unit_layout
+from hpczero.spec.schema import Model
 
 ODD = Model(layers=2, hidden=10, heads=3, vocab=11, seq_len=5, ffn=7)
 
@@ -56,35 +56,37 @@ def test_units_are_aligned_and_padded(shards, tensor):
         assert ends[-1] <= layout.size < ends[-1] + (shards + 1) * ALIGNMENT + shards * ALIGNMENT
 
 
-@pytest.mark.parametrize(("pipeline", "data", "tensor"), [(1, 1, 1), (1, 2, 1), (1, 3, 2), (2, 2, 3), (1, 7, 1)])
-def test_pieces_hold_every_element_once_per_copy(pipeline, data, tensor):
-    """Once over all ranks of a pipeline coordinate for split parameters, once per tensor rank for replicated ones."""
-    grid = Grid.build(Parallel(pipeline=pipeline, tensor=tensor), [0] * (pipeline * data * tensor))
-    layers = shapes.layers(ODD)
-    ranks = [rank for rank in range(pipeline * data * tensor) if grid.coordinate(rank, "pipeline") == 0]
-    for parameter in (parameter for layer in layers for parameter in layer.parameters):
-        held = [element for rank in ranks for piece in pieces(layers, parameter.name, grid, rank) for element in elements(piece.slices)]
-        copies = 1 if parameter.split is not None else tensor
-        assert sorted(held) == sorted(elements(tuple(slice(0, length) for length in parameter.shape)) * copies)
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (2, 1), (3, 2), (2, 3), (7, 1)])
+def test_every_element_is_stored_once_without_gaps(data, tensor):
+    """Over all ranks: what is whole on each tensor rank by the first one."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for shard, rank in product(range(data), range(tensor)):
+        units = [unit_layout(layer, data, tensor, rank) for layer in shapes.layers(ODD)]
+        offset = 0
+        for stretch in stored(Holding(units, shard, rank)):
+            assert stretch.offset == offset
+            offset += stretch.inside.stop - stretch.inside.start
+            found.setdefault(stretch.name, []).extend(element for box in stretch.rectangles for element in elements(box))
+    for parameter in (parameter for layer in shapes.layers(ODD) for parameter in layer.parameters):
+        assert sorted(found[parameter.name]) == elements(tuple(slice(0, length) for length in parameter.shape))
 
 
 def test_a_one_element_parameter_lies_on_one_rank():
-    layer = Layer("unit", (Parameter("scale", (1,), ZEROS), Parameter("scalar", (), ZEROS)))
-    grid = Grid.build(Parallel(), [0] * 4)
-    assert [len(pieces([layer], "scale", grid, rank)) for rank in range(4)] == [1, 0, 0, 0]
-    assert [len(pieces([layer], "scalar", grid, rank)) for rank in range(4)] == [0, 1, 0, 0]
+    layout = unit_layout(Layer("unit", (Parameter("scale", (1,), ZEROS), Parameter("scalar", (), ZEROS))), 4)
+    names = [[stretch.name for stretch in stored(Holding([layout], shard))] for shard in range(4)]
+    assert names == [["scale"], ["scalar"], [], []]
 
 
-def test_piece_offsets_are_places_in_the_shard():
-    layers = shapes.layers(ODD)
-    grid = Grid.build(Parallel(), [0] * 3)
-    for layer in layers:
+def test_rectangles_follow_each_other_as_their_elements_lie_in_the_unit():
+    for layer, shard in product(shapes.layers(ODD), range(3)):
         layout = unit_layout(layer, 3)
-        for rank, place in product(range(3), layout.places):
-            for piece in pieces(layers, place.parameter.name, grid, rank):
-                flat = layout.shard(rank).start + piece.shard_offset - place.offset
-                strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
-                assert flat == sum(part.start * stride for part, stride in zip(piece.slices, strides, strict=True))
+        place_of = {place.parameter.name: place for place in layout.places}
+        for stretch in stored(Holding([layout], shard)):
+            place = place_of[stretch.name]
+            strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
+            flat = [sum(index * stride for index, stride in zip(at, strides, strict=True)) for box in stretch.rectangles for at in elements(box)]
+            assert [place.offset + at for at in flat] == list(range(stretch.inside.start, stretch.inside.stop))
+            assert layout.shard(shard).start <= stretch.inside.start < stretch.inside.stop <= layout.shard(shard).stop
 
 
 def rectangles_in(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:

@@ -84,7 +84,8 @@ def test_what_a_node_holds_together_counts_once() -> None:
     for kinds in (NodeNeed((alone,)), NodeNeed((shared,))):
         assert kinds.of(4) == sum(kinds.node.values())
         assert kinds.of(2) == kinds.of(4) // 2
-    assert shared.part_of_rank({"weights": weights, "master": 8}) == {"weights": weights // 4, "master": 8}
+    for place, own in ((Placement(4, 4, True), weights // 4), (Placement(4, 4, False), weights)):
+        assert place.part_of_rank({"weights": weights, "master": 8}) == {"weights": own, "master": 8}
 
 
 def test_in_windows_at_stage_2_are_the_weights_and_the_slots() -> None:
@@ -152,6 +153,29 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
         assert set(STATES) <= set(allocated)
         assert {kind: block.numel() for kind, block in engine.arena._blocks.items()} == allocated
         assert all(block.dtype is torch.uint8 for block in engine.arena._blocks.values())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
+    """A module with parameters beside its parts: they have a place of their own while these are gathered."""
+    torch = pytest.importorskip("torch")
+    from hpczero.parallel.foreign import layers_of
+    from hpczero.parallel.zero import Engine, Settings
+
+    class Beside(torch.nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(torch.zeros(2000, 64))
+            self.parts = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    spec, module = job(stage=stage), Beside()
+    layers = layers_of(module)
+    assert [layer.around for _, layer in layers if any(own.name == "table" for own in layer.parameters)] == [True]
+    kinds = need(spec, [layer for _, layer in layers], Placement(2, 1, False)).rank
+    engine = Engine(module, layers, Alone(0, 2), Settings(spec.train, spec.optimizer, spec.zero, spec.seed, False))  # type: ignore[arg-type]
+    allocated = engine.memory()
+    assert allocated == {kind: kinds[kind] for kind in allocated}
+    assert allocated["gather slots"] == (3 * 2000 * 64 * 2 if stage == 3 else 0), "two slots as large as the table, and its own place"
 
 
 MODELS = [

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hpczero.parallel.messages import Step, sent, steps
+from hpczero.parallel.messages import Step, most_arrived, sent, steps
 from hpczero.parallel.schedule import KINDS, Action, Result, Schedule, forward_only, needs, receiver, schedule
 from hpczero.parallel.simulate import Times, simulate
 
@@ -195,21 +195,8 @@ def test_few_more_buffers_than_live_activations(everything: bool) -> None:
         if everything or micro_batches <= 2 * stages + 1:
             actions = schedule(kind, stages, chunks, micro_batches)
             peaks = simulate(actions, chunks, micro_batches).peak_live
-            used = [most_buffers(own) for own in of_all_stages(actions, chunks, ahead=2)]
+            used = [most_arrived(own) for own in of_all_stages(actions, chunks, ahead=2)]
             assert all(most <= peak + 3 for most, peak in zip(used, peaks, strict=True)), (kind, stages, chunks, micro_batches, used, peaks)
-
-
-def most_buffers(own: Sequence[Step]) -> int:
-    received = {result for step in own for result in step.posts}
-    inputs = {(step.action.chunk, step.action.micro_batch): step.needs in received for step in own if step.action.kind == "forward"}
-    used = most = 0
-    for step in own:
-        used += len(step.posts)
-        most = max(most, used)
-        if step.action.kind == "backward":
-            used -= (step.needs in received) + inputs[step.action.chunk, step.action.micro_batch]
-    assert used == 0
-    return most
 
 
 def test_steps_say_which_backward_is_a_chunks_last() -> None:

@@ -92,7 +92,7 @@ def test_many_mistakes_are_counted() -> None:
     assert len(error.value.mistakes) == 10
 
 
-def test_backward_in_two_needs_two_more_kinds_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_needs_nothing_but_two_more_kinds_for_backward_in_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """The schedule ZB-H1 of Qi et al. 2023 for 3 stages: weight gradients fill the bubble at the end."""
     monkeypatch.setitem(schedules.RESULTS, "input gradient", ("input gradient",))
     monkeypatch.setitem(schedules.RESULTS, "weight gradient", ("weight gradient",))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.stages import cut, estimated_costs, layers_of, parts
-from hpczero.spec.schema import Model
+from hpczero.spec.schema import Model, Parallel
 
 
 def all_cuts(layers: int, count: int) -> Iterator[tuple[range, ...]]:
@@ -77,18 +77,31 @@ def test_costs_are_there_for_every_layer() -> None:
 @pytest.mark.parametrize(
     ("layers", "stages", "chunks", "expected"),
     [
-        (6, 7, 1, "parallel.pipeline = 7, but the model has only 6 layers to share out: use parallel.pipeline = 6 or fewer, or"),
-        (10, 3, 4, "makes 12 parts, but the model has only 10 layers to share out: use parallel.chunks = 3, or parallel.pipeline = 2 or fewer, or"),
-        (10, 12, 2, "makes 24 parts, but the model has only 10 layers to share out: use parallel.pipeline = 5 or fewer, or"),
-        (2, 5, 3, "makes 15 parts, but the model has only 2 layers to share out: use parallel.pipeline = 2 with parallel.chunks = 1, or"),
-        (1, 2, 1, "use parallel.pipeline = 1, or a model.layers that is larger by 1"),
+        (6, 7, 1, "parallel.pipeline = 7, but layers() gives 6: use parallel.pipeline = 6 or fewer, or at least 7 layers"),
+        (10, 3, 4, "makes 12 parts, but layers() gives 10: use parallel.chunks = 3, or parallel.pipeline = 2 or fewer, or"),
+        (10, 12, 2, "makes 24 parts, but layers() gives 10: use parallel.pipeline = 5 or fewer, or"),
+        (2, 5, 3, "makes 15 parts, but layers() gives 2: use parallel.pipeline = 2 with parallel.chunks = 1, or"),
+        (1, 2, 1, "use parallel.pipeline = 1, or at least 2 layers"),
+        (0, 2, 1, "parallel.pipeline = 2, but layers() gives 0: use at least 2 layers"),
     ],
 )
-def test_more_parts_than_layers_is_refused_with_what_would_work(layers: int, stages: int, chunks: int, expected: str) -> None:
+def test_more_parts_than_layers_of_a_module_is_refused_with_what_would_work(layers: int, stages: int, chunks: int, expected: str) -> None:
+    nn = pytest.importorskip("torch").nn
+    from hpczero.parallel.offered import stage_of
+
+    class Offering(nn.Module):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers))
+
+        def layers(self) -> list[object]:
+            return list(self.own)
+
+        def loss(self, output: object, targets: object) -> None: ...
+
     with pytest.raises(InputError) as error:
-        parts([1.0] * layers, stages, chunks)
+        stage_of(Offering(), Parallel(pipeline=stages, chunks=chunks, schedule="interleaved"), 0)
     assert expected in str(error.value)
-    assert f"larger by {stages * chunks - layers}" in str(error.value)
 
 
 def test_what_the_message_proposes_works() -> None:
