@@ -119,9 +119,10 @@ def _checkpoints(verbs: argparse._SubParsersAction) -> None:
     diff = _verb(kinds, "diff", "hpczero.checkpoint.verbs:diff", "which tensors of two checkpoints differ, and by how much; 0: none, 1: some")
     diff.add_argument("a", metavar="A", help=_WHICH)
     diff.add_argument("b", metavar="B", help="what it is compared with")
-    diff.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="norm of the difference over the norm in B that counts as equal (default: 0)")
+    diff.add_argument("--tolerance", type=float, default=0.0, metavar="T", help="relative norm of a difference that does not count (default: 0)")
     for verb, slot in ((stats, "model"), (diff, "all")):
-        verb.add_argument("--slot", choices=["model", "moment1", "moment2", "all"], default=slot, help=f"of the weights, or of a moment (default: {slot})")
+        choices = ["model", "moment1", "moment2", "all"]
+        verb.add_argument("--slot", choices=choices, default=slot, help=f"of the weights, or of a moment (default: {slot})")
     verify = _verb(kinds, "verify", "hpczero.checkpoint.verify_verb:verify", "hold all of it against its checksums (alone or under mpirun)")
     verify.add_argument("checkpoints", nargs="+", metavar="CKPT", help=_WHICH)
     _takes_step(verify)
@@ -153,7 +154,7 @@ def _changing(kinds: argparse._SubParsersAction) -> None:
 
 def _takes_checkpoint(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("checkpoint", metavar="CKPT", help=_WHICH)
-    verb.add_argument("pattern", nargs="?", metavar="PATTERN", help="tensors whose names match, as in a shell; without *, ? and [: names that contain it")
+    verb.add_argument("pattern", nargs="?", metavar="PATTERN", help="tensors by name, as in a shell; without *, ? and [: that contain it")
     _takes_step(verb)
 
 

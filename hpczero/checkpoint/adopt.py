@@ -76,7 +76,8 @@ class Adoption:
         there = {name: one.entry.shape for name, one in self.found.items() if name not in self.buffers}
         wrong = [f"{name}: not in the files" for name in wanted if name not in there]
         wrong += [f"{printable(name)}: not in the model" for name in there if name not in wanted]
-        wrong += [f"{name}: {list(there[name])} in the files, {list(shape)} in the model" for name, shape in wanted.items() if there.get(name, shape) != shape]
+        other = [name for name, shape in wanted.items() if there.get(name, shape) != shape]
+        wrong += [f"{name}: {list(there[name])} in the files, {list(wanted[name])} in the model" for name in other]
         if wrong:
             shown = "".join(f"\n  {line}" for line in wrong[:_SHOWN]) + (f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
             raise InputError(f"the files do not have this model's tensors:{shown}")

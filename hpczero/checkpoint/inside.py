@@ -45,7 +45,7 @@ def plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) 
 
 def datasets_below(file: h5py.File, name: str) -> Iterator[str]:
     """The names of those in a group, and in groups in it; a group that is in itself ends it."""
-    stack, seen = [name] if _holds(file["/"], name) else [], 0
+    stack, seen = [name] if file.id.links.exists(name.encode()) else [], 0
     while stack:
         group = stack.pop()
         for part in inside(file, group):

@@ -40,7 +40,11 @@ def listed(checkpoints: Path) -> Iterator[Listed]:
 
 
 def look_at(path: Path) -> Listed:
-    step, size = folder.step_of(path) or 0, sum(entry.lstat().st_size for entry in path.iterdir())
+    step = folder.step_of(path) or 0
+    try:
+        size = sum(entry.lstat().st_size for entry in path.iterdir())
+    except OSError as error:  # not to be read; or removed since it was listed
+        return Listed(path, step, DAMAGED, f"{path}: {error.strerror}", 0, None, None, None)
     if not (path / manifest.NAME).exists():
         return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size, None, None, None)
     try:

@@ -38,7 +38,10 @@ def folders_of_checkpoints(path: Path) -> list[Path]:
     """Those that a path leads to: of a run, or of all runs in an output folder."""
     if not path.is_dir():
         raise InputError(f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}")
-    own = checkpoints_of(path)
-    if own != path or folder.holds_any(path):
-        return [own]
-    return sorted(run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir())
+    try:
+        own = checkpoints_of(path)
+        if own != path or folder.holds_any(path):
+            return [own]
+        return sorted(run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir())
+    except OSError as error:
+        raise InputError(f"{printable(str(error.filename or path))}: {error.strerror}") from error

@@ -124,7 +124,7 @@ class SafetensorsFile:
             case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if dtype in _DTYPES:
                 if all(isinstance(length, int) and length >= 0 for length in shape):
                     entry = Entry(name, dtype, tuple(shape), begin)
-                    if 0 <= begin and entry.end == end <= self._size - self._data:
+                    if begin >= 0 and entry.end == end <= self._size - self._data:
                         return entry
         raise self._wrong(f"what it says of {printable(name)} cannot be: {printable(str(described), 100)}")
 

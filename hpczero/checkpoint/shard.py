@@ -159,7 +159,7 @@ def aligned(size: int) -> Array:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
 
 
-def bounce(sources: Sequence[Array], buffers: Sequence[Array]) -> Iterator[Array]:
+def bounce(sources: Iterable[Array], buffers: Sequence[Array]) -> Iterator[Array]:
     """The elements of the sources, one after the other, in pieces that `Writer` can write, in one of the two buffers after the other."""
     rooms, filled = cycle(buffer.view(np.float32) for buffer in buffers), 0
     room = next(rooms)

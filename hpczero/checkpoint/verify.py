@@ -85,6 +85,8 @@ class Verification:
             return [Damage(shard.file, str(error).removeprefix(f"{self.folder / shard.file}: "), self._held_in(shard))]
         try:
             return list(self._of_data(shard, task.data, task.slot, file, advance)) if task.data else self._of_file(shard, file)
+        except OSError as error:
+            return [Damage(shard.file, str(error.strerror), self._held_in(shard))]
         finally:
             os.close(file)
 

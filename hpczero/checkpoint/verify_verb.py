@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -77,8 +78,13 @@ def _verified(world: "World | None", folder: Path) -> dict[str, Any]:
     listed = [[damage.file, damage.what, list(damage.tensors)] for damage in damages]
     if world:
         listed = [one for of_rank in world.share(world.collect(listed)) for one in of_rank]
-    told = sorted({(file, what, tuple(tensors)) for file, what, tensors in listed})
+    told = sorted({(file, what, tuple(tensors)) for file, what, tensors in listed}, key=lambda one: _in_order(f"{one[0]} {one[1]}"))
     return {"path": str(folder), "size": size, "damages": [{"file": file, "what": what, "tensors": tensors} for file, what, tensors in told]}
+
+
+def _in_order(text: str) -> list[tuple[int, str]]:
+    """Numbers by their size."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", text)]
 
 
 def _lines(found: dict[str, Any]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Checkpoints that a stranger made, with checksums that fit: refused in one line; nothing outside is opened, and no memory is taken for what is not there."""
+"""Checkpoints that a stranger made, with checksums that fit: refused in one line, nothing outside opened, no memory taken for what is not there."""
 
 import ctypes
 import json
@@ -78,7 +78,7 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None
         found = capsys.readouterr()
         text = found.out if arguments == ["verify"] else found.err
         assert word in text, (arguments, text)
-        assert text.count("\n") <= (4 if arguments == ["verify"] else 1)
+        assert text.count("\n") <= (7 if arguments == ["verify"] else 1)
         assert not found.err or arguments != ["verify"]
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
@@ -137,9 +137,6 @@ def test_an_index_that_leads_out_is_refused_and_nothing_there_is_opened(
     with h5py.File(crafted / "index.h5", "r+") as file:
         LEADING_OUT[way](file, secret)
     seal(crafted)
-    if way == "external link to buffers":  # as if there were none: nothing is asked of it
-        assert main(["ckpt", "verify", str(crafted)]) == 1
-        return
     refused(crafted, capsys, "index.h5")
 
 
@@ -216,9 +213,9 @@ def shard(content: dict[str, Any]) -> dict[str, Any]:
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "path out": lambda content: shard(content).update(file="../secret.h5"),
+    "the same name elsewhere": lambda content: shard(content).update(file="../shard-00000.h5"),
     "absolute path": lambda content: shard(content).update(file="/etc/passwd"),
     "hidden end": lambda content: shard(content).update(file="shard-00000.h5\n"),
-    "huge size": lambda content: shard(content).update(size=1 << 61),
     "size beyond": lambda content: shard(content).update(size=1 << 80),
     "huge elements": lambda content: shard(content)["ranks"][0].update(elements=1 << 61),
     "place that is not aligned": lambda content: shard(content)["ranks"][0].update(data=[1, 2, 3]),
@@ -243,12 +240,22 @@ def test_a_manifest_that_cannot_be_is_refused(crafted: Path, secret: Path, capsy
     refused(crafted, capsys, "MANIFEST.json")
 
 
+def test_a_shard_that_is_not_as_large_as_the_manifest_says_is_refused(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seal(crafted, lambda content: shard(content).update(size=1 << 61))
+    for verb in ("stats", "verify"):
+        assert main(["ckpt", verb, str(crafted)]) == 1
+    assert "2,305,843,009,213,693,952 were written" in capsys.readouterr().out
+
+
 def test_a_newer_format_is_refused_with_a_clear_word(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seal(crafted, lambda content: content.update(format=2, shards={"in": "another way"}))
     refused(crafted, capsys, "format 2 was written by a newer hpczero; this one reads format 1")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"content": 3}', '{"content": {}}', "[" * 200_000, '{"content": {"format": ' + "9" * 5000 + "}}", "\ud800"])
+NONE = ["", "{", "[]", '{"content": 3}', '{"content": {}}', "[" * 200_000, '{"content": {"format": ' + "9" * 5000 + "}}", "\ud800"]
+
+
+@pytest.mark.parametrize("text", NONE)
 def test_a_manifest_that_is_none_is_refused(crafted: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (crafted / "MANIFEST.json").write_bytes(text.encode(errors="surrogatepass"))
     refused(crafted, capsys, "MANIFEST.json")
@@ -256,9 +263,6 @@ def test_a_manifest_that_is_none_is_refused(crafted: Path, capsys: pytest.Captur
 
 @pytest.mark.parametrize("depth", [200, 500, 900, 990])
 def test_a_deep_spec_is_refused_or_read_but_never_a_traceback(crafted: Path, capsys: pytest.CaptureFixture[str], depth: int) -> None:
-    deep: dict[str, Any] = {}
-    for _ in range(depth):
-        deep = {"d": deep}
     content = (crafted / "MANIFEST.json").read_text().replace('"name": "crafted"', '"name": ' + '{"d": ' * depth + "1" + "}" * depth)
     (crafted / "MANIFEST.json").write_text(content)
     refused(crafted, capsys, "MANIFEST.json")

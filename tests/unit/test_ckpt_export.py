@@ -87,7 +87,7 @@ def test_bf16_of_every_kind_of_number_is_torch_s() -> None:
     assert np.isnan(to_float32(ours[~number], "BF16")).all()
 
 
-def test_what_is_there_is_left_and_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_there_is_left_and_nothing_is_half_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "c")
     (tmp_path / "there.safetensors").write_text("mine")
     export(tmp_path / "c", tmp_path / "there.safetensors", code=2)

@@ -73,8 +73,9 @@ def test_every_checksum_is_what_the_page_says(made: Path) -> None:
     for shard in content["shards"]:
         raw = (made / shard["file"]).read_bytes()
         rest, place = b"", 0
-        for begin, rank, slot in sorted((begin, number, slot) for number, rank in enumerate(shard["ranks"]) for slot, begin in enumerate(rank["data"])):
-            data = shard["ranks"][rank]
+        slots = [(begin, number, slot) for number, rank in enumerate(shard["ranks"]) for slot, begin in enumerate(rank["data"])]
+        for begin, number, slot in sorted(slots):
+            data = shard["ranks"][number]
             length = -(-data["elements"] * 4 // 4096) * 4096
             blocks = [raw[begin + at : begin + min(at + (1 << 20), length)] for at in range(0, length, 1 << 20)]
             stored = np.frombuffer(raw, "<u8", len(blocks), data["checksums"] + 8 * slot * len(blocks))

@@ -206,7 +206,8 @@ def test_all_verbs_work_without_torch_and_mpi4py(output: Path, tmp_path: Path) -
     script = f"""
 for arguments in (
     ["ls", "{output}"], ["show", "{output}/a"], ["stats", "{output}/a"], ["diff", "{output}/a", "{output}/b"], ["verify", "{output}/a"],
-    ["export", "{output}/a", "{tmp_path}/x.safetensors"], ["import", "{tmp_path}/x.safetensors", "--spec", "{tmp_path}/spec.toml", "-o", "{tmp_path}/run"],
+    ["export", "{output}/a", "{tmp_path}/x.safetensors"],
+    ["import", "{tmp_path}/x.safetensors", "--spec", "{tmp_path}/spec.toml", "-o", "{tmp_path}/run"],
     ["prune", "{tmp_path}/run", "--keep", "1"],
 ):
     assert main(["ckpt", *arguments]) == 0, arguments
