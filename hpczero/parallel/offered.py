@@ -123,7 +123,7 @@ def _elsewhere(own: nn.Parameter, name: str) -> ShardedParameter:
         raise InputError(f"{name} belongs to another stage of the pipeline: a layer, or a loss, that uses it must hold it (docs/any-model.md)")
 
     away = ShardedParameter(own.detach().to("meta"), requires_grad=own.requires_grad)
-    away.released_as, away.fetch = name, refuse  # type: ignore[method-assign]
+    away.released_as, away.fetch = name, refuse
     return away
 
 
