@@ -129,7 +129,8 @@ class Saver:
         """Without MPI."""
         shard_path, index_path = save.path / f"{save.names[self._leader]}.new", save.path / f"{INDEX}.new"
         with ThreadPoolExecutor(1) as beside:
-            index_error = beside.submit(save.error_of, index_path, lambda: self._write_index(index_path, save, buffers)) if self.world.rank == 0 else None
+            write_index = lambda: self._write_index(index_path, save, buffers)  # noqa: E731
+            index_error = beside.submit(save.error_of, index_path, write_index) if self.world.rank == 0 else None
             save.error = save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, paced))
             save.error = save.error or (index_error.result() if index_error else "")
 
