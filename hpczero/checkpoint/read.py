@@ -55,8 +55,8 @@ class Checkpoint(Mapping[str, "Lazy"]):
         shape = [cut.stop - cut.start for cut in wanted]
         out = np.empty(shape, np.float32) if out is None else out.reshape(shape)
         for part in self.table.parts(number, wanted):
-            (first, last), inside = _hull(part.shape, part.of_piece), (*part.of_wanted, ...)
-            target: Array = out[inside]  # type: ignore[index]  # a view, also of what has no dimensions
+            there: Any = (*part.of_wanted, ...)
+            (first, last), target = _hull(part.shape, part.of_piece), out[there]
             if last - first == target.size and target.flags.c_contiguous:
                 self.shards.read(part.rank, slot, part.offset + first, target.reshape(-1), name)
             else:

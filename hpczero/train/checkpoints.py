@@ -117,7 +117,7 @@ class Checkpoints:
         """What is wrong with the checkpoint, on whichever rank; then the engine is in no good state."""
         problem = ""
         try:
-            with Checkpoint.open(path) as checkpoint:
+            with Checkpoint.open(path, checks_view=self.world.rank == 0) as checkpoint:
                 _refuse_another_run(checkpoint, self.spec)
                 _refuse_another_model(checkpoint, self.engine)
                 self._read(checkpoint)

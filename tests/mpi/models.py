@@ -144,7 +144,7 @@ class Positions(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = self.table(x.shape[-1])
-        x = x.unsqueeze(1).expand(-1, x.shape[-1], -1)
+        x = x.to(places.dtype).unsqueeze(1).expand(-1, x.shape[-1], -1)
         for layer in self.layers:
             x = x + layer(x)
         return (x + places).square().sum()
