@@ -17,7 +17,7 @@ ILLUSTRATION = PLAIN | {"grid": (4, 4), "sequence": True, "stage": 2, "batch": (
 
 def with_data(ranks: int, everything: bool) -> list[Case]:
     """Tensor, pipeline or both, next to two data ranks."""
-    grids = {4: [(2, 1), (1, 2)], 6: [(3, 1), (1, 3)], 8: [(2, 2), (4, 1), (1, 4)]}.get(ranks, [])
+    grids = {4: [(2, 1), (1, 2)], 8: [(2, 2)]}.get(ranks, [])
     cases = [PLAIN | {"grid": grid, "precision": precision} for grid, precision in product(grids, ("fp32", "bf16", "fp16"))]
     return [case | {"sequence": case["precision"] == "bf16"} for case in cases]
 
@@ -51,7 +51,7 @@ def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None
 def test_twenty_steps_equal_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     spec = spec_of(case, steps=20, eval_every=7, eval_batches=3)
     expected = serial(world, spec)
-    assert expected.losses[-1] < expected.losses[0] - 0.03
+    assert expected.validation_losses[-1] < expected.validation_losses[0]
     assert_agrees(expected, on_grid(world, case, spec), world, spec)
 
 
@@ -91,7 +91,7 @@ def test_no_tensor_traffic_leaves_a_node(world: World) -> None:
 def test_more_tensor_ranks_than_tokens_and_columns(world: World, sequence: bool, serial: Serial) -> None:
     """Some ranks hold nothing of the vocabulary, and nothing of the feed-forward part."""
     case = PLAIN | {"grid": (world.size, 1), "sequence": sequence, "stage": 3}
-    spec = spec_of(case)
+    spec = spec_of(case, steps=20)
     spec = spec.model_copy(update={"model": spec.model.model_copy(update={"vocab": world.size - 1, "ffn": 1, "layers": 2})})
     assert_agrees(serial(world, spec), on_grid(world, case, spec), world, spec)
 
