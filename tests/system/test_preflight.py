@@ -141,9 +141,9 @@ def test_what_grids_allocate_is_what_was_predicted(tmp_path: Path, parallel: dic
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
-def test_grids_of_a_hundred_million_parameters(tmp_path: Path, tensor: int, pipeline: int, stage: int) -> None:
+def test_grids_of_two_hundred_million_parameters(tmp_path: Path, tensor: int, pipeline: int, stage: int) -> None:
     """On 4 ranks: measured memory is what was allocated, and each rank's states are those of the balanced share of parameters."""
-    model = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)
+    model = Model(layers=16, hidden=1024, heads=16, vocab=8192, seq_len=128)
     changes = [f"model.{key}={getattr(model, key)}" for key in ("layers", "hidden", "heads", "vocab", "seq_len")]
     memory = trained(tmp_path, 4, stage, {"tensor": tensor, "pipeline": pipeline}, *changes, seconds=400)
     node = memory["nodes"][0]
