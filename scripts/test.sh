@@ -52,7 +52,7 @@ launches() {
     shift 2
     for n in $ranks; do
         # shellcheck disable=SC2086  # several paths
-        tests "$name-$n" $((500 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi $which
+        tests "$name-$n" $((900 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi $which
     done
 }
 
