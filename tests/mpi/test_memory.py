@@ -84,12 +84,14 @@ def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) ->
     train, parallel = Train(global_batch=32, micro_batch=4, eval_batches=0), Parallel(**case["parallel"])
     job = Job(Spec(model=MODELS[case["model"]], data=Data(source="synthetic"), train=train, zero=Zero(stage=0), parallel=parallel), world)
     job.step(0)
-    micro_batches = job.batches.training(1)
-    with peak_of_allocations() as peak:
-        job.way.train(micro_batches, 100, Trace())
-    job.way.engine.finish_step(0.0)
+    micro_batches, peaks = job.batches.training(1), []
+    for _ in range(3):  # a neighbour that happens to be late leaves messages unsent for longer: the least of three says what a stage needs
+        with peak_of_allocations() as peak:
+            job.way.train(micro_batches, 100, Trace())
+        job.way.engine.finish_step(0.0)
+        peaks += peak
     job.way.engine.close()
-    assert 0.85 < peak[0] / job.needed.each["activations"] < 1.1
+    assert 0.85 < min(peaks) / job.needed.each["activations"] < 1.1
 
 
 @contextmanager
