@@ -1,0 +1,86 @@
+"""The norm, the loss scale and steps left out, on grids: what one rank sees counts on all of them."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from hpczero.comm.grid import Grid
+from hpczero.comm.world import World
+from hpczero.parallel.unit import Unit
+from hpczero.parallel.zero import Engine, StepResult
+from tests.covering import Case
+from tests.mpi.grids import PLAIN, Serial, assert_all_ranks_say, on_grid, spec_of
+from tests.mpi.training import Record
+
+pytestmark = pytest.mark.mpi
+
+
+def grids(ranks: int, everything: bool) -> list[Case]:
+    """Every axis alone, and together."""
+    found = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 1), (1, 2), (2, 2)], 8: [(2, 2), (2, 4)]}.get(ranks, [])
+    stages = (0, 3, 2, 1)
+    return [PLAIN | {"grid": grid, "stage": stages[number], "sequence": number > 1} for number, grid in enumerate(found)]
+
+
+@pytest.mark.cases(of=grids)
+@pytest.mark.parametrize("tied", [True, False])
+def test_fp16_overflows_are_left_out_alike_until_the_scale_fits(world: World, case: Case, tied: bool) -> None:
+    """Every overflow halves the scale. A rank that sums less than one rank alone does may get by with one less."""
+    spec = spec_of(case | {"precision": "fp16", "tied": tied}, steps=10, loss_scale=2.0**24)
+    found = on_grid(world, case, spec)
+    assert_all_ranks_say(world, found)
+    left_out, expected = overflows(found), overflows(Serial()(world, spec))
+    assert 0 < left_out < 9
+    assert expected - 1 <= left_out <= expected + 1
+    assert [metrics["loss_scale"] for metrics in found.metrics_seen] == [2.0 ** (24 - min(step, left_out)) for step in range(10)]
+
+
+def overflows(record: Record) -> int:
+    """How many steps, all of them at the start, were left out."""
+    skipped = [metrics.get("skipped", False) for metrics in record.metrics_seen]
+    assert skipped == sorted(skipped, reverse=True)
+    return sum(skipped)
+
+
+@dataclass
+class Spoiler:
+    """Makes one element infinite, in the second step, of the first or the last unit that is complete on a rank."""
+
+    rank: int
+    place: int  # 0 or -1
+    steps: int = 0
+    seen: list[str] = field(default_factory=list)
+    done: bool = False
+
+    def after_complete(self, unit: Unit, rank: int) -> None:
+        if self.steps == 0 and unit.layout.name not in self.seen:
+            self.seen.append(unit.layout.name)
+        if self.steps == 1 and rank == self.rank and not self.done and unit.layout.name == self.seen[self.place]:
+            unit.part(unit.wire, unit.layout.places[0]).view(-1)[0] = float("inf")
+            self.done = True
+
+
+@pytest.mark.cases(of=grids)
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_one_rank_alone_sees_is_left_out_everywhere(world: World, case: Case, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turn on each rank: one of its units, with or without copies elsewhere, sharded or not."""
+    complete, finish, spec = Unit.complete, Engine.finish_step, spec_of(case | {"tied": tied}, steps=3)
+    for bad_rank in range(world.size):
+        spoiler = Spoiler(bad_rank, place=-((bad_rank + tied) % 2))
+
+        def spoiling(unit: Unit, spoiler: Spoiler = spoiler) -> None:
+            complete(unit)
+            spoiler.after_complete(unit, world.rank)
+
+        def counting(engine: Engine, lr: float, spoiler: Spoiler = spoiler) -> StepResult:
+            spoiler.steps += 1
+            return finish(engine, lr)
+
+        monkeypatch.setattr(Unit, "complete", spoiling)
+        monkeypatch.setattr(Engine, "finish_step", counting)
+        found = on_grid(world, case, spec)
+        assert spoiler.done == (world.rank == bad_rank)
+        assert_all_ranks_say(world, found)
+        assert [metrics.get("skipped", False) for metrics in found.metrics_seen] == [False, True, False]
+        (where,) = [values["where"] for name, values in found.events if name == "WARN"]
+        assert f"of data rank {Grid.build(spec.parallel, world.node_of_rank).coordinate(bad_rank, 'data')}" in where
