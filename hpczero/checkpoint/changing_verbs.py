@@ -18,7 +18,7 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
 from hpczero.spec.show import printable
-from hpczero.train.lock import RunLock
+from hpczero.lock import RunLock
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

@@ -178,14 +178,7 @@ class Saver:
             format=FORMAT, hpczero=__version__, created=created, state=save.state, spec=dict(self.job.spec), grid=dict(self.job.grid),
             ranks=self.world.size, index=save.index, shards=list(shards),
         )  # fmt: skip
-        temporary = save.path / f"{manifest.NAME}.new"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(manifest.text(content))
-            file.flush()
-            os.fsync(file.fileno())
-        folder.sync(save.path)
-        temporary.rename(save.path / manifest.NAME)
-        folder.sync(save.path)
+        manifest.write(save.path, content)
         return content.size
 
     def _together(self, action: Callable[[], Any], path: Path | None = None) -> list[Any]:

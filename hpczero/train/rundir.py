@@ -21,7 +21,7 @@ from hpczero import env
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
-from hpczero.train.lock import RunLock
+from hpczero.lock import RunLock
 
 
 def path_of(spec: Spec) -> Path:

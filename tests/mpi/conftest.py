@@ -7,8 +7,7 @@ the test and the rank.
 
 A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the other ranks sit it out. With more ranks than
 the largest of these sizes only tests marked many_ranks run, on all of them. A test marked ranks(2, 4) runs on a world of 2 and of 4 ranks only. A
-test marked cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything) lists; everything: with --slow, on all ranks
-of the launch.
+test marked cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything) lists; everything: with --slow.
 """
 
 import faulthandler

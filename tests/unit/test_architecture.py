@@ -16,6 +16,7 @@ ALLOWED = {
     "env": set(),
     "locations": {"errors"},
     "machine": {"errors", "env"},
+    "lock": {"errors", "env", "machine"},
     "cli": {"errors", ""},
     "__main__": {"cli"},
     "": {"locations", "train.initialize", "comm.world"},
@@ -30,8 +31,8 @@ ALLOWED = {
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
-    "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "train.lock", ""},
-    "train": {"errors", "env", "machine", "locations", "hpczero_kernels", ""}
+    "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "lock", ""},
+    "train": {"errors", "env", "machine", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
     "doctor": {"errors", "env", "machine", "comm", "locations", ""},
 }
@@ -39,7 +40,7 @@ PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
     *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
 )
-WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "locations", "")
+WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "lock", "locations", "")
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
 KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}

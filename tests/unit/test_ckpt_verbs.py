@@ -193,7 +193,7 @@ def test_prune_keeps_what_is_asked_for_and_always_the_newest_complete_one(tmp_pa
 
 
 def test_prune_leaves_a_run_alone_that_is_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from hpczero.train.lock import RunLock
+    from hpczero.lock import RunLock
 
     make(tmp_path / "run" / "checkpoints", None, Wanted(step=1))
     (tmp_path / "run" / "spec.toml").write_text("")

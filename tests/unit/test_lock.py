@@ -13,13 +13,13 @@ import pytest
 
 from hpczero.errors import HpczeroError, InputError
 from hpczero.train import lock
-from hpczero.train.lock import Holder, RunLock
+from hpczero.lock import Holder, RunLock
 
-HOLD = "import sys; from hpczero.train.lock import RunLock\nwith RunLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+HOLD = "import sys; from hpczero.lock import RunLock\nwith RunLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
 COMPETE = """
 import sys
 from hpczero.errors import HpczeroError, InputError
-from hpczero.train.lock import RunLock
+from hpczero.lock import RunLock
 sys.stdin.readline()
 try:
     with RunLock(sys.argv[1]):
@@ -101,7 +101,7 @@ def test_taking_and_leaving_never_lets_two_in(tmp_path: Path) -> None:
 import sys, time
 from pathlib import Path
 from hpczero.errors import HpczeroError, InputError
-from hpczero.train.lock import RunLock
+from hpczero.lock import RunLock
 inside = Path(sys.argv[1]) / "inside"
 wins = 0
 while wins < 40:
