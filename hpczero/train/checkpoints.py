@@ -51,7 +51,9 @@ class Checkpoints:
         self.path = path_of(spec) / "checkpoints"
         self._stages = self._described()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
-        self.saver = Saver(world, Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers))
+        owned = sum(map(len, _owned(engine, self.holding())[0]))
+        job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers)
+        self.saver = Saver(world, job, owned if asynchronous else None)
 
     # -- saving --------------------------------------------------------------------------------------------------------------------
 

@@ -82,5 +82,5 @@ def test_what_one_rank_alone_sees_is_left_out_everywhere(world: World, case: Cas
         assert spoiler.done == (world.rank == bad_rank)
         assert_all_ranks_say(world, found)
         assert [metrics.get("skipped", False) for metrics in found.metrics_seen] == [False, True, False]
-        (where,) = [values["where"] for name, values in found.events if name == "WARN"]
+        (where,) = {values["where"] for name, values in found.events if name == "WARN"}
         assert f"of data rank {Grid.build(spec.parallel, world.node_of_rank).coordinate(bad_rank, 'data')}" in where
