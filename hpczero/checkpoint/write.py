@@ -178,9 +178,10 @@ class Saver:
         result, error = None, ""
         try:
             result = action()
-        except OSError as problem:
-            where = problem.filename or path or self.job.checkpoints
-            error = f"{where}: {problem.strerror or problem} ({folder.free_bytes(Path(where)):,} bytes are free there)"
+        except (OSError, RuntimeError) as problem:  # what HDF5 meets may be either
+            where = getattr(problem, "filename", None) or path or self.job.checkpoints
+            free = folder.free_bytes(Path(where))
+            error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({free:,} bytes are free there)"
         self._agree(error, path)
         return self._gathered(result)
 

@@ -1,5 +1,7 @@
 """What any grid saves, any grid reads, to the bit; a run that goes on from a checkpoint is the one that was never stopped."""
 
+import errno
+import os
 import shutil
 import tempfile
 import zlib
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpczero.checkpoint import folder
+from hpczero.checkpoint import folder, shard
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.write import SaveFailed
@@ -172,10 +174,10 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
                 last = max(checkpoint.content.shards[0].ranks, key=lambda data: data.data)
                 piece = max(row for row in range(len(checkpoint.table.rank)) if checkpoint.table.rank[row] == last.rank)
                 place = last.data[2] + 4 * int(checkpoint.table.offset[piece])
-            shard = path / checkpoint.content.shards[0].file
-            raw = bytearray(shard.read_bytes())
+            damaged = path / checkpoint.content.shards[0].file
+            raw = bytearray(damaged.read_bytes())
             raw[place] ^= 1
-            shard.write_bytes(raw)
+            damaged.write_bytes(raw)
         world.everyone.barrier()
         resumed = checkpoints.resume()
         assert resumed is not None
@@ -183,34 +185,44 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
         assert "shard-00000.h5: damaged at bytes" in resumed.damaged[0]
 
 
-def test_what_fails_on_one_rank_is_no_checkpoint_on_any(world: World, shared_folder: str) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(shared_folder, "alone").model_copy(update={"zero": Zero(stage=1, node_shared=False)})
-    for asynchronous in (False, True):
-        with engine_on(world, spec) as (_, checkpoints):
-            checkpoints.asynchronous = asynchronous
-            checkpoints.begin(1, ends=False)
+    with engine_on(world, spec) as (_, checkpoints):
+        checkpoints.asynchronous = asynchronous
+
+        def saved(step: int) -> None:
+            checkpoints.begin(step, ends=False)
             checkpoints.conclude()
-            wrong = "the disk of the last rank is full"
-            checkpoints.begin(2, ends=False)
-            save_under_way = checkpoints.saver._save
-            assert save_under_way is not None
-            if save_under_way.thread:
-                save_under_way.thread.join()
+
+        def refused(*_: Any) -> None:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        saved(1)
+        with monkeypatch.context() as patch:
             if world.rank == world.size - 1:
-                save_under_way.error = wrong
-            with pytest.raises(SaveFailed, match=f"rank {world.size - 1} on .*{wrong}"):
-                checkpoints.conclude()
-            assert list(folder.steps(checkpoints.path)) == [1]
+                patch.setattr(shard, "_write_all", refused)
+            with pytest.raises(SaveFailed, match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes"):
+                saved(2)
             assert not checkpoints.saver.under_way
-            world.everyone.barrier()
-            assert not (checkpoints.path / folder.name_of(2)).exists()
-            checkpoints.begin(2, ends=False)
-            checkpoints.conclude()
-            assert list(folder.steps(checkpoints.path)) == [2, 1]
-            world.everyone.barrier()
-            if world.rank == 0:
-                shutil.rmtree(checkpoints.path)
-            world.everyone.barrier()
+        world.everyone.barrier()
+        assert [path.name for path in checkpoints.path.iterdir()] == [folder.name_of(1)]
+        world.everyone.barrier()
+        saved(2)
+        assert list(folder.steps(checkpoints.path)) == [2, 1]
+
+
+def test_hdf5_that_cannot_write_is_a_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise RuntimeError("Unable to flush file (file write failed: errno = 28, error message = 'No space left on device')")
+
+    with engine_on(world, spec_of(shared_folder, "alone")) as (_, checkpoints):
+        monkeypatch.setattr(shard, "make", refused)
+        with pytest.raises(SaveFailed, match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there"):
+            checkpoints.begin(1, ends=True)
+        assert not checkpoints.saver.under_way
+        world.everyone.barrier()
+        assert not folder.steps(checkpoints.path)
 
 
 def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> None:
