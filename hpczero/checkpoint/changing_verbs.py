@@ -15,10 +15,10 @@ from hpczero.checkpoint.progress import bar
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.safetensors_file import SafetensorsFile
 from hpczero.errors import HpczeroError, InputError
+from hpczero.lock import RunLock
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
 from hpczero.spec.show import printable
-from hpczero.lock import RunLock
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

@@ -19,9 +19,9 @@ from typing import Any, TextIO
 
 from hpczero import env
 from hpczero.errors import HpczeroError, InputError
+from hpczero.lock import RunLock
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
-from hpczero.lock import RunLock
 
 
 def path_of(spec: Spec) -> Path:
