@@ -23,6 +23,7 @@ from hpczero.comm.world import World
 from hpczero.model.shapes import layers
 from hpczero.parallel.apply import assemble
 from hpczero.parallel.unit import Unit
+from hpczero.parallel.whole import gathered
 from hpczero.parallel.zero import Engine
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Checkpoint as Settings
@@ -64,6 +65,11 @@ def spec_of(output: str, name: str, **checkpoint: Any) -> Spec:
         zero=Zero(**zero),
         checkpoint=Settings(**checkpoint),
     )
+
+
+def divided(output: str, **checkpoint: Any) -> Spec:
+    """Every rank steps a part, however many there are."""
+    return spec_of(output, "data 2", **checkpoint)
 
 
 def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -111,6 +117,14 @@ def save(world: World, spec: Spec, asynchronous: bool) -> None:
         checkpoints.conclude()
 
 
+def assert_weights(engine: Engine) -> None:
+    """What is computed with are the states' weights, rounded, on every rank."""
+    with gathered(engine, [parameter for unit in engine.units for parameter in unit.parameters], modify=False):
+        for unit in engine.units:
+            for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+                assert torch.equal(parameter, truth(place.parameter.name, 0, place.parameter.shape)[place.held].bfloat16()), place.parameter.name
+
+
 def assert_whole(path: Path) -> None:
     """For hpczero's own reader, and for any other."""
     with Checkpoint.open(path) as checkpoint, h5py.File(path / "index.h5") as file:
@@ -151,17 +165,15 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
                     for unit in engine.units:
                         for own, values, name in stretches(unit):
                             assert torch.equal(own, values), (writer, reader, name)
-                    for unit in engine.units:
-                        unit.master.zero_()
-                    checkpoints.settle()
+                checkpoints.settle()
+                assert_weights(engine)
             part.close()
         world.everyone.barrier()
 
 
 def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_folder: str) -> None:
     """The last byte of data of the newer of two checkpoints: which rank has it depends on the grid."""
-    spec = spec_of(shared_folder, "alone")
-    spec = spec.model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = divided(shared_folder)
     with engine_on(world, spec) as (_, checkpoints):
         for step in (1, 2):
             checkpoints.begin(step, ends=True)
@@ -184,7 +196,7 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
 
 
 def test_what_fails_on_one_rank_is_no_checkpoint_on_any(world: World, shared_folder: str) -> None:
-    spec = spec_of(shared_folder, "alone").model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = divided(shared_folder)
     for asynchronous in (False, True):
         with engine_on(world, spec) as (_, checkpoints):
             checkpoints.asynchronous = asynchronous
@@ -214,7 +226,7 @@ def test_what_fails_on_one_rank_is_no_checkpoint_on_any(world: World, shared_fol
 
 
 def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> None:
-    spec = spec_of(shared_folder, "alone", keep=2, keep_every=3).model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = divided(shared_folder, keep=2, keep_every=3)
     with engine_on(world, spec) as (_, checkpoints):
         for step in range(1, 8):
             checkpoints.begin(step, ends=True)
@@ -224,7 +236,7 @@ def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> N
 
 
 def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> None:
-    spec = spec_of(shared_folder, "alone").model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = divided(shared_folder)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"precision": "fp16"})})
     with engine_on(world, spec) as (engine, checkpoints):
         engine.updates, engine.loss_scale = 41, replace(engine.loss_scale, value=4096.0, good_steps=17)

@@ -149,7 +149,7 @@ def test_a_stopped_run_is_the_one_that_was_not_stopped(folder: Path) -> None:
 
 @pytest.fixture
 def small_disk(folder: Path) -> Iterator[Path]:
-    """12 MB at runs/tiny/checkpoints: room for one checkpoint."""
+    """18 MB at runs/tiny/checkpoints: room for one checkpoint."""
     place = folder / "runs" / "tiny" / "checkpoints"
     place.mkdir(parents=True)
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=18m", "tmpfs", str(place)], capture_output=True, text=True, check=False)
