@@ -15,7 +15,7 @@ from hpczero.checkpoint.files import Damaged
 from hpczero.checkpoint.listing import bytes_of
 from hpczero.checkpoint.locate import checkpoint_at
 from hpczero.checkpoint.progress import bar
-from hpczero.checkpoint.verify import Damage, Verification, shares
+from hpczero.checkpoint.verify import Damage, Verification
 from hpczero.spec.show import printable
 
 if TYPE_CHECKING:
@@ -66,13 +66,9 @@ def _verified(world: "World | None", folder: Path) -> dict[str, Any]:
     try:
         verification = Verification(folder)
         size = verification.content.size
-        tasks = verification.tasks()
-        sizes = [task.size(verification.content) for task in tasks]
-        own = shares(sizes, ranks)[rank]
-        damages: list[Damage] = []
-        with bar(f"verifying {folder.name}", sum(sizes[number] for number in own), rank == 0) as advance:
-            for number in own:
-                damages += verification.carry_out(tasks[number], advance)
+        own = verification.tasks()[rank::ranks]
+        with bar(f"verifying {folder.name}", sum(task.size(verification.content) for task in own), rank == 0) as advance:
+            damages = [damage for task in own for damage in verification.carry_out(task, advance)]
     except Damaged as error:
         damages = [Damage(manifest.NAME, str(error).removeprefix(f"{folder / manifest.NAME}: "))]
     listed = [[damage.file, damage.what, list(damage.tensors)] for damage in damages]
