@@ -74,7 +74,7 @@ class Bench:
         self.ours = Ours(arguments.stage, True, job)
         self.ours.step()
         grid = Grid.build(spec.parallel, world.node_of_rank)
-        self.checkpoints = Checkpoints(spec, world, grid, self.ours.engine, asynchronous=True)
+        self.checkpoints = Checkpoints(spec, world, grid, self.ours.engine)
         self.states = [tensor for unit in self.ours.engine.units for tensor in (unit.master, unit.moment1, unit.moment2)]
         self.bytes = sum(tensor.nbytes for tensor in self.states)
         start_gloo(world, "127.0.0.1")

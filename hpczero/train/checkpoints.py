@@ -46,9 +46,8 @@ class Resumed:
 class Checkpoints:
     """On every rank; all methods are collective."""
 
-    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine, asynchronous: bool) -> None:
+    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine) -> None:
         self.spec, self.world, self.grid, self.engine = spec, world, grid, engine
-        self.asynchronous = asynchronous
         self.path = path_of(spec) / "checkpoints"
         self._stages = self._described()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
@@ -63,7 +62,7 @@ class Checkpoints:
     def begin(self, step: int, ends: bool) -> None:
         """SaveFailed, on all ranks alike."""
         state = State(step=step, updates=self.engine.updates, loss_scale=self.engine.loss_scale.value, good_steps=self.engine.loss_scale.good_steps)
-        self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.asynchronous and not ends)
+        self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.spec.checkpoint.asynchronous and not ends)
 
     def conclude(self) -> Saved:
         """Also drops what is not to be kept."""

@@ -89,7 +89,7 @@ def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
 def engine_on(world: World, spec: Spec) -> Iterator[tuple[Engine, Checkpoints]]:
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     engine = assemble(spec, world, grid, accumulates=True).engine
-    yield engine, Checkpoints(spec, world, grid, engine, asynchronous=True)
+    yield engine, Checkpoints(spec, world, grid, engine)
     engine.close()
 
 
@@ -105,12 +105,11 @@ def shared_folder(world: World | None) -> Iterator[str]:
         shutil.rmtree(path)
 
 
-def save(world: World, spec: Spec, asynchronous: bool) -> None:
+def save(world: World, spec: Spec) -> None:
     with engine_on(world, spec) as (engine, checkpoints):
         for unit in engine.units:
             for own, values, _ in stretches(unit):
                 own.copy_(values)
-        checkpoints.asynchronous = asynchronous
         checkpoints.begin(7, ends=False)
         for unit in engine.units:  # whatever happens to the states now is not saved
             unit.master.zero_()
@@ -144,7 +143,7 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
         output = f"{shared_folder}/{writer}"
         if world.rank < ranks:
             part = world.part(range(ranks), ranks_per_node=number % 3)
-            save(part, spec_of(output, writer, writers=("node", "rank")[number % 2]), asynchronous=number % 2 == 0)
+            save(part, spec_of(output, writer, writers=("node", "rank")[number % 2], asynchronous=number % 2 == 0))
             part.close()
         world.everyone.barrier()
         if world.rank == 0:
@@ -196,10 +195,8 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
 
 
 def test_what_fails_on_one_rank_is_no_checkpoint_on_any(world: World, shared_folder: str) -> None:
-    spec = divided(shared_folder)
     for asynchronous in (False, True):
-        with engine_on(world, spec) as (_, checkpoints):
-            checkpoints.asynchronous = asynchronous
+        with engine_on(world, divided(shared_folder, asynchronous=asynchronous)) as (_, checkpoints):
             checkpoints.begin(1, ends=False)
             checkpoints.conclude()
             wrong = "the disk of the last rank is full"
