@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpczero.checkpoint.files import sync, write_durably
+from hpczero.checkpoint.files import written_durably
 from hpczero.checkpoint.progress import Advance
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.safetensors_file import Entry, dtype_of, from_float32, placed, write
@@ -54,8 +54,8 @@ class Export:
         for path, group in zip(paths, groups, strict=True):
             self._write(path, group, advance)
         where = {entry.name: path.name for path, group in zip(paths, groups, strict=True) for entry in group}
-        write_durably(folder / _INDEX, json.dumps({"metadata": {"total_size": self.size}, "weight_map": where}, indent=2) + "\n")
-        sync(folder)
+        with written_durably(folder / _INDEX) as file:
+            file.write(json.dumps({"metadata": {"total_size": self.size}, "weight_map": where}, indent=2).encode() + b"\n")
         return self._done([*paths, folder / _INDEX])
 
     def _done(self, files: list[Path]) -> Exported:
