@@ -8,7 +8,7 @@ from pathlib import Path
 from hpczero import env
 from hpczero.checkpoint import folder
 from hpczero.checkpoint.adopt import Adoption
-from hpczero.checkpoint.export import Export
+from hpczero.checkpoint.export import WHOLE, Export
 from hpczero.checkpoint.listing import ASIDE, COMPLETE, DAMAGED, INCOMPLETE, Listed, bytes_of, listed
 from hpczero.checkpoint.locate import checkpoint_at, checkpoints_of
 from hpczero.checkpoint.progress import bar
@@ -28,24 +28,21 @@ def export(options: Namespace) -> int:
     is_file = output.suffix == ".safetensors"
     if is_file and largest:
         raise InputError(f"--shard-size: {printable(str(output))} would have to be a folder, for several files and their index")
-    if not is_file and not largest:
-        output = output / "model.safetensors"
-    target = output.parent if is_file or not largest else output
     with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
         made = Export(checkpoint, options.dtype)
         try:
-            _room(target, made.size)
-            if not is_file and not largest:
-                output.parent.mkdir(exist_ok=True)
+            _room(output.parent if is_file else output, made.size)
+            if not is_file:
+                output.mkdir(exist_ok=True)
             with bar("writing", made.size) as advance:
-                done = made.to_folder(output, largest, advance) if largest else made.to_file(output, advance)
+                files = made.to_folder(output, largest, advance) if largest else made.to_file(output if is_file else output / WHOLE, advance)
         except OSError as error:
             raise HpczeroError(f"{error.filename or output}: {error.strerror} ({bytes_of(made.size)} are to be written)") from error
-    for path in done.files:
+    for path in files:
         print(f"wrote {printable(str(path))}")
-    print(f"{done.tensors} tensors (of them {done.buffers} buffers), {bytes_of(done.size)}, weights as {options.dtype}")
-    if done.overflows:
-        print(f"WARN {done.overflows:,} weights are too large for {options.dtype} and became infinite; bf16 has the range of fp32")
+    print(f"{len(made.entries)} tensors (of them {len(checkpoint.buffers)} buffers), {bytes_of(made.size)}, weights as {options.dtype}")
+    if made.overflows:
+        print(f"WARN {made.overflows:,} weights are too large for {options.dtype} and became infinite; bf16 has the range of fp32")
     return 0
 
 

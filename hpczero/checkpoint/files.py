@@ -1,5 +1,4 @@
-"""Files as checkpoints need them: opened only if they are plain files of the folder itself, which a stranger may have made; written whole or not at all.
-"""
+"""Files as checkpoints need them: read only if they are plain ones of the folder itself (a stranger may have made it); written whole or not."""
 
 import contextlib
 import os
