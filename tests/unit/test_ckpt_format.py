@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import xxhash
 
 from hpczero.checkpoint import index
 from hpczero.checkpoint.manifest import INDEX, RankData, ShardFile
+from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.table import Holding, Table, Tensor
 from hpczero.model.shapes import layers, parameter_count
@@ -98,6 +100,16 @@ def test_h5dump_and_h5ls_read_it(made: Path) -> None:
     (made / "out.txt").unlink()
     assert "/model/blocks.2.feed_forward.up.weight Dataset {96, 24}" in run("h5ls", "-r", INDEX)
     assert "float" in run("h5ls", "-v", "shard-00000.h5/rank-00000/model")
+
+
+def test_the_view_of_a_very_large_job_has_the_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "_MOST_MAPPINGS", 50)
+    made = make(tmp_path, Grid(tensor=2, data=2))
+    with h5py.File(made / INDEX) as file:
+        assert np.array_equal(file["model/head.norm.bias"][()], Wanted().values[0]["head.norm.bias"])
+        assert "optimizer" not in file
+    with Checkpoint.open(made) as checkpoint:
+        assert np.array_equal(checkpoint["/optimizer/moment2/head.norm.bias"].numpy(), Wanted().values[2]["head.norm.bias"])
 
 
 def test_the_index_of_a_job_with_a_trillion_parameters(tmp_path: Path) -> None:
