@@ -1,4 +1,4 @@
-"""`hpczero ckpt ls`, `show`, `stats`, `diff`, `verify`: they look, and change nothing. They need neither MPI nor torch."""
+"""`hpczero ckpt ls`, `show`, `stats`, `diff`: they look, and change nothing. They need neither MPI nor torch."""
 
 import json
 import math
@@ -20,7 +20,7 @@ from hpczero.checkpoint.table import Tensor
 from hpczero.errors import InputError
 from hpczero.spec.show import printable
 
-_SLOTS = {"model": 0, "moment1": 1, "moment2": 2}
+_SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}  # as --slot names them
 
 
 def ls(options: Namespace) -> int:
@@ -80,7 +80,7 @@ def stats(options: Namespace) -> int:
                         advance(values.nbytes)
                     rows.append({"slot": SLOTS[slot], "name": tensor.name, "elements": tensor.size, **found.as_data()})
     if options.json:
-        print(json.dumps([{key: _finite(value) for key, value in row.items()} for row in rows], indent=2))
+        _print_as_json(rows)
         return 0
     columns = ["norm", "mean", "std", "min", "max", "nan", "inf"]
     width = max((len(_name(row, slots)) for row in rows), default=0)
@@ -96,7 +96,7 @@ def diff(options: Namespace) -> int:
     with _opened(options.a, None) as a, _opened(options.b, None) as b:
         rows = list(_differences(a, b, _slots(options.slot), options.tolerance))
         if options.json:
-            print(json.dumps([{key: _finite(value) for key, value in row.items()} for row in rows], indent=2))
+            _print_as_json(rows)
         else:
             for row in rows:
                 print(_difference_text(row))
@@ -208,9 +208,10 @@ def _number(value: float | int | None) -> str:
     return f"{'-':>10}" if value is None else f"{value:>10,}" if isinstance(value, int) else f"{value:>10.4g}"
 
 
-def _finite(value: Any) -> Any:
-    """As JSON can say it."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _print_as_json(rows: Sequence[dict[str, Any]]) -> None:
+    """What is not finite, which JSON cannot say, as text."""
+    said = [{key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()} for row in rows]
+    print(json.dumps(said, indent=2))
 
 
 def _shape(values: Any) -> list[int] | None:

@@ -20,8 +20,7 @@ from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array
 from hpczero.checkpoint.shards import problem_outside_data
 from hpczero.checkpoint.table import Table
-
-_NAMED = 4  # tensors that are named of many
+from hpczero.spec.show import first_few
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        more = f" and {len(self.tensors) - _NAMED} more" if len(self.tensors) > _NAMED else ""
-        return f"{self.file}: {self.what}" + (f": {', '.join(self.tensors[:_NAMED])}{more}" if self.tensors else "")
+        return f"{self.file}: {self.what}" + (f": {first_few(self.tensors)}" if self.tensors else "")
 
 
 @dataclass(frozen=True)
