@@ -66,11 +66,3 @@ def _missing(path: Path, content: Content) -> str:
         if found.st_size != size:
             return f"{name} has {found.st_size:,} bytes, and {size:,} were written"
     return ""
-
-
-def bytes_of(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint.listing import COMPLETE, Listed, bytes_of, listed
+from hpczero.checkpoint.listing import COMPLETE, Listed, listed
 from hpczero.checkpoint.locate import checkpoint_at, folders_of_checkpoints
 from hpczero.checkpoint.progress import bar
 from hpczero.checkpoint.read import Checkpoint
@@ -18,7 +18,7 @@ from hpczero.checkpoint.shard import SLOTS, WIDTH
 from hpczero.checkpoint.statistics import Difference, Statistics
 from hpczero.checkpoint.table import Tensor
 from hpczero.errors import InputError
-from hpczero.spec.show import printable
+from hpczero.spec.show import in_bytes, printable
 
 _SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}  # as --slot names them
 
@@ -43,7 +43,7 @@ def ls(options: Namespace) -> int:
 def _line(one: Listed) -> str:
     grid = " x ".join(f"{axis} {size}" for axis, size in (one.grid or {}).items() if size > 1) or ("1 rank" if one.ranks == 1 else "")
     problem = "" if one.state == COMPLETE or not one.problem else f"  ({printable(one.problem)})"
-    return f"  {printable(one.path.name):24} {one.state:10} {bytes_of(one.size):>8}  {printable(one.created or ''):25}  {grid}{problem}".rstrip()
+    return f"  {printable(one.path.name):24} {one.state:10} {in_bytes(one.size):>8}  {printable(one.created or ''):25}  {grid}{problem}".rstrip()
 
 
 def show(options: Namespace) -> int:
@@ -160,7 +160,7 @@ def _summary(checkpoint: Checkpoint) -> list[str]:
     grid = ", ".join(f"{printable(axis)} {size}" for axis, size in content.grid.items())
     parameters = sum(tensor.size for tensor in checkpoint.table.tensors)
     return [
-        f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, {parameters:,} parameters, {bytes_of(content.size)}",
+        f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, {parameters:,} parameters, {in_bytes(content.size)}",
         f"  saved {printable(content.created)} by hpczero {printable(content.hpczero)}, format {content.format}",
         f"  {content.ranks} ranks ({grid}), {len(content.shards)} shard files; slots {', '.join(SLOTS)}",
         f"  loss scale {state.loss_scale:g}, {state.good_steps} good steps",

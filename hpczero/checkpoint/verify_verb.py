@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from hpczero import env
 from hpczero.checkpoint import manifest
 from hpczero.checkpoint.files import Damaged
-from hpczero.checkpoint.listing import bytes_of
 from hpczero.checkpoint.locate import checkpoint_at
 from hpczero.checkpoint.progress import bar
 from hpczero.checkpoint.verify import Damage, Verification
-from hpczero.spec.show import printable
+from hpczero.spec.show import in_bytes, printable
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World
@@ -86,5 +85,5 @@ def _in_order(text: str) -> list[tuple[int, str]]:
 def _lines(found: dict[str, Any]) -> Sequence[str]:
     path = printable(found["path"])
     if not found["damages"]:
-        return [f"{path}: good, {bytes_of(found['size'])} as they were written"]
+        return [f"{path}: good, {in_bytes(found['size'])} as they were written"]
     return [f"{path}: DAMAGED", *(f"  {printable(str(Damage(**damage)))}" for damage in found["damages"])]
