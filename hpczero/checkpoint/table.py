@@ -110,6 +110,11 @@ class Table:
         return cls(tuple(tensors), found[:, 0], found[:, 1], found[:, 2], found[:, 3 : 3 + dims], found[:, 3 + dims :])
 
     @cached_property
+    def number(self) -> dict[str, int]:
+        """Of a tensor, by name."""
+        return {tensor.name: number for number, tensor in enumerate(self.tensors)}
+
+    @cached_property
     def sizes(self) -> Array:
         """[n] elements of each piece."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.uint64)

@@ -188,7 +188,7 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 def _pieces(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[dict[str, Any]]:
     table = checkpoint.table
-    for piece in table.pieces(table.tensors.index(tensor)):
+    for piece in table.pieces(table.number[tensor.name]):
         rank, box = int(table.rank[piece]), table.box(piece)
         yield {
             "rank": rank, "file": checkpoint.shards.file_of(rank), "offset": int(table.offset[piece]),

@@ -248,7 +248,7 @@ def _changed(content: Content, spec: Spec, role: str) -> list[str]:
         found = differences(Spec.model_validate_json(json.dumps(content.spec)), spec)
     except ValueError as error:
         raise Damaged(f"the spec in the checkpoint cannot be read: {error}") from error
-    return [f"{d.key}: {d.old!r} there, {d.new!r} now" for d in found if d.role == role and d.key != "name"]
+    return [str(difference) for difference in found if difference.role == role and difference.key != "name"]
 
 
 def _refuse_another_run(checkpoint: Checkpoint, spec: Spec) -> None:

@@ -163,7 +163,7 @@ def _same_run(path: Path, spec: Spec) -> None:
     old = load(path / "spec.toml").spec
     other = [difference for difference in differences(old, spec) if difference.role == "identity"]
     if other:
-        shown = "".join(f"\n  {d.key}: {d.old!r} there, {d.new!r} now" for d in other)
+        shown = "".join(f"\n  {difference}" for difference in other)
         raise InputError(f"{path} holds another run:{shown}\ngive this run another name, or use --fresh to move that one aside")
 
 
