@@ -28,7 +28,7 @@ def open_plain(path: Path) -> int:
 
 @contextlib.contextmanager
 def written_durably(path: Path) -> Iterator[BinaryIO]:
-    """The file has all that is written inside, and is on the disk; or does not exist under this name, whatever happens."""
+    """All that is written inside gets this name once it is on the disk; whatever fails before, what had the name keeps it."""
     temporary = path.with_name(path.name + ".new")
     try:
         with temporary.open("wb") as file:
