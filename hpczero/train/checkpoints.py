@@ -67,7 +67,8 @@ class Checkpoints:
     def conclude(self) -> Saved:
         """Also drops what is not to be kept."""
         saved = self.saver.conclude()
-        self.world.together(self._prune if self.world.rank == 0 else lambda: None)
+        if problem := self.world.share(self._prune() if self.world.rank == 0 else ""):
+            raise SaveFailed(problem)
         return saved
 
     def holding(self) -> Holding:
@@ -75,13 +76,15 @@ class Checkpoints:
         copies = {unit.layout.name for unit in engine.copies}
         return Holding([unit.layout for unit in engine.units], engine.axis.rank, engine.tensor.rank if engine.tensor else 0, copies)
 
-    def _prune(self) -> None:
+    def _prune(self) -> str:
+        """What could not be removed."""
         settings, complete = self.spec.checkpoint, folder.steps(self.path)
         for step in folder.to_prune(list(complete), settings.keep, settings.keep_every):
             try:
                 folder.remove(complete[step])
             except OSError as error:
-                raise SaveFailed(f"{complete[step]}: it was to be removed: {error.strerror}") from error
+                return f"{complete[step]}: it was to be removed: {error.strerror}"
+        return ""
 
     # -- loading -------------------------------------------------------------------------------------------------------------------
 

@@ -232,6 +232,20 @@ def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> N
         assert list(folder.steps(checkpoints.path)) == [7, 6, 3]
 
 
+def test_an_old_one_that_cannot_be_removed_is_said_on_all_ranks(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with engine_on(world, divided(shared_folder, keep=1)) as (_, checkpoints):
+        checkpoints.begin(1, ends=True)
+        checkpoints.conclude()
+        checkpoints.begin(2, ends=True)
+        monkeypatch.setattr(folder, "remove", refuse)
+        with pytest.raises(SaveFailed, match="step-00000001: it was to be removed: Permission denied"):
+            checkpoints.conclude()
+        assert list(folder.steps(checkpoints.path)) == [2, 1]
+
+
 def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> None:
     spec = divided(shared_folder)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"precision": "fp16"})})
