@@ -68,16 +68,19 @@ class Bench:
         from bench_step import job_of, start_gloo
 
         from hpczero.comm.grid import Grid
+        from hpczero.planner.memory import saves_behind
         from hpczero.train.checkpoints import Checkpoints
 
         self.arguments, self.world = arguments, world
         self.folder = world.share(str(arguments.folder.absolute()))
         job = job_of(arguments, world)
-        spec = job.spec.model_copy(update={"output": self.folder, "name": "ours"})
+        saving = job.spec.checkpoint.model_copy(update={"every": 1, "asynchronous": True})
+        spec = job.spec.model_copy(update={"output": self.folder, "name": "ours", "checkpoint": saving})
+        assert saves_behind(spec)
         self.ours = Ours(arguments.stage, True, job)
         self.ours.step()
         grid = Grid.build(spec.parallel, world.node_of_rank)
-        self.checkpoints = Checkpoints(spec, world, grid, self.ours.engine, asynchronous=True)
+        self.checkpoints = Checkpoints(spec, world, grid, self.ours.engine)
         self.states = [tensor for unit in self.ours.engine.units for tensor in (unit.master, unit.moment1, unit.moment2)]
         self.bytes = sum(tensor.nbytes for tensor in self.states)
         start_gloo(world, "127.0.0.1")

@@ -23,7 +23,7 @@ from hpczero.model import build, shapes
 from hpczero.model.shapes import Layer
 from hpczero.parallel.apply import Found, assemble, find
 from hpczero.parallel.foreign import layers_of
-from hpczero.planner.memory import need, placement, saves_behind
+from hpczero.planner.memory import need, placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
@@ -134,7 +134,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
         _say_layout(voice, job, batches, parameters)
-    checkpoints = Checkpoints(spec, world, job.grid, engine, asynchronous=saves_behind(spec))
+    checkpoints = Checkpoints(spec, world, job.grid, engine)
     first = _begin_again(checkpoints, voice)
     trainer = Trainer(spec, world, way, batches, voice, checkpoints)
     began_training, cpu_before = time.perf_counter(), time.process_time()
