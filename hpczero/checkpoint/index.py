@@ -16,6 +16,7 @@ import h5py
 import numpy as np
 
 from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.in_memory import made_in_memory
 from hpczero.checkpoint.inside import WRONG, datasets_below, plain
 from hpczero.checkpoint.manifest import INDEX, ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS, Array
@@ -29,7 +30,7 @@ _COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and t
 def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
     """A new file; `shards` say which file has which rank's data."""
     file_of = {data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks}
-    with h5py.File(path, "w-", libver=("earliest", "v110"), locking=False) as file:
+    with made_in_memory(path) as file:
         file.attrs.update({key: value if isinstance(value, int | str) else json.dumps(value) for key, value in attributes.items()})
         pieces = file.create_group("pieces")
         for name in _COLUMNS:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -93,3 +95,40 @@ def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(tmp_path: Path, mo
     with pytest.raises(SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"):
         save(own, 1, asynchronous)
     assert not folder.steps(tmp_path)
+
+
+def full_disk(place: Path, size: int) -> str:
+    """What is said of a save on a disk of so many bytes, in a process of its own: HDF5 has ended processes here."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], check=True)
+    said = ""
+    try:
+        try:
+            save(saver(place / "checkpoints"), 1)
+        except SaveFailed as error:
+            said = str(error)
+        if said:
+            assert f"{place}/checkpoints" in said
+            assert "No space left on device" in said
+            assert not list((place / "checkpoints").glob("*"))
+        else:
+            with Checkpoint.open(place / "checkpoints" / "step-00000001") as checkpoint:
+                assert checkpoint["/model/weight"].numpy().shape == (ELEMENTS,)
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+    return said
+
+
+def test_a_disk_that_is_full_at_any_moment_is_a_save_that_failed(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a disk here")
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    pages = [*range(1, 40), *range(800, 940, 5)]  # while the structure is written; and around the end of the data, of some 880 pages
+    script = f"""
+from tests.unit.test_ckpt_write import *
+said = [full_disk(Path({str(tmp_path)!r}), size * 4096) for size in {pages}]
+assert said[0] and not said[-1], said
+print("all")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "all\n", (done.returncode, done.stderr)
+    assert not done.stderr
