@@ -15,7 +15,7 @@ _PAGE = 4096  # bytes
 
 
 class Pages(io.RawIOBase):
-    """The stretches of a file that were written. What lies between them (data that has a place and no values yet) reads as zeros and takes no memory."""
+    """The stretches of a file that were written. What lies between (data that has a place and no values yet) reads as zeros and takes no memory."""
 
     def __init__(self) -> None:
         self._pages: dict[int, bytearray] = {}
