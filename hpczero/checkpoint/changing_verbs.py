@@ -76,7 +76,9 @@ def prune(options: Namespace) -> int:
         raise InputError(f"--keep {options.keep}: at least 1, the newest complete one, is always kept")
     if options.keep is None and not (options.incomplete or options.set_aside or options.damaged):
         raise InputError("nothing to remove: say how many are to be kept (--keep), or give --incomplete, --set-aside or --damaged")
-    with contextlib.nullcontext() if options.dry_run or not (checkpoints.parent / "spec.toml").exists() else RunLock(checkpoints.parent):
+    with contextlib.ExitStack() as held:
+        for run in () if options.dry_run else _runs_of(checkpoints):
+            held.enter_context(RunLock(run))
         found = list(listed(checkpoints))
         removed = _unwanted(found, options)
         for one in removed:
@@ -85,6 +87,11 @@ def prune(options: Namespace) -> int:
             print(f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {in_bytes(one.size)})")
     print(f"{len(removed)} of {len(found)} checkpoints, {in_bytes(sum(one.size for one in removed))}")
     return 0
+
+
+def _runs_of(checkpoints: Path) -> list[Path]:
+    """The run's directory, as the path says it and where it leads to: it may be a link, or begin and end inside."""
+    return [run for run in {checkpoints.absolute().parent.resolve(), checkpoints.resolve().parent} if (run / "spec.toml").exists()]
 
 
 def _unwanted(found: list[Listed], options: Namespace) -> list[Listed]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpczero.checkpoint.files import Damaged, open_plain, sync, written_durably
+from hpczero.checkpoint.files import Damaged, Newer, not_read, open_plain, sync, written_durably
 from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
 from hpczero.spec.show import printable
 
@@ -96,7 +96,7 @@ def write(folder: Path, content: Content) -> None:
 
 
 def read(folder: Path) -> Content:
-    """Damaged: the manifest is not one, or not of this format."""
+    """Damaged: the manifest is not what was written; Newer: it is of a format that this version does not know."""
     path = folder / NAME
     raw = _bytes_of(path)
     try:
@@ -110,8 +110,8 @@ def read(folder: Path) -> Content:
         raise Damaged(f"{path}: it is damaged: {printable('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path}: it is damaged, being no JSON of a manifest") from error
-    except Damaged as error:
-        raise Damaged(f"{path}: {error}") from error
+    except (Damaged, Newer) as error:
+        raise type(error)(f"{path}: {error}") from error
     return content
 
 
@@ -123,7 +123,7 @@ def _bytes_of(path: Path) -> bytes:
         try:
             return opened.read()
         except OSError as error:
-            raise Damaged(f"{path}: {error.strerror}") from error
+            raise not_read(path, error) from error
 
 
 def _parsed(raw: bytes) -> Content:
@@ -132,7 +132,7 @@ def _parsed(raw: bytes) -> Content:
         raise Damaged("it is no manifest of a checkpoint")
     found = whole["content"].get("format")
     if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
-        raise Damaged(f"format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
+        raise Newer(f"format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
     return Content.model_validate(whole["content"])
 
 
