@@ -18,7 +18,7 @@ import numpy as np
 from hpczero.checkpoint import storable
 from hpczero.checkpoint.files import Damaged
 from hpczero.checkpoint.in_memory import made_in_memory
-from hpczero.checkpoint.inside import WRONG, datasets_below, plain
+from hpczero.checkpoint.inside import WRONG, datasets_below, opened, plain
 from hpczero.checkpoint.manifest import INDEX, ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.checkpoint.table import Table, Tensor
@@ -74,7 +74,7 @@ def read(folder: Path) -> tuple[Table, dict[str, Array]]:
     """The table and the buffers, of a file whose checksum is right; a stranger may have made it all the same."""
     path = folder / INDEX
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with opened(path) as file:
             columns = [plain(file, f"pieces/{name}", "<u8", dims) for name, dims in _COLUMNS.items()]
             names, shapes = (json.loads(plain(file, f"pieces/{name}", "u1", 1).tobytes()) for name in ("names", "shapes"))
             tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))

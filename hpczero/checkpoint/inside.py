@@ -2,15 +2,30 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
+from hpczero.checkpoint.files import not_read
 from hpczero.checkpoint.shard import Array
 
 WRONG = (OSError, KeyError, ValueError, TypeError, RuntimeError, RecursionError, AttributeError, MemoryError)  # what h5py says of such a file
 _DEEPEST = 32  # groups in groups: more than any name that can be meant has
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[h5py.File]:
+    """To look into. Unreadable: that fails, and not for what is in the file."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            yield file
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise not_read(path, error) from error
 
 
 def inside(file: h5py.File, name: str) -> Any:

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from hpczero.checkpoint.index import slots_in_view
-from hpczero.checkpoint.inside import WRONG, inside
+from hpczero.checkpoint.inside import WRONG, inside, opened
 from hpczero.checkpoint.manifest import ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.table import Table
@@ -20,7 +20,7 @@ def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[
     """What of the view in index.h5 does not say what the piece table says."""
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with opened(path) as file:
             for slot in slots_in_view(table):
                 for number in range(len(table.tensors)):
                     if not _is_view(file, slot, number, table, file_of):
@@ -59,7 +59,7 @@ def _mapping(slot: str, piece: int, table: Table, file_of: dict[int, str]) -> tu
 def problem_of_shard(path: Path, shard: ShardFile) -> str:
     """Whether the datasets of a shard file lie where its manifest says."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with opened(path) as file:
             for data in shard.ranks:
                 for slot, place in zip(SLOTS, data.data, strict=True):
                     found = inside(file, f"rank-{data.rank:05d}/{slot}")

@@ -68,15 +68,15 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content:
     (folder / "MANIFEST.json").write_text(json.dumps({"content": content, "checksum": checksum}, indent=1, sort_keys=True) + "\n")
 
 
-def refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str, code: int = 1) -> None:
     """By whatever reads it, in one line, with little memory."""
     with memory_at_most(100 << 20):
         for verb, *more in (["stats", "--slot", "all"], ["show"], ["export", str(folder.parent / "out.safetensors")]):
-            assert main(["ckpt", verb, str(folder), *more]) == 1, verb
+            assert main(["ckpt", verb, str(folder), *more]) == code, verb
             said = capsys.readouterr().err
             assert word in said, (verb, said)
             assert said.count("\n") == 1
-        assert main(["ckpt", "verify", str(folder)]) == 1
+        assert main(["ckpt", "verify", str(folder)]) == code
         listed = capsys.readouterr()
         assert word in listed.out
         assert listed.out.count("\n") <= 7
@@ -249,7 +249,7 @@ def test_a_shard_that_is_not_as_large_as_the_manifest_says_is_refused(crafted: P
 
 def test_a_newer_format_is_refused_with_a_clear_word(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seal(crafted, lambda content: content.update(format=2, shards={"in": "another way"}))
-    refused(crafted, capsys, "format 2 was written by a newer hpczero; this one reads format 1")
+    refused(crafted, capsys, "format 2 was written by a newer hpczero; this one reads format 1", code=2)
 
 
 NONE = ["", "{", "[]", '{"content": 3}', '{"content": {}}', "[" * 200_000, '{"content": {"format": ' + "9" * 5000 + "}}", "\ud800"]

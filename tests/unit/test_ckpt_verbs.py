@@ -192,7 +192,8 @@ def test_prune_keeps_what_is_asked_for_and_always_the_newest_complete_one(tmp_pa
     assert left() == ["4"]
 
 
-PATHS_TO_A_RUN = {".": "run/checkpoints", "..": "run/checkpoints/step-00000001"} | dict.fromkeys(("run", "run/../run/checkpoints", "link", "named"), ".")
+INSIDE = {".": "run/checkpoints", "..": "run/checkpoints/step-00000001"}
+PATHS_TO_A_RUN = INSIDE | dict.fromkeys(("run", "run/../run/checkpoints", "link", "named"), ".")
 
 
 @pytest.mark.parametrize("moved", [False, True])
