@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hpczero.checkpoint
-from hpczero.checkpoint import Damaged, Unreadable, shards
+from hpczero.checkpoint import Damaged, Unreadable, index, shards
 from hpczero.cli import main
 from hpczero.errors import InputError
 from tests.checkpoints import Grid, Wanted, make, parameters
@@ -73,6 +73,9 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path, more: int) -> None:
         checkpoint["/model/a"].numpy()
     with descriptors(more), pytest.raises(Unreadable, match="Too many open files"), hpczero.checkpoint.open(made) as checkpoint:
         checkpoint["/model/a"].numpy()
+    if not more:
+        with descriptors(0), pytest.raises(Unreadable, match="Too many open files"):
+            index.read(made)
     assert issubclass(Unreadable, InputError)
 
 
