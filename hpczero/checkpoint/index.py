@@ -26,6 +26,7 @@ from hpczero.spec.show import printable
 
 _MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
 _COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
+DATASETS = {f"pieces/{name}" for name in (*_COLUMNS, "names", "shapes")}  # those that every index has
 
 
 def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:

@@ -20,7 +20,8 @@ from hpczero.spec.show import printable
 FORMAT = 1
 NAME = "MANIFEST.json"
 INDEX = "index.h5"
-_LONGEST = 1 << 30  # bytes of a manifest
+_LONGEST = 64 << 20  # bytes of a manifest: 100,000 ranks have a third of it
+_STRUCTURE = 1 << 20, 64 << 10  # bytes that HDF5's structure of a shard file has at most: in all, and for each rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -152,6 +153,10 @@ def _problem(content: Content) -> str:
 
 def _of_shard(shard: ShardFile) -> str:
     ranges = [place for data in shard.ranks for place in data.extent.ranges()]
+    of_file, of_rank = _STRUCTURE
+    most = of_file + sum(of_rank + 8 * len(SLOTS) * data.extent.blocks for data in shard.ranks)
+    if (other := shard.size - sum(end - begin for begin, end in ranges)) > most:
+        return f"{other:,} bytes besides its data, where {most:,} are the most that can be"
     ranges += [(data.checksums, data.checksums + 8 * len(SLOTS) * data.extent.blocks) for data in shard.ranks if data.extent.blocks]
     ranges.sort()
     if any(begin % PAGE for data in shard.ranks if data.elements for begin in data.data):
