@@ -348,6 +348,11 @@ def test_a_manifest_that_is_none_is_refused(crafted: Path, capsys: pytest.Captur
     refused(crafted, capsys, "MANIFEST.json")
 
 
+def test_a_manifest_that_is_too_long_is_refused_unread(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(crafted / "MANIFEST.json", (64 << 20) + 1)
+    refused(crafted, capsys, "67,108,865 bytes are too many for a manifest")
+
+
 @pytest.mark.parametrize("depth", [200, 500, 900, 990])
 def test_a_deep_spec_is_refused_or_read_but_never_a_traceback(crafted: Path, capsys: pytest.CaptureFixture[str], depth: int) -> None:
     content = (crafted / "MANIFEST.json").read_text().replace('"name": "crafted"', '"name": ' + '{"d": ' * depth + "1" + "}" * depth)
