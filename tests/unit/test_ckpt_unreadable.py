@@ -106,6 +106,18 @@ def test_what_the_system_refuses_is_no_damage(tmp_path: Path, monkeypatch: pytes
         checkpoint["/model/a"].numpy()
 
 
+@pytest.mark.parametrize("verb", ["ls", "show", "verify", "prune --keep 1"])
+def test_a_folder_that_may_not_be_looked_into_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    make(tmp_path / "checkpoints", Grid(), WANTED)
+    monkeypatch.setattr(Path, "is_file", failing(Path.is_file, PermissionError(errno.EACCES, "Permission denied", "there")))
+    assert main(["ckpt", *verb.split()[:1], str(tmp_path), *verb.split()[1:]]) == 2
+    said = capsys.readouterr().err
+    assert "Permission denied" in said
+    assert said.count("\n") == 1
+
+
 def test_prune_leaves_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made = [make(tmp_path / "checkpoints", Grid(), Wanted(layers=WANTED.layers, step=step)) for step in range(1, 5)]
     seal(made[0], lambda content: content.update(format=2))
