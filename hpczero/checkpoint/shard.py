@@ -22,6 +22,8 @@ import h5py
 import numpy as np
 import xxhash
 
+from hpczero.checkpoint.in_memory import made_in_memory, write_all
+
 SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
 BLOCK = 1 << 20  # bytes that have a checksum of their own
 PAGE = 4096  # bytes: what direct writing needs of addresses, offsets and lengths
@@ -60,7 +62,7 @@ def padded(size: int) -> int:
 
 def make(path: Path, elements: Mapping[int, int]) -> list[Extent]:
     """A new file with room for so many elements of each rank. Its content is not on the disk yet."""
-    with h5py.File(path, "w-", libver=("earliest", "v110"), alignment_threshold=PAGE, alignment_interval=PAGE, locking=False) as file:
+    with made_in_memory(path, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
         made = {}
         for rank, count in elements.items():
             group = file.create_group(f"rank-{rank:05d}")
@@ -127,7 +129,7 @@ class Writer:
     def finish(self) -> None:
         """All is on the disk, the checksums too."""
         if self.checksums.size:
-            _write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
+            write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -139,26 +141,20 @@ class Writer:
     def _write_at(self, data: memoryview, place: int) -> None:
         if self._direct is not None:
             try:
-                _write_all(self._direct, data, place)
+                write_all(self._direct, data, place)
                 return
             except OSError as error:
                 if error.errno != 22:  # EINVAL: not this way, here
                     raise
                 os.close(self._direct)
                 self._direct = None
-        _write_all(self._file, data, place)
+        write_all(self._file, data, place)
 
 
 def _open_direct(path: Path) -> int | None:
     with contextlib.suppress(OSError):
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
     return None
-
-
-def _write_all(file: int, data: memoryview, place: int) -> None:
-    while data:
-        written = os.pwrite(file, data, place)
-        data, place = data[written:], place + written
 
 
 def aligned(size: int) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hpczero import env
-from hpczero.checkpoint import folder
+from hpczero.checkpoint import folder, storable
 from hpczero.checkpoint.files import Damaged
 from hpczero.checkpoint.manifest import Content, State
 from hpczero.checkpoint.read import Checkpoint
@@ -52,6 +52,8 @@ class Checkpoints:
         self.path = path_of(spec) / "checkpoints"
         self.behind = saves_behind(spec)
         self._stages = self._described()
+        if spec.checkpoint.every >= 0:
+            world.together(self._refuse_what_cannot_be_saved)
         sizes = {axis: grid.size(axis) for axis in grid.axes}
         owned = sum(map(len, _owned(engine, self.holding())[0]))
         job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers)
@@ -191,6 +193,16 @@ class Checkpoints:
 
         return Table.of(list(tensors.values()), self.world.size, holding_of)
 
+    def _refuse_what_cannot_be_saved(self) -> None:
+        """Collective; InputError on rank 0."""
+        own = _persistent_buffers(self.engine.module) if self._speaks_for_stage else {}
+        described = self.world.collect({name: (_dtype_when_saved(buffer), list(buffer.shape)) for name, buffer in own.items()}) or []
+        buffers = {name: (dtype, shape) for of_rank in described for name, (dtype, shape) in of_rank.items()}
+        tensors = {name: shape for units, _ in self._stages for _, parameters in units for name, shape, *_ in parameters}
+        if problem := storable.problem(tensors, buffers):
+            ways = "a buffer with persistent=False is left out; checkpoint.every = -1 trains without checkpoints"
+            raise InputError(f"a checkpoint cannot hold this model: {problem} ({ways})")
+
     def _buffers(self) -> dict[str, Array]:
         """What the modules keep besides parameters, of the first data rank; on rank 0."""
         own = {name: _packed(buffer) for name, buffer in _persistent_buffers(self.engine.module).items()} if self._speaks_for_stage else {}
@@ -218,6 +230,10 @@ def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in part._non_persistent_buffers_set and not buffer.is_meta:
                 found[f"{prefix}.{name}".lstrip(".")] = buffer
     return found
+
+
+def _dtype_when_saved(buffer: torch.Tensor) -> str:
+    return "float32" if buffer.dtype == torch.bfloat16 else str(buffer.dtype).removeprefix("torch.")
 
 
 def _packed(buffer: torch.Tensor) -> list[Any]:

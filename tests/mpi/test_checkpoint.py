@@ -210,7 +210,7 @@ def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str,
         saved(1)
         with monkeypatch.context() as patch:
             if world.rank == world.size - 1:
-                patch.setattr(shard, "_write_all", refused)
+                patch.setattr(shard, "write_all", refused)
             with pytest.raises(SaveFailed, match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes"):
                 saved(2)
             assert not checkpoints.saver.under_way
