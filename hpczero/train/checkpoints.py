@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -36,12 +36,12 @@ Described = list[list[Any]]  # units of a stage: name, parameters (name, shape, 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run begins again, and what was passed over on the way there."""
+    """Where a run begins, and what people should know about it."""
 
     step: int
-    path: Path
-    damaged: tuple[str, ...]
-    changed: tuple[str, ...]
+    path: Path | None = None  # of the checkpoint; None: there is none
+    changed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class Checkpoints:
@@ -71,7 +71,7 @@ class Checkpoints:
     def conclude(self) -> Saved:
         """Also drops what is not to be kept."""
         saved = self.saver.conclude()
-        if problem := self.world.share(self._prune() if self.world.rank == 0 else ""):
+        if problem := self.world.share(self._prune(saved.step) if self.world.rank == 0 else ""):
             raise SaveFailed(problem)
         return saved
 
@@ -80,21 +80,25 @@ class Checkpoints:
         copies = {unit.layout.name for unit in engine.copies}
         return Holding([unit.layout for unit in engine.units], engine.axis.rank, engine.tensor.rank if engine.tensor else 0, copies)
 
-    def _prune(self) -> str:
-        """What could not be removed."""
-        settings, complete = self.spec.checkpoint, folder.steps(self.path)
+    def _prune(self, newest: int) -> str:
+        """What could not be removed. Whatever is newer than what this run has saved is none of its checkpoints, and does not count."""
+        settings, problems = self.spec.checkpoint, []
+        try:
+            complete = {step: path for step, path in folder.steps(self.path).items() if step <= newest}
+        except OSError as error:
+            return f"{self.path}: {error.strerror}"
         for step in folder.to_prune(list(complete), settings.keep, settings.keep_every):
             try:
                 folder.remove(complete[step])
             except OSError as error:
-                return f"{complete[step]}: it was to be removed: {error.strerror}"
-        return ""
+                problems.append(f"{complete[step]}: it was to be removed: {error.strerror}")
+        return "; ".join(problems)
 
     # -- loading -------------------------------------------------------------------------------------------------------------------
 
-    def resume(self) -> Resumed | None:
-        """The engine's states become those of the checkpoint that `checkpoint.resume` asks for; None: there is none. A checkpoint that is damaged on
-        whichever rank's way is passed over.
+    def resume(self) -> Resumed:
+        """The engine's states become those of the checkpoint that `checkpoint.resume` asks for. A checkpoint that is damaged on whichever rank's way is
+        passed over. What the run finds of its own that is newer is set aside: it has no part in it any more.
         """
         damaged: list[str] = []
         for path in self._candidates():
@@ -105,11 +109,30 @@ class Checkpoints:
                     raise InputError(f"checkpoint.resume: {error}") from error
                 damaged.append(str(error))
             else:
-                return Resumed(content.state.step, path, tuple(damaged), tuple(_changed(content, self.spec, "changeable")))
+                warnings = [f"passed over a damaged checkpoint: {problem}" for problem in damaged] + self._make_way(content.state.step, path)
+                return Resumed(content.state.step, path, tuple(_changed(content, self.spec, "changeable")), tuple(warnings))
         if damaged:
             listed = "".join(f"\n  {problem}" for problem in damaged)
             raise InputError(f"no checkpoint of this run can be read:{listed}\n--fresh starts the run anew")
-        return None
+        return Resumed(0, warnings=tuple(self._make_way(0, None)))
+
+    def _make_way(self, step: int, origin: Path | None) -> list[str]:
+        """What is said about it. A run that saves nothing has nothing that needs way."""
+        if self.spec.checkpoint.every < 0:
+            return []
+        moved = self._of_first_rank(lambda: [str(path) for path in folder.make_way(self.path, step, origin)])
+        return [f"set aside, as the run goes on from step {step}: {path}" for path in moved]
+
+    def _of_first_rank(self, action: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on all ranks."""
+
+        def tried() -> Any:
+            try:
+                return action() if self.world.rank == 0 else None
+            except OSError as error:
+                raise InputError(f"{error.filename or self.path}: {error.strerror}") from error
+
+        return self.world.share(self.world.together(tried))
 
     def _candidates(self) -> list[Path]:
         """The newest first; rank 0's answer for all."""
@@ -118,8 +141,7 @@ class Checkpoints:
             return []
         if wanted != "auto":
             return [Path(env.expand(wanted)).absolute()]
-        found = self.world.together(lambda: [str(path) for path in folder.steps(self.path).values()] if self.world.rank == 0 else [])
-        return [Path(path) for path in self.world.share(found)]
+        return [Path(path) for path in self._of_first_rank(lambda: [str(path) for path in folder.steps(self.path).values()])]
 
     def _load(self, path: Path) -> Content:
         """Damaged, on all ranks alike, if it is so on any of them's way: then the engine is in no good state."""

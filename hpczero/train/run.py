@@ -162,17 +162,16 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
 def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> int:
     """Loads the checkpoint to begin from; how many steps are done."""
     resumed = checkpoints.resume()
-    first = resumed.step if resumed else 0
-    if resumed:
+    if resumed.path:
         checkpoints.settle()
     if voice:
-        voice.directory.keep_metrics_before(first + 1)
-        if resumed:
-            for problem in resumed.damaged:
-                voice.event("WARN", what=f"passed over a damaged checkpoint: {problem}")
+        voice.directory.keep_metrics_before(resumed.step + 1)
+        for warning in resumed.warnings:
+            voice.event("WARN", what=warning)
+        if resumed.path:
             changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
-            voice.event("resume", step=first, path=str(resumed.path), **changed)
-    return first
+            voice.event("resume", step=resumed.step, path=str(resumed.path), **changed)
+    return resumed.step
 
 
 def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:

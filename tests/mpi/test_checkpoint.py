@@ -107,6 +107,16 @@ def shared_folder(world: World | None) -> Iterator[str]:
         shutil.rmtree(path)
 
 
+def save_steps(checkpoints: Checkpoints, *steps: int) -> None:
+    for step in steps:
+        checkpoints.begin(step, ends=True)
+        checkpoints.conclude()
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir())
+
+
 def save(world: World, spec: Spec) -> None:
     with engine_on(world, spec) as (engine, checkpoints):
         for unit in engine.units:
@@ -160,9 +170,7 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
                             state.fill_(float("nan"))
                     checkpoints.spec = spec_of(f"{shared_folder}/{writer}", reader)
                     checkpoints.path = Path(shared_folder) / writer / "run" / "checkpoints"
-                    resumed = checkpoints.resume()
-                    assert resumed is not None
-                    assert resumed.step == 7
+                    assert checkpoints.resume().step == 7
                     for unit in engine.units:
                         for own, values, name in stretches(unit):
                             assert torch.equal(own, values), (writer, reader, name)
@@ -191,9 +199,8 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
             damaged.write_bytes(raw)
         world.everyone.barrier()
         resumed = checkpoints.resume()
-        assert resumed is not None
         assert resumed.step == 1
-        assert "shard-00000.h5: damaged at bytes" in resumed.damaged[0]
+        assert "shard-00000.h5: damaged at bytes" in resumed.warnings[0]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -244,6 +251,73 @@ def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> N
         assert list(folder.steps(checkpoints.path)) == [7, 6, 3]
 
 
+def spoil(checkpoints: Checkpoints, step: int) -> None:
+    """On rank 0."""
+    if checkpoints.world.rank == 0:
+        with (checkpoints.path / folder.name_of(step) / "index.h5").open("r+b") as file:
+            file.write(b"damaged")
+    checkpoints.world.everyone.barrier()
+
+
+def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(world: World, shared_folder: str) -> None:
+    """Two damaged ones would push out the good one, and all that the run saves."""
+    with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):
+        save_steps(checkpoints, 4, 11, 12)
+        spoil(checkpoints, 11)
+        spoil(checkpoints, 12)
+    with engine_on(world, divided(shared_folder, keep=2)) as (_, checkpoints):
+        resumed = checkpoints.resume()
+        assert resumed.step == 4
+        assert [what.split(":")[0] for what in resumed.warnings] == ["passed over a damaged checkpoint"] * 2 + ["set aside, as the run goes on from step 4"] * 2
+        save_steps(checkpoints, 5, 6)
+        assert list(folder.steps(checkpoints.path)) == [6, 5]
+        assert len(folder.aside(checkpoints.path)) == 2
+        world.everyone.barrier()
+        if world.rank == 0:  # somebody else's
+            shutil.copytree(checkpoints.path / folder.name_of(6), checkpoints.path / folder.name_of(99))
+        world.everyone.barrier()
+        save_steps(checkpoints, 7)
+        assert list(folder.steps(checkpoints.path)) == [99, 7, 6]
+    with engine_on(world, divided(shared_folder, keep=2, resume="never")) as (_, checkpoints):
+        assert checkpoints.resume().step == 0
+        save_steps(checkpoints, 1, 2, 3)
+        assert list(folder.steps(checkpoints.path)) == [3, 2]
+
+
+def test_what_saves_left_is_cleared_away_at_the_start(world: World, shared_folder: str) -> None:
+    """With a file that no save makes, and that cannot be removed as long as somebody has it open: it is set aside."""
+    with engine_on(world, divided(shared_folder)) as (_, checkpoints):
+        save_steps(checkpoints, 1)
+        if world.rank == 0:
+            for step in (2, 3, 4):
+                (checkpoints.path / folder.name_of(step)).mkdir()
+            (checkpoints.path / folder.name_of(2) / "shard-00000.h5.new").touch()
+            (checkpoints.path / folder.name_of(3) / ".nfs0001").touch()
+        world.everyone.barrier()
+        resumed = checkpoints.resume()
+        assert resumed.step == 1
+        assert len(resumed.warnings) == 1
+        (aside,) = folder.aside(checkpoints.path)
+        assert names(aside) == [".nfs0001"]
+        assert names(checkpoints.path) == [folder.name_of(1), aside.name]
+        world.everyone.barrier()
+        if world.rank == 0:
+            (checkpoints.path / folder.name_of(2)).mkdir()
+            (checkpoints.path / folder.name_of(2) / ".nfs0002").touch()
+            (checkpoints.path / folder.name_of(3)).touch()
+        world.everyone.barrier()
+        save_steps(checkpoints, 2, 3)
+        assert list(folder.steps(checkpoints.path)) == [3, 2]
+
+
+def test_a_new_folder_of_checkpoints_is_on_the_disk_before_they_are(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(folder, "sync", synced.append)
+    with engine_on(world, divided(shared_folder)) as (_, checkpoints):
+        save_steps(checkpoints, 1)
+        assert (checkpoints.path.parent in synced) == (world.rank == 0)
+
+
 def test_an_old_one_that_cannot_be_removed_is_said_on_all_ranks(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -267,5 +341,4 @@ def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> 
         checkpoints.conclude()
     with engine_on(world, spec) as (engine, checkpoints):
         resumed = checkpoints.resume()
-        assert resumed is not None
         assert (resumed.step, engine.updates, engine.loss_scale.value, engine.loss_scale.good_steps) == (50, 41, 4096.0, 17)
