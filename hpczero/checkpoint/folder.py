@@ -60,8 +60,8 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:
-    """For a run that has `step` steps behind it, and begins from `origin`: whatever else could be taken for what it is going to save is set aside, and
-    what saves left that did not come to their end is removed. What was set aside.
+    """For a run that has `step` steps behind it, and begins from `origin`: whatever else could be taken for what it is going to save is set
+    aside, and what saves left that did not come to their end is removed. What was set aside.
     """
     newer = [path for at, path in steps(checkpoints).items() if at >= step and not (origin and path.samefile(origin))]
     moved = [aside for path in incomplete(checkpoints) + newer if (aside := _clear(path))]

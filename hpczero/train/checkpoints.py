@@ -97,8 +97,8 @@ class Checkpoints:
     # -- loading -------------------------------------------------------------------------------------------------------------------
 
     def resume(self) -> Resumed:
-        """The engine's states become those of the checkpoint that `checkpoint.resume` asks for. A checkpoint that is damaged on whichever rank's way is
-        passed over. What the run finds of its own that is newer is set aside: it has no part in it any more.
+        """The engine's states become those of the checkpoint that `checkpoint.resume` asks for. One that is damaged on whichever rank's way is passed
+        over. What the run finds of its own that is newer is set aside: it has no part in it any more.
         """
         damaged: list[str] = []
         for path in self._candidates():

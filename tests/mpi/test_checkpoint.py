@@ -22,6 +22,7 @@ from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.write import SaveFailed
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
+from hpczero.data.source import SyntheticSource
 from hpczero.model.shapes import layers
 from hpczero.parallel.apply import assemble
 from hpczero.parallel.unit import Unit
@@ -30,7 +31,10 @@ from hpczero.parallel.zero import Engine
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Checkpoint as Settings
 from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
+from hpczero.train.batches import Batches
 from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.trainer import Trainer, Voice
+from tests.mpi.training import Record
 
 pytestmark = pytest.mark.mpi
 
@@ -268,7 +272,8 @@ def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(w
     with engine_on(world, divided(shared_folder, keep=2)) as (_, checkpoints):
         resumed = checkpoints.resume()
         assert resumed.step == 4
-        assert [what.split(":")[0] for what in resumed.warnings] == ["passed over a damaged checkpoint"] * 2 + ["set aside, as the run goes on from step 4"] * 2
+        said = ["passed over a damaged checkpoint"] * 2 + ["set aside, as the run goes on from step 4"] * 2
+        assert [warning.split(":")[0] for warning in resumed.warnings] == said
         save_steps(checkpoints, 5, 6)
         assert list(folder.steps(checkpoints.path)) == [6, 5]
         assert len(folder.aside(checkpoints.path)) == 2
@@ -316,6 +321,78 @@ def test_a_new_folder_of_checkpoints_is_on_the_disk_before_they_are(world: World
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         save_steps(checkpoints, 1)
         assert (checkpoints.path.parent in synced) == (world.rank == 0)
+
+
+def trained(world: World, spec: Spec, spoils_gradients: bool = False) -> Record:
+    """A run from where its checkpoints are to its end."""
+    record, source = Record(), SyntheticSource(spec.seed, spec.model.vocab, spec.model.seq_len)
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+    batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
+    way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
+    checkpoints = Checkpoints(spec, world, grid, way.engine)
+    trainer = Trainer(spec, world, way, batches, Voice(record, record), checkpoints)  # type: ignore[arg-type]
+    first = checkpoints.resume().step
+    checkpoints.settle()
+    if spoils_gradients:
+        finish, bad = way.engine.finish_step, [False] * (spec.train.steps - first - 1) + [True]
+        way.engine.finish_step = lambda lr: replace(finish(lr), bad="spoiled" if bad.pop(0) else "")  # type: ignore[method-assign,arg-type]
+    record.outcome = trainer.train(first)
+    way.engine.close()
+    return record
+
+
+@contextmanager
+def failing_saves(world: World, *steps: int) -> Iterator[None]:
+    """Nothing can be written into the checkpoints of these steps, by the last rank."""
+    write = shard.Writer.finish
+
+    def finish(writer: shard.Writer) -> None:
+        if world.rank == world.size - 1 and writer.path.parent.name in map(folder.name_of, steps):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        write(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard.Writer, "finish", finish)
+        yield
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_save_that_failed_does_not_keep_the_next_from_being_tried(world: World, shared_folder: str, on_error: str) -> None:
+    spec = divided(shared_folder, every=5, on_error=on_error)
+    with failing_saves(world, 5):  # found out at step 6, with which the run ends
+        record = trained(world, spec)
+    assert record.outcome is not None
+    assert (record.outcome.state, record.outcome.saved) == ("finished", 6)
+    assert list(folder.steps(Path(shared_folder) / "run" / "checkpoints")) == [6]
+    assert {values["step"] for name, values in record.events if name == "WARN"} == {6}
+
+
+def test_a_run_is_finished_when_its_last_step_is_saved(world: World, shared_folder: str) -> None:
+    spec = divided(shared_folder, every=0, on_error="continue")
+    with failing_saves(world, 6):
+        outcome = trained(world, spec).outcome
+    assert outcome is not None
+    assert (outcome.state, outcome.steps) == ("failed", 6)
+    assert "not saved" in outcome.reason
+    outcome = trained(world, spec).outcome
+    assert outcome is not None
+    assert (outcome.state, outcome.steps, outcome.saved) == ("finished", 6, 6)
+
+
+@pytest.mark.parametrize("steps", [6, 3])
+def test_a_start_that_finds_all_steps_done_is_finished(world: World, shared_folder: str, steps: int) -> None:
+    spec = divided(shared_folder, every=0)
+    trained(world, spec)
+    outcome = trained(world, spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})).outcome
+    assert outcome is not None
+    assert (outcome.state, outcome.steps, outcome.saved, outcome.final_loss) == ("finished", 6, 6, None)
+
+
+def test_a_run_that_fails_keeps_the_save_under_way(world: World, shared_folder: str) -> None:
+    record = trained(world, divided(shared_folder, every=5), spoils_gradients=True)
+    assert record.outcome is not None
+    assert (record.outcome.state, record.outcome.saved) == ("failed", 5)
+    assert list(folder.steps(Path(shared_folder) / "run" / "checkpoints")) == [5]
 
 
 def test_an_old_one_that_cannot_be_removed_is_said_on_all_ranks(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
