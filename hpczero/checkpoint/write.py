@@ -27,6 +27,7 @@ from hpczero.checkpoint import folder, index, manifest, shard
 from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
 from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Writer, aligned, bounce, padded
 from hpczero.checkpoint.table import Table
+from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 
@@ -109,14 +110,14 @@ class Saver:
             save.thread.start()
         else:
             chunks = [aligned(shard.CHUNK) for _ in range(2)]
-            self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0)
+            patiently(self.world, lambda: self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0))
 
     def conclude(self) -> Saved:
         """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
         save, self._save = self._save, None
         assert save is not None, "no save is under way"
         if save.thread:
-            save.thread.join()
+            patiently(self.world, save.thread.join)
         self._agree(save.error, save.path)
         own = self._together(lambda: self._finish_file(save) if self._writes_file else None, save.path)
         shards = [ShardFile.model_validate_json(made) for made in own if made]
@@ -177,7 +178,7 @@ class Saver:
         """Every rank's result, of what JSON can carry; what fails on one fails on all."""
         result, error = None, ""
         try:
-            result = action()
+            result = patiently(self.world, action)
         except (OSError, RuntimeError) as problem:  # what HDF5 meets may be either
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
             free = folder.free_bytes(Path(where))
@@ -190,12 +191,14 @@ class Saver:
         if not failed:
             return
         self._save = None
-        if self.world.rank == 0 and path:
-            with contextlib.suppress(OSError):
-                folder.remove(path)
+        patiently(self.world, lambda: self._drop(path) if self.world.rank == 0 and path else None)
         rank, text = failed[0]
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         raise SaveFailed(f"the checkpoint could not be saved: rank {rank} on {self.world.hosts[rank]}{others}: {text}")
+
+    def _drop(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            folder.remove(path)
 
     def _gathered(self, value: Any) -> list[Any]:
         found: list[Any] = self.world.share(self.world.collect(value))

@@ -18,8 +18,9 @@ from hpczero.checkpoint.manifest import Content, State
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.checkpoint.table import Holding, Table, Tensor, stored
-from hpczero.checkpoint.write import Job, Saved, SaveFailed, Saver
+from hpczero.checkpoint.write import Job, Saved, Saver
 from hpczero.comm.grid import Grid
+from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
@@ -68,12 +69,10 @@ class Checkpoints:
         state = State(step=step, updates=self.engine.updates, loss_scale=self.engine.loss_scale.value, good_steps=self.engine.loss_scale.good_steps)
         self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.behind and not ends)
 
-    def conclude(self) -> Saved:
-        """Also drops what is not to be kept."""
+    def conclude(self) -> tuple[Saved, str]:
+        """Also drops what is not to be kept; with what could not be dropped. SaveFailed, on all ranks alike."""
         saved = self.saver.conclude()
-        if problem := self.world.share(self._prune(saved.step) if self.world.rank == 0 else ""):
-            raise SaveFailed(problem)
-        return saved
+        return saved, self._of_first_rank(lambda: self._prune(saved.step))
 
     def holding(self) -> Holding:
         engine = self.engine
@@ -132,7 +131,7 @@ class Checkpoints:
             except OSError as error:
                 raise InputError(f"{error.filename or self.path}: {error.strerror}") from error
 
-        return self.world.share(self.world.together(tried))
+        return self.world.share(self.world.together(lambda: patiently(self.world, tried)))
 
     def _candidates(self) -> list[Path]:
         """The newest first; rank 0's answer for all."""
@@ -145,7 +144,7 @@ class Checkpoints:
 
     def _load(self, path: Path) -> Content:
         """Damaged, on all ranks alike, if it is so on any of them's way: then the engine is in no good state."""
-        problem, content = self.world.together(lambda: self._tried(path))
+        problem, content = self.world.together(lambda: patiently(self.world, lambda: self._tried(path)))
         found = next((text for text in self.world.share(self.world.collect(problem)) if text), "")
         if found:
             raise Damaged(found)

@@ -162,9 +162,11 @@ class Trainer:
 
     def _conclude(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
-        saved = self.checkpoints.conclude()
+        saved, left = self.checkpoints.conclude()
         if self.voice:
             self.voice.event("save", step=saved.step, path=str(saved.path), bytes=saved.size, seconds=saved.seconds)
+            if left:
+                self.voice.event("WARN", what=left, step=outcome.steps)
         return replace(outcome, saved=saved.step)
 
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
