@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -116,8 +116,8 @@ class Saver:
         """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
         save, self._save = self._save, None
         assert save is not None, "no save is under way"
-        if save.thread:
-            patiently(self.world, save.thread.join)
+        save.hurried.set()
+        patiently(self.world, lambda: save.thread.join() if save.thread else None)
         self._agree(save.error, save.path)
         own = self._together(lambda: self._finish_file(save) if self._writes_file else None, save.path)
         shards = [ShardFile.model_validate_json(made) for made in own if made]
@@ -133,7 +133,7 @@ class Saver:
             save.error = save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, rest)) or index_error.result()
 
     def _write_data(self, path: Path, save: "_Save", chunks: Sequence[Any], rest: float) -> None:
-        writer = Writer(path, save.extent, direct=True, rest=rest)
+        writer = Writer(path, save.extent, direct=True, rest=rest, pause=save.hurried.wait)
         try:
             for slot, of_slot in enumerate(chunks):
                 writer.write(slot, of_slot)
@@ -215,6 +215,7 @@ class _Save:
     names: Mapping[int, str]  # leader -> file
     files: Mapping[int, Sequence[Extent]]  # leader -> what is in it
     extent: Extent
+    hurried: threading.Event = field(default_factory=threading.Event)  # it is waited for: no more pauses
     thread: threading.Thread | None = None
     index: IndexFile | None = None
     error: str = ""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpczero.checkpoint import folder, manifest, shard
+from hpczero.checkpoint import folder, manifest, shard, write
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.write import SaveFailed
@@ -284,6 +284,14 @@ def test_ranks_meet_while_one_is_slow(world: World, shared_folder: str, asynchro
             assert checkpoints.conclude()[1] == ""
         assert list(folder.steps(checkpoints.path)) == [2]
         assert checkpoints.resume().step == 2
+
+
+def test_a_save_that_is_waited_for_makes_no_more_pauses(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "_REST", 1e6)
+    with engine_on(world, divided(shared_folder)) as (_, checkpoints):
+        checkpoints.begin(1, ends=False)
+        checkpoints.conclude()  # in this life
+        assert list(folder.steps(checkpoints.path)) == [1]
 
 
 def spoil(checkpoints: Checkpoints, step: int) -> None:
