@@ -30,7 +30,8 @@ from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
-from hpczero.train.checkpoints import Checkpoints, look_ahead
+from hpczero.train.beginning import look_ahead
+from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import choose, loss
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
