@@ -158,7 +158,7 @@ class Checkpoints:
             _read_unit(checkpoint, unit, slots=1 if only_weights else len(SLOTS))
         own = dict(self.engine.module.named_buffers())
         for name, values in checkpoint.buffers.items():
-            if name in own:
+            if name in own and tuple(own[name].shape) == values.shape:  # if not, rank 0 refuses it
                 own[name].copy_(torch.from_numpy(values))
         if only_weights:
             return

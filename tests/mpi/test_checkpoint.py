@@ -2,12 +2,9 @@
 
 import errno
 import os
-import shutil
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,63 +18,15 @@ from hpczero.checkpoint import folder, manifest, shard, write
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.write import SaveFailed
-from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.data.source import SyntheticSource
 from hpczero.model.shapes import layers
-from hpczero.parallel.apply import assemble
 from hpczero.parallel.unit import Unit
 from hpczero.parallel.whole import gathered
 from hpczero.parallel.zero import Engine
-from hpczero.planner.volumes import resolved
-from hpczero.spec.schema import Checkpoint as Settings
-from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
-from hpczero.train.batches import Batches
-from hpczero.train.checkpoints import Checkpoints
-from hpczero.train.trainer import Trainer, Voice
-from tests.mpi.training import Record
+from hpczero.spec.schema import Spec
+from tests.mpi.saving import GRIDS, divided, engine_on, spec_of
 
 pytestmark = pytest.mark.mpi
-
-# ranks, parallel, ZeRO; nothing divides
-GRIDS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "alone": (1, {}, {"stage": 0}),
-    "data 2": (2, {}, {"stage": 1, "node_shared": False}),
-    "data 2, parameters cut": (2, {}, {"stage": 3, "node_shared": False}),
-    "data 2, one copy": (2, {}, {"stage": 2, "node_shared": True}),
-    "tensor 2": (2, {"tensor": 2}, {"stage": 1}),
-    "pipeline 2": (2, {"pipeline": 2}, {"stage": 2}),
-    "data 3": (3, {}, {"stage": 2, "node_shared": False}),
-    "tensor 3": (3, {"tensor": 3, "sequence_parallel": True}, {"stage": 0}),
-    "pipeline 3": (3, {"pipeline": 3}, {"stage": 0}),
-    "data 4": (4, {}, {"stage": 0, "node_shared": False}),
-    "tensor 4": (4, {"tensor": 4}, {"stage": 3}),
-    "tensor 2, data 2": (4, {"tensor": 2}, {"stage": 3, "node_shared": False}),
-    "pipeline 2, data 2": (4, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, {"stage": 1, "node_shared": True}),
-    "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}, {"stage": 1}),
-    "tensor 2, pipeline 2, data 2": (8, {"tensor": 2, "pipeline": 2}, {"stage": 3, "node_shared": False}),
-    "data 8": (8, {}, {"stage": 2, "node_shared": False}),
-}
-
-
-def spec_of(output: str, name: str, **checkpoint: Any) -> Spec:
-    _, parallel, zero = GRIDS[name]
-    return Spec(
-        output=output,
-        model=Model(layers=3, hidden=24, heads=6, seq_len=33, vocab=257, dropout=0.1),
-        data=Data(source="synthetic"),
-        train=Train(global_batch=5, micro_batch=2, precision="bf16", steps=6, eval_batches=0),
-        optimizer=Optimizer(lr=1e-2, eps=1e-6),
-        parallel=Parallel(**parallel),
-        zero=Zero(**zero),
-        checkpoint=Settings(**{"every": 1, **checkpoint}),
-    )
-
-
-def divided(output: str, **checkpoint: Any) -> Spec:
-    """Every rank steps a part, however many there are."""
-    return spec_of(output, "data 2", **checkpoint)
-
 
 def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{slot} {name}".encode())))
@@ -90,36 +39,6 @@ def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
         for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
             whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
             yield state[here], whole[part.start - place.offset : part.stop - place.offset], f"{SLOTS[slot]}/{place.parameter.name}"
-
-
-@contextmanager
-def engine_on(world: World, spec: Spec) -> Iterator[tuple[Engine, Checkpoints]]:
-    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-    engine = assemble(spec, world, grid, accumulates=True).engine
-    yield engine, Checkpoints(spec, world, grid, engine)
-    engine.close()
-
-
-@pytest.fixture
-def shared_folder(world: World | None) -> Iterator[str]:
-    if world is None:  # this rank sits the test out
-        yield ""
-        return
-    path = world.share(tempfile.mkdtemp(prefix="hpczero-checkpoints-") if world.rank == 0 else "")
-    yield path
-    world.everyone.barrier()
-    if world.rank == 0:
-        shutil.rmtree(path)
-
-
-def save_steps(checkpoints: Checkpoints, *steps: int) -> None:
-    for step in steps:
-        checkpoints.begin(step, ends=True)
-        checkpoints.conclude()
-
-
-def names(path: Path) -> list[str]:
-    return sorted(entry.name for entry in path.iterdir())
 
 
 def save(world: World, spec: Spec) -> None:
@@ -292,167 +211,6 @@ def test_a_save_that_is_waited_for_makes_no_more_pauses(world: World, shared_fol
         checkpoints.begin(1, ends=False)
         checkpoints.conclude()  # in this life
         assert list(folder.steps(checkpoints.path)) == [1]
-
-
-def spoil(checkpoints: Checkpoints, step: int) -> None:
-    """On rank 0."""
-    if checkpoints.world.rank == 0:
-        with (checkpoints.path / folder.name_of(step) / "index.h5").open("r+b") as file:
-            file.write(b"damaged")
-    checkpoints.world.everyone.barrier()
-
-
-def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(world: World, shared_folder: str) -> None:
-    """Two damaged ones would push out the good one, and all that the run saves."""
-    with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):
-        save_steps(checkpoints, 4, 11, 12)
-        spoil(checkpoints, 11)
-        spoil(checkpoints, 12)
-    with engine_on(world, divided(shared_folder, keep=2)) as (_, checkpoints):
-        resumed = checkpoints.resume()
-        assert resumed.step == 4
-        said = ["passed over a damaged checkpoint"] * 2 + ["set aside, as the run goes on from step 4"] * 2
-        assert [warning.split(":")[0] for warning in resumed.warnings] == said
-        save_steps(checkpoints, 5, 6)
-        assert list(folder.steps(checkpoints.path)) == [6, 5]
-        assert len(folder.aside(checkpoints.path)) == 2
-        world.everyone.barrier()
-        if world.rank == 0:  # somebody else's
-            shutil.copytree(checkpoints.path / folder.name_of(6), checkpoints.path / folder.name_of(99))
-        world.everyone.barrier()
-        save_steps(checkpoints, 7)
-        assert list(folder.steps(checkpoints.path)) == [99, 7, 6]
-    with engine_on(world, divided(shared_folder, keep=2, resume="never")) as (_, checkpoints):
-        assert checkpoints.resume().step == 0
-        save_steps(checkpoints, 1, 2, 3)
-        assert list(folder.steps(checkpoints.path)) == [3, 2]
-
-
-def test_what_saves_left_is_cleared_away_at_the_start(world: World, shared_folder: str) -> None:
-    """With a file that no save makes, and that cannot be removed as long as somebody has it open: it is set aside."""
-    with engine_on(world, divided(shared_folder)) as (_, checkpoints):
-        save_steps(checkpoints, 1)
-        if world.rank == 0:
-            for step in (2, 3, 4):
-                (checkpoints.path / folder.name_of(step)).mkdir()
-            (checkpoints.path / folder.name_of(2) / "shard-00000.h5.new").touch()
-            (checkpoints.path / folder.name_of(3) / ".nfs0001").touch()
-        world.everyone.barrier()
-        resumed = checkpoints.resume()
-        assert resumed.step == 1
-        assert len(resumed.warnings) == 1
-        (aside,) = folder.aside(checkpoints.path)
-        assert names(aside) == [".nfs0001"]
-        assert names(checkpoints.path) == [folder.name_of(1), aside.name]
-        world.everyone.barrier()
-        if world.rank == 0:
-            (checkpoints.path / folder.name_of(2)).mkdir()
-            (checkpoints.path / folder.name_of(2) / ".nfs0002").touch()
-            (checkpoints.path / folder.name_of(3)).touch()
-        world.everyone.barrier()
-        save_steps(checkpoints, 2, 3)
-        assert list(folder.steps(checkpoints.path)) == [3, 2]
-
-
-def test_a_new_folder_of_checkpoints_is_on_the_disk_before_they_are(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
-    monkeypatch.setattr(folder, "sync", synced.append)
-    with engine_on(world, divided(shared_folder)) as (_, checkpoints):
-        save_steps(checkpoints, 1)
-        assert (checkpoints.path.parent in synced) == (world.rank == 0)
-
-
-def trained(world: World, spec: Spec, spoils_gradients: bool = False) -> Record:
-    """A run from where its checkpoints are to its end."""
-    record, source = Record(), SyntheticSource(spec.seed, spec.model.vocab, spec.model.seq_len)
-    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-    batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
-    way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
-    checkpoints = Checkpoints(spec, world, grid, way.engine)
-    trainer = Trainer(spec, world, way, batches, Voice(record, record), checkpoints)  # type: ignore[arg-type]
-    first = checkpoints.resume().step
-    checkpoints.settle()
-    if spoils_gradients:
-        finish, bad = way.engine.finish_step, [False] * (spec.train.steps - first - 1) + [True]
-        way.engine.finish_step = lambda lr: replace(finish(lr), bad="spoiled" if bad.pop(0) else "")  # type: ignore[method-assign,arg-type]
-    record.outcome = trainer.train(first)
-    way.engine.close()
-    return record
-
-
-@contextmanager
-def failing_saves(world: World, *steps: int) -> Iterator[None]:
-    """Nothing can be written into the checkpoints of these steps, by the last rank."""
-    write = shard.Writer.finish
-
-    def finish(writer: shard.Writer) -> None:
-        if world.rank == world.size - 1 and writer.path.parent.name in map(folder.name_of, steps):
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        write(writer)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard.Writer, "finish", finish)
-        yield
-
-
-@pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_save_that_failed_does_not_keep_the_next_from_being_tried(world: World, shared_folder: str, on_error: str) -> None:
-    spec = divided(shared_folder, every=5, on_error=on_error)
-    with failing_saves(world, 5):  # found out at step 6, with which the run ends
-        record = trained(world, spec)
-    assert record.outcome is not None
-    assert (record.outcome.state, record.outcome.saved) == ("finished", 6)
-    assert list(folder.steps(Path(shared_folder) / "run" / "checkpoints")) == [6]
-    assert {values["step"] for name, values in record.events if name == "WARN"} == {6}
-
-
-def test_a_run_is_finished_when_its_last_step_is_saved(world: World, shared_folder: str) -> None:
-    spec = divided(shared_folder, every=0, on_error="continue")
-    with failing_saves(world, 6):
-        outcome = trained(world, spec).outcome
-    assert outcome is not None
-    assert (outcome.state, outcome.steps) == ("failed", 6)
-    assert "not saved" in outcome.reason
-    outcome = trained(world, spec).outcome
-    assert outcome is not None
-    assert (outcome.state, outcome.steps, outcome.saved) == ("finished", 6, 6)
-
-
-@pytest.mark.parametrize("steps", [6, 3])
-def test_a_start_that_finds_all_steps_done_is_finished(world: World, shared_folder: str, steps: int) -> None:
-    spec = divided(shared_folder, every=0)
-    trained(world, spec)
-    outcome = trained(world, spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})).outcome
-    assert outcome is not None
-    assert (outcome.state, outcome.steps, outcome.saved, outcome.final_loss) == ("finished", 6, 6, None)
-
-
-def test_a_run_that_fails_keeps_the_save_under_way(world: World, shared_folder: str) -> None:
-    record = trained(world, divided(shared_folder, every=5), spoils_gradients=True)
-    assert record.outcome is not None
-    assert (record.outcome.state, record.outcome.saved) == ("failed", 5)
-    assert list(folder.steps(Path(shared_folder) / "run" / "checkpoints")) == [5]
-
-
-def test_an_old_one_that_cannot_be_removed_is_no_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):
-        save_steps(checkpoints, 1, 2)
-        checkpoints.spec = divided(shared_folder, keep=1)
-        monkeypatch.setattr(folder, "remove", refuse)
-        checkpoints.begin(3, ends=True)
-        saved, left = checkpoints.conclude()
-        assert saved.step == 3
-        assert left.count("it was to be removed: Permission denied") == 2
-        assert list(folder.steps(checkpoints.path)) == [3, 2, 1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "remove", refuse)
-        record = trained(world, divided(shared_folder, keep=1, on_error="stop", every=0))
-    assert record.outcome is not None
-    assert (record.outcome.state, record.outcome.saved) == ("finished", 6)
-    assert any("it was to be removed" in values["what"] for name, values in record.events if name == "WARN")
 
 
 def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> None:
