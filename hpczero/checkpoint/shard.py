@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
@@ -93,11 +93,11 @@ def _offset(dataset: h5py.h5d.DatasetID) -> int:
 class Writer:
     """Writes a rank's data into its extent, a slot after the other, each from its beginning to its end."""
 
-    def __init__(self, path: Path, extent: Extent, direct: bool, rest: float = 0.0) -> None:
+    def __init__(self, path: Path, extent: Extent, direct: bool, rest: float = 0.0, pause: Callable[[float], object] = time.sleep) -> None:
         """`direct`: past the page cache, where the file system allows it. `rest`: others need the processor and the disk too; how long to pause
         after each chunk, in times of what that took.
         """
-        self.path, self.extent, self.rest = path, extent, rest
+        self.path, self.extent, self.rest, self._pause = path, extent, rest, pause
         self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
         self._file = os.open(path, os.O_WRONLY)
@@ -121,7 +121,7 @@ class Writer:
                 place += len(data)
                 if self.rest:
                     before.result()
-                    time.sleep(self.rest * (time.monotonic() - begun))
+                    self._pause(self.rest * (time.monotonic() - begun))
             if before:
                 before.result()
         assert place == self.extent.data[slot] + self.extent.length, f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"

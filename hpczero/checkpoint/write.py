@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from hpczero.checkpoint import folder, index, manifest, shard
 from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
 from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Writer, aligned, bounce, padded
 from hpczero.checkpoint.table import Table
+from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 
@@ -112,14 +113,14 @@ class Saver:
                 save.thread, save.error = None, f"{path}: {error}"
         else:
             chunks = [aligned(shard.CHUNK) for _ in range(2)]
-            self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0)
+            patiently(self.world, lambda: self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0))
 
     def conclude(self) -> Saved:
         """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
         save, self._save = self._save, None
         assert save is not None, "no save is under way"
-        if save.thread:
-            save.thread.join()
+        save.hurried.set()
+        patiently(self.world, lambda: save.thread.join() if save.thread else None)
         self._agree(save.error, save.path)
         own = self._together(lambda: self._finish_file(save) if self._writes_file else None, save.path)
         shards = [ShardFile.model_validate_json(made) for made in own if made]
@@ -139,7 +140,7 @@ class Saver:
         save.error = save.error_of(save.path, write_both)
 
     def _write_data(self, path: Path, save: "_Save", chunks: Sequence[Any], rest: float) -> None:
-        writer = Writer(path, save.extent, direct=True, rest=rest)
+        writer = Writer(path, save.extent, direct=True, rest=rest, pause=save.hurried.wait)
         try:
             for slot, of_slot in enumerate(chunks):
                 writer.write(slot, of_slot)
@@ -184,7 +185,7 @@ class Saver:
         """Every rank's result, of what JSON can carry; what fails on one fails on all."""
         result, error = None, ""
         try:
-            result = action()
+            result = patiently(self.world, action)
         except (OSError, RuntimeError, MemoryError) as problem:  # what HDF5 meets may be any of these
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
             error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({_free(Path(where))})"
@@ -196,12 +197,14 @@ class Saver:
         if not failed:
             return
         self._save = None
-        if self.world.rank == 0 and path:
-            with contextlib.suppress(OSError):
-                folder.remove(path)
+        patiently(self.world, lambda: self._drop(path) if self.world.rank == 0 and path else None)
         rank, text = failed[0]
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         raise SaveFailed(f"the checkpoint could not be saved: rank {rank} on {self.world.hosts[rank]}{others}: {text}")
+
+    def _drop(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            folder.remove(path)
 
     def _gathered(self, value: Any) -> list[Any]:
         found: list[Any] = self.world.share(self.world.collect(value))
@@ -218,6 +221,7 @@ class _Save:
     names: Mapping[int, str]  # leader -> file
     files: Mapping[int, Sequence[Extent]]  # leader -> what is in it
     extent: Extent
+    hurried: threading.Event = field(default_factory=threading.Event)  # it is waited for: no more pauses
     thread: threading.Thread | None = None
     index: IndexFile | None = None
     error: str = "its writer did not come to an end"  # what a writer that dies leaves; the one that ends well takes it away

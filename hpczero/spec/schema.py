@@ -154,6 +154,7 @@ class Checkpoint(Table):
     asynchronous: StrictBool = key(True, "site", "save behind the training, from a copy of the states (12 bytes a parameter over all data ranks)")
     writers: Literal["node", "rank"] = key("node", "site", "who writes a file: a node, or each rank")
     resume: str = key("auto", "site", 'where to begin: "auto", the newest complete one; "never"; or its folder', max_length=4096, pattern=PATH)
+    weights_only: StrictBool = key(False, "site", "take nothing but the weights from the checkpoint that resume names: a run of its own, from step 0")
     on_error: Literal["stop", "continue"] = key("stop", "site", "what a run does that cannot save a checkpoint")
 
 

@@ -104,7 +104,7 @@ class RunDirectory:
 
 
 def finished(spec: Spec) -> dict[str, Any] | None:
-    """The summary of this run if it has done all its steps; InputError if it is another run that is there."""
+    """The summary of this run if it has done all its steps, and is not to begin elsewhere now; InputError if it is another run that is there."""
     path = path_of(spec)
     if not _exists(path / "spec.toml"):
         return None
@@ -112,7 +112,9 @@ def finished(spec: Spec) -> dict[str, Any] | None:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    _same_run(path, spec)
+    before = _same_run(path, spec).checkpoint
+    if spec.checkpoint.resume not in ("auto", before.resume):
+        return None
     match summary:
         case {"state": "finished", "steps": int(steps), "final_loss": float() | None} if steps >= spec.train.steps:
             return summary
@@ -148,12 +150,14 @@ def _only_leftovers(path: Path) -> bool:
     return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new"}
 
 
-def _same_run(path: Path, spec: Spec) -> None:
+def _same_run(path: Path, spec: Spec) -> Spec:
+    """What it was started with before."""
     old = load(path / "spec.toml").spec
     other = [difference for difference in differences(old, spec) if difference.role == "identity"]
     if other:
         shown = "".join(f"\n  {difference}" for difference in other)
         raise InputError(f"{path} holds another run:{shown}\ngive this run another name, or use --fresh to move that one aside")
+    return old
 
 
 def _move_aside(path: Path, lock: RunLock) -> RunLock:
