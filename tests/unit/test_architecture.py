@@ -31,7 +31,7 @@ ALLOWED = {
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
-    "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "lock", ""},
+    "checkpoint": {"errors", "env", "spec", "comm.world", "comm.patience", "model.shapes", "parallel.layout", "lock", ""},
     "train": {"errors", "env", "machine", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
     "doctor": {"errors", "env", "machine", "comm", "locations", ""},
