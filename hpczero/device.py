@@ -5,7 +5,6 @@ its own: `begins` puts what follows there behind all that was asked for so far, 
 from then on behind it. The CPU has done everything when a call returns; its queue and marks do nothing, and it is the base of the others.
 """
 
-import gc
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Collectives on torch tensors over one group of ranks.
 
-Values never depend on the order of arrival, on the MPI library or on what else carries the bytes (`messages`, `native`): reductions are an exchange of
-pieces followed by a local sum in rank order (half precision in fp32, rounded once). An all_reduce is a reduce_scatter followed by an
+Values never depend on the order of arrival, on the MPI library or on what else carries the bytes (`messages`, `native`): reductions are an
+exchange of pieces followed by a local sum in rank order (half precision in fp32, rounded once). An all_reduce is a reduce_scatter followed by an
 all_gather; a tiny one gathers the whole tensors and reduces locally, with the same result.
 
 How a tensor is cut: over its elements in memory order; with n elements and N ranks each shard has ceil(n / N), rank r holding
@@ -21,7 +21,7 @@ from torch import Tensor
 from hpczero.comm import reduction
 from hpczero.comm.connection import Connection
 from hpczero.comm.ledger import evenly
-from hpczero.comm.messages import ByMessages, Carrier, Combine, shard
+from hpczero.comm.messages import ByMessages, Carrier, Combine, combine_into, shard
 from hpczero.comm.native import Native
 from hpczero.comm.status import Place, Signature
 from hpczero.comm.work import Steps, Work
@@ -88,7 +88,8 @@ class Group:
         reduction.check(op, flat, flat.dtype)
         tiny = flat.nbytes * self.size <= _TINY
         place, code = self._next("all_reduce", flat, op)
-        steps = self._carrier(flat).all_reduce_tiny(flat, op, code, place) if tiny else self._all_reduce(flat, op, self._tag(place, code))
+        carrier = self._carrier(flat)
+        steps = carrier.all_reduce_tiny(flat, op, code, place) if tiny else carrier.all_reduce(flat, op, self._tag(place, code))
         return self._start_even("all_reduce", steps, 2 * flat.nbytes, place, flat)
 
     def start_reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = "sum", combine: Combine | None = None) -> Work:
@@ -97,7 +98,7 @@ class Group:
         reduction.check(op, own, flat.dtype)
         self._check_shard("output", own, flat)
         if combine is None:
-            combine = _combine_into(own, op)
+            combine = combine_into(own, op)
         place, code = self._next("reduce_scatter", flat, op)
         steps = self._carrier(flat).reduce_scatter(flat, combine, self._tag(place, code))
         return self._start_even("reduce_scatter", steps, flat.nbytes, place, flat, own)
@@ -148,11 +149,6 @@ class Group:
 
     def _carrier(self, tensor: Tensor) -> Carrier:
         return self._native if self._native and self._native.takes(tensor) else self._messages
-
-    def _all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps:
-        own, carrier = tensor[shard(tensor.numel(), self.size, self.rank)], self._carrier(tensor)
-        yield from carrier.reduce_scatter(tensor, _combine_into(own, op), tag)
-        yield from carrier.all_gather(tensor, own, tag, in_turn=False)  # it would ask for its turn only now, behind what the others may wait for
 
     def _start_even(self, operation: str, steps: Steps, size: int, place: Place, *tensors: Tensor) -> Work:
         """An operation that sends `size` / N bytes to each of the other ranks."""
@@ -235,10 +231,3 @@ class Group:
 
 def _once(post: Callable[[], list[Any]]) -> Steps:
     yield post()
-
-
-def _combine_into(output: Tensor, op: str) -> Combine:
-    def combine(window: slice, parts: list[Tensor]) -> None:
-        reduction.combine(output[window], parts, op)
-
-    return combine

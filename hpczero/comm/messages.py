@@ -26,11 +26,11 @@ class Carrier(Protocol):
         """`code` and `place`: which operation, and how it is called."""
         ...
 
+    def all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps: ...
+
     def reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps: ...
 
-    def all_gather(self, output: Tensor, tensor: Tensor, tag: int, in_turn: bool = True) -> Steps:
-        """`in_turn`: what was started before leaves before."""
-        ...
+    def all_gather(self, output: Tensor, tensor: Tensor, tag: int) -> Steps: ...
 
     def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps: ...
 
@@ -41,6 +41,13 @@ def shard(elements: int, ranks: int, rank: int) -> slice:
     """The elements of a tensor that `rank` holds when it is cut over the group."""
     length = -(-elements // ranks)
     return slice(min(rank * length, elements), min((rank + 1) * length, elements))
+
+
+def combine_into(output: Tensor, op: str) -> Combine:
+    def combine(window: slice, parts: list[Tensor]) -> None:
+        reduction.combine(output[window], parts, op)
+
+    return combine
 
 
 class ByMessages:
@@ -65,6 +72,11 @@ class ByMessages:
         everyones = [torch.frombuffer(received, dtype=tensor.dtype, count=tensor.numel(), offset=start + 8) for start in starts]
         reduction.combine(copy, everyones, op)
         self.connection.back(tensor, copy)
+
+    def all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps:
+        own = tensor[shard(tensor.numel(), self.size, self.rank)]
+        yield from self.reduce_scatter(tensor, combine_into(own, op), tag)
+        yield from self._all_gather(tensor, own, tag, in_turn=False)  # it would ask for its turn only now, behind what the others may wait for
 
     def reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps:
         if not self._peers:
@@ -99,11 +111,18 @@ class ByMessages:
             combine(window, [parts[rank] for rank in range(self.size)])
             posted = following
 
-    def all_gather(self, output: Tensor, tensor: Tensor, tag: int, in_turn: bool = True) -> Steps:
-        pieces = [output[shard(output.numel(), self.size, rank)] for rank in range(self.size)]
-        return self.exchange(pieces, [tensor] * self.size, tag, in_turn)
+    def all_gather(self, output: Tensor, tensor: Tensor, tag: int) -> Steps:
+        return self._all_gather(output, tensor, tag, in_turn=True)
 
-    def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int, in_turn: bool = True) -> Steps:
+    def _all_gather(self, output: Tensor, tensor: Tensor, tag: int, in_turn: bool) -> Steps:
+        pieces = [output[shard(output.numel(), self.size, rank)] for rank in range(self.size)]
+        return self._exchange(pieces, [tensor] * self.size, tag, in_turn)
+
+    def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps:
+        return self._exchange(outputs, inputs, tag, in_turn=True)
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int, in_turn: bool) -> Steps:
+        """`in_turn`: what was started before leaves before."""
         receives = [self.connection.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)]
         _copy(outputs[self.rank], inputs[self.rank])
         yield from self.connection.send_in_turn([(inputs[peer], peer) for peer in self._peers], tag, in_turn)

@@ -8,6 +8,7 @@ How ranks find each other: rank 0 opens a store at a free port of its own, MPI t
 """
 
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hpczero.comm import reduction
 from hpczero.comm.connection import BLOCK
-from hpczero.comm.messages import Combine, shard
+from hpczero.comm.messages import Combine, combine_into, shard
 from hpczero.comm.status import Place
 from hpczero.comm.work import CommunicationError, RequestFailed, Steps
 from hpczero.device import Device
@@ -122,12 +123,13 @@ class _Request:
 
 
 class Native:
-    """A `Carrier`."""
+    """A `Carrier`. As all ranks must start what they do in one order, and an operation may be several collectives, operations take turns."""
 
     def __init__(self, processes: Any, rendezvous: Rendezvous, rank: int, room: int) -> None:
         self._processes, self._kind, self._device = processes, rendezvous.kind, rendezvous.device
         self.rank, self.size = rank, processes.size()
         self._room = room
+        self._turns: deque[object] = deque()
         self.queue = self._device.queue()
 
     def takes(self, tensor: Tensor) -> bool:
@@ -135,16 +137,52 @@ class Native:
 
     def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
         everyones = tensor.new_empty(self.size, tensor.numel())
-        yield from self.all_gather(everyones.view(-1), tensor, 0)
-        reduction.combine(tensor, list(everyones), op)
+
+        def steps() -> Steps:
+            yield from self._all_gather(everyones.view(-1), tensor)
+            reduction.combine(tensor, list(everyones), op)
+
+        return self._in_turn(steps())
+
+    def all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps:
+        own = tensor[shard(tensor.numel(), self.size, self.rank)]
+        return self._in_turn(self._reduce_scatter(tensor, combine_into(own, op)), self._all_gather(tensor, own))
 
     def reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps:
+        return self._in_turn(self._reduce_scatter(tensor, combine))
+
+    def all_gather(self, output: Tensor, tensor: Tensor, tag: int) -> Steps:
+        return self._in_turn(self._all_gather(output, tensor))
+
+    def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps:
+        return self._in_turn(self._exchange(outputs, inputs))
+
+    def broadcast(self, tensor: Tensor, root: int, tag: int) -> Steps:
+        return self._in_turn(self._broadcast(tensor, root))
+
+    def close(self) -> None:
+        """Collective, when nothing is under way."""
+        if self._kind == "nccl":
+            self._processes.shutdown()
+        self._processes = None
+
+    def _in_turn(self, *steps: Steps) -> Steps:
+        turn = object()
+        self._turns.append(turn)
+        while self._turns[0] is not turn:
+            yield ()
+        try:
+            for one in steps:
+                yield from one
+        finally:
+            self._turns.popleft()
+
+    def _reduce_scatter(self, tensor: Tensor, combine: Combine) -> Steps:
         """As many elements of each shard at a time as there is room for: while one round is summed, the next is on its way."""
         pieces = [tensor[shard(tensor.numel(), self.size, rank)] for rank in range(self.size)]
-        longest = pieces[0].numel()
         length = max(1, self._room // (4 * self.size * tensor.element_size()))  # of two rounds, what leaves and what arrives
         length -= length % BLOCK if length > BLOCK else 0
-        windows = [slice(begin, begin + length) for begin in range(0, longest, length)]
+        windows = [slice(begin, begin + length) for begin in range(0, pieces[0].numel(), length)]
         rounds: Iterator[tuple[Tensor, list[Any]]] = (self._round([piece[window] for piece in pieces]) for window in windows)
         coming = next(rounds, None)
         for window in windows:
@@ -160,7 +198,7 @@ class Native:
         arriving = pieces[0].new_empty(self.size, own)
         return arriving, self._all_to_all(arriving.view(-1), torch.cat(list(pieces)), [own] * self.size, [piece.numel() for piece in pieces])
 
-    def all_gather(self, output: Tensor, tensor: Tensor, tag: int, in_turn: bool = True) -> Steps:
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         count = output.numel()
         if not count:
             return
@@ -173,22 +211,16 @@ class Native:
         if whole is not output:
             output.copy_(whole[:count])
 
-    def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps:
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
         sizes = [output.numel() for output in outputs]
         arriving = outputs[0].new_empty(sum(sizes))
         yield self._all_to_all(arriving, torch.cat(list(inputs)), sizes, [tensor.numel() for tensor in inputs])
         for output, part in zip(outputs, arriving.split(sizes), strict=True):
             output.copy_(part)
 
-    def broadcast(self, tensor: Tensor, root: int, tag: int) -> Steps:
+    def _broadcast(self, tensor: Tensor, root: int) -> Steps:
         if tensor.numel():
             yield self._start(self._processes.broadcast, _bytes(tensor), root)
-
-    def close(self) -> None:
-        """Collective, when nothing is under way."""
-        if self._kind == "nccl":
-            self._processes.shutdown()
-        self._processes = None
 
     def _all_to_all(self, output: Tensor, tensor: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> list[Any]:
         width = tensor.element_size()

@@ -1,7 +1,7 @@
 """A GPU's tensors in MPI's messages: through pinned memory of the computer, or as they are where MPI knows the GPU's memory.
 
-To MPI's requests these are more of the same: `Test()` moves what can move. A message goes in pieces of constant size, of which two are under way: while
-one is sent the next is copied. MPI is given nothing before the queue has come to it.
+To MPI's requests these are more of the same: `Test()` moves what can move. A message goes in pieces of constant size, of which two are under
+way: while one is sent the next is copied. MPI is given nothing before the queue has come to it.
 """
 
 from collections import deque
@@ -74,7 +74,13 @@ class InPlace:
             if not self._mark.Test():
                 return False
             self._requests = self._post()
-        return all([request.Test() for request in self._requests])
+        return moved(self._requests)
+
+
+def moved(requests: Sequence[Any]) -> bool:
+    """Moves every one of them, and says whether all are done."""
+    done = [request.Test() for request in requests]
+    return all(done)
 
 
 def _pieces(tensor: Tensor) -> deque[Tensor]:

@@ -2,8 +2,8 @@
 
 Whoever waits for one operation moves all of them: a rank that waits here may be what another rank, waiting elsewhere, needs.
 
-What an operation asks of a device that does things later goes into a queue of its own (`hpczero.device`). The generator may come to its end long before
-the device does: then whoever waited goes on, and what it asks of the device comes after the operation.
+What an operation asks of a device that does things later goes into a queue of its own (`hpczero.device`). The generator may come to its end long
+before the device does: then whoever waited goes on, and what it asks of the device comes after the operation.
 """
 
 import os
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpczero.comm.background import Background
 from hpczero.comm.ledger import Entry
+from hpczero.comm.staging import moved
 from hpczero.comm.status import Place, Status
 from hpczero.comm.trace import Trace
 from hpczero.errors import HpczeroError
@@ -189,8 +190,8 @@ class Progress:
         return moved
 
     def settle(self) -> None:
-        """The host waits until the device has done all operations started so far. To be called before a value is read there: that would wait, too, but
-        unseen by the watchdog.
+        """The host waits until the device has done all operations started so far. To be called before a value is read there: that would wait,
+        too, but unseen by the watchdog.
         """
         for work in [work for work in self._under_way if work.queue]:
             work.settle()
@@ -225,7 +226,7 @@ class Progress:
             if work.queue is None:
                 return how(work.requests)
             with work.queue.running():
-                return all([request.Test() for request in work.requests])
+                return moved(work.requests)
         except (self._failure, RequestFailed) as error:
             library = "" if isinstance(error, RequestFailed) else f"{self._library}: "
             raise CommunicationError(f"{self.status.in_words(work.place)}: {library}{error}") from error

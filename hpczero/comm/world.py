@@ -199,8 +199,8 @@ class World:
         return self._device or CPU
 
     def use(self, device: "Device", backend: str = "mpi") -> None:
-        """Collective, before any group is made. The groups also move tensors of this device; `backend` ("mpi", "nccl", "gloo") carries the collectives
-        on its tensors.
+        """Collective, before any group is made. The groups also move tensors of this device; `backend` ("mpi", "nccl", "gloo") carries the
+        collectives on its tensors.
         """
         from hpczero.comm import library
         from hpczero.comm.native import Rendezvous
