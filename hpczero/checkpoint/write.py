@@ -25,7 +25,7 @@ import numpy as np
 from hpczero import __version__
 from hpczero.checkpoint import folder, index, manifest, shard
 from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
-from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Writer, aligned, bounce, padded
+from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Source, Writer, aligned, bounce, padded
 from hpczero.checkpoint.table import Table
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
@@ -84,7 +84,7 @@ class Saver:
         """Bytes of the memory that copies are kept in."""
         return sum(copy.nbytes for copy in self._copies)
 
-    def begin(self, sources: Sequence[Sequence[Array]], state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
+    def begin(self, sources: Sequence[Sequence[Source]], state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
         """Collective. `sources`: for each slot the elements that this rank owns, as float32, in the order of `table.stored`; they are copied (or
         written) when this returns. SaveFailed, on all ranks alike, if it cannot begin.
         """
@@ -120,15 +120,17 @@ class Saver:
         size = self._together(lambda: self._commit(save, shards) if self.world.rank == 0 else 0, save.path)[0]
         return Saved(save.state.step, save.path, size, time.monotonic() - save.begun)
 
-    def _copy(self, slot: int, sources: Sequence[Array], elements: int) -> Array:
+    def _copy(self, slot: int, sources: Sequence[Source], elements: int) -> Array:
         length = padded(elements * WIDTH)
         while len(self._copies) <= slot:
             self._copies.append(aligned(length))
         kept = self._copies[slot].view(np.float32)
         place = 0
         for source in sources:
-            kept[place : place + len(source)] = source
-            place += len(source)
+            for start in range(0, len(source), shard.CHUNK // WIDTH):  # what lies in a device's memory is copied twice
+                chunk = source[start : start + shard.CHUNK // WIDTH]
+                kept[place : place + len(chunk)] = chunk
+                place += len(chunk)
         return kept
 
     def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], paced: bool) -> None:

@@ -25,7 +25,7 @@ from hpczero.comm.messages import ByMessages, Carrier, Combine, combine_into, sh
 from hpczero.comm.native import Native
 from hpczero.comm.status import Place, Signature
 from hpczero.comm.work import Steps, Work
-from hpczero.device import Queue
+from hpczero.device import Device, Queue
 
 _TINY = 1 << 15  # bytes over all ranks: up to here an all_reduce gathers whole tensors
 
@@ -48,6 +48,11 @@ class Group:
         self._collectives = 0
         self._signatures: dict[object, Signature] = {}
         self._sent: dict[tuple[str, int], int] = {}
+
+    @property
+    def device(self) -> Device:
+        """Where this rank's tensors live."""
+        return self.connection.device
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Every rank's `tensor` becomes the "sum", "max" or "min" of all, in place."""

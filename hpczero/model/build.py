@@ -54,6 +54,15 @@ def adopt(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
                 setattr(part, name, new)  # a recurrent layer has its own list of them, which follows
 
 
+def move_rest(module: nn.Module, place: torch.device) -> None:
+    """What the module has beside the parameters that it was given, buffers and parameters that are not trained, goes to the device of this name."""
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for tensor in held.values():
+                if tensor is not None and not tensor.is_meta and tensor.device.type != place.type:
+                    tensor.data = tensor.data.to(place)
+
+
 def initial_values(parameter: shapes.Parameter, seed: int, first: int, out: torch.Tensor) -> None:
     """Writes elements first .. first + out.numel() - 1 of the parameter's flattened initial value into out (contiguous, any float type).
 
