@@ -123,6 +123,7 @@ class Cuda(Device):
     def __init__(self, number: int) -> None:
         self.torch = torch.device("cuda", number)
         torch.cuda.set_device(self.torch)
+        torch.empty(1, device=self.torch)  # from now on what CUDA itself takes of its memory is not free
         found = torch.cuda.get_device_properties(self.torch)
         self.name = f"{found.name} (cuda:{number})"
         self.identity = str(getattr(found, "uuid", number))
@@ -166,4 +167,8 @@ def of_rank(kind: str, place: int, ranks: int) -> Device:
     if kind == "cpu":
         return CPU
     count = visible()
-    return Cuda(place * count // ranks if ranks > count else place)
+    number = place * count // ranks if ranks > count else place
+    try:
+        return Cuda(number)
+    except RuntimeError as error:
+        raise InputError(f'GPU {number} of {count} cannot be used: {error}; train.device = "cpu" does without') from error

@@ -203,7 +203,7 @@ class Group:
         here = tensor.device.type == "cpu" or self.connection.on_device(tensor)
         assert here, f"this group moves tensors of the CPU and of {self.connection.device.torch}; this one is on {tensor.device}"
         assert tensor.is_contiguous(), f"only contiguous tensors are sent; this one has shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        return tensor.detach().view(-1)
+        return tensor.data.view(-1)  # not detach(): autograd would count what is written as a change of all that lies in the same block
 
     def _check_shard(self, name: str, own: Tensor, whole: Tensor) -> None:
         cut = shard(whole.numel(), self.size, self.rank)

@@ -67,6 +67,7 @@ class World:
         self._groups: dict[tuple[str, tuple[int, ...], str], tuple[Group, Connection, Native | None]] = {}
         self._device: Device | None = whole._device if whole else None
         self._direct: bool = whole._direct if whole else False
+        self.backend: str = whole.backend if whole else "mpi"  # what carries the collectives
         self._rendezvous: Rendezvous | None = whole._rendezvous if whole else None
         self.ledger = Ledger()
         self.library = _library(mpi)
@@ -206,7 +207,7 @@ class World:
         from hpczero.comm.native import Rendezvous
 
         assert not self._groups, "groups have been made"
-        self._device = device
+        self._device, self.backend = device, backend
         self._direct = device.has_queues and all(self.share(self.collect(bool(library.facts().cuda_aware))))
         self._rendezvous = Rendezvous.of(self, backend) if backend != "mpi" and self.size > 1 else None
 
