@@ -126,6 +126,7 @@ class Cuda(Device):
         torch.empty(1, device=self.torch)  # from now on what CUDA itself takes of its memory is not free
         found = torch.cuda.get_device_properties(self.torch)
         self.name = f"{found.name} (cuda:{number})"
+        self.capability = found.major, found.minor
         self.identity = str(getattr(found, "uuid", number))
 
     def queue(self) -> Queue:

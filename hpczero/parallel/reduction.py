@@ -47,7 +47,7 @@ class Reduction:
         """`slots`: where gradients are sharded, what the units gather them in, in turns."""
         self.names_backwards = [place.parameter.name for unit in units for place in unit.layout.places][::-1]  # of all parameters that there are
         self.axis, self.sharded, self.pool = axis, sharded, pool
-        self.looks_at_once = not axis.group.device.has_queues  # whether a sum is finite: else the host would have to wait for the device
+        self.looks_at_once = not axis.device.has_queues  # whether a sum is finite: else the host would have to wait for the device
         self.on_all_there: Callable[[Unit], None] = lambda unit: None  # is told of each unit whose gradients are all there
         self._slots = slots
         self._slot_of: dict[Unit, int] = {}

@@ -83,7 +83,7 @@ class Engine:
         self.module, self.tensor, self.pipeline = module, tensor, pipeline
         self._others = [group for group in (tensor, pipeline) if group]
         self.copies: set[Unit] = set()  # units that belong to another stage, too, where they are counted
-        self.axis, self.settings, self.device = axis, settings, axis.group.device
+        self.axis, self.settings, self.device = axis, settings, axis.device
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         fp16 = settings.train.precision == "fp16"
         self.loss_scale = LossScale(settings.train.loss_scale if fp16 else 1.0, dynamic=fp16)

@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from typing import Any
 
-from hpczero import device, machine
+from hpczero import device, kernel_cache, machine
 from hpczero.comm.world import World
-from hpczero.device import CPU, Device
+from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 
@@ -18,8 +18,9 @@ def place(world: World, spec: Spec) -> Spec:
     if own is CPU and backend == "mpi":
         return spec
     world.use(own, backend)
-    if own is CPU:
+    if not isinstance(own, Cuda):
         return spec
+    kernel_cache.of_gpu(own.capability)
     return spec.model_copy(update={"zero": spec.zero.model_copy(update={"node_shared": False})})
 
 
