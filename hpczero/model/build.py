@@ -56,11 +56,14 @@ def adopt(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
 
 def move_rest(module: nn.Module, place: torch.device) -> None:
     """What the module has beside the parameters that it was given, buffers and parameters that are not trained, goes to the device of this name."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be in several places
     for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for tensor in held.values():
-                if tensor is not None and not tensor.is_meta and tensor.device.type != place.type:
-                    tensor.data = tensor.data.to(place)
+        for parameter in part.parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(place)
+        for name, buffer in part.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != place:
+                part._buffers[name] = moved.setdefault(buffer, buffer.to(place))
 
 
 def initial_values(parameter: shapes.Parameter, seed: int, first: int, out: torch.Tensor) -> None:
