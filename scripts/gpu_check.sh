@@ -19,7 +19,7 @@ if [ $# -gt 0 ]; then
     "$python" -m pip install -qq --no-index --no-deps --no-compile --no-cache-dir --ignore-installed --prefix "$work/site" "$1"/*.whl || exit 1
     packages=$(find "$work/site" -type d \( -name site-packages -o -name dist-packages \) | paste -sd:)
     export PYTHONPATH="$PYTHONPATH:$packages" PATH="$work/site/bin:$PATH" LD_LIBRARY_PATH="$work/site/lib:${LD_LIBRARY_PATH:-}"
-    library=$(find "$work/site/lib" -maxdepth 1 -name 'libmpi.so*' | sort | head -n 1)
+    library=$(find "$work/site/lib" -maxdepth 1 -name 'libmpi.so.[0-9]*' | sort | head -n 1)
     [ -z "$library" ] || export MPI4PY_LIBMPI="$library"
 fi
 mpirun() { command mpirun $([[ $(command mpirun --version 2>&1) != *"Open MPI"* ]] || echo --oversubscribe) "$@"; }
