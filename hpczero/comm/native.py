@@ -9,7 +9,7 @@ How ranks find each other: rank 0 opens a store at a free port of its own, MPI t
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -130,7 +130,13 @@ class Native:
         self.rank, self.size = rank, processes.size()
         self._room = room
         self._turns: deque[object] = deque()
+        self._buffer: Tensor | None = None
         self.queue = self._device.queue()
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of the memory in which pieces arrive that are to be summed, and leave."""
+        return 0 if self._buffer is None else self._buffer.numel()
 
     def takes(self, tensor: Tensor) -> bool:
         return self._device.holds(tensor)
@@ -180,23 +186,34 @@ class Native:
     def _reduce_scatter(self, tensor: Tensor, combine: Combine) -> Steps:
         """As many elements of each shard at a time as there is room for: while one round is summed, the next is on its way."""
         pieces = [tensor[shard(tensor.numel(), self.size, rank)] for rank in range(self.size)]
-        length = max(1, self._room // (4 * self.size * tensor.element_size()))  # of two rounds, what leaves and what arrives
-        length -= length % BLOCK if length > BLOCK else 0
+        leaving, arriving = self._slots(tensor)
+        length = leaving.shape[1] // self.size
         windows = [slice(begin, begin + length) for begin in range(0, pieces[0].numel(), length)]
-        rounds: Iterator[tuple[Tensor, list[Any]]] = (self._round([piece[window] for piece in pieces]) for window in windows)
-        coming = next(rounds, None)
-        for window in windows:
-            assert coming is not None
-            arrived, requests = coming
-            coming = next(rounds, None)
-            yield requests
-            combine(window, list(arrived))
+        own = [pieces[self.rank][window].numel() for window in windows]
+        arrived = [arriving[number % 2][: self.size * count] for number, count in enumerate(own)]
 
-    def _round(self, pieces: Sequence[Tensor]) -> tuple[Tensor, list[Any]]:
-        """Piece r goes to rank r: [ranks, elements], what they all have for this one."""
-        own = pieces[self.rank].numel()
-        arriving = pieces[0].new_empty(self.size, own)
-        return arriving, self._all_to_all(arriving.view(-1), torch.cat(list(pieces)), [own] * self.size, [piece.numel() for piece in pieces])
+        def post(number: int) -> list[Any]:
+            parts = [piece[windows[number]] for piece in pieces]
+            sizes = [part.numel() for part in parts]
+            sent = torch.cat(parts, out=leaving[number % 2][: sum(sizes)])
+            return self._all_to_all(arrived[number], sent, [own[number]] * self.size, sizes)
+
+        posted = post(0) if windows else []
+        for number, window in enumerate(windows):
+            following = post(number + 1) if number + 1 < len(windows) else []
+            yield posted
+            combine(window, list(arrived[number].view(self.size, own[number])))
+            posted = following
+
+    def _slots(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """What leaves, and what arrives, as [2 rounds, elements]: the same memory for all operations, which take turns."""
+        width = tensor.element_size()
+        if self._buffer is None:
+            self._buffer = torch.empty(max(self._room, 4 * self.size * 8), dtype=torch.uint8, device=tensor.device)
+        length = self._buffer.numel() // (4 * self.size * width)
+        length -= length % BLOCK if length > BLOCK else 0
+        leaving, arriving = self._buffer[: 4 * self.size * length * width].view(tensor.dtype).view(2, 2, self.size * length)
+        return leaving, arriving
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         count = output.numel()

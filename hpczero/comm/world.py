@@ -220,7 +220,7 @@ class World:
     @property
     def buffered(self) -> int:
         """Bytes of the buffers in which pieces arrive that are to be summed."""
-        return sum(connection.buffered for _, connection, _ in self._groups.values())
+        return sum(connection.buffered + (native.buffered if native else 0) for _, connection, native in self._groups.values())
 
     def share(self, value: Any) -> Any:
         """Rank 0's value on every rank: what JSON can carry, of any length (a tuple becomes a list)."""

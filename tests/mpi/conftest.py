@@ -31,6 +31,7 @@ SIZES = (1, 2, 3, 4, 6, 8)
 MARKERS = [
     "many_ranks: also runs on more ranks than 8",
     "ranks(2, 4): runs on so many ranks only",
+    "by_mpi_alone(why): not with other --means",
     "cases(of=...): what of(ranks, everything) lists are its cases",
 ]
 LIMIT = 90  # seconds for one test, on every rank
@@ -149,6 +150,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("by_mpi_alone")
+        if marker and config.getoption("--means") != "mpi":
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
     if ranks_given(config) <= max(SIZES):
         return
     for item in items:
