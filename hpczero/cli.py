@@ -82,7 +82,7 @@ def _check(verbs: argparse._SubParsersAction) -> None:
 
 
 def _run(verbs: argparse._SubParsersAction) -> None:
-    verb = _verb(verbs, "run", "hpczero.train.run:run", "train: mpirun -n N hpczero run spec.toml")
+    verb = _verb(verbs, "run", "hpczero.train.start:run", "train: mpirun -n N hpczero run spec.toml")
     _takes_spec(verb)
     start = verb.add_mutually_exclusive_group()
     start.add_argument("--resume", action="store_true", help="go on with the run that is there; an error if there is none")
@@ -165,6 +165,7 @@ def _takes_step(verb: argparse.ArgumentParser) -> None:
 def _doctor(verbs: argparse._SubParsersAction) -> None:
     verb = _verb(verbs, "doctor", "hpczero.doctor.verb:doctor", "what would go wrong on this machine, and the fix (alone or under mpirun)")
     verb.add_argument("--clean", action="store_true", help="remove shared-memory segments that nobody owns any more")
+    verb.add_argument("--prebuild", action="store_true", help="compile the kernels for this kind of computer, so that no job has to")
     verb.add_argument("--json", action="store_true", help="print JSON")
 
 

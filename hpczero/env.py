@@ -1,6 +1,7 @@
 """The only reader of the environment (style 5): every variable that hpczero looks at is named here."""
 
 import os
+import tempfile
 from pathlib import Path
 
 # name of the launcher -> (variable with the rank, variable with the number of ranks)
@@ -19,6 +20,21 @@ def home() -> Path:
 def cache_folder() -> Path:
     """The user's cache: $XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero."""
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "hpczero"
+
+
+def node_folder() -> Path:
+    """A folder of this user's on this computer, for what may vanish at any time: in $TMPDIR, else /tmp."""
+    return Path(tempfile.gettempdir()) / f"hpczero-{os.getuid()}"
+
+
+def numba_cache() -> str | None:
+    """Where numba keeps compiled kernels, if anybody has said."""
+    return variable("NUMBA_CACHE_DIR")
+
+
+def use_numba_cache(folder: Path) -> None:
+    """Before numba is imported."""
+    os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
 def variable(name: str) -> str | None:

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -31,6 +31,16 @@ CHUNK = 8 << 20  # bytes that are written at a time
 WIDTH = 4  # bytes of an element
 
 Array = np.ndarray[Any, Any]
+
+
+class Source(Protocol):
+    """What elements are taken from, in order: an array, or what makes one of a part of itself."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
 Range = tuple[int, int]  # begin and end, in bytes of the file
 
 
@@ -162,7 +172,7 @@ def aligned(size: int) -> Array:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
 
 
-def bounce(sources: Iterable[Array], buffers: Sequence[Array]) -> Iterator[Array]:
+def bounce(sources: Iterable[Source], buffers: Sequence[Array]) -> Iterator[Array]:
     """The elements of the sources, one after the other, in pieces that `Writer` can write, in one of the two buffers after the other."""
     rooms, filled = cycle(buffer.view(np.float32) for buffer in buffers), 0
     room = next(rooms)

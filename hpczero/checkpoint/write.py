@@ -25,7 +25,7 @@ import numpy as np
 from hpczero import __version__
 from hpczero.checkpoint import folder, index, manifest, shard
 from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
-from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Writer, aligned, bounce, padded
+from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Source, Writer, aligned, bounce, padded
 from hpczero.checkpoint.table import Table
 from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
@@ -88,7 +88,7 @@ class Saver:
         """Bytes of the memory that copies are kept in."""
         return sum(copy.nbytes for copy in self._copies)
 
-    def begin(self, sources: Sequence[Sequence[Array]], state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
+    def begin(self, sources: Sequence[Sequence[Source]], state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
         """Collective. `sources`: for each slot the elements that this rank owns, as float32, in the order of `table.stored`; they are copied (or
         written) when this returns. SaveFailed, on all ranks alike, if it cannot begin.
         """
@@ -250,11 +250,13 @@ def _leader(world: World, writers: str) -> int:
     return world.rank if writers == "rank" else world.node_of_rank.index(world.node)
 
 
-def _copy(sources: Sequence[Array], kept: Array) -> Array:
-    """One after the other; the padding behind them stays zero."""
-    place = 0
+def _copy(sources: Sequence[Source], kept: Array) -> Array:
+    """One after the other; the padding behind them stays zero. In pieces, as what a device gives of its memory is a copy already."""
+    place, step = 0, shard.CHUNK // WIDTH
     for source in sources:
-        kept[place : place + len(source)] = source
+        for start in range(0, len(source), step):
+            end = min(start + step, len(source))
+            kept[place + start : place + end] = source[start:end]
         place += len(source)
     return kept
 

@@ -80,7 +80,7 @@ class Train(Table):
         "bf16", "changeable", "number format of the model; half formats keep fp32 master weights"
     )
     loss_scale: float = key(65536.0, "changeable", "fp16 only: the first loss scale; it then follows the overflows", gt=0)
-    device: Literal["auto", "cpu"] = key("auto", "site", "where the tensors live")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "site", "where the tensors live; auto: on GPUs where there are any")
     grad_clip: float = key(1.0, "changeable", "largest global norm of the gradient; 0: no clipping", ge=0)
     log_every: int = key(10, "site", "steps between two lines of output", ge=1, le=LARGEST)
     eval_every: int = key(0, "site", "steps between two evaluations; 0: only at the end", ge=0, le=LARGEST)
@@ -140,7 +140,9 @@ class Zero(Table):
 class Comm(Table):
     """How the ranks talk."""
 
-    backend: Literal["auto", "mpi"] = key("auto", "site", "what carries the messages")
+    backend: Literal["auto", "mpi", "nccl", "gloo"] = key(
+        "auto", "site", "what carries collectives: MPI, or torch.distributed (nccl on GPUs, gloo on CPUs); auto: nccl where each rank has a GPU"
+    )
     ranks_per_node: int = key(0, "site", "try out a node layout: so many ranks count as a node; 0: as it is", ge=0, le=1_000_000)
     timeout_s: float = key(600.0, "site", "seconds that a rank waits for the others before the job ends with an error", gt=0, le=1e9)
 

@@ -14,7 +14,7 @@ from hpczero.checkpoint import folder, storable
 from hpczero.checkpoint.files import Damaged
 from hpczero.checkpoint.manifest import Content, State
 from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.shard import SLOTS, Array
+from hpczero.checkpoint.shard import SLOTS, Array, Source
 from hpczero.checkpoint.table import Holding, Table, Tensor, stored
 from hpczero.checkpoint.write import Job, Saved, Saver
 from hpczero.comm.grid import Grid
@@ -257,7 +257,7 @@ def _dtype_when_saved(buffer: torch.Tensor) -> str:
 
 
 def _packed(buffer: torch.Tensor) -> list[Any]:
-    values = (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).contiguous().numpy()
+    values = (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).contiguous().cpu().numpy()
     return [base64.b64encode(values.tobytes()).decode(), values.dtype.str, list(values.shape)]
 
 
@@ -265,14 +265,31 @@ def _layer(name: str, parameters: Sequence[Sequence[Any]]) -> Layer:
     return Layer(name, tuple(Parameter(own, tuple(shape), ZEROS, split, grain) for own, shape, split, grain in parameters))
 
 
-def _owned(engine: Engine, holding: Holding) -> list[list[Array]]:
-    found: list[list[Array]] = [[] for _ in SLOTS]
+def _owned(engine: Engine, holding: Holding) -> list[list[Source]]:
+    found: list[list[Source]] = [[] for _ in SLOTS]
     for stretch in stored(holding):
         unit = engine.units[stretch.unit]
         own = slice(stretch.inside.start - unit.own.start, stretch.inside.stop - unit.own.start)
         for of_slot, state in zip(found, (unit.master, unit.moment1, unit.moment2), strict=True):
-            of_slot.append(state[own].numpy())
+            of_slot.append(_of_tensor(state[own]))
     return found
+
+
+class _OnDevice:
+    """A stretch of fp32 in a device's memory, as far as saving asks: what is taken of it is a copy."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getitem__(self, part: slice) -> Array:
+        return self._values[part].cpu().numpy()
+
+
+def _of_tensor(values: torch.Tensor) -> Source:
+    return values.numpy() if values.device.type == "cpu" else _OnDevice(values)
 
 
 def _read_unit(checkpoint: Checkpoint, unit: Unit, slots: int) -> None:
@@ -281,7 +298,10 @@ def _read_unit(checkpoint: Checkpoint, unit: Unit, slots: int) -> None:
         for wanted in place.rectangles(part.start, part.stop):
             count = prod(cut.stop - cut.start for cut in wanted)
             for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)[:slots]):
-                checkpoint.read(slot, place.parameter.name, wanted, state[at : at + count].numpy())
+                own = state[at : at + count]
+                values = own.cpu()  # the same, but on another device
+                checkpoint.read(slot, place.parameter.name, wanted, values.numpy())
+                own.copy_(values)
             at += count
 
 

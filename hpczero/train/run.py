@@ -33,6 +33,7 @@ from hpczero.train.batches import Batches
 from hpczero.train.beginning import look_ahead
 from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import choose, loss
+from hpczero.train.placing import place
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
@@ -70,6 +71,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
     whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
+    spec = place(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     missing = unavailable(spec)
     if missing:
@@ -116,13 +118,13 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
 def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
     spec, world = job.spec, job.world
     packages = facts.packages()
-    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "node": world.node})
+    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "node": world.node, "device": world.device.name})
     if voice:
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
-    place = placement(spec, job.grid, world.rank)
-    needed = need(spec, job.layers, place) if job.layers else None
+    part = placement(spec, job.grid, world.rank)
+    needed = need(spec, job.layers, part) if job.layers else None
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
         voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
@@ -144,7 +146,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     measured = account.growth(before, account.held_on_nodes(world))
     held = way.memory() | {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
     of_ranks = {
-        "memory": account.summary(world, needed.rank if needed else {}, place.part_of_rank(held), measured),
+        "memory": account.summary(world, needed.rank if needed else {}, part.part_of_rank(held), measured),
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
@@ -184,11 +186,16 @@ def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> No
         nodes=len(set(job.world.node_of_rank)),
         zero=job.spec.zero.stage,
         threads_per_rank=job.threads,
+        **_on_gpus(job.world),
         parameters=parameters,
         precision=train.precision,
         micro_batches=f"{count}x{largest}" if smallest == largest else f"{count}x{smallest}-{largest}",
         data=job.source.describe()["path"],
     )
+
+
+def _on_gpus(world: World) -> dict[str, str]:
+    return {"device": world.device.name, "collectives": world.backend} if world.device.kind != "cpu" or world.backend != "mpi" else {}
 
 
 def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
