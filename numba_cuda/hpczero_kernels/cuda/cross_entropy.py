@@ -9,10 +9,10 @@ from math import inf
 import torch
 from numba import cuda, float32, uint32, uint64
 
+from hpczero_kernels.cross_entropy import IGNORED
 from hpczero_kernels.cuda.intrinsics import WARP, block_max, block_sum, exp, inner, load4, moved
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, blocks, kernel
 from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, widen
-from hpczero_kernels.cross_entropy import IGNORED
 from hpczero_kernels.precision import CODES, FP32
 
 _MOST = 512  # threads

@@ -1,5 +1,7 @@
 """Bias, dropout by address and residual (`hpczero_kernels.dropout`) in one pass. What is dropped is computed again in backward, and nowhere kept."""
 
+from typing import Any
+
 import torch
 from numba import cuda, float32, uint32, uint64
 
@@ -8,7 +10,7 @@ from hpczero_kernels.cuda.intrinsics import inner, load4
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, WORD, address_of, kernel, rows_aligned
 from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, threads_for
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
-from hpczero_kernels.dropout import Place, threshold
+from hpczero_kernels.dropout import Chosen, chosen_of, threshold
 from hpczero_kernels.precision import CODES, FP32
 
 _words = inner(philox.block_of_words.py_func)
@@ -113,37 +115,35 @@ def backward(
         put(words, of_bias, FP32, uint64(cuda.blockIdx.y) * columns + column, left, is_aligned)
 
 
-def _choice(probability: float, key: int, samples: torch.Tensor, place: Place) -> tuple[int | float, ...]:
+def _choice(chosen: Chosen) -> tuple[int | float, ...]:
     """What is dropped, as the kernels are told."""
-    scale = 1.0 / (1.0 - probability)
-    return key, threshold(probability), scale, samples.data_ptr(), place.all_columns, place.first_row, place.first_column
+    place = chosen.place
+    return (
+        chosen.key, threshold(chosen.probability), chosen.scale, chosen.samples.data_ptr(), place.all_columns, place.first_row, place.first_column
+    )  # fmt: skip
 
 
-def dropout_forward(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, probability: float, key: int, samples: torch.Tensor, place: Place
-) -> torch.Tensor:
-    x, residual, samples = x.contiguous(), None if residual is None else residual.contiguous(), samples.contiguous()
+def dropout_forward(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, *chosen: Any) -> torch.Tensor:
+    x, residual, choice = x.contiguous(), None if residual is None else residual.contiguous(), chosen_of(*chosen)
     count, of_sample, columns = x.shape
     y = torch.empty_like(x)
     forward.launch(
         grid_over(count * of_sample, columns), threads_for(columns),
         x.data_ptr(), address_of(bias), bias is not None, address_of(residual), residual is not None, y.data_ptr(), CODES[x.dtype],
-        count * of_sample, of_sample, columns, *_choice(probability, key, samples, place), rows_aligned(columns, x, bias, residual, y),
+        count * of_sample, of_sample, columns, *_choice(choice), rows_aligned(columns, x, bias, residual, y),
     )  # fmt: skip
     return y
 
 
-def dropout_backward(
-    gradient: torch.Tensor, has_bias: bool, probability: float, key: int, samples: torch.Tensor, place: Place
-) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_backward(gradient: torch.Tensor, has_bias: bool, *chosen: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and of the bias (empty: there is none); that of the residual is the gradient itself."""
-    gradient, samples = gradient.contiguous(), samples.contiguous()
+    gradient, choice = gradient.contiguous(), chosen_of(*chosen)
     count, of_sample, columns = gradient.shape
     grid = grid_with_sums(count * of_sample, columns) if has_bias else grid_over(count * of_sample, columns)
     of_x, of_bias = torch.empty_like(gradient), gradient.new_empty((grid[1], columns) if has_bias else (0, 0), dtype=torch.float32)
     backward.launch(
         grid, threads_for(columns),
         gradient.data_ptr(), of_x.data_ptr(), of_bias.data_ptr(), has_bias, CODES[gradient.dtype], count * of_sample, of_sample, columns,
-        *_choice(probability, key, samples, place), rows_aligned(columns, gradient, of_x, of_bias),
+        *_choice(choice), rows_aligned(columns, gradient, of_x, of_bias),
     )  # fmt: skip
     return of_x, of_bias.sum(0).to(gradient.dtype)

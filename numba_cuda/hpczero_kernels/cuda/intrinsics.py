@@ -6,25 +6,41 @@ index adds wrap-around: hence the many float32(...) and uint64(...).
 """
 
 from numba import cuda
-from numba.core import config
+from numba.core import types
+
+from hpczero_kernels.registry import SIMULATED
 
 WARP = 32
-SIMULATED = bool(config.ENABLE_CUDASIM)
 
 if SIMULATED:
-    from hpczero_kernels.cuda.twins import (  # noqa: F401
-        bits_of, block_max, block_sum, block_sums, erf, exp, from_fp16x2, inner, load2, load4, load16, moved, number_of, sqrt, store2, store4,
-        store16, to_bf16x2, to_fp16x2,
+    from hpczero_kernels.cuda.twins import (
+        bits_of,
+        block_max,
+        block_sum,
+        block_sums,
+        erf,
+        exp,
+        from_fp16x2,
+        inner,
+        load2,
+        load4,
+        load16,
+        moved,
+        number_of,
+        sqrt,
+        store2,
+        store4,
+        store16,
+        to_bf16x2,
+        to_fp16x2,
     )  # fmt: skip
 else:
     import math
     from functools import partial
 
     from llvmlite import ir
-    from numba.cuda import types
+    from numba import float32
     from numba.cuda.extending import intrinsic
-
-    from numba import float32, uint32, uint64
 
     inner = partial(cuda.jit, device=True, forceinline=True)
     exp, erf, sqrt = math.exp, math.erf, math.sqrt  # libdevice's, of the argument's type

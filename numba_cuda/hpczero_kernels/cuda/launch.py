@@ -15,7 +15,7 @@ import torch
 from numba import cuda, types
 
 import hpczero_kernels.cuda
-from hpczero_kernels.cuda.intrinsics import SIMULATED
+from hpczero_kernels.registry import SIMULATED
 
 THREADS = 256  # of a block, unless the kernel has a reason
 ADDRESS, COUNT, WORD, CODE, NUMBER = types.CPointer(types.uint8), types.uint64, types.uint32, types.int32, types.float32

@@ -10,10 +10,11 @@ from numba import cuda, float32, uint32, uint64
 from hpczero_kernels.cuda.intrinsics import WARP, block_sum, block_sums, sqrt
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, address_of, blocks, kernel, rows_aligned
 from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, widen
+from hpczero_kernels.norm import LONGEST
 from hpczero_kernels.precision import CODES, FP32
 
 PARTS = 2
-LONGEST = 512 * PARTS * EIGHT  # columns
+assert LONGEST == 512 * PARTS * EIGHT
 _BLOCKS = 528  # of a backward: four for each multiprocessor of the largest GPUs, the same everywhere
 
 

@@ -1,14 +1,25 @@
 """Eight neighbouring elements of a tensor of any precision: as they lie in memory (words), and as fp32 numbers.
 
-Words and numbers are the caller's local arrays of eight: the loops over them are unrolled, and they end in registers (the tests look at that). A precision is an
-argument, not a type (`precision.CODES`): every kernel has one signature, so that caches cannot mix up two of them, and all threads take the same
-way. Words are fetched before anything is computed, so that a thread's accesses are under way together.
+Words and numbers are the caller's local arrays of eight: the loops over them are unrolled, and they end in registers (the tests look at that).
+A precision is an argument, not a type (`precision.CODES`): every kernel has one signature, so that caches cannot mix up two of them, and all
+threads take the same way. Words are fetched before anything is computed, so that a thread's accesses are under way together.
 """
 
 from numba import float32, uint32, uint64
 
 from hpczero_kernels.cuda.intrinsics import (
-    bits_of, from_fp16x2, inner, load2, load4, load16, number_of, store2, store4, store16, to_bf16x2, to_fp16x2,
+    bits_of,
+    from_fp16x2,
+    inner,
+    load2,
+    load4,
+    load16,
+    number_of,
+    store2,
+    store4,
+    store16,
+    to_bf16x2,
+    to_fp16x2,
 )  # fmt: skip
 from hpczero_kernels.precision import BF16, FP32
 
