@@ -76,7 +76,7 @@ def forward(
             numbers[i] += shift[i]
         sample = row // rows_of_sample
         position = (first_row + row - sample * rows_of_sample) * all_columns + first_column + column
-        _drop(numbers, key, _stream(samples, sample), position, limit, scale)
+        _drop(numbers, uint64(key), _stream(samples, sample), position, limit, scale)
         if has_residual:
             widen(others, more, precision)
             for i in range(EIGHT):
@@ -104,7 +104,7 @@ def backward(
         widen(numbers, words, precision)
         sample = row // rows_of_sample
         position = (first_row + row - sample * rows_of_sample) * all_columns + first_column + column
-        _drop(numbers, key, _stream(samples, sample), position, limit, scale)
+        _drop(numbers, uint64(key), _stream(samples, sample), position, limit, scale)
         for i in range(EIGHT):
             sums[i] += numbers[i]
         narrow(words, numbers, precision)
