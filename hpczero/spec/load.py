@@ -47,6 +47,9 @@ class Difference:
     new: Any
     role: Role
 
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} there, {self.new!r} now"
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     return _judged(str(path), *read_layers(path, overrides))
