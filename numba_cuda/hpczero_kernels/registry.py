@@ -1,60 +1,25 @@
-"""Which implementation carries out an operation: the first of its table that fits the device, the precision and the shape.
+"""Which implementation carries out an operation: the first in its table that takes the device and the precision, and is there.
 
-    torch   PyTorch's own operations; every other implementation is held against it
-    numba   kernels for CPUs, where they were measured faster
-    cuda    kernels for NVIDIA's GPUs, by the package numba-cuda; imported when the first of them is chosen, and nowhere else
-
-The choice depends on nothing but these, so that it is the same on ranks of one kind; it is logged once ("hpczero_kernels", INFO), and `force`d by
-name where somebody wants to know whether a kernel is to blame.
+The choice depends on these alone, so that it is the same on ranks of one kind; it is logged once ("hpczero_kernels", INFO), and `force`d by name
+where somebody wants to know whether a kernel is to blame.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
-from importlib import util
 
 import torch
 from numba.core import config
 
-SIMULATED = bool(config.ENABLE_CUDASIM)  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
+from hpczero_kernels.table import CUDA, NUMBA, TABLE, TORCH, Implementation
+
+__all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force"]
+
+SIMULATED = bool(vars(config).get("ENABLE_CUDASIM"))  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
 _LOG = logging.getLogger("hpczero_kernels")
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
-TORCH, NUMBA, CUDA = "torch", "numba", "cuda"
-
-
-@dataclass(frozen=True)
-class Implementation:
-    name: str
-    device: str = ""  # any
-    dtypes: frozenset[torch.dtype] = frozenset()  # any
-
-
-@dataclass(frozen=True)
-class Choice:
-    operation: str
-    device: str
-    dtype: torch.dtype
-    implementation: str
-
-
-_TORCH = Implementation(TORCH)
-_CUDA = Implementation(CUDA, "cpu" if SIMULATED else "cuda", _FLOATS)
-_NUMBA = Implementation(NUMBA, "cpu", _FLOATS)
-
-# the best first
-TABLE: dict[str, tuple[Implementation, ...]] = {
-    "adamw": (_CUDA, _NUMBA, _TORCH),
-    "sum": (_CUDA, _NUMBA, _TORCH),
-    "norm": (_CUDA, _TORCH),
-    "gelu": (_CUDA, _TORCH),
-    "swiglu": (_CUDA, _TORCH),
-    "dropout": (_CUDA, _NUMBA, _TORCH),
-    "cross_entropy": (_CUDA, _TORCH),
-    "rotary": (_CUDA, _TORCH),
-}
 
 _forced: dict[str, str] = {}
-_chosen: dict[tuple[str, str, torch.dtype], str] = {}
+_chosen: dict[str, str] = {}
 
 
 def choose(operation: str, tensor: torch.Tensor, fits: bool = True) -> str:
@@ -70,45 +35,41 @@ def force(text: str) -> None:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         operation, separator, name = entry.partition("=")
         if not separator:
-            operation, name = "*", entry
-        if operation != "*" and operation not in TABLE:
+            operation, name = "", entry
+        if operation and operation not in TABLE:
             raise ValueError(f"there is no operation {operation}; there are {', '.join(TABLE)}")
-        having = [key for key, entries in TABLE.items() if operation in ("*", key) and any(each.name == name for each in entries)]
+        having = [key for key, entries in TABLE.items() if operation in ("", key) and any(each.name == name for each in entries)]
         if not having:
-            names = [each.name for each in TABLE[operation]] if operation != "*" else [TORCH, NUMBA, CUDA]
-            raise ValueError(f"there is no implementation {name} of {operation}; there are {', '.join(names)}")
+            names = dict.fromkeys(each.name for key, entries in TABLE.items() if operation in ("", key) for each in entries)
+            raise ValueError(f"there is no implementation {name} of {operation or 'any operation'}; there are {', '.join(names)}")
         found |= dict.fromkeys(having, name)
     _forced.clear()
     _forced.update(found)
     _decide.cache_clear()
 
 
-def choices() -> list[Choice]:
-    """Those made so far, in order."""
-    return [Choice(*key, name) for key, name in _chosen.items()]
-
-
-def missing(implementation: str) -> str:
-    """Why an implementation cannot be had here; "": it can."""
-    if implementation == CUDA and not SIMULATED and util.find_spec("numba_cuda.numba") is None:
-        return "the package numba-cuda is not installed"
-    return ""
+def choices() -> dict[str, str]:
+    """Those made so far: "norm on cpu in bfloat16" -> "torch"."""
+    return dict(sorted(_chosen.items()))
 
 
 @torch.compiler.assume_constant_result
 def _choose(operation: str, device: str, dtype: torch.dtype, fits: bool) -> str:
-    return _decide(operation, device, dtype, fits)
+    return _decide(operation, device, str(dtype).removeprefix("torch."), fits)
 
 
 @lru_cache(maxsize=1024)
-def _decide(operation: str, device: str, dtype: torch.dtype, fits: bool) -> str:
-    able = [each for each in TABLE[operation] if each.device in ("", device) and (not each.dtypes or dtype in each.dtypes)]
-    able = [each for each in able if fits or each.name == TORCH]
-    lacking = {each.name: missing(each.name) for each in able}
-    there = [each.name for each in able if not lacking[each.name]]
+def _decide(operation: str, device: str, dtype: str, fits: bool) -> str:
+    able = [each for each in map(_in_simulation, TABLE[operation]) if each.takes(device, dtype) and (fits or each.name == TORCH)]
+    lacking = {each.name: "" if SIMULATED else each.missing() for each in able}
+    there = [name for name, reason in lacking.items() if not reason]
     forced = _forced.get(operation)
     name = forced if forced in there else there[0]
-    why = ", ".join(reason for reason in lacking.values() if reason)
-    _chosen[operation, device, dtype] = name
-    _LOG.info("%s on %s in %s: %s%s", operation, device, str(dtype).removeprefix("torch."), name, f" ({why})" if why else "")
+    what, why = f"{operation} on {device} in {dtype}", "; ".join(filter(None, lacking.values()))
+    _chosen[what] = name
+    _LOG.info("%s: %s%s", what, name, f" ({why})" if why else "")
     return name
+
+
+def _in_simulation(implementation: Implementation) -> Implementation:
+    return replace(implementation, device="cpu") if SIMULATED and implementation.name == CUDA else implementation

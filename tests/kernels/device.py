@@ -1,5 +1,5 @@
-"""Where the tests of the operators run: on a GPU if there is one; else on the CPU, by the references, or (NUMBA_ENABLE_CUDASIM=1) by numba's simulator of
-the CUDA kernels, which is slow: shapes are small there.
+"""Where the tests of the operators run: on a GPU if there is one; else on the CPU, by the references, or (NUMBA_ENABLE_CUDASIM=1) by numba's
+simulator of the CUDA kernels, which is slow: shapes are small there.
 """
 
 import torch

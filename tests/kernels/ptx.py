@@ -31,7 +31,7 @@ def compiled(kernel: Any) -> str:
     """Its PTX. numba asks the device at hand for its capability where one function calls another; here is none."""
     from numba.cuda import dispatcher
 
-    with mock.patch.object(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=CAPABILITY)):
+    with mock.patch.object(dispatcher, "get_current_device", return_value=SimpleNamespace(compute_capability=CAPABILITY)):
         return str(kernel.ptx(CAPABILITY))
 
 

@@ -34,7 +34,7 @@ ALLOWED = {
     "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "lock", ""},
     "train": {"errors", "env", "machine", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "doctor": {"errors", "env", "machine", "comm", "locations", ""},
+    "doctor": {"errors", "env", "machine", "comm", "locations", "hpczero_kernels", ""},
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
@@ -43,7 +43,7 @@ PURE = (
 WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "lock", "locations", "")
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
-KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}
+KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"}
 LONGEST_FUNCTION, LONGEST_FILE = 60, 400
 
 

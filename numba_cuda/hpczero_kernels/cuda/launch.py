@@ -17,6 +17,13 @@ from numba import cuda, types
 import hpczero_kernels.cuda
 from hpczero_kernels.registry import SIMULATED
 
+if not SIMULATED:
+    if getattr(cuda, "implementation", "") != "NVIDIA":
+        raise ImportError(f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path")
+    from numba.cuda import dispatcher
+
+    dispatcher.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a small tensor is no mistake
+
 THREADS = 256  # of a block, unless the kernel has a reason
 ADDRESS, COUNT, WORD, CODE, NUMBER = types.CPointer(types.uint8), types.uint64, types.uint32, types.int32, types.float32
 Size = tuple[int, int]
@@ -38,7 +45,7 @@ class Kernel:
         if SIMULATED:
             compiled[grid, threads](*arguments)
         else:
-            compiled.launch(arguments, (*grid, 1), (threads, 1, 1), _stream(torch.cuda.current_stream().cuda_stream))
+            compiled[grid, threads, _stream(torch.cuda.current_stream().cuda_stream)](*arguments)
 
     def compile(self) -> Any:
         """For the current device; fills numba's cache."""
@@ -46,8 +53,7 @@ class Kernel:
             self._compiled = cuda.jit(self.function)
         else:
             options = {"max_registers": self.registers} if self.registers else {}
-            dispatcher = cuda.jit(types.void(*self.signature), cache=True, **options)(self.function)
-            self._compiled = dispatcher.overloads[self.signature]
+            self._compiled = cuda.jit(types.void(*self.signature), cache=True, **options)(self.function)
         return self._compiled
 
     def ptx(self, capability: tuple[int, int]) -> str:
