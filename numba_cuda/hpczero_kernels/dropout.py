@@ -173,6 +173,7 @@ def dropout(
     """
     fits = all(other is None or other.dtype == x.dtype for other in (residual, bias))
     implementation = implementation or choose("dropout", x, fits)
+    samples = samples.to(x.device).contiguous()
     chosen = Chosen(probability, key, samples, place or Place(all_columns=x.shape[-1]), implementation)
     if implementation == CUDA:
         return FusedDropout.apply(x, bias, residual, chosen)
