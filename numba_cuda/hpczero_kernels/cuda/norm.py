@@ -7,7 +7,7 @@ what is left to do is a sum over the blocks, in one order.
 import torch
 from numba import cuda, float32, uint32, uint64
 
-from hpczero_kernels.cuda.intrinsics import WARP, block_sum, block_sums, sqrt
+from hpczero_kernels.cuda.intrinsics import WARP, block_sum, block_sums, inner, sqrt
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, address_of, blocks, kernel, rows_aligned
 from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, widen
 from hpczero_kernels.norm import LONGEST
@@ -18,16 +18,32 @@ assert LONGEST == 512 * PARTS * EIGHT
 _BLOCKS = 528  # of a backward: four for each multiprocessor of the largest GPUs, the same everywhere
 
 
+@inner
+def _column(part):
+    """The first of a thread's eight columns."""
+    return (uint64(part) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+
+
+@inner
+def _put_own(sums, address, columns, is_aligned):
+    """What this block has of a sum over rows."""
+    words = cuda.local.array(EIGHT, uint32)
+    for part in range(PARTS):
+        column = _column(part)
+        if column < columns:
+            narrow(words, sums[part], FP32)
+            put(words, address, FP32, uint64(cuda.blockIdx.x) * columns + column, columns - column, is_aligned)
+
+
 @kernel(ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS, CODE, COUNT, NUMBER, CODE, CODE, registers=64)
 def forward(x, residual, has_residual, total, weight, bias, has_bias, y, means, inverses, precision, columns, eps, centred, is_aligned):
     words, more, values = (
         cuda.local.array((PARTS, EIGHT), uint32), cuda.local.array((PARTS, EIGHT), uint32), cuda.local.array((PARTS, EIGHT), float32)
     )  # fmt: skip
     numbers, row, one = cuda.local.array(EIGHT, float32), uint64(cuda.blockIdx.x), float32(1.0)
-    thread, threads = uint64(cuda.threadIdx.x), uint64(cuda.blockDim.x)
     first = row * columns
     for part in range(PARTS):
-        column = (uint64(part) * threads + thread) * uint64(EIGHT)
+        column = _column(part)
         left = columns - column if column < columns else uint64(0)
         if left > uint64(0):
             fetch(words[part], x, precision, first + column, left, is_aligned)
@@ -35,7 +51,7 @@ def forward(x, residual, has_residual, total, weight, bias, has_bias, y, means, 
                 fetch(more[part], residual, precision, first + column, left, is_aligned)
     own = float32(0.0)
     for part in range(PARTS):
-        column = (uint64(part) * threads + thread) * uint64(EIGHT)
+        column = _column(part)
         left = columns - column if column < columns else uint64(0)
         for i in range(EIGHT):
             values[part, i] = float32(0.0)
@@ -55,17 +71,17 @@ def forward(x, residual, has_residual, total, weight, bias, has_bias, y, means, 
     if centred:
         mean, own = square, float32(0.0)
         for part in range(PARTS):
-            column = (uint64(part) * threads + thread) * uint64(EIGHT)
+            column = _column(part)
             for i in range(EIGHT):
                 if column + uint64(i) < columns:
                     own += (values[part, i] - mean) * (values[part, i] - mean)
         square = block_sum(own) * share
     inverse = one / sqrt(square + eps)
-    if thread == uint64(0):
+    if cuda.threadIdx.x == 0:
         put_element(means, FP32, row, mean)
         put_element(inverses, FP32, row, inverse)
     for part in range(PARTS):
-        column = (uint64(part) * threads + thread) * uint64(EIGHT)
+        column = _column(part)
         if column < columns:
             left = columns - column
             fetch(words[part], weight, precision, column, left, is_aligned)
@@ -93,9 +109,9 @@ def backward(
     weights, sums, shifts = (
         cuda.local.array((PARTS, EIGHT), float32), cuda.local.array((PARTS, EIGHT), float32), cuda.local.array((PARTS, EIGHT), float32)
     )  # fmt: skip
-    thread, threads, share = uint64(cuda.threadIdx.x), uint64(cuda.blockDim.x), float32(1.0) / float32(columns)
+    share = float32(1.0) / float32(columns)
     for part in range(PARTS):
-        column = (uint64(part) * threads + thread) * uint64(EIGHT)
+        column = _column(part)
         left = columns - column if column < columns else uint64(0)
         for i in range(EIGHT):
             words[i] = uint32(0)
@@ -108,7 +124,7 @@ def backward(
         mean, inverse = element(means, FP32, row), element(inverses, FP32, row)
         first, along, across = row * columns, float32(0.0), float32(0.0)
         for part in range(PARTS):
-            column = (uint64(part) * threads + thread) * uint64(EIGHT)
+            column = _column(part)
             if column < columns:
                 left = columns - column
                 fetch(words, x, precision, first + column, left, is_aligned)
@@ -126,7 +142,7 @@ def backward(
         across = across * share if centred else float32(0.0)
         along *= share
         for part in range(PARTS):
-            column = (uint64(part) * threads + thread) * uint64(EIGHT)
+            column = _column(part)
             if column < columns:
                 left = columns - column
                 for i in range(EIGHT):
@@ -139,15 +155,8 @@ def backward(
                 narrow(words, g[part], precision)
                 put(words, of_x, precision, first + column, left, is_aligned)
         row += uint64(cuda.gridDim.x)
-    own = uint64(cuda.blockIdx.x) * columns
-    for part in range(PARTS):
-        column = (uint64(part) * threads + thread) * uint64(EIGHT)
-        if column < columns:
-            left = columns - column
-            narrow(words, sums[part], FP32)
-            put(words, of_weight, FP32, own + column, left, is_aligned)
-            narrow(words, shifts[part], FP32)
-            put(words, of_bias, FP32, own + column, left, is_aligned)
+    _put_own(sums, of_weight, columns, is_aligned)
+    _put_own(shifts, of_bias, columns, is_aligned)
 
 
 def _threads(columns: int) -> int:
