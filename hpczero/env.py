@@ -55,6 +55,11 @@ def launched_tasks() -> dict[str, tuple[int, int]]:
     return found
 
 
+def forced_kernels() -> str:
+    """Implementations of operations that are to be taken, as in HPCZERO_KERNELS=norm=torch,adamw=torch (docs/kernels.md)."""
+    return os.environ.get("HPCZERO_KERNELS", "")
+
+
 def batch_job() -> str | None:
     """The batch system's name for the job that this process belongs to."""
     return variable("SLURM_JOB_ID") or variable("PBS_JOBID")

@@ -37,6 +37,7 @@ from hpczero.train.placing import place
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
+from hpczero_kernels import registry
 
 
 def run(options: argparse.Namespace) -> int:
@@ -91,6 +92,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
         fits = preflight.fitting(world, spec, layers, given)
     world.together(lambda: look_ahead(spec) if first else None)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
+    facts.use_kernels(world)
     whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
     return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
 
@@ -153,7 +155,11 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     traced = tracing.conclude() if tracing else None
     engine.close()
     summary = _summary(job, outcome, (outcome.steps - first, seconds), parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    kernels = world.collect(registry.choices())
     if voice:
+        summary["kernels"] = registry.choices()
+        if kernels and any(choices != kernels[0] for choices in kernels):
+            voice.event("WARN", what="the ranks do not all have the same kernels", kernels=list(map(str, kernels)))
         if traced:
             summary["trace"] = traced
             _say_trace(voice, traced)

@@ -36,7 +36,7 @@ ALLOWED = {
     "checkpoint": {"errors", "env", "spec", "comm.world", "comm.patience", "model.shapes", "parallel.layout", "lock", ""},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "doctor": {"errors", "env", "machine", "kernel_cache", "comm", "locations", ""},
+    "doctor": {"errors", "env", "machine", "kernel_cache", "comm", "locations", "hpczero_kernels", ""},
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
@@ -45,7 +45,7 @@ PURE = (
 WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "kernel_cache", "lock", "locations", "train.start", "")
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
-KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}
+KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"}
 LONGEST_FUNCTION, LONGEST_FILE = 60, 400
 
 
