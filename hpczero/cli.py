@@ -49,9 +49,11 @@ def _parser() -> argparse.ArgumentParser:
     _init(verbs)
     _check(verbs)
     _run(verbs)
+    _render(verbs)
     _data(verbs)
     _checkpoints(verbs)
     _doctor(verbs)
+    _site(verbs)
     _spec(verbs)
     return parser
 
@@ -88,6 +90,12 @@ def _run(verbs: argparse._SubParsersAction) -> None:
     start.add_argument("--resume", action="store_true", help="go on with the run that is there; an error if there is none")
     start.add_argument("--fresh", action="store_true", help="start anew; the run that is there is moved aside")
     verb.add_argument("--progress", choices=["auto", "live", "lines"], default="auto", help="how progress is shown (auto: live on a terminal)")
+
+
+def _render(verbs: argparse._SubParsersAction) -> None:
+    verb = _verb(verbs, "render", "hpczero.batch.verbs:render", "write the batch script of a job, for Slurm or PBS")
+    _takes_spec(verb)
+    verb.add_argument("-o", "--output", metavar="FILE", help="write it there, not to stdout")
 
 
 def _data(verbs: argparse._SubParsersAction) -> None:
@@ -166,6 +174,19 @@ def _doctor(verbs: argparse._SubParsersAction) -> None:
     verb = _verb(verbs, "doctor", "hpczero.doctor.verb:doctor", "what would go wrong on this machine, and the fix (alone or under mpirun)")
     verb.add_argument("--clean", action="store_true", help="remove shared-memory segments that nobody owns any more")
     verb.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _site(verbs: argparse._SubParsersAction) -> None:
+    site = verbs.add_parser("site", help="what is known of sites", description="What is known of sites: nodes, queues, launchers.")
+    kinds = site.add_subparsers(title="verbs", metavar="VERB", required=True)
+    ls = _verb(kinds, "list", "hpczero.batch.site_verbs:list_", "which sites and partitions there are")
+    show = _verb(kinds, "show", "hpczero.batch.site_verbs:show", "a site's nodes, limits, and what a job has there by default")
+    show.add_argument("name", metavar="SITE", help='as in "perlmutter" or "perlmutter/gpu"')
+    for verb in (ls, show):
+        verb.add_argument("--json", action="store_true", help="print JSON")
+    new = _verb(kinds, "new", "hpczero.batch.site_verbs:new", "write a profile of this site from what its scheduler says")
+    new.add_argument("name", metavar="NAME", help="of the site")
+    new.add_argument("-o", "--output", metavar="FILE", help="write it there (default: sites/NAME.toml in the user's settings)")
 
 
 def _spec(verbs: argparse._SubParsersAction) -> None:

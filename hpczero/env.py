@@ -21,6 +21,16 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "hpczero"
 
 
+def config_folder() -> Path:
+    """The user's settings: $XDG_CONFIG_HOME/hpczero, else ~/.config/hpczero."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "hpczero"
+
+
+def site_folders() -> list[Path]:
+    """$HPCZERO_SITES, separated as in $PATH."""
+    return [Path(folder) for folder in os.environ.get("HPCZERO_SITES", "").split(os.pathsep) if folder]
+
+
 def variable(name: str) -> str | None:
     return os.environ.get(name) or None
 

@@ -61,6 +61,7 @@ else
     part ruff 120 "$venv/bin/ruff" check --no-cache .
     part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
     tests unit 600 -- tests/unit
+    tests batch 600 -- tests/batch
     [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
     for n in $ranks; do launch mpich "$n" tests/mpi; done
     [ "$mode" != usual ] || launch mpich 8 "tests/mpi/test_grids.py tests/mpi/test_volumes.py -k 8-ranks"

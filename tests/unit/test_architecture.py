@@ -21,6 +21,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "": {"locations", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine"},
+    "spec.site": {"errors", "env", "locations"},
     "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", "planner", ""},
     "spec.rules": {"errors", "model.shapes"},
     "comm": {"errors", "env", "machine", "spec"},
@@ -34,13 +35,14 @@ ALLOWED = {
     "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "lock", ""},
     "train": {"errors", "env", "machine", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
+    "batch": {"errors", "env", "locations", "spec", "comm.grid", "model.shapes", "planner", ""},
     "doctor": {"errors", "env", "machine", "comm", "locations", ""},
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
     *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
 )
-WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "lock", "locations", "")
+WITHOUT_TORCH = (*PURE, "spec", "batch", "data", "checkpoint", "machine", "cli", "errors", "env", "lock", "locations", "")
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
 KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}

@@ -1,0 +1,18 @@
+#!/bin/bash -l
+#SBATCH --job-name=a-run-with-a-long-name
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=01:00:00
+
+# shellcheck disable=SC2016 # what stands in single quotes is meant as it stands
+fail() {
+    echo "hpczero job: $*" >&2
+    exit 2
+}
+
+# a-run-with-a-long-name on generic/slurm: 2 x 2 ranks (nodes x ranks on each), started by mpirun
+export SLURM_EXPORT_ENV=ALL
+export VIRTUAL_ENV=/work/venv
+export PATH="$VIRTUAL_ENV/bin:$PATH"
+cd /work/jobs || fail "the job's folder is not here"
+mpirun -n 4 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null
