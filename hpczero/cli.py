@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     _check(verbs)
     _run(verbs)
     _render(verbs)
+    _submit(verbs)
     _data(verbs)
     _checkpoints(verbs)
     _doctor(verbs)
@@ -96,6 +97,13 @@ def _render(verbs: argparse._SubParsersAction) -> None:
     verb = _verb(verbs, "render", "hpczero.batch.verbs:render", "write the batch script of a job, for Slurm or PBS")
     _takes_spec(verb)
     verb.add_argument("-o", "--output", metavar="FILE", help="write it there, not to stdout")
+
+
+def _submit(verbs: argparse._SubParsersAction) -> None:
+    verb = _verb(verbs, "submit", "hpczero.batch.submit:submit", "hand a run over to Slurm or PBS, as one job or a chain of them")
+    _takes_spec(verb)
+    verb.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
+    verb.add_argument("--wait", action="store_true", help="come back when its jobs have ended; 0 if the run is finished then")
 
 
 def _data(verbs: argparse._SubParsersAction) -> None:

@@ -26,6 +26,17 @@ def config_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "hpczero"
 
 
+def state_folder() -> Path:
+    """What hpczero remembers of the user's runs: $XDG_STATE_HOME/hpczero, else ~/.local/state/hpczero."""
+    return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state") / "hpczero"
+
+
+def for_scheduler() -> dict[str, str]:
+    """The environment for a scheduler's command: without what is left over from a job that this process may run in."""
+    leftover = ("SBATCH_", "SLURM_", "SRUN_", "PBS_", "PMI_", "PMIX_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(leftover) or name in ("SLURM_CONF", "PBS_CONF_FILE", "PBS_SERVER")}
+
+
 def site_folders() -> list[Path]:
     """$HPCZERO_SITES, separated as in $PATH."""
     return [Path(folder) for folder in os.environ.get("HPCZERO_SITES", "").split(os.pathsep) if folder]

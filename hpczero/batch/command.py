@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpczero import env
 from hpczero.errors import HpczeroError
 from hpczero.spec.show import printable
 
@@ -30,11 +31,17 @@ def missing(program: str) -> HpczeroError:
     return HpczeroError(f"the command {program} is not on this computer: go where jobs are submitted (hpczero render works anywhere)")
 
 
+def is_here(program: str) -> bool:
+    return shutil.which(program) is not None
+
+
 def run(words: Sequence[str], seconds: float = SECONDS) -> Answer:
-    if not shutil.which(words[0]):
+    if not is_here(words[0]):
         raise missing(words[0])
     try:
-        found = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
+        found = subprocess.run(
+            words, stdin=subprocess.DEVNULL, env=env.for_scheduler(), capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{words[0]} did not answer within {seconds:.0f} s") from None
     return Answer(found.returncode, found.stdout, found.stderr)

@@ -39,14 +39,15 @@ def render(job: Job) -> str:
 
 
 def _context(job: Job) -> dict[str, Any]:
-    if job.scheduler == "pbs":
-        return {"resources": _resources(job)}
     batch = job.batch
+    if job.scheduler == "pbs":
+        tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
+        return {"job_number": "PBS_JOBID", "resources": _resources(job), "variables": ",".join([*tag, *batch.env_pass])}
     image = batch.container.removeprefix("shifter:") if batch.container.startswith("shifter:") else ""
     export = "" if batch.env_inherit else ",".join(batch.env_pass) or "NONE"
     request = job.partition.gpu_request
     gpus = f"gpu:{job.gpus_per_node}" if request == "gres" and job.gpus_per_node else job.gpus_per_node
-    return {"export": export, "gpu_request": request, "gpus": gpus, "shifter_image": image}
+    return {"job_number": "SLURM_JOB_ID", "export": export, "gpu_request": request, "gpus": gpus, "shifter_image": image}
 
 
 def _resources(job: Job) -> list[str]:

@@ -210,6 +210,8 @@ class Batch(Table):
     pbs_chunk: str = key("", "site", 'PBS: more resources of each chunk, as in "system=polaris"', pattern=WORD)
     pbs_place: str = key("", "site", 'PBS: placement, as in "scatter"', pattern=WORD)
     pbs_resources: tuple[_Word, ...] = key((), "site", 'PBS: more resources of the job, as in ["filesystems=home:eagle"]', strict=False)
+    chain: int = key(1, "site", "jobs that are submitted, one after the other, until the run is finished", ge=1, le=1000)
+    max_stalled: int = key(3, "site", "jobs of a chain without a new checkpoint after which it ends", ge=1, le=1000)
     after: str = key("", "site", "number of a job that must have ended first", pattern=WORD)
     begin: str = key("", "site", "not before this time, as the scheduler writes it", pattern=WORD)
     mail: str = key("", "site", "address that is told of the job's end", pattern=WORD)

@@ -155,8 +155,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _only_leftovers(path: Path) -> bool:
-    """A start that ended between making the folder and writing the spec leaves these."""
-    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new"}
+    """A start that ended between making the folder and writing the spec leaves these; `batch` is there before a submitted run begins."""
+    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new", "batch"}
 
 
 def _same_run(path: Path, spec: Spec) -> None:

@@ -35,7 +35,7 @@ ALLOWED = {
     "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "lock", ""},
     "train": {"errors", "env", "machine", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "batch": {"errors", "env", "locations", "spec", "comm.grid", "model.shapes", "planner", ""},
+    "batch": {"errors", "env", "locations", "lock", "spec", "comm.grid", "model.shapes", "planner", "train.rundir", ""},
     "doctor": {"errors", "env", "machine", "comm", "locations", ""},
 }
 PURE = (

@@ -33,4 +33,8 @@ ulimit -s unlimited
 echo "on $(hostname)"
 set +e
 cd /work/jobs || fail "the job's folder is not here"
+
+# the run stops, with a checkpoint, before this moment (seconds since 1970)
+HPCZERO_DEADLINE=$(($(date +%s) + 131400))
+export HPCZERO_DEADLINE
 mpirun -n 12 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null
