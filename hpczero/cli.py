@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _run(verbs)
     _render(verbs)
     _submit(verbs)
+    _submitted(verbs)
     _data(verbs)
     _checkpoints(verbs)
     _doctor(verbs)
@@ -104,6 +105,19 @@ def _submit(verbs: argparse._SubParsersAction) -> None:
     _takes_spec(verb)
     verb.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
     verb.add_argument("--wait", action="store_true", help="come back when its jobs have ended; 0 if the run is finished then")
+
+
+def _submitted(verbs: argparse._SubParsersAction) -> None:
+    which = "the run's directory, its name, or its spec"
+    status = _verb(verbs, "status", "hpczero.batch.run_verbs:status", "how the runs that were submitted stand")
+    status.add_argument("run", nargs="?", metavar="RUN", help=f"{which} (default: all runs, a row each)")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    cancel = _verb(verbs, "cancel", "hpczero.batch.run_verbs:cancel", "take a run's jobs out of the queue, and end those that run")
+    cancel.add_argument("run", metavar="RUN", help=which)
+    logs = _verb(verbs, "logs", "hpczero.batch.run_verbs:logs", "what a run's newest job has printed")
+    logs.add_argument("run", metavar="RUN", help=which)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is printed, until no job is left")
+    logs.add_argument("--rank", type=int, metavar="R", help="where this rank runs, and the lines that name it")
 
 
 def _data(verbs: argparse._SubParsersAction) -> None:

@@ -34,7 +34,8 @@ def state_folder() -> Path:
 def for_scheduler() -> dict[str, str]:
     """The environment for a scheduler's command: without what is left over from a job that this process may run in."""
     leftover = ("SBATCH_", "SLURM_", "SRUN_", "PBS_", "PMI_", "PMIX_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(leftover) or name in ("SLURM_CONF", "PBS_CONF_FILE", "PBS_SERVER")}
+    kept = ("SLURM_CONF", "PBS_CONF_FILE", "PBS_SERVER")  # where the scheduler is
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(leftover)}
 
 
 def site_folders() -> list[Path]:

@@ -50,12 +50,14 @@ def parse(text: str) -> list[Queued]:
     found = []
     for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
         number, _, rest = block.partition("\n")
-        values = dict(line.strip().partition(" = ")[::2] for line in rest.splitlines() if " = " in line)
+        entries = (line.strip().partition(" = ") for line in rest.splitlines() if " = " in line)
+        values = {key: value for key, _, value in entries}
         state = _STATES.get(values.get("job_state", ""), "ended")
         exit_status = values.get("Exit_status", "")
-        why = {"running": "", "ended": f"exit status {exit_status}" if exit_status else "ended"}.get(state, values.get("comment", ""))
+        why: str = {"running": "", "ended": f"exit status {exit_status}" if exit_status else "ended"}.get(state, values.get("comment", ""))
         tag = _VARIABLE.search(values.get("Variable_List", ""))
-        found.append(Queued(number.strip(), state, why, tag[1] if tag else "", values.get("stime", values.get("estimated.start_time", ""))))
+        start = values.get("stime") or values.get("estimated.start_time") or ""
+        found.append(Queued(number.strip(), state, why, str(tag[1]) if tag else "", start))
     return found
 
 

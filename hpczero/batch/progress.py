@@ -3,8 +3,10 @@
 import json
 import statistics
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ class Link:
     """A job of a run."""
 
     number: str
-    state: str  # "queued", "held", "running", "finished", "interrupted", "failed", "passed", "gone"
+    state: str  # "queued", "held", "running", "finished", "interrupted", "failed", "passed", "cancelled", "gone"
     reason: str = ""
     start: str = ""
 
@@ -48,7 +50,7 @@ class Progress:
 def of(run: Path, known: Sequence[Queued], now: float | None = None) -> Progress:
     """`known`: what the scheduler says of the run's jobs."""
     now = time.time() if now is None else now
-    records, metrics, summary = submission.of_run(run), _lines(run / "metrics.jsonl"), _json(run / "summary.json")
+    records, metrics, summary = submission.of_run(run), lines_of(run / "metrics.jsonl"), _json(run / "summary.json")
     links = [link for record in records for link in _links(record, known)]
     last: dict[str, Any] = metrics[-1] if metrics else {}
     step, steps = int(last.get("step", 0)), _steps(run, records)
@@ -83,7 +85,7 @@ def _state(run: Path, links: Sequence[Link], summary: dict[str, Any], records: S
     if summary.get("state") == "finished":
         return "finished", ""
     over = _over(records[-1]) if records else ""
-    ended = [link for link in links if link.state != "passed"]
+    ended = [link for link in links if link.state not in ("passed", "cancelled")]
     if ended and ended[-1].state in ("failed", "gone"):
         return "failed", over or ended[-1].reason
     if ended or summary:
@@ -109,6 +111,8 @@ def _links(record: Submission, known: Sequence[Queued]) -> list[Link]:
             found.append(Link(number, "passed"))
         elif own == "began":
             found.append(Link(number, "gone", job.reason if job else "it ended without a word: killed, or its node failed"))
+        elif _over(record):
+            found.append(Link(number, "cancelled"))
         else:
             found.append(Link(number, "gone", f"never began{f': {job.reason}' if job else ''}"))
     return found
@@ -154,8 +158,6 @@ def _node_hours(record: Submission, now: float) -> float:
 
 
 def _seconds(moment: str) -> float:
-    from datetime import datetime
-
     try:
         return datetime.fromisoformat(moment).timestamp()
     except ValueError:
@@ -164,8 +166,6 @@ def _seconds(moment: str) -> float:
 
 def _steps(run: Path, records: Sequence[Submission]) -> int:
     """What the newest resolved spec asks for."""
-    import tomllib
-
     for path in [*(record.path / "spec.toml" for record in reversed(records)), run / "spec.toml"]:
         try:
             return int(tomllib.loads(path.read_text(encoding="utf-8"))["train"]["steps"])
@@ -181,7 +181,7 @@ def _last_save(run: Path) -> int | None:
 
 def _began(run: Path) -> float:
     """When the run was last started."""
-    events = [event for event in _lines(run / "events.jsonl") if event.get("event") == "start"]
+    events = [event for event in lines_of(run / "events.jsonl") if event.get("event") == "start"]
     return _seconds(str(events[-1].get("time", ""))) if events else 0.0
 
 
@@ -192,7 +192,7 @@ def _last_lines(records: Sequence[Submission], number: str, count: int = 12) -> 
     return []
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
     """The last lines of a file of JSON lines; one that is being written is left out."""
     found = []
     for line in _tail(path).splitlines():

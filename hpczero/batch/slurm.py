@@ -8,9 +8,9 @@ from hpczero.batch import command
 from hpczero.batch.queued import Queued, Refused, State, Transient
 
 PROGRAM = "sbatch"
-_TRANSIENT = ("timed out", "Unable to contact", "not responding", "temporarily", "Connection refused", "Zero Bytes", "Socket", "Resource temporarily")
-_STATES: dict[str, State] = {"PENDING": "queued", "REQUEUED": "queued", "REQUEUE_HOLD": "held", "RUNNING": "running", "COMPLETING": "running"}
-_STATES |= {"CONFIGURING": "running", "SUSPENDED": "running", "STAGE_OUT": "running", "RESIZING": "running", "SIGNALING": "running", "STOPPED": "running"}
+_TRANSIENT = ("timed out", "Unable to contact", "not responding", "temporarily", "Connection refused", "Zero Bytes")
+_STATES: dict[str, State] = {"PENDING": "queued", "REQUEUED": "queued", "REQUEUE_HOLD": "held"}
+_RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED")
 _FORMAT = "%i|%T|%r|%S|%k"
 
 
@@ -46,7 +46,7 @@ def parse(text: str) -> list[Queued]:
         if line.count("|") < 4:
             continue
         number, state, reason, start, tag = line.strip().split("|", 4)
-        known = _STATES.get(state, "ended")
+        known: State = "running" if state in _RUNNING else _STATES.get(state, "ended")
         if known == "queued" and "Held" in reason:
             known = "held"
         why = {"queued": reason, "held": reason, "running": ""}.get(known, state)

@@ -58,6 +58,13 @@ class Submission:
     def log(self, job: str) -> Path:
         return self.path / f"log-{job}"
 
+    def close(self, reason: str) -> None:
+        """Its jobs that have not begun will find nothing to do."""
+        try:
+            (self.path / "over").write_text(reason + "\n", encoding="utf-8")
+        except OSError as error:
+            raise HpczeroError(f"cannot write {self.path / 'over'}: {error.strerror}") from error
+
     def write(self) -> None:
         values = {name: value for name, value in asdict(self).items() if name != "path"}
         temporary = self.path / "submission.json.new"

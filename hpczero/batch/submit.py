@@ -3,8 +3,8 @@
 Protocol:
 1. The spec is checked, the job planned. A run that is finished, running, or has jobs in the queue is not submitted again.
 2. The folder `<run>/batch/<time>-<id>/` gets the resolved spec, the script and a record that says: not complete.
-3. The jobs are submitted one after the other, each behind the one before it (`afterany`); under PBS the first is held until all are there, since a job
-   that has ended can be depended on no more. The record is written again after each.
+3. The jobs are submitted one after the other, each behind the one before it (`afterany`); under PBS the first is held until all are there, since
+   a job that has ended can be depended on no more. The record is written again after each.
 4. Every job carries a tag made of the id. Where the scheduler's answer is lost, the tag is looked for in the queue before the job is
    submitted once more, and it is never submitted while nobody knows.
 5. What cannot be completed is taken back: the jobs that are in the queue are cancelled.
@@ -162,10 +162,8 @@ class Chain:
                     self.sleep(_BETWEEN[attempt])
                 continue
             return next((job.number for job in known if job.number not in self.record.jobs and job.tag == self._tag(link)), "")
-        raise HpczeroError(
-            f"{error}; and then the queue could not be read, so that nobody knows whether the job is in it. Look yourself, or say hpczero submit again: "
-            "it looks first"
-        ) from error
+        unknown = "and then the queue could not be read, so that nobody knows whether the job is in it"
+        raise HpczeroError(f"{error}; {unknown}. Look yourself, or say hpczero submit again: it looks first") from error
 
     def _tag(self, link: int) -> str:
         """The jobs of a PBS chain share a script, and so a tag: what is not yet written down is the one that is looked for."""
