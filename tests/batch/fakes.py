@@ -1,4 +1,5 @@
 """Fake qsub, qstat, qrls and qdel over a folder that stands for the queue. Their answers have the form of PBS Professional's.
+
 A job is a folder `<number>`: `words` (of qsub), `state`. Files in the folder of the queue change what they do: `lose` (the next qsub enters the job,
 then dies without an answer), `refuse` (its content is the error), `deaf` (nobody answers).
 """
