@@ -66,6 +66,14 @@ def batch_job() -> str | None:
     return variable("SLURM_JOB_ID") or variable("PBS_JOBID")
 
 
+def deadline() -> float | None:
+    """When the batch job ends, in seconds since 1970: what its script has found out ($HPCZERO_DEADLINE), or Slurm since 23.02 says."""
+    for text in (variable("HPCZERO_DEADLINE"), variable("SLURM_JOB_END_TIME")):
+        if text and text.isdecimal():
+            return float(text)
+    return None
+
+
 def prepare_mpi() -> None:
     """Before MPI starts: settings without which a library complains about nothing, or is slow; what the user has set stays."""
     for size in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):  # what a call moves over TCP: too little for a poll a millisecond

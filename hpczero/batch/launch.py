@@ -22,8 +22,8 @@ def words(job: Job) -> list[str]:
 
 
 def _srun(job: Job) -> list[str]:
-    """The number of CPUs is said again: srun stopped taking it from the job in 22.05."""
-    found = ["srun", f"--nodes={job.nodes}", f"--ntasks={job.ranks}", f"--ntasks-per-node={job.ranks_per_node}"]
+    """The number of CPUs is said again: srun stopped taking it from the job in 22.05. A rank that is killed ends the others."""
+    found = ["srun", "--kill-on-bad-exit=1", f"--nodes={job.nodes}", f"--ntasks={job.ranks}", f"--ntasks-per-node={job.ranks_per_node}"]
     found += [f"--cpus-per-task={job.cpus_per_rank}"] if job.cpus_per_rank else []
     bind = job.batch.bind
     if bind != "auto" or job.cpus_per_rank:

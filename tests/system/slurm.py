@@ -38,8 +38,8 @@ def running() -> Iterator[dict[str, str]]:
         assert (down.code, down.left) == (0, []), down.err
 
 
-def await_that(condition: Callable[[], object], seconds: float, what: str) -> None:
+def await_that(condition: Callable[[], object], seconds: float, what: str, look_every: float = 0.3) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s"
-        time.sleep(0.3)
+        time.sleep(look_every)

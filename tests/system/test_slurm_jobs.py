@@ -81,7 +81,7 @@ class User:
             return bool(until(seen[0]))
 
         try:
-            await_that(reached, 240, what)
+            await_that(reached, 1500, what, look_every=1.0)
         except AssertionError as error:
             raise AssertionError(f"{error}: {seen[0]}; {[path.read_text() for path in self.logs(name)]}") from error
         return seen[0]
@@ -169,6 +169,7 @@ def test_what_slurm_refuses_is_said(user: User) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_a_killed_step_costs_the_steps_since_the_last_checkpoint(user: User) -> None:
     user.submits("whole", "--set", "train.steps=200")
     user.waits("whole", over, "the run without interruption ends")
@@ -184,6 +185,7 @@ def test_a_killed_step_costs_the_steps_since_the_last_checkpoint(user: User) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_run_that_is_pushed_aside_goes_on_in_the_next_job(user: User, tmp_path: Path, launcher: str) -> None:
     """Preemption: SIGTERM, and SIGKILL 10 s later."""
@@ -198,6 +200,7 @@ def test_a_run_that_is_pushed_aside_goes_on_in_the_next_job(user: User, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_a_requeue_by_the_site_is_survived(user: User) -> None:
     user.submits("again", "--set", "train.steps=150", "--set", "batch.chain=2")
     found = user.waits("again", lambda found: found["last_save"], "a checkpoint is there")
@@ -206,3 +209,19 @@ def test_a_requeue_by_the_site_is_survived(user: User) -> None:
     found = user.waits("again", over, "the chain ends")
     assert (found["state"], found["step"]) == ("finished", 150)
     assert "resume" in user.logs("again")[0].read_text(), "what was printed before is still there, and what came after"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user: User) -> None:
+    """The run stops in time for its last checkpoint, job after job: no step is computed twice, and every loss is bitwise the same."""
+    longer = ("--set", "train.steps=2500", "--set", "checkpoint.every=0")
+    user.submits("whole", *longer, "--set", "batch.begin=now")
+    user.waits("whole", over, "the run without interruption ends")
+    user.submits("parts", *longer, "--set", "batch.walltime=1m", "--set", "batch.chain=20", "--set", "train.log_every=100")
+    found = user.waits("parts", over, "the chain ends")
+    assert found["state"] == "finished"
+    assert states(found).count("interrupted") >= 1
+    assert set(states(found)) <= {"interrupted", "finished", "passed"}, "every job ended by itself, in time"
+    assert any("stopped by the end of the job's time" in path.read_text() for path in user.logs("parts"))
+    assert user.losses("parts") == user.losses("whole")

@@ -43,4 +43,4 @@ end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02
 [ -n "$end" ] || end=$(timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null | xargs -r date +%s -d 2>/dev/null)
 HPCZERO_DEADLINE=${end:-$(($(date +%s) + 131400))}
 export HPCZERO_DEADLINE
-srun --nodes=3 --ntasks=12 --ntasks-per-node=4 --cpus-per-task=6 --cpu-bind=map_cpu:0,8 --mpi=pmi2 python3 -m hpczero run /work/jobs/spec.toml </dev/null
+srun --kill-on-bad-exit=1 --nodes=3 --ntasks=12 --ntasks-per-node=4 --cpus-per-task=6 --cpu-bind=map_cpu:0,8 --mpi=pmi2 python3 -m hpczero run /work/jobs/spec.toml </dev/null
