@@ -11,7 +11,7 @@ import pytest
 from hpczero.batch import header
 from hpczero.errors import InputError
 from hpczero.spec.duration import clock, seconds
-from tests.batch.golden import FOLDER, cases, script
+from tests.batch.golden import FOLDER, cases, kept, script
 
 CASES = cases()
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -23,7 +23,7 @@ def scheduler(text: str) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_script_is_the_one_that_is_kept(case: str, tmp_path: Path) -> None:
-    assert script(CASES[case], tmp_path) == (FOLDER / f"{case}.sh").read_text(), "if it is meant: python -m tests.batch.golden"
+    assert kept(case, CASES[case], tmp_path) == (FOLDER / f"{case}.sh").read_text(), "if it is meant: python -m tests.batch.golden"
 
 
 def test_every_script_that_is_kept_has_its_case() -> None:
