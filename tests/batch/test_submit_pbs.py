@@ -2,15 +2,21 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hpczero.batch import pbs, scheduler, submission, submit
+from hpczero import env
+from hpczero.batch import pbs, run_verbs, scheduler, submission, submit
 from hpczero.batch.queued import Refused
 from hpczero.cli import main
 from hpczero.errors import HpczeroError
 from tests.batch import fakes
+from tests.system.test_check import BLOCKER
 
 SPEC = """
 name = "a-run"
@@ -165,9 +171,7 @@ def test_nothing_is_submitted_where_there_is_no_scheduler(queue: Path, monkeypat
     assert not Path("runs").exists()
 
 
-def test_leftovers_of_a_job_do_not_reach_the_scheduler(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpczero import env
-
+def test_leftovers_of_a_job_do_not_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "other")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
@@ -180,3 +184,57 @@ def test_the_words_of_qstat() -> None:
     text = "Job Id: 5.s\n    job_state = R\n    stime = Mon Jan  5 10:00:00 2026\n    Variable_List = A=1,HPCZERO_TAG=hpczero:ab:0,\n\tB=2\n"
     (job,) = pbs.parse(text)
     assert (job.number, job.state, job.tag, job.start) == ("5.s", "running", "hpczero:ab:0", "Mon Jan  5 10:00:00 2026")
+
+
+@pytest.mark.parametrize(("over", "code"), [("the run is finished", 0), ("no progress", 1), ("", 1)])
+def test_waiting_for_the_end(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], over: str, code: int
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        """One more job ends at each; then nothing is remembered of the last answer."""
+        own = record(tmp_path)
+        fakes.state(queue, own.jobs[len(slept)], "F")
+        slept.append(seconds)
+        if over:
+            own.close(over)
+        scheduler.forget("pbs")
+
+    monkeypatch.setattr(submit, "time", SimpleNamespace(sleep=sleep, time=time.time))
+    assert main(["submit", "spec.toml", "--wait"]) == code
+    assert slept == [scheduler.ASK_EVERY] * 3
+    assert capsys.readouterr().out.splitlines()[-1].endswith(over or "the jobs ended before the run was finished")
+
+
+def test_the_log_is_followed_from_job_to_job(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", "spec.toml"]) == 0
+    own = record(tmp_path)
+    capsys.readouterr()
+    happens = iter(
+        [
+            lambda: own.log("17.pbs").write_text("one\n"),
+            lambda: own.log("17.pbs").write_text("one\ntwo\n"),
+            lambda: own.log("18.pbs").write_text("three\n"),
+            lambda: [fakes.state(queue, number, "F") for number in own.jobs],
+        ]
+    )
+
+    def sleep(seconds: float) -> None:
+        next(happens)()
+        scheduler.forget("pbs")
+
+    monkeypatch.setattr(run_verbs, "time", SimpleNamespace(sleep=sleep))
+    assert main(["logs", "-f", "a-run"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+
+
+def test_on_a_login_node(queue: Path, tmp_path: Path) -> None:
+    """All of it without what only training needs."""
+    program = BLOCKER.format(blocked=["torch", "mpi4py", "numba"])
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    for words in (["submit", "spec.toml"], ["status"], ["status", "a-run"], ["cancel", "a-run"]):
+        done = subprocess.run([sys.executable, "-c", program, *words], env=variables, capture_output=True, text=True, timeout=120, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), words
