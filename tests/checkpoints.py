@@ -1,9 +1,9 @@
 """Checkpoints for tests: of any grid, made of random numbers by one process."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -81,5 +81,14 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
     return alone.save(checkpoints, alone.Made(state, wanted.spec, axes, table, files, wanted.buffers), read)
 
 
-def elements(wanted: Wanted) -> int:
-    return sum(prod(p.shape) for layer in wanted.layers for p in layer.parameters)
+@contextmanager
+def memory_at_most(size: int) -> Iterator[None]:
+    """What is done inside takes no more than so many bytes beyond what this process has now, whatever it had at its peak before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+    before = _peak()
+    yield
+    assert _peak() - before < size
+
+
+def _peak() -> int:
+    return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))

@@ -8,17 +8,17 @@ from pathlib import Path
 from hpczero import env
 from hpczero.checkpoint import folder
 from hpczero.checkpoint.adopt import Adoption
-from hpczero.checkpoint.export import Export
-from hpczero.checkpoint.listing import ASIDE, COMPLETE, DAMAGED, INCOMPLETE, Listed, bytes_of, listed
+from hpczero.checkpoint.export import WHOLE, Export
+from hpczero.checkpoint.listing import ASIDE, COMPLETE, DAMAGED, INCOMPLETE, Listed, listed
 from hpczero.checkpoint.locate import checkpoint_at, checkpoints_of
 from hpczero.checkpoint.progress import bar
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.safetensors_file import SafetensorsFile
 from hpczero.errors import HpczeroError, InputError
+from hpczero.lock import RunLock
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
-from hpczero.spec.show import printable
-from hpczero.lock import RunLock
+from hpczero.spec.show import in_bytes, printable
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -28,24 +28,21 @@ def export(options: Namespace) -> int:
     is_file = output.suffix == ".safetensors"
     if is_file and largest:
         raise InputError(f"--shard-size: {printable(str(output))} would have to be a folder, for several files and their index")
-    if not is_file and not largest:
-        output = output / "model.safetensors"
-    target = output.parent if is_file or not largest else output
     with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
         made = Export(checkpoint, options.dtype)
         try:
-            _room(target, made.size)
-            if not is_file and not largest:
-                output.parent.mkdir(exist_ok=True)
+            _room(output.parent if is_file else output, made.size)
+            if not is_file:
+                output.mkdir(exist_ok=True)
             with bar("writing", made.size) as advance:
-                done = made.to_folder(output, largest, advance) if largest else made.to_file(output, advance)
+                files = made.to_folder(output, largest, advance) if largest else made.to_file(output if is_file else output / WHOLE, advance)
         except OSError as error:
-            raise HpczeroError(f"{error.filename or output}: {error.strerror} ({bytes_of(made.size)} are to be written)") from error
-    for path in done.files:
+            raise HpczeroError(f"{error.filename or output}: {error.strerror} ({in_bytes(made.size)} are to be written)") from error
+    for path in files:
         print(f"wrote {printable(str(path))}")
-    print(f"{done.tensors} tensors (of them {done.buffers} buffers), {bytes_of(done.size)}, weights as {options.dtype}")
-    if done.overflows:
-        print(f"WARN {done.overflows:,} weights are too large for {options.dtype} and became infinite; bf16 has the range of fp32")
+    print(f"{len(made.entries)} tensors (of them {len(checkpoint.buffers)} buffers), {in_bytes(made.size)}, weights as {options.dtype}")
+    if made.overflows:
+        print(f"WARN {made.overflows:,} weights are too large for {options.dtype} and became infinite; bf16 has the range of fp32")
     return 0
 
 
@@ -85,8 +82,8 @@ def prune(options: Namespace) -> int:
         for one in removed:
             if not options.dry_run:
                 _remove(one)
-            print(f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {bytes_of(one.size)})")
-    print(f"{len(removed)} of {len(found)} checkpoints, {bytes_of(sum(one.size for one in removed))}")
+            print(f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {in_bytes(one.size)})")
+    print(f"{len(removed)} of {len(found)} checkpoints, {in_bytes(sum(one.size for one in removed))}")
     return 0
 
 
@@ -142,4 +139,4 @@ def _bytes(text: str) -> int:
 def _room(path: Path, size: int) -> None:
     free = folder.free_bytes(path.absolute())
     if free < size:
-        raise InputError(f"{printable(str(path))}: {bytes_of(size)} are to be written, and {bytes_of(free)} are free there")
+        raise InputError(f"{printable(str(path))}: {in_bytes(size)} are to be written, and {in_bytes(free)} are free there")

@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import numpy as np
 
-from hpczero.checkpoint.files import sync, write_durably
+from hpczero.checkpoint.files import written_durably
 from hpczero.checkpoint.progress import Advance
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.safetensors_file import Entry, dtype_of, from_float32, placed, write
@@ -18,20 +16,11 @@ from hpczero.spec.show import printable
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
-_INDEX = "model.safetensors.index.json"
-
-
-@dataclass
-class Exported:
-    files: list[Path]
-    tensors: int
-    buffers: int
-    size: int  # bytes of data
-    overflows: int = 0  # weights that are finite there and infinite in the file
+WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Export:
-    """Of one checkpoint's weights in one dtype."""
+    """Of one checkpoint's weights in one dtype. `size`: bytes of data; `overflows`: weights that were finite and have become infinite."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
         self.checkpoint, self.dtype = checkpoint, DTYPES[dtype]
@@ -40,26 +29,22 @@ class Export:
         self.size = sum(entry.end for entry in self.entries)
         self.overflows = 0
 
-    def to_file(self, path: Path, advance: Advance) -> Exported:
+    def to_file(self, path: Path, advance: Advance) -> list[Path]:
         _refuse_existing([path])
         self._write(path, self.entries, advance)
-        return self._done([path])
+        return [path]
 
-    def to_folder(self, folder: Path, largest: int, advance: Advance) -> Exported:
+    def to_folder(self, folder: Path, largest: int, advance: Advance) -> list[Path]:
         """Files of at most so many bytes of data (a tensor that has more is alone in one); the index comes last."""
-        groups = dealt(self.entries, largest)
+        groups = _dealt(self.entries, largest)
         paths = [folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
         _refuse_existing([*paths, folder / _INDEX])
-        folder.mkdir(exist_ok=True)
         for path, group in zip(paths, groups, strict=True):
             self._write(path, group, advance)
         where = {entry.name: path.name for path, group in zip(paths, groups, strict=True) for entry in group}
-        write_durably(folder / _INDEX, json.dumps({"metadata": {"total_size": self.size}, "weight_map": where}, indent=2) + "\n")
-        sync(folder)
-        return self._done([*paths, folder / _INDEX])
-
-    def _done(self, files: list[Path]) -> Exported:
-        return Exported(files, len(self.entries), len(self.checkpoint.buffers), self.size, self.overflows)
+        with written_durably(folder / _INDEX) as file:
+            file.write(json.dumps({"metadata": {"total_size": self.size}, "weight_map": where}, indent=2).encode() + b"\n")
+        return [*paths, folder / _INDEX]
 
     def _write(self, path: Path, group: Sequence[Entry], advance: Advance) -> None:
         buffers = [entry.name for entry in group if entry.name in self.checkpoint.buffers]
@@ -88,12 +73,12 @@ def _finite(values: Array, dtype: str) -> int:
     return int(((values & 0x7F80) != 0x7F80).sum() if dtype == "BF16" else np.isfinite(values).sum())
 
 
-def dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
+def _dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
     """In order, a new file whenever the next tensor has no more room."""
     groups: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
-        size = prod(entry.shape) * entry.numpy.itemsize
+        size = entry.end - entry.begin
         if groups[-1] and filled + size > largest:
             groups.append([])
             filled = 0

@@ -1,8 +1,11 @@
-"""The files of a checkpoint, which a stranger may have made: opened only if they are plain files of the folder itself."""
+"""Files as checkpoints need them: read only if they are plain ones of the folder itself (a stranger may have made it); written whole or not."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from hpczero.errors import HpczeroError
 
@@ -23,14 +26,21 @@ def open_plain(path: Path) -> int:
     return file
 
 
-def write_durably(path: Path, text: str) -> None:
-    """The file has all of the text or does not exist under this name, whatever happens; the folder's own change is not yet on the disk."""
+@contextlib.contextmanager
+def written_durably(path: Path) -> Iterator[BinaryIO]:
+    """All that is written inside gets this name once it is on the disk; whatever fails before, what had the name keeps it."""
     temporary = path.with_name(path.name + ".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        sync(path.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def sync(folder: Path) -> None:

@@ -50,7 +50,7 @@ def begin(checkpoints: Path, step: int) -> Path:
     """A new folder. What is there under this name is removed if it is incomplete, and set aside if it is a checkpoint."""
     path = checkpoints / name_of(step)
     if (path / manifest.NAME).exists():
-        set_aside(path)
+        _set_aside(path)
     elif path.exists():
         remove(path)
     path.mkdir(parents=True)
@@ -58,11 +58,11 @@ def begin(checkpoints: Path, step: int) -> Path:
     return path
 
 
-def set_aside(path: Path) -> Path:
+def _set_aside(path: Path) -> None:
     stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), 0
     while (aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))).exists():
         number += 1
-    return path.rename(aside)
+    path.rename(aside)
 
 
 def remove(path: Path) -> None:
@@ -78,11 +78,9 @@ def remove(path: Path) -> None:
 
 
 def to_prune(complete: Sequence[int], keep: int, keep_every: int) -> list[int]:
-    """Steps of the checkpoints that are not to be kept; 0: all are, or none beyond that. Never the newest."""
-    newest_first = sorted(complete, reverse=True)
-    if not keep:
-        return []
-    return [step for step in newest_first[keep:] if not (keep_every and step % keep_every == 0)]
+    """Steps that are not among the newest `keep` (0: all are kept), and that `keep_every` does not divide (0: it divides none)."""
+    old = sorted(complete, reverse=True)[keep:] if keep else []
+    return [step for step in old if not (keep_every and step % keep_every == 0)]
 
 
 def free_bytes(folder: Path) -> int:

@@ -22,7 +22,7 @@ from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.checkpoint.table import Table, Tensor
 from hpczero.spec.show import printable
 
-MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
+_MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
 _COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
 
 
@@ -38,10 +38,13 @@ def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mappin
         pieces.create_dataset("shapes", data=np.frombuffer(json.dumps([tensor.shape for tensor in table.tensors]).encode(), np.uint8))
         for name, values in buffers.items():
             file.create_dataset(f"buffers/{name}", data=values)
-        slots = SLOTS if len(table.rank) * len(SLOTS) <= MOST_MAPPINGS else SLOTS[:1]
-        for slot in slots:
+        for slot in slots_in_view(table):
             for number, tensor in enumerate(table.tensors):
                 _view(file, slot, number, tensor, table, file_of)
+
+
+def slots_in_view(table: Table) -> Sequence[str]:
+    return SLOTS if len(table.rank) * len(SLOTS) <= _MOST_MAPPINGS else SLOTS[:1]
 
 
 def _view(file: h5py.File, slot: str, number: int, tensor: Tensor, table: Table, file_of: Mapping[int, tuple[str, int]]) -> None:

@@ -21,9 +21,9 @@ class Listed:
     state: str
     problem: str
     size: int  # bytes of the files that are there
-    created: str | None
-    ranks: int | None
-    grid: dict[str, int] | None
+    created: str | None = None
+    ranks: int | None = None
+    grid: dict[str, int] | None = None
 
     @property
     def run(self) -> Path:
@@ -36,27 +36,27 @@ class Listed:
 def listed(checkpoints: Path) -> Iterator[Listed]:
     """Those in a folder of checkpoints, by step."""
     found = [*folder.steps(checkpoints).values(), *folder.incomplete(checkpoints), *folder.aside(checkpoints)]
-    return (look_at(path) for path in sorted(found, key=lambda path: (folder.step_of(path) or 0, path.name)))
+    return (_look_at(path) for path in sorted(found, key=lambda path: (folder.step_of(path) or 0, path.name)))
 
 
-def look_at(path: Path) -> Listed:
+def _look_at(path: Path) -> Listed:
     step = folder.step_of(path) or 0
     try:
         size = sum(entry.lstat().st_size for entry in path.iterdir())
     except OSError as error:  # not to be read; or removed since it was listed
-        return Listed(path, step, DAMAGED, f"{path}: {error.strerror}", 0, None, None, None)
+        return Listed(path, step, DAMAGED, f"{path}: {error.strerror}", 0)
     if not (path / manifest.NAME).exists():
-        return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size, None, None, None)
+        return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
     try:
         content = manifest.read(path)
     except Damaged as error:
-        return Listed(path, step, DAMAGED, str(error), size, None, None, None)
-    problem = missing(path, content)
+        return Listed(path, step, DAMAGED, str(error), size)
+    problem = _missing(path, content)
     state = DAMAGED if problem else COMPLETE if path.absolute().name == folder.name_of(step) else ASIDE
     return Listed(path, content.state.step, state, problem, size, content.created, content.ranks, content.grid)
 
 
-def missing(path: Path, content: Content) -> str:
+def _missing(path: Path, content: Content) -> str:
     """Which file is not there, or not as long as it was; empty if all are."""
     for name, size in [(INDEX, content.index.size), *((shard.file, shard.size) for shard in content.shards)]:
         try:
@@ -66,11 +66,3 @@ def missing(path: Path, content: Content) -> str:
         if found.st_size != size:
             return f"{name} has {found.st_size:,} bytes, and {size:,} were written"
     return ""
-
-
-def bytes_of(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 999.5 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpczero.checkpoint.files import Damaged, open_plain, sync, write_durably
+from hpczero.checkpoint.files import Damaged, open_plain, sync, written_durably
 from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
 from hpczero.spec.show import printable
 
@@ -91,8 +91,8 @@ def text(content: Content) -> str:
 def write(folder: Path, content: Content) -> None:
     """The commit: what the folder has under final names becomes a checkpoint."""
     sync(folder)
-    write_durably(folder / NAME, text(content))
-    sync(folder)
+    with written_durably(folder / NAME) as file:
+        file.write(text(content).encode())
 
 
 def read(folder: Path) -> Content:
@@ -151,7 +151,7 @@ def _problem(content: Content) -> str:
 
 
 def _of_shard(shard: ShardFile) -> str:
-    ranges = sorted(place for data in shard.ranks for place in data.extent.ranges())
+    ranges = [place for data in shard.ranks for place in data.extent.ranges()]
     ranges += [(data.checksums, data.checksums + 8 * len(SLOTS) * data.extent.blocks) for data in shard.ranks if data.extent.blocks]
     ranges.sort()
     if any(begin % PAGE for data in shard.ranks if data.elements for begin in data.data):

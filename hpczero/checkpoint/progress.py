@@ -2,12 +2,10 @@
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 Advance = Callable[[int], None]  # so many more bytes are done
-_BETWEEN = 0.1  # seconds
 
 
 @contextlib.contextmanager
@@ -21,16 +19,4 @@ def bar(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield _Bar(progress, progress.add_task(doing, total=total)).advance
-
-
-class _Bar:
-    def __init__(self, progress: Any, task: Any) -> None:
-        self._progress, self._task, self._done, self._shown = progress, task, 0, 0.0
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        now = time.monotonic()
-        if now - self._shown > _BETWEEN:
-            self._progress.update(self._task, completed=self._done)
-            self._shown = now
+        yield partial(progress.advance, progress.add_task(doing, total=total))

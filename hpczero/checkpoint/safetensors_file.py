@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint.files import sync
+from hpczero.checkpoint.files import written_durably
 from hpczero.checkpoint.shard import Array
 from hpczero.errors import InputError
 from hpczero.spec.show import printable
@@ -69,20 +69,11 @@ def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str], dat
     header |= {entry.name: {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]} for entry in entries}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for values in data:
-                file.write(values.data.cast("B"))
-            file.flush()
-            os.fsync(file.fileno())
-            assert file.tell() == 8 + len(text) + max((entry.end for entry in entries), default=0)
-        temporary.rename(path)
-        sync(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with written_durably(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for values in data:
+            file.write(values.data.cast("B"))
+        assert file.tell() == 8 + len(text) + max((entry.end for entry in entries), default=0)
 
 
 class SafetensorsFile:

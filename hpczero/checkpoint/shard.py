@@ -10,6 +10,7 @@ checksums. `rest` is a checksum of every byte that is not data: the structure, a
 import contextlib
 import mmap
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,9 +91,11 @@ def _offset(dataset: h5py.h5d.DatasetID) -> int:
 class Writer:
     """Writes a rank's data into its extent, a slot after the other, each from its beginning to its end."""
 
-    def __init__(self, path: Path, extent: Extent, direct: bool) -> None:
-        """`direct`: past the page cache, where the file system allows it."""
-        self.path, self.extent = path, extent
+    def __init__(self, path: Path, extent: Extent, direct: bool, rest: float = 0.0) -> None:
+        """`direct`: past the page cache, where the file system allows it. `rest`: others need the processor and the disk too; how long to pause
+        after each chunk, in times of what that took.
+        """
+        self.path, self.extent, self.rest = path, extent, rest
         self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
         self._file = os.open(path, os.O_WRONLY)
@@ -105,6 +108,7 @@ class Writer:
         with ThreadPoolExecutor(1) as disk:
             before: Future[None] | None = None
             for chunk in chunks:
+                begun = time.monotonic()
                 data = memoryview(chunk.data).cast("B")
                 for start in range(0, len(data), BLOCK):
                     self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
@@ -113,6 +117,9 @@ class Writer:
                     before.result()
                 before = disk.submit(self._write_at, data, place)
                 place += len(data)
+                if self.rest:
+                    before.result()
+                    time.sleep(self.rest * (time.monotonic() - begun))
             if before:
                 before.result()
         assert place == self.extent.data[slot] + self.extent.length, f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"

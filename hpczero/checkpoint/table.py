@@ -69,8 +69,8 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of a piece that is asked for: `of_piece` and `of_wanted` are the same elements of the tensor, seen from the piece and from the rectangle
+class Part:
+    """What is asked for of a piece: `of_piece` and `of_wanted` are the same elements of the tensor, seen from the piece and from the rectangle
     that was asked about.
     """
 
@@ -110,6 +110,11 @@ class Table:
         return cls(tuple(tensors), found[:, 0], found[:, 1], found[:, 2], found[:, 3 : 3 + dims], found[:, 3 + dims :])
 
     @cached_property
+    def number(self) -> dict[str, int]:
+        """Of a tensor, by name."""
+        return {tensor.name: number for number, tensor in enumerate(self.tensors)}
+
+    @cached_property
     def sizes(self) -> Array:
         """[n] elements of each piece."""
         return np.prod(self.stop - self.start, axis=1, dtype=np.uint64)
@@ -131,7 +136,7 @@ class Table:
         dims = len(self.tensors[int(self.tensor[piece])].shape)
         return tuple(slice(int(a), int(b)) for a, b in zip(self.start[piece, :dims], self.stop[piece, :dims], strict=True))
 
-    def parts(self, tensor: int, wanted: Slices) -> Iterator[Box]:
+    def parts(self, tensor: int, wanted: Slices) -> Iterator[Part]:
         """What pieces have of a rectangle of a tensor, by rank and offset."""
         found = self.pieces(tensor)
         dims = len(wanted)
@@ -141,7 +146,7 @@ class Table:
             piece = found.start + int(index)
             whole = self.box(piece)
             cuts = [slice(int(a), int(b)) for a, b in zip(first[index], last[index], strict=True)]
-            yield Box(
+            yield Part(
                 int(self.rank[piece]),
                 int(self.offset[piece]),
                 tuple(cut.stop - cut.start for cut in whole),
@@ -156,7 +161,7 @@ class Table:
         if any(tensor.size >= _TOO_MANY for tensor in self.tensors) or sum(elements_of_rank) >= _TOO_MANY:
             return f"it has tensors of {_TOO_MANY} elements and more"
         shapes = np.array([tensor.shape + (1,) * (self.stop.shape[1] - len(tensor.shape)) for tensor in self.tensors], np.uint64)
-        if len(self.rank) and (int(self.rank.max()) >= len(elements_of_rank) or int(self.tensor.max()) >= len(self.tensors)):
+        if len(self.rank) and int(self.rank.max()) >= len(elements_of_rank):
             return f"it has pieces of rank {int(self.rank.max())}, and there are {len(elements_of_rank)} ranks"
         outside = (self.start >= self.stop).any(axis=1) | (len(self.rank) > 0 and (self.stop > shapes[self.tensor.astype(np.int64)]).any(axis=1))
         if outside.any():

@@ -1,4 +1,4 @@
-"""`hpczero ckpt ls`, `show`, `stats`, `diff`, `verify`: they look, and change nothing. They need neither MPI nor torch."""
+"""`hpczero ckpt ls`, `show`, `stats`, `diff`: they look, and change nothing. They need neither MPI nor torch."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint.listing import COMPLETE, Listed, bytes_of, listed
+from hpczero.checkpoint.listing import COMPLETE, Listed, listed
 from hpczero.checkpoint.locate import checkpoint_at, folders_of_checkpoints
 from hpczero.checkpoint.progress import bar
 from hpczero.checkpoint.read import Checkpoint
@@ -18,9 +18,9 @@ from hpczero.checkpoint.shard import SLOTS, WIDTH
 from hpczero.checkpoint.statistics import Difference, Statistics
 from hpczero.checkpoint.table import Tensor
 from hpczero.errors import InputError
-from hpczero.spec.show import printable
+from hpczero.spec.show import in_bytes, printable
 
-_SLOTS = {"model": 0, "moment1": 1, "moment2": 2}
+_SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}  # as --slot names them
 
 
 def ls(options: Namespace) -> int:
@@ -43,7 +43,7 @@ def ls(options: Namespace) -> int:
 def _line(one: Listed) -> str:
     grid = " x ".join(f"{axis} {size}" for axis, size in (one.grid or {}).items() if size > 1) or ("1 rank" if one.ranks == 1 else "")
     problem = "" if one.state == COMPLETE or not one.problem else f"  ({printable(one.problem)})"
-    return f"  {printable(one.path.name):24} {one.state:10} {bytes_of(one.size):>8}  {printable(one.created or ''):25}  {grid}{problem}".rstrip()
+    return f"  {printable(one.path.name):24} {one.state:10} {in_bytes(one.size):>8}  {printable(one.created or ''):25}  {grid}{problem}".rstrip()
 
 
 def show(options: Namespace) -> int:
@@ -80,7 +80,7 @@ def stats(options: Namespace) -> int:
                         advance(values.nbytes)
                     rows.append({"slot": SLOTS[slot], "name": tensor.name, "elements": tensor.size, **found.as_data()})
     if options.json:
-        print(json.dumps([{key: _finite(value) for key, value in row.items()} for row in rows], indent=2))
+        _print_as_json(rows)
         return 0
     columns = ["norm", "mean", "std", "min", "max", "nan", "inf"]
     width = max((len(_name(row, slots)) for row in rows), default=0)
@@ -96,7 +96,7 @@ def diff(options: Namespace) -> int:
     with _opened(options.a, None) as a, _opened(options.b, None) as b:
         rows = list(_differences(a, b, _slots(options.slot), options.tolerance))
         if options.json:
-            print(json.dumps([{key: _finite(value) for key, value in row.items()} for row in rows], indent=2))
+            _print_as_json(rows)
         else:
             for row in rows:
                 print(_difference_text(row))
@@ -160,7 +160,7 @@ def _summary(checkpoint: Checkpoint) -> list[str]:
     grid = ", ".join(f"{printable(axis)} {size}" for axis, size in content.grid.items())
     parameters = sum(tensor.size for tensor in checkpoint.table.tensors)
     return [
-        f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, {parameters:,} parameters, {bytes_of(content.size)}",
+        f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, {parameters:,} parameters, {in_bytes(content.size)}",
         f"  saved {printable(content.created)} by hpczero {printable(content.hpczero)}, format {content.format}",
         f"  {content.ranks} ranks ({grid}), {len(content.shards)} shard files; slots {', '.join(SLOTS)}",
         f"  loss scale {state.loss_scale:g}, {state.good_steps} good steps",
@@ -188,7 +188,7 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> dict[str, Any]:
 
 def _pieces(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[dict[str, Any]]:
     table = checkpoint.table
-    for piece in table.pieces(table.tensors.index(tensor)):
+    for piece in table.pieces(table.number[tensor.name]):
         rank, box = int(table.rank[piece]), table.box(piece)
         yield {
             "rank": rank, "file": checkpoint.shards.file_of(rank), "offset": int(table.offset[piece]),
@@ -208,9 +208,10 @@ def _number(value: float | int | None) -> str:
     return f"{'-':>10}" if value is None else f"{value:>10,}" if isinstance(value, int) else f"{value:>10.4g}"
 
 
-def _finite(value: Any) -> Any:
-    """As JSON can say it."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _print_as_json(rows: Sequence[dict[str, Any]]) -> None:
+    """What is not finite, which JSON cannot say, as text."""
+    said = [{key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()} for row in rows]
+    print(json.dumps(said, indent=2))
 
 
 def _shape(values: Any) -> list[int] | None:

@@ -3,25 +3,24 @@
 The work is dealt out as `Task`s, which do not depend on each other: under mpirun every rank takes its share.
 """
 
-import heapq
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from hpczero.checkpoint import index, manifest, view
+from hpczero.checkpoint import manifest, view
 from hpczero.checkpoint.files import Damaged, open_plain
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.progress import Advance
-from hpczero.checkpoint.read import check_index
+from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array
 from hpczero.checkpoint.shards import problem_outside_data
 from hpczero.checkpoint.table import Table
-
-_NAMED = 4  # tensors that are named of many
+from hpczero.spec.show import first_few
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        more = f" and {len(self.tensors) - _NAMED} more" if len(self.tensors) > _NAMED else ""
-        return f"{self.file}: {self.what}" + (f": {', '.join(self.tensors[:_NAMED])}{more}" if self.tensors else "")
+        return f"{self.file}: {self.what}" + (f": {first_few(self.tensors)}" if self.tensors else "")
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,13 @@ class Verification:
         self.unreadable = ""
         self.table: Table | None = None
         try:
-            check_index(folder, self.content)
-            self.table, _ = index.read(folder)
-            if problem := self.table.problem(manifest.elements_of_ranks(self.content.shards)):
-                self.table, self.unreadable = None, problem
+            with Checkpoint.open(folder, checks_view=False) as checkpoint:
+                self.table = checkpoint.table
         except Damaged as error:
             self.unreadable = str(error).removeprefix(f"{folder / INDEX}: ")
 
     def tasks(self) -> list[Task]:
-        """The largest first, so that they can be dealt out evenly."""
+        """The largest first: dealt out in turn, every rank has about as much to read."""
         found = [Task()]
         for number, shard in enumerate(self.content.shards):
             found.append(Task(number))
@@ -101,18 +97,16 @@ class Verification:
 
     def _of_data(self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance) -> Iterator[Damage]:
         """Each run of damaged blocks is one damage."""
-        extent, bad = data.extent, -1
-        checksums = _checksums(file, data)
-        for number in range(extent.blocks + 1):
+        extent, place, bad = data.extent, data.data[slot], list[int]()
+        for number, checksum in enumerate(_checksums(file, data)[slot]):
             length = min(BLOCK, extent.length - number * BLOCK)
-            whole = number == extent.blocks or _fits(file, extent.data[slot] + number * BLOCK, length, checksums[slot, number])
-            advance(max(length, 0))
-            if whole and bad >= 0:
-                begin, end = bad * BLOCK, min(number * BLOCK, extent.length)
-                place = extent.data[slot]
-                names = self._at(data.rank, slot, begin // WIDTH, end // WIDTH)
-                yield Damage(shard.file, f"damaged at bytes {place + begin} to {place + end - 1}, data of rank {data.rank}", names)
-            bad = -1 if whole else number if bad < 0 else bad
+            if not _fits(file, place + number * BLOCK, length, checksum):
+                bad.append(number)
+            advance(length)
+        for run in _runs(bad):
+            begin, end = run.start * BLOCK, min(run.stop * BLOCK, extent.length)
+            names = self._at(data.rank, slot, begin // WIDTH, end // WIDTH)
+            yield Damage(shard.file, f"damaged at bytes {place + begin} to {place + end - 1}, data of rank {data.rank}", names)
 
     def _at(self, rank: int, slot: int, begin: int, end: int) -> tuple[str, ...]:
         if self.table is None:
@@ -144,12 +138,8 @@ def _fits(file: int, place: int, length: int, checksum: int) -> bool:
         return False
 
 
-def shares(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The numbers of the tasks for each of the ranks, about as many bytes for each; the largest tasks come first."""
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0, rank) for rank in range(ranks)]
-    for task, size in enumerate(sizes):
-        load, rank = heapq.heappop(loads)
-        dealt[rank].append(task)
-        heapq.heappush(loads, (load + size + 1, rank))
-    return dealt
+def _runs(numbers: Sequence[int]) -> Iterator[range]:
+    """Those that follow each other, together."""
+    for _, run in groupby(enumerate(numbers), key=lambda one: one[1] - one[0]):
+        together = [number for _, number in run]
+        yield range(together[0], together[-1] + 1)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from hpczero import env
 from hpczero.checkpoint import manifest
 from hpczero.checkpoint.files import Damaged
-from hpczero.checkpoint.listing import bytes_of
 from hpczero.checkpoint.locate import checkpoint_at
 from hpczero.checkpoint.progress import bar
-from hpczero.checkpoint.verify import Damage, Verification, shares
-from hpczero.spec.show import printable
+from hpczero.checkpoint.verify import Damage, Verification
+from hpczero.spec.show import in_bytes, printable
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World
@@ -66,13 +65,9 @@ def _verified(world: "World | None", folder: Path) -> dict[str, Any]:
     try:
         verification = Verification(folder)
         size = verification.content.size
-        tasks = verification.tasks()
-        sizes = [task.size(verification.content) for task in tasks]
-        own = shares(sizes, ranks)[rank]
-        damages: list[Damage] = []
-        with bar(f"verifying {folder.name}", sum(sizes[number] for number in own), rank == 0) as advance:
-            for number in own:
-                damages += verification.carry_out(tasks[number], advance)
+        own = verification.tasks()[rank::ranks]
+        with bar(f"verifying {folder.name}", sum(task.size(verification.content) for task in own), rank == 0) as advance:
+            damages = [damage for task in own for damage in verification.carry_out(task, advance)]
     except Damaged as error:
         damages = [Damage(manifest.NAME, str(error).removeprefix(f"{folder / manifest.NAME}: "))]
     listed = [[damage.file, damage.what, list(damage.tensors)] for damage in damages]
@@ -90,5 +85,5 @@ def _in_order(text: str) -> list[tuple[int, str]]:
 def _lines(found: dict[str, Any]) -> Sequence[str]:
     path = printable(found["path"])
     if not found["damages"]:
-        return [f"{path}: good, {bytes_of(found['size'])} as they were written"]
+        return [f"{path}: good, {in_bytes(found['size'])} as they were written"]
     return [f"{path}: DAMAGED", *(f"  {printable(str(Damage(**damage)))}" for damage in found["damages"])]

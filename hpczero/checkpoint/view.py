@@ -9,7 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpczero.checkpoint.index import MOST_MAPPINGS
+from hpczero.checkpoint.index import slots_in_view
 from hpczero.checkpoint.inside import WRONG, inside
 from hpczero.checkpoint.manifest import ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS
@@ -21,9 +21,7 @@ def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
     try:
         with h5py.File(path, "r", locking=False) as file:
-            for slot in SLOTS:
-                if slot != SLOTS[0] and len(table.rank) * len(SLOTS) > MOST_MAPPINGS:
-                    return
+            for slot in slots_in_view(table):
                 for number in range(len(table.tensors)):
                     if not _is_view(file, slot, number, table, file_of):
                         yield f"/{slot}/{table.tensors[number].name} is not a view of this tensor's pieces"

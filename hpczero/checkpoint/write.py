@@ -30,7 +30,7 @@ from hpczero.checkpoint.table import Table
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 
-_REST = 1.0  # how long a background writer pauses after each chunk, in times of what that took
+_REST = 2.0  # how long a background writer pauses after each chunk, in times of what that took
 
 
 class SaveFailed(HpczeroError):
@@ -61,11 +61,14 @@ class Saved:
 class Saver:
     """Of one run, on every rank; at most one save is under way."""
 
-    def __init__(self, world: World, job: Job) -> None:
+    def __init__(self, world: World, job: Job, copied: int | None = None) -> None:
+        """`copied`: how many elements this rank owns, if any save is asynchronous; their copies have memory from now on."""
         self.world, self.job = world, job
         self._leader = _leader(world, job.writers)
         self._writes_file = self._leader == world.rank
-        self._copies: list[Array] = []  # memory kept for the copies of asynchronous saves, one for each slot
+        self._copies = [aligned(padded(copied * WIDTH)) for _ in SLOTS] if copied is not None else []
+        for copy in self._copies:
+            copy.fill(0)  # the first use of memory takes long
         self._table: Table | None = None
         self._save: _Save | None = None
 
@@ -101,12 +104,12 @@ class Saver:
         save = _Save(path, state, time.monotonic(), names, files, extents[self.world.rank])
         self._save = save
         if asynchronous:
-            copies = [_whole(self._copy(slot, sources[slot], elements)) for slot in range(len(SLOTS))]
-            save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, True), name="hpczero-checkpoint", daemon=True)
+            copies = [_whole(_copy(of_slot, kept.view(np.float32))) for of_slot, kept in zip(sources, self._copies, strict=True)]
+            save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, _REST), name="hpczero-checkpoint", daemon=True)
             save.thread.start()
         else:
             chunks = [aligned(shard.CHUNK) for _ in range(2)]
-            self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, paced=False)
+            self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0)
 
     def conclude(self) -> Saved:
         """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
@@ -120,30 +123,19 @@ class Saver:
         size = self._together(lambda: self._commit(save, shards) if self.world.rank == 0 else 0, save.path)[0]
         return Saved(save.state.step, save.path, size, time.monotonic() - save.begun)
 
-    def _copy(self, slot: int, sources: Sequence[Array], elements: int) -> Array:
-        length = padded(elements * WIDTH)
-        while len(self._copies) <= slot:
-            self._copies.append(aligned(length))
-        kept = self._copies[slot].view(np.float32)
-        place = 0
-        for source in sources:
-            kept[place : place + len(source)] = source
-            place += len(source)
-        return kept
-
-    def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], paced: bool) -> None:
+    def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], rest: float) -> None:
         """Without MPI."""
         shard_path, index_path = save.path / f"{save.names[self._leader]}.new", save.path / f"{INDEX}.new"
         with ThreadPoolExecutor(1) as beside:
             write_index = partial(self._write_index, index_path, save, buffers) if self.world.rank == 0 else lambda: None
             index_error = beside.submit(save.error_of, index_path, write_index)
-            save.error = save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, paced)) or index_error.result()
+            save.error = save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, rest)) or index_error.result()
 
-    def _write_data(self, path: Path, save: "_Save", chunks: Sequence[Any], paced: bool) -> None:
-        writer = Writer(path, save.extent, direct=True)
+    def _write_data(self, path: Path, save: "_Save", chunks: Sequence[Any], rest: float) -> None:
+        writer = Writer(path, save.extent, direct=True, rest=rest)
         try:
             for slot, of_slot in enumerate(chunks):
-                writer.write(slot, _paced(of_slot) if paced else of_slot)
+                writer.write(slot, of_slot)
             writer.finish()
         finally:
             writer.close()
@@ -186,9 +178,10 @@ class Saver:
         result, error = None, ""
         try:
             result = action()
-        except OSError as problem:
-            where = problem.filename or path or self.job.checkpoints
-            error = f"{where}: {problem.strerror or problem} ({folder.free_bytes(Path(where)):,} bytes are free there)"
+        except (OSError, RuntimeError) as problem:  # what HDF5 meets may be either
+            where = getattr(problem, "filename", None) or path or self.job.checkpoints
+            free = folder.free_bytes(Path(where))
+            error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({free:,} bytes are free there)"
         self._agree(error, path)
         return self._gathered(result)
 
@@ -241,17 +234,18 @@ def _leader(world: World, writers: str) -> int:
     return world.rank if writers == "rank" else world.node_of_rank.index(world.node)
 
 
+def _copy(sources: Sequence[Array], kept: Array) -> Array:
+    """One after the other; the padding behind them stays zero."""
+    place = 0
+    for source in sources:
+        kept[place : place + len(source)] = source
+        place += len(source)
+    return kept
+
+
 def _whole(copy: Array) -> list[Array]:
     step = shard.CHUNK // WIDTH
     return [copy[start : start + step] for start in range(0, len(copy), step)]
-
-
-def _paced(chunks: Sequence[Array]) -> Any:
-    """Others need the processor and the disk too."""
-    for chunk in chunks:
-        begun = time.monotonic()
-        yield chunk
-        time.sleep(_REST * (time.monotonic() - begun))
 
 
 def _file_of(path: Path) -> IndexFile:

@@ -11,6 +11,7 @@ from hpczero.parallel.held import Units, chunks_of_stages, layers_that_run
 from hpczero.parallel.layout import rectangles
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Spec
+from hpczero.spec.show import in_bytes
 
 _SHOWN = 8  # lines of a list before it is cut short
 _CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis
@@ -72,17 +73,6 @@ def sent_in_lines(found: dict[str, dict[str, Any]]) -> list[str]:
         for name, total in operations.items()
     ]
     return [head, *rows] if rows else []
-
-
-def in_bytes(size: int) -> str:
-    """Three digits."""
-    if size < 1000:
-        return f"{size} B"
-    amount, units = float(size), iter(("kB", "MB", "GB", "TB", "PB", "EB"))
-    unit = ""
-    while amount >= 999.5:
-        amount, unit = amount / 1000, next(units, "000 EB")
-    return f"{amount:.{max(0, 2 - (amount >= 9.995) - (amount >= 99.95))}f} {unit}"
 
 
 def _cut_short(lines: list[str], what: str) -> list[str]:

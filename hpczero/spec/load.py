@@ -48,6 +48,9 @@ class Difference:
     new: Any
     role: Role
 
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} there, {self.new!r} now"
+
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     layers, mistakes = read_layers(path, overrides)

@@ -1,4 +1,4 @@
-"""Values and names as messages show them: one line, no control characters, no longer than a reader wants."""
+"""Values, names and sizes as messages show them: one line, no control characters, no longer than a reader wants."""
 
 import datetime
 from collections.abc import Sequence
@@ -44,3 +44,14 @@ def first_few(words: Sequence[str], between: str = ", ") -> str:
     """a, b, c, d, e and 3 more"""
     more = f" and {len(words) - _FEW:,} more" if len(words) > _FEW else ""
     return between.join(words[:_FEW]) + more
+
+
+def in_bytes(size: int) -> str:
+    """Three digits."""
+    if size < 1000:
+        return f"{size} B"
+    amount, units = float(size), iter(("kB", "MB", "GB", "TB", "PB", "EB"))
+    unit = ""
+    while amount >= 999.5:
+        amount, unit = amount / 1000, next(units, "000 EB")
+    return f"{amount:.{max(0, 2 - (amount >= 9.995) - (amount >= 99.95))}f} {unit}"

@@ -2,7 +2,7 @@
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from hpczero import env
-from hpczero.checkpoint import folder, manifest
-from hpczero.checkpoint.manifest import Damaged, State
+from hpczero.checkpoint import folder
+from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.manifest import Content, State
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.checkpoint.table import Holding, Table, Tensor, stored
@@ -25,6 +26,7 @@ from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import unit_layout
 from hpczero.parallel.unit import Unit
 from hpczero.parallel.zero import Engine
+from hpczero.planner.memory import saves_behind
 from hpczero.spec.load import differences
 from hpczero.spec.schema import Spec
 from hpczero.train.rundir import path_of
@@ -45,13 +47,15 @@ class Resumed:
 class Checkpoints:
     """On every rank; all methods are collective."""
 
-    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine, asynchronous: bool) -> None:
+    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine) -> None:
         self.spec, self.world, self.grid, self.engine = spec, world, grid, engine
-        self.asynchronous = asynchronous
         self.path = path_of(spec) / "checkpoints"
+        self.behind = saves_behind(spec)
         self._stages = self._described()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
-        self.saver = Saver(world, Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers))
+        owned = sum(map(len, _owned(engine, self.holding())[0]))
+        job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers)
+        self.saver = Saver(world, job, owned if self.behind else None)
 
     # -- saving --------------------------------------------------------------------------------------------------------------------
 
@@ -62,12 +66,13 @@ class Checkpoints:
     def begin(self, step: int, ends: bool) -> None:
         """SaveFailed, on all ranks alike."""
         state = State(step=step, updates=self.engine.updates, loss_scale=self.engine.loss_scale.value, good_steps=self.engine.loss_scale.good_steps)
-        self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.asynchronous and not ends)
+        self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.behind and not ends)
 
     def conclude(self) -> Saved:
         """Also drops what is not to be kept."""
         saved = self.saver.conclude()
-        self.world.together(self._prune if self.world.rank == 0 else lambda: None)
+        if problem := self.world.share(self._prune() if self.world.rank == 0 else ""):
+            raise SaveFailed(problem)
         return saved
 
     def holding(self) -> Holding:
@@ -75,13 +80,15 @@ class Checkpoints:
         copies = {unit.layout.name for unit in engine.copies}
         return Holding([unit.layout for unit in engine.units], engine.axis.rank, engine.tensor.rank if engine.tensor else 0, copies)
 
-    def _prune(self) -> None:
+    def _prune(self) -> str:
+        """What could not be removed."""
         settings, complete = self.spec.checkpoint, folder.steps(self.path)
         for step in folder.to_prune(list(complete), settings.keep, settings.keep_every):
             try:
                 folder.remove(complete[step])
             except OSError as error:
-                raise SaveFailed(f"{complete[step]}: it was to be removed: {error.strerror}") from error
+                return f"{complete[step]}: it was to be removed: {error.strerror}"
+        return ""
 
     # -- loading -------------------------------------------------------------------------------------------------------------------
 
@@ -89,15 +96,16 @@ class Checkpoints:
         """The engine's states become those of the checkpoint that `checkpoint.resume` asks for; None: there is none. A checkpoint that is damaged on
         whichever rank's way is passed over.
         """
-        wanted, damaged = self.spec.checkpoint.resume, list[str]()
+        damaged: list[str] = []
         for path in self._candidates():
-            problem = self._load(path)
-            if not problem:
-                found = self.world.share(self._facts(path) if self.world.rank == 0 else None)
-                return Resumed(found["step"], path, tuple(damaged), tuple(found["changed"]))
-            if wanted != "auto":
-                raise InputError(f"checkpoint.resume: {problem}")
-            damaged.append(problem)
+            try:
+                content = self._load(path)
+            except Damaged as error:
+                if self.spec.checkpoint.resume != "auto":
+                    raise InputError(f"checkpoint.resume: {error}") from error
+                damaged.append(str(error))
+            else:
+                return Resumed(content.state.step, path, tuple(damaged), tuple(_changed(content, self.spec, "changeable")))
         if damaged:
             listed = "".join(f"\n  {problem}" for problem in damaged)
             raise InputError(f"no checkpoint of this run can be read:{listed}\n--fresh starts the run anew")
@@ -113,25 +121,28 @@ class Checkpoints:
         found = self.world.together(lambda: [str(path) for path in folder.steps(self.path).values()] if self.world.rank == 0 else [])
         return [Path(path) for path in self.world.share(found)]
 
-    def _load(self, path: Path) -> str:
-        """What is wrong with the checkpoint, on whichever rank; then the engine is in no good state."""
-        problem = ""
+    def _load(self, path: Path) -> Content:
+        """Damaged, on all ranks alike, if it is so on any of them's way: then the engine is in no good state."""
+        problem, content = self.world.together(lambda: self._tried(path))
+        found = next((text for text in self.world.share(self.world.collect(problem)) if text), "")
+        if found:
+            raise Damaged(found)
+        assert content
+        return content
+
+    def _tried(self, path: Path) -> tuple[str, Content | None]:
+        """What is wrong with the checkpoint, or what it is."""
         try:
             with Checkpoint.open(path, checks_view=self.world.rank == 0) as checkpoint:
                 _refuse_another_run(checkpoint, self.spec)
                 _refuse_another_model(checkpoint, self.engine)
                 self._read(checkpoint)
+                return "", checkpoint.content
         except Damaged as error:
-            problem = str(error)
-        except InputError as error:
-            problem = f"\0{error}"
-        problems = [text for text in self.world.share(self.world.collect(problem)) if text]
-        if problems and problems[0].startswith("\0"):
-            raise InputError(problems[0][1:])
-        return problems[0] if problems else ""
+            return str(error), None
 
     def _read(self, checkpoint: Checkpoint) -> None:
-        """What this rank steps: read first, and taken by the engine once all ranks have theirs."""
+        """What this rank steps, straight into the engine's states."""
         for unit in self.engine.units:
             _read_unit(checkpoint, unit)
         state, engine = checkpoint.content.state, self.engine
@@ -147,17 +158,17 @@ class Checkpoints:
         """After `resume`: the weights follow the states."""
         self.engine.renew(lambda unit: unit.weights_from_master())
 
-    def _facts(self, path: Path) -> dict[str, Any]:
-        content = manifest.read(path)
-        return {"step": content.state.step, "changed": [_said(d) for d in _differences(content.spec, self.spec) if d.role == "changeable"]}
-
     # -- what lies where -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _speaks_for_stage(self) -> bool:
+        """Of the ranks that have the same layers and buffers, one."""
+        return all(self.grid.coordinate(self.world.rank, axis) == 0 for axis in ("data", "tensor"))
 
     def _described(self) -> list[tuple[Described, list[str]]]:
         """Of each stage its units, and which of them belong to another one; rank 0 makes the table of it."""
-        first = self.grid.coordinate(self.world.rank, "data") == 0 and self.grid.coordinate(self.world.rank, "tensor") == 0
         own = None
-        if first:
+        if self._speaks_for_stage:
             units = [
                 [unit.layout.name, [[p.parameter.name, p.parameter.shape, p.parameter.split, p.parameter.grain] for p in unit.layout.places]]
                 for unit in self.engine.units
@@ -182,8 +193,7 @@ class Checkpoints:
 
     def _buffers(self) -> dict[str, Array]:
         """What the modules keep besides parameters, of the first data rank; on rank 0."""
-        first = self.grid.coordinate(self.world.rank, "data") == 0 and self.grid.coordinate(self.world.rank, "tensor") == 0
-        own = {name: _packed(buffer) for name, buffer in persistent_buffers(self.engine.module).items()} if first else {}
+        own = {name: _packed(buffer) for name, buffer in _persistent_buffers(self.engine.module).items()} if self._speaks_for_stage else {}
         found: dict[str, Array] = {}
         for of_rank in self.world.collect(own) or []:
             found |= {name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape) for name, (text, dtype, shape) in of_rank.items()}
@@ -201,7 +211,7 @@ def look_ahead(spec: Spec) -> None:
         raise InputError(f"checkpoint.resume: {error}") from error
 
 
-def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
@@ -239,20 +249,17 @@ def _read_unit(checkpoint: Checkpoint, unit: Unit) -> None:
             at += count
 
 
-def _differences(old: Mapping[str, Any], new: Spec) -> list[Any]:
+def _changed(content: Content, spec: Spec, role: str) -> list[str]:
+    """Keys of this role that differ; a run may have another name."""
     try:
-        return differences(Spec.model_validate_json(json.dumps(old)), new)
+        found = differences(Spec.model_validate_json(json.dumps(content.spec)), spec)
     except ValueError as error:
         raise Damaged(f"the spec in the checkpoint cannot be read: {error}") from error
-
-
-def _said(difference: Any) -> str:
-    return f"{difference.key}: {difference.old!r} there, {difference.new!r} now"
+    return [str(difference) for difference in found if difference.role == role and difference.key != "name"]
 
 
 def _refuse_another_run(checkpoint: Checkpoint, spec: Spec) -> None:
-    other = [_said(d) for d in _differences(checkpoint.content.spec, spec) if d.role == "identity" and d.key != "name"]
-    if other:
+    if other := _changed(checkpoint.content, spec, "identity"):
         raise InputError(f"{checkpoint.folder} is a checkpoint of another run:" + "".join(f"\n  {line}" for line in other))
 
 

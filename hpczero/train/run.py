@@ -134,7 +134,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
         _say_layout(voice, job, batches, parameters)
-    checkpoints = Checkpoints(spec, world, job.grid, engine, asynchronous=spec.checkpoint.asynchronous)
+    checkpoints = Checkpoints(spec, world, job.grid, engine)
     first = _begin_again(checkpoints, voice)
     trainer = Trainer(spec, world, way, batches, voice, checkpoints)
     began_training, cpu_before = time.perf_counter(), time.process_time()

@@ -11,17 +11,17 @@
 import contextlib
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 from hpczero import env
+from hpczero.checkpoint.files import written_durably
 from hpczero.errors import HpczeroError, InputError
+from hpczero.lock import RunLock
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
-from hpczero.lock import RunLock
 
 
 def path_of(spec: Spec) -> Path:
@@ -57,7 +57,8 @@ class RunDirectory:
             lock.take()
             if exists and fresh:
                 lock = _move_aside(path, lock)
-            write_whole(path / "spec.toml", to_toml(spec))
+            with written_durably(path / "spec.toml") as file:
+                file.write(to_toml(spec).encode())
             for leftover in ("stop", "summary.json"):
                 (path / leftover).unlink(missing_ok=True)
             return cls(path, lock)
@@ -75,7 +76,8 @@ class RunDirectory:
         self._metrics.close()
         path = self.path / "metrics.jsonl"
         kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if _step_of(line) < step]
-        write_whole(path, "".join(kept))
+        with written_durably(path) as file:
+            file.write("".join(kept).encode())
         self._metrics = path.open("a", encoding="utf-8")
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -89,7 +91,8 @@ class RunDirectory:
     def summary(self, values: Mapping[str, Any]) -> None:
         path = self.path / "summary.json"
         try:
-            write_whole(path, json.dumps(_finite(values), indent=2) + "\n")
+            with written_durably(path) as file:
+                file.write((json.dumps(_finite(values), indent=2) + "\n").encode())
         except OSError as error:
             raise HpczeroError(f"cannot write {path}: {error.strerror}") from error
 
@@ -140,20 +143,6 @@ def _exists(path: Path) -> bool:
         raise InputError(f"cannot look into the run directory {path}: {error.strerror}; set output to a folder that you may write in") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """The file has the old content or the new one, never a part."""
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _only_leftovers(path: Path) -> bool:
     """A start that ended between making the folder and writing the spec leaves these; `batch` is there before a submitted run begins."""
     return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new", "batch"}
@@ -163,7 +152,7 @@ def _same_run(path: Path, spec: Spec) -> None:
     old = load(path / "spec.toml").spec
     other = [difference for difference in differences(old, spec) if difference.role == "identity"]
     if other:
-        shown = "".join(f"\n  {d.key}: {d.old!r} there, {d.new!r} now" for d in other)
+        shown = "".join(f"\n  {difference}" for difference in other)
         raise InputError(f"{path} holds another run:{shown}\ngive this run another name, or use --fresh to move that one aside")
 
 

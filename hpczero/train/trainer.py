@@ -145,7 +145,7 @@ class Trainer:
             if due:
                 with self.world.trace.span("save"):
                     checkpoints.begin(outcome.steps, ends)
-                if not checkpoints.asynchronous or ends:
+                if ends or not checkpoints.behind:
                     outcome = self._conclude(outcome)
         except SaveFailed as error:
             if self.voice:

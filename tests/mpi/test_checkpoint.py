@@ -1,5 +1,7 @@
 """What any grid saves, any grid reads, to the bit; a run that goes on from a checkpoint is the one that was never stopped."""
 
+import errno
+import os
 import shutil
 import tempfile
 import zlib
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpczero.checkpoint import folder
+from hpczero.checkpoint import folder, shard
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.write import SaveFailed
@@ -23,6 +25,7 @@ from hpczero.comm.world import World
 from hpczero.model.shapes import layers
 from hpczero.parallel.apply import assemble
 from hpczero.parallel.unit import Unit
+from hpczero.parallel.whole import gathered
 from hpczero.parallel.zero import Engine
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Checkpoint as Settings
@@ -62,8 +65,13 @@ def spec_of(output: str, name: str, **checkpoint: Any) -> Spec:
         optimizer=Optimizer(lr=1e-2, eps=1e-6),
         parallel=Parallel(**parallel),
         zero=Zero(**zero),
-        checkpoint=Settings(**checkpoint),
+        checkpoint=Settings(**{"every": 1, **checkpoint}),
     )
+
+
+def divided(output: str, **checkpoint: Any) -> Spec:
+    """Every rank steps a part, however many there are."""
+    return spec_of(output, "data 2", **checkpoint)
 
 
 def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -83,7 +91,7 @@ def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
 def engine_on(world: World, spec: Spec) -> Iterator[tuple[Engine, Checkpoints]]:
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     engine = assemble(spec, world, grid, accumulates=True).engine
-    yield engine, Checkpoints(spec, world, grid, engine, asynchronous=True)
+    yield engine, Checkpoints(spec, world, grid, engine)
     engine.close()
 
 
@@ -99,16 +107,23 @@ def shared_folder(world: World | None) -> Iterator[str]:
         shutil.rmtree(path)
 
 
-def save(world: World, spec: Spec, asynchronous: bool) -> None:
+def save(world: World, spec: Spec) -> None:
     with engine_on(world, spec) as (engine, checkpoints):
         for unit in engine.units:
             for own, values, _ in stretches(unit):
                 own.copy_(values)
-        checkpoints.asynchronous = asynchronous
         checkpoints.begin(7, ends=False)
         for unit in engine.units:  # whatever happens to the states now is not saved
             unit.master.zero_()
         checkpoints.conclude()
+
+
+def assert_weights(engine: Engine) -> None:
+    """What is computed with are the states' weights, rounded, on every rank."""
+    with gathered(engine, [parameter for unit in engine.units for parameter in unit.parameters], modify=False):
+        for unit in engine.units:
+            for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+                assert torch.equal(parameter, truth(place.parameter.name, 0, place.parameter.shape)[place.held].bfloat16()), place.parameter.name
 
 
 def assert_whole(path: Path) -> None:
@@ -130,7 +145,7 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
         output = f"{shared_folder}/{writer}"
         if world.rank < ranks:
             part = world.part(range(ranks), ranks_per_node=number % 3)
-            save(part, spec_of(output, writer, writers=("node", "rank")[number % 2]), asynchronous=number % 2 == 0)
+            save(part, spec_of(output, writer, writers=("node", "rank")[number % 2], asynchronous=number % 2 == 0))
             part.close()
         world.everyone.barrier()
         if world.rank == 0:
@@ -151,17 +166,15 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
                     for unit in engine.units:
                         for own, values, name in stretches(unit):
                             assert torch.equal(own, values), (writer, reader, name)
-                    for unit in engine.units:
-                        unit.master.zero_()
-                    checkpoints.settle()
+                checkpoints.settle()
+                assert_weights(engine)
             part.close()
         world.everyone.barrier()
 
 
 def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_folder: str) -> None:
     """The last byte of data of the newer of two checkpoints: which rank has it depends on the grid."""
-    spec = spec_of(shared_folder, "alone")
-    spec = spec.model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = divided(shared_folder)
     with engine_on(world, spec) as (_, checkpoints):
         for step in (1, 2):
             checkpoints.begin(step, ends=True)
@@ -172,10 +185,10 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
                 last = max(checkpoint.content.shards[0].ranks, key=lambda data: data.data)
                 piece = max(row for row in range(len(checkpoint.table.rank)) if checkpoint.table.rank[row] == last.rank)
                 place = last.data[2] + 4 * int(checkpoint.table.offset[piece])
-            shard = path / checkpoint.content.shards[0].file
-            raw = bytearray(shard.read_bytes())
+            damaged = path / checkpoint.content.shards[0].file
+            raw = bytearray(damaged.read_bytes())
             raw[place] ^= 1
-            shard.write_bytes(raw)
+            damaged.write_bytes(raw)
         world.everyone.barrier()
         resumed = checkpoints.resume()
         assert resumed is not None
@@ -183,38 +196,46 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
         assert "shard-00000.h5: damaged at bytes" in resumed.damaged[0]
 
 
-def test_what_fails_on_one_rank_is_no_checkpoint_on_any(world: World, shared_folder: str) -> None:
-    spec = spec_of(shared_folder, "alone").model_copy(update={"zero": Zero(stage=1, node_shared=False)})
-    for asynchronous in (False, True):
-        with engine_on(world, spec) as (_, checkpoints):
-            checkpoints.asynchronous = asynchronous
-            checkpoints.begin(1, ends=False)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_on(world, divided(shared_folder, asynchronous=asynchronous)) as (_, checkpoints):
+
+        def saved(step: int) -> None:
+            checkpoints.begin(step, ends=False)
             checkpoints.conclude()
-            wrong = "the disk of the last rank is full"
-            checkpoints.begin(2, ends=False)
-            save_under_way = checkpoints.saver._save
-            assert save_under_way is not None
-            if save_under_way.thread:
-                save_under_way.thread.join()
+
+        def refused(*_: Any) -> None:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+        saved(1)
+        with monkeypatch.context() as patch:
             if world.rank == world.size - 1:
-                save_under_way.error = wrong
-            with pytest.raises(SaveFailed, match=f"rank {world.size - 1} on .*{wrong}"):
-                checkpoints.conclude()
-            assert list(folder.steps(checkpoints.path)) == [1]
+                patch.setattr(shard, "_write_all", refused)
+            with pytest.raises(SaveFailed, match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes"):
+                saved(2)
             assert not checkpoints.saver.under_way
-            world.everyone.barrier()
-            assert not (checkpoints.path / folder.name_of(2)).exists()
-            checkpoints.begin(2, ends=False)
-            checkpoints.conclude()
-            assert list(folder.steps(checkpoints.path)) == [2, 1]
-            world.everyone.barrier()
-            if world.rank == 0:
-                shutil.rmtree(checkpoints.path)
-            world.everyone.barrier()
+        world.everyone.barrier()
+        assert [path.name for path in checkpoints.path.iterdir()] == [folder.name_of(1)]
+        world.everyone.barrier()
+        saved(2)
+        assert list(folder.steps(checkpoints.path)) == [2, 1]
+
+
+def test_hdf5_that_cannot_write_is_a_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise RuntimeError("Unable to flush file (file write failed: errno = 28, error message = 'No space left on device')")
+
+    with engine_on(world, spec_of(shared_folder, "alone")) as (_, checkpoints):
+        monkeypatch.setattr(shard, "make", refused)
+        with pytest.raises(SaveFailed, match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there"):
+            checkpoints.begin(1, ends=True)
+        assert not checkpoints.saver.under_way
+        world.everyone.barrier()
+        assert not folder.steps(checkpoints.path)
 
 
 def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> None:
-    spec = spec_of(shared_folder, "alone", keep=2, keep_every=3).model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = divided(shared_folder, keep=2, keep_every=3)
     with engine_on(world, spec) as (_, checkpoints):
         for step in range(1, 8):
             checkpoints.begin(step, ends=True)
@@ -223,8 +244,22 @@ def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> N
         assert list(folder.steps(checkpoints.path)) == [7, 6, 3]
 
 
+def test_an_old_one_that_cannot_be_removed_is_said_on_all_ranks(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with engine_on(world, divided(shared_folder, keep=1)) as (_, checkpoints):
+        checkpoints.begin(1, ends=True)
+        checkpoints.conclude()
+        checkpoints.begin(2, ends=True)
+        monkeypatch.setattr(folder, "remove", refuse)
+        with pytest.raises(SaveFailed, match="step-00000001: it was to be removed: Permission denied"):
+            checkpoints.conclude()
+        assert list(folder.steps(checkpoints.path)) == [2, 1]
+
+
 def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> None:
-    spec = spec_of(shared_folder, "alone").model_copy(update={"zero": Zero(stage=1, node_shared=False)})
+    spec = divided(shared_folder)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"precision": "fp16"})})
     with engine_on(world, spec) as (engine, checkpoints):
         engine.updates, engine.loss_scale = 41, replace(engine.loss_scale, value=4096.0, good_steps=17)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from hpczero.checkpoint import folder as checkpoints
 from hpczero.checkpoint.read import Checkpoint
 from tests.launch import Finished, hpczero, launch, mpirun, started
+from tests.system.test_run import wait_for
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
@@ -148,21 +150,22 @@ def test_a_stopped_run_is_the_one_that_was_not_stopped(folder: Path) -> None:
 
 
 @pytest.fixture
-def small_disk(folder: Path) -> Iterator[Path]:
-    """12 MB at runs/tiny/checkpoints: room for one checkpoint."""
+def disk(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """At runs/tiny/checkpoints, of 18 MB, which is room for one checkpoint, or as large as the test says."""
     place = folder / "runs" / "tiny" / "checkpoints"
     place.mkdir(parents=True)
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=18m", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    shutil.copy(folder / "spec.toml", place.parent / "spec.toml")
+    options = f"size={getattr(request, 'param', '18m')}"
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True, check=False)
     if made.returncode:
-        pytest.skip(f"cannot mount a small disk: {made.stderr.strip()}")
+        pytest.skip(f"cannot mount a disk: {made.stderr.strip()}")
     yield place
     subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_full_disk(folder: Path, small_disk: Path, on_error: str, asynchronous: str) -> None:
-    shutil.copy(folder / "spec.toml", folder / "runs" / "tiny" / "spec.toml")
+def test_a_full_disk(folder: Path, disk: Path, on_error: str, asynchronous: str) -> None:
     done = train(folder, 2, f"checkpoint.on_error={on_error}", f"checkpoint.asynchronous={asynchronous}", "checkpoint.every=4", "checkpoint.keep=1")
     assert done.code == (1 if on_error == "stop" else 0), done
     assert "Traceback" not in done.out + done.err
@@ -172,6 +175,60 @@ def test_a_full_disk(folder: Path, small_disk: Path, on_error: str, asynchronous
     assert list(complete(folder)) == [4]
     read_all(complete(folder)[4])
     assert len(metrics(folder)) == 12 if on_error == "continue" else 8 <= len(metrics(folder)) < 12
+
+
+@contextmanager
+def endless(folder: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A run that saves after every step, until it is asked to stop; then it ends with a checkpoint from which it can go on."""
+    command = [*mpirun(2), *hpczero("run", "spec.toml"), *with_settings(("train.steps=100000", *settings))]
+    with started(command, folder) as process:
+        wait_for(lambda: len(steps_saved(folder)) > 2, process, 60)
+        yield process
+        os.kill(events(folder, "start")[-1]["ranks"][1]["pid"], signal.SIGTERM)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, (output, errors)
+    assert b"Traceback" not in output + errors
+    read_all(next(iter(complete(folder).values())))
+    assert max(complete(folder)) == json.loads((folder / "runs" / "tiny" / "summary.json").read_text())["steps"]
+
+
+def steps_saved(folder: Path) -> list[int]:
+    path = folder / "runs" / "tiny" / "events.jsonl"
+    return [event["step"] for event in events(folder, "save")] if path.exists() else []
+
+
+def saves_again(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    before = max(steps_saved(folder))
+    wait_for(lambda: max(steps_saved(folder)) > before + 2, process, 60)
+
+
+def warned_of(folder: Path, what: str) -> bool:
+    return any(what in event["what"] for event in events(folder, "WARN"))
+
+
+@pytest.mark.parametrize("disk", ["100m"], indirect=True)
+def test_a_disk_that_is_read_only_for_a_while(folder: Path, disk: Path) -> None:
+    with endless(folder, "checkpoint.on_error=continue") as process:
+        wait_for(lambda: remounted(disk, "ro"), process, 60)  # refused while a file is open
+        kept = complete(folder)
+        wait_for(lambda: warned_of(folder, "Read-only file system"), process, 60)
+        assert complete(folder) == kept
+        for path in kept.values():
+            read_all(path)
+        assert remounted(disk, "rw")
+        saves_again(folder, process)
+
+
+def remounted(disk: Path, how: str) -> bool:
+    return subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], capture_output=True, check=False).returncode == 0
+
+
+def test_a_folder_that_vanishes_while_it_is_written(folder: Path) -> None:
+    with endless(folder, "checkpoint.on_error=continue") as process:
+        for _ in range(3):
+            (folder / "runs" / "tiny" / "checkpoints").rename(folder / "elsewhere")
+            saves_again(folder, process)
+            shutil.rmtree(folder / "elsewhere")
 
 
 def test_a_folder_that_cannot_be_written(folder: Path) -> None:

@@ -121,34 +121,27 @@ from hpczero.cli import main
 forward = Staged.forward
 def slow(self, chunk, x, batch):
     if self.pipeline.group.rank == 1:
-        time.sleep(0.8)
+        time.sleep(4)
     return forward(self, chunk, x, batch)
 Staged.forward = slow
 sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_slower_than_the_others_is_waited_for(folder: Path) -> None:
     """A step takes longer than comm.timeout_s, no single wait does."""
     (folder / "slow.py").write_text(SLOW)
-    settings = ["--set", "comm.timeout_s=3", "--set", "train.global_batch=12", "--set", "train.micro_batch=1", "--set", "train.steps=2"]
+    settings = ["--set", "comm.timeout_s=20", "--set", "train.global_batch=12", "--set", "train.micro_batch=1", "--set", "train.steps=2"]
     done = launch([*mpirun(RANKS), sys.executable, "slow.py", "run", "spec.toml", *settings], 180, folder)
     assert (done.code, done.err, done.left) == (0, "", [])
-    assert all(line["step_seconds"] > 3 for line in lines_of(folder / "runs" / "tiny" / "metrics.jsonl"))
+    assert all(line["step_seconds"] > 20 for line in lines_of(folder / "runs" / "tiny" / "metrics.jsonl"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (["parallel.pipeline=3"], ["tensor(2) x pipeline(3) = 6 does not divide the 8 ranks", "mpirun -n 12 or 6", "parallel.pipeline = 2 or 4"]),
-        (["parallel.tensor=4"], ["parallel.tensor = 4 is more than model.heads = 3", "parallel.tensor = 2 or 1"]),
-        (["parallel.pipeline=8", "parallel.tensor=1"], ["parallel.pipeline = 8", "5 layers", "parallel.pipeline = 4, 2 or 1", "model.layers = 6"]),
-    ],
-    ids=["ranks", "heads", "layers"],
-)
-def test_a_grid_that_does_not_fit_is_one_message(folder: Path, settings: list[str], expected: list[str]) -> None:
-    done = run(folder, *(part for setting in settings for part in ("--set", setting)))
+def test_a_grid_that_does_not_fit_is_one_message(folder: Path) -> None:
+    """Other misfits: tests/system/test_check.py."""
+    done = run(folder, "--set", "parallel.pipeline=3")
     assert (done.code, done.out, done.err.count("hpczero: ")) == (2, "", 1), done
-    for text in expected:
+    for text in ("tensor(2) x pipeline(3) = 6 does not divide the 8 ranks", "mpirun -n 12 or 6", "parallel.pipeline = 2 or 4"):
         assert text in done.err
     assert not (folder / "runs").exists()

@@ -3,7 +3,6 @@
 import ctypes
 import json
 import os
-import resource
 import shutil
 import struct
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import xxhash
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
 from hpczero.cli import main
-from tests.checkpoints import Grid, Wanted, make, parameters
+from tests.checkpoints import Grid, Wanted, make, memory_at_most, parameters
 
 WANTED = Wanted(layers=parameters(a=(30, 7), b=(11,)), spec={"name": "crafted"})
 _OPENED = 0x20  # inotify's IN_OPEN
@@ -71,16 +70,17 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content:
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
     """By whatever reads it, in one line, with little memory."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for arguments in (["stats", "--slot", "all"], ["show"], ["export"], ["verify"]):
-        more = [str(folder.parent / "out.safetensors")] if arguments == ["export"] else []
-        assert main(["ckpt", arguments[0], str(folder), *more, *arguments[1:]]) == 1, arguments
-        found = capsys.readouterr()
-        text = found.out if arguments == ["verify"] else found.err
-        assert word in text, (arguments, text)
-        assert text.count("\n") <= (7 if arguments == ["verify"] else 1)
-        assert not found.err or arguments != ["verify"]
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
+    with memory_at_most(100 << 20):
+        for verb, *more in (["stats", "--slot", "all"], ["show"], ["export", str(folder.parent / "out.safetensors")]):
+            assert main(["ckpt", verb, str(folder), *more]) == 1, verb
+            said = capsys.readouterr().err
+            assert word in said, (verb, said)
+            assert said.count("\n") == 1
+        assert main(["ckpt", "verify", str(folder)]) == 1
+        listed = capsys.readouterr()
+        assert word in listed.out
+        assert listed.out.count("\n") <= 7
+        assert not listed.err
 
 
 def replace(file: h5py.File, name: str, **arguments: Any) -> None:

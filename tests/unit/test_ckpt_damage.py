@@ -158,6 +158,17 @@ def test_all_damages_are_listed_and_the_exit_code_is_1(copy: Path, whole: Path, 
     assert "/optimizer/moment1/large" in lines[3]
 
 
+def test_damaged_blocks_are_one_damage_only_if_they_follow_each_other(tmp_path: Path) -> None:
+    folder = make(tmp_path, Grid(), Wanted(layers=parameters(large=(1100, 1201))))  # six blocks
+    place = Verification(folder).content.shards[0].ranks[0].data[1]
+    for block in (0, 1, 3, 5):
+        change(folder / "shard-00000.h5", lambda content, at=place + (block << 20) + 9: content.__setitem__(at, content[at] ^ 1))
+    size = 4 * 1100 * 1201 + (-4 * 1100 * 1201) % 4096
+    wanted = [(0, 2 << 20), (3 << 20, 4 << 20), (5 << 20, size)]
+    said = [f"damaged at bytes {place + begin} to {place + end - 1}, data of rank 0" for begin, end in wanted]
+    assert [damage.what for damage in damages(folder)] == said
+
+
 def test_what_is_damaged_stays_damaged_when_it_is_asked_for_again(copy: Path) -> None:
     flip(copy / "shard-00000.h5", 9 * 8)
     with hpczero.checkpoint.open(copy) as checkpoint:

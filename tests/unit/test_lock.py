@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hpczero import lock
 from hpczero.errors import HpczeroError, InputError
-from hpczero.train import lock
 from hpczero.lock import Holder, RunLock
 
 HOLD = "import sys; from hpczero.lock import RunLock\nwith RunLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
