@@ -56,6 +56,7 @@ class Job:
     environment: str  # "": none
     folder: str
     arguments: tuple[str, ...]  # of hpczero, in the job
+    first: tuple[str, ...] = ()  # of a probe: the arguments of the run up to its save
     run: str = ""  # the run's directory, and
     submission: str = ""  # the folder in it where a submitted job keeps its books; empty: rendered only
     tag: str = ""  # PBS: by which its jobs are known in the queue

@@ -7,6 +7,7 @@ command: quoted for the shell), `variable` (a name), `line` (what the user wrote
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateError
@@ -31,11 +32,15 @@ def render(job: Job) -> str:
     environment.filters |= {"word": _word, "quote": _quote, "words": _words, "variable": _variable, "line": _line}
     template = job.facts.template or f"{job.scheduler}.sh.j2"
     try:
-        script = environment.get_template(template).render(job=job, launch=words(job), **_context(job))
+        script = environment.get_template(template).render(job=job, launch=words(job), first=_first(job), **_context(job))
     except TemplateError as error:
         raise InputError(f"the template {printable(template)} of the site {job.site}: {printable(str(error))}") from error
     header.refuse_duplicates(script, job.scheduler, job.batch.extra_directives)
     return script
+
+
+def _first(job: Job) -> list[str]:
+    return words(replace(job, arguments=job.first)) if job.first else []
 
 
 def _context(job: Job) -> dict[str, Any]:

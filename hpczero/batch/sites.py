@@ -36,6 +36,7 @@ class Partition(Table):
     chunk: tuple[Literal["ncpus", "mpiprocs", "ngpus"], ...] | None = Field(default=None, strict=False)  # PBS: what a chunk asks for; None: all known
     totals: bool = False  # PBS without select: the sums over all nodes are asked for
     limits: tuple[Limit, ...] = Field(default=(), strict=False)
+    probe: dict[str, str] = Field(default={})  # keys of [batch] for a probe: where short jobs begin soon
     charge: float = Field(default=0, ge=0)  # for a node for an hour
     spec: dict[str, Any] = Field(default={})
 

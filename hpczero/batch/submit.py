@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpczero import env
-from hpczero.batch import command, scheduler, submission
+from hpczero.batch import command, scheduler, sites, submission
 from hpczero.batch.job import Here, Job, plan
 from hpczero.batch.queued import Queued, Transient
 from hpczero.batch.render import render
@@ -30,19 +30,22 @@ from hpczero.spec.schema import Spec
 from hpczero.spec.show import listed
 from hpczero.train import rundir
 
+_PROBED, _PROBED_BEFORE = 5, 3  # steps of a probe, and of them before the save
 _ATTEMPTS = 4
 _BETWEEN = (2.0, 5.0, 15.0)  # seconds before another attempt
 
 
 def submit(options: Namespace) -> int:
-    spec = load(options.spec, options.overrides).spec
+    spec = load(options.spec, [*options.overrides, *(_probing(options) if options.probe else [])]).spec
     run = rundir.path_of(spec)
     if done := rundir.finished(spec):
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
     job = plan(spec, Here.now(), ())
     record = Submission.new(run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain)
-    job = replace(job, arguments=("run", str(record.path / "spec.toml")), run=str(run), submission=str(record.path), tag=record.tag(0))
+    arguments = ("run", str(record.path / "spec.toml"))
+    first = (*arguments, "--set", f"train.steps={_PROBED_BEFORE}") if options.probe else ()
+    job = replace(job, arguments=arguments, first=first, run=str(run), submission=str(record.path), tag=record.tag(0))
     script = render(job)
     if options.dry_run:
         print(script, end="")
@@ -55,6 +58,26 @@ def submit(options: Namespace) -> int:
     numbers = listed([f"{number}" for number in record.jobs])
     print(f"submitted as job {numbers}: {_said(record, job)}\n  hpczero status {run}\n  hpczero logs -f {run}")
     return wait(record) if options.wait else 0
+
+
+def _probing(options: Namespace) -> list[str]:
+    """What makes a probe of a job: the same layout for a few steps, with a save and a restore, under another name, where short jobs begin soon."""
+    spec = load(options.spec, options.overrides).spec
+    site = spec.batch.site
+    where = sites.facts(site)[2].probe if site != "auto" else {}
+    settings: dict[str, object] = {
+        "name": f"{spec.name[:93]}.probe",
+        "train.steps": _PROBED,
+        "train.log_every": 1,
+        "train.eval_every": 0,
+        "schedule.warmup_steps": 0,
+        "schedule.decay_steps": 0,
+        "checkpoint.every": _PROBED_BEFORE,
+        "batch.chain": 1,
+        "batch.walltime": "15m",
+    }
+    settings |= {f"batch.{key}": value for key, value in where.items()}
+    return [f"{key}={value}" for key, value in settings.items()]
 
 
 def _said(record: Submission, job: Job) -> str:

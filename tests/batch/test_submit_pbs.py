@@ -238,3 +238,16 @@ def test_on_a_login_node(queue: Path, tmp_path: Path) -> None:
     for words in (["submit", "spec.toml"], ["status"], ["status", "a-run"], ["cancel", "a-run"]):
         done = subprocess.run([sys.executable, "-c", program, *words], env=variables, capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, done.stderr) == (0, ""), words
+
+
+def test_a_probe_goes_where_short_jobs_begin_soon(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "spec.toml").write_text(
+        'name = "big"\noutput = "runs"\ntrain = { steps = 100000, global_batch = 64 }\nschedule.warmup_steps = 900\n'
+        'batch = { site = "polaris", account = "a", nodes = 4, walltime = "3h", chain = 9 }\n'
+    )
+    assert main(["submit", "spec.toml", "--probe", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"#PBS -q debug-scaling", "#PBS -l walltime=00:15:00", "#PBS -l select=4:system=polaris", "#PBS -N big.probe"} <= set(lines)
+    first, second = [line for line in lines if line.startswith("mpiexec")]
+    assert first.endswith("/spec.toml --set train.steps=3 </dev/null || exit")
+    assert second.endswith("/spec.toml </dev/null &")
