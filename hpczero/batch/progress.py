@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ class Link:
     """A job of a run."""
 
     number: str
-    state: str  # "queued", "held", "running", "finished", "interrupted", "failed", "passed", "cancelled", "gone"
+    state: str  # "queued", "held", "running", "finished", "interrupted", "failed", "passed", "cancelled", "gone", "unknown"
     reason: str = ""
     start: str = ""
 
@@ -33,7 +33,7 @@ class Link:
 @dataclass(frozen=True)
 class Progress:
     run: Path
-    state: str  # "queued", "running", "STALLED", "finished", "stopped", "failed", "new"
+    state: str  # "queued", "running", "STALLED", "finished", "stopped", "failed", "unknown", "new"
     reason: str
     step: int
     steps: int
@@ -47,11 +47,11 @@ class Progress:
     last_lines: list[str] = field(default_factory=list)  # of a failed job
 
 
-def of(run: Path, known: Sequence[Queued], now: float | None = None) -> Progress:
-    """`known`: what the scheduler says of the run's jobs."""
+def of(run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: float | None = None) -> Progress:
+    """`known`: what the schedulers say of the run's jobs; `silent`: those of them that say nothing."""
     now = time.time() if now is None else now
     records, metrics, summary = submission.of_run(run), lines_of(run / "metrics.jsonl"), _json(run / "summary.json")
-    links = [link for record in records for link in _links(record, known)]
+    links = [link for record in records for link in _links(record, known, record.scheduler in silent)]
     last: dict[str, Any] = metrics[-1] if metrics else {}
     step, steps = int(last.get("step", 0)), _steps(run, records)
     median = statistics.median(float(one["step_seconds"]) for one in metrics[-_RECENT:]) if metrics else None
@@ -84,6 +84,8 @@ def _state(run: Path, links: Sequence[Link], summary: dict[str, Any], records: S
             return ("queued" if state == "held" else state), found.reason
     if summary.get("state") == "finished":
         return "finished", ""
+    if found := next((link for link in links if link.state == "unknown"), None):
+        return "unknown", found.reason
     over = _over(records[-1]) if records else ""
     ended = [link for link in links if link.state not in ("passed", "cancelled")]
     if ended and ended[-1].state in ("failed", "gone"):
@@ -93,7 +95,7 @@ def _state(run: Path, links: Sequence[Link], summary: dict[str, Any], records: S
     return "new", ""
 
 
-def _links(record: Submission, known: Sequence[Queued]) -> list[Link]:
+def _links(record: Submission, known: Sequence[Queued], silent: bool) -> list[Link]:
     """The scheduler's word for what is in the queue, the jobs' own for what has ended."""
     by_number = {job.number: job for job in known}
     told: dict[str, str] = {}
@@ -109,6 +111,8 @@ def _links(record: Submission, known: Sequence[Queued]) -> list[Link]:
             found.append(Link(number, state, "" if own in ("0", "75") else _why(own, job)))
         elif own == "passed":
             found.append(Link(number, "passed"))
+        elif silent:
+            found.append(Link(number, "unknown", "the scheduler does not answer"))
         elif own == "began":
             found.append(Link(number, "gone", job.reason if job else "it ended without a word: killed, or its node failed"))
         elif _over(record):

@@ -12,7 +12,7 @@ from hpczero.batch import progress, scheduler, submission
 from hpczero.batch.progress import Progress
 from hpczero.batch.queued import Queued
 from hpczero.batch.submission import Submission
-from hpczero.batch.submit import living
+from hpczero.batch.submit import living, still_living
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
 from hpczero.spec.show import listed, printable, shown
@@ -24,7 +24,7 @@ _LOOK_EVERY = 1.0  # seconds between two looks at a log
 def status(options: Namespace) -> int:
     runs = [_run(options.run)] if options.run else submission.remembered()
     known, silent = _known(runs)
-    found = [progress.of(run, known) for run in runs]
+    found = [progress.of(run, known, set(silent)) for run in runs]
     if options.json:
         data = [asdict(one) | {"run": str(one.run)} for one in found]
         print(json.dumps(data[0] if options.run else data, indent=2))
@@ -32,7 +32,7 @@ def status(options: Namespace) -> int:
         print("\n".join(_in_full(found[0])))
     else:
         print("\n".join(_rows(found)) or "no run was submitted from here yet: hpczero submit SPEC")
-    for words in silent:
+    for words in silent.values():
         print(f"hpczero: {words}; what the runs themselves have written is shown", file=sys.stderr)
     return 0
 
@@ -77,17 +77,17 @@ def _run(name: str) -> Path:
     return run
 
 
-def _known(runs: Sequence[Path]) -> tuple[list[Queued], list[str]]:
-    """What the schedulers say of these runs' jobs, and which of them say nothing."""
+def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
+    """What the schedulers say of these runs' jobs, and which of them say nothing, and why."""
     records = [record for run in runs for record in submission.of_run(run)]
     found: list[Queued] = []
-    silent = []
+    silent: dict[str, str] = {}
     for name in sorted({record.scheduler for record in records}):
         numbers = sorted({number for record in records if record.scheduler == name for number in record.jobs})
         try:
             found += scheduler.jobs(name, numbers)
         except HpczeroError as error:
-            silent.append(str(error))
+            silent[name] = str(error)
     return found, silent
 
 
@@ -166,7 +166,7 @@ def _follow(run: Path) -> int:
     """The newest log, and the next job's when it begins, until no job is left."""
     path, place = None, 0
     while True:
-        alive = bool(living(run))
+        alive = still_living(run)
         newest = _newest_log(run)
         if newest != path and newest:
             path, place = newest, 0

@@ -41,6 +41,7 @@ def submit(options: Namespace) -> int:
     if done := rundir.finished(spec):
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
+    rundir.refuse_another(spec)
     job = plan(spec, Here.now(), ())
     record = Submission.new(run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain)
     arguments = ("run", str(record.path / "spec.toml"))
@@ -126,6 +127,14 @@ def living(run: Path, now: bool = False) -> list[Queued]:
     return list(found.values())
 
 
+def still_living(run: Path) -> bool:
+    """For those who wait: a scheduler that does not answer for a while has not ended the jobs."""
+    try:
+        return bool(living(run))
+    except (Transient, command.NoAnswer):
+        return True
+
+
 def _write(record: Submission, spec: Spec, job: Job, script: str) -> None:
     placed = spec.model_copy(update={"batch": spec.batch.model_copy(update={"site": job.site})})
     try:
@@ -202,7 +211,7 @@ class Chain:
 
 def wait(record: Submission) -> int:
     """Until no job of it is left: 0 if the run is finished."""
-    while living(record.run):
+    while still_living(record.run):
         time.sleep(scheduler.ASK_EVERY)
     over = record.path / "over"
     reason = over.read_text(encoding="utf-8").strip() if over.exists() else "the jobs ended before the run was finished"

@@ -45,7 +45,7 @@ class RunDirectory:
             raise InputError(f"--resume: there is no run in {path}; leave --resume out to start one")
         new = not _exists(path)
         if not new and not exists and not _only_leftovers(path):
-            raise InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
+            raise _no_run_directory(path)
         if exists and not fresh:
             _same_run(path, spec)
         try:
@@ -117,6 +117,19 @@ def finished(spec: Spec) -> dict[str, Any] | None:
         case {"state": "finished", "steps": int(steps), "final_loss": float() | None} if steps >= spec.train.steps:
             return summary
     return None
+
+
+def refuse_another(spec: Spec) -> None:
+    """InputError if it is another run that is there, or something else; nothing is written."""
+    path = path_of(spec)
+    if _exists(path / "spec.toml"):
+        _same_run(path, spec)
+    elif _exists(path) and not _only_leftovers(path):
+        raise _no_run_directory(path)
+
+
+def _no_run_directory(path: Path) -> InputError:
+    return InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
 
 
 def _finite(value: Any) -> Any:

@@ -112,6 +112,13 @@ def test_how_a_job_ended(record: Submission, code: str, job: Queued | None, reas
     assert found.state == "failed"
 
 
+def test_a_scheduler_that_does_not_answer_has_not_ended_the_jobs(record: Submission) -> None:
+    links(record, "11 began none", "11 ended 75", "12 began step-00000020")
+    found = progress.of(record.run, [], silent={"slurm"})
+    assert (found.state, states(found)) == ("unknown", ["interrupted", "unknown", "unknown"])
+    assert progress.of(record.run, [], silent={"pbs"}).state == "failed"
+
+
 def test_a_job_that_was_requeued_runs_again(record: Submission) -> None:
     links(record, "11 began none", "11 ended 143", "11 began step-00000005")
     assert states(progress.of(record.run, [queued("11", "running")]))[0] == "running"

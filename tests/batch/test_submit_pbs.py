@@ -129,6 +129,7 @@ def test_nobody_answers(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr()
     assert "cannot connect to server" in said.err
     assert "what the runs themselves have written is shown" in said.err
+    assert "a-run: unknown (the scheduler does not answer)" in said.out
     assert main(["cancel", "a-run"]) == 1
     own = submission.Submission.new(tmp_path / "runs" / "y", "pbs", "generic/pbs", 1, 1, 60, 1)
     own.path.mkdir(parents=True)
@@ -251,3 +252,26 @@ def test_a_probe_goes_where_short_jobs_begin_soon(queue: Path, tmp_path: Path, c
     first, second = [line for line in lines if line.startswith("mpiexec")]
     assert first.endswith("/spec.toml --set train.steps=3 </dev/null || exit")
     assert second.endswith("/spec.toml </dev/null &")
+
+
+def test_another_run_is_not_submitted_over_one(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or the job would find out, after its days in the queue."""
+    run = tmp_path / "runs" / "a-run"
+    run.mkdir(parents=True)
+    (run / "spec.toml").write_text(SPEC + "model.layers = 9\n")
+    assert main(["submit", "spec.toml"]) == 2
+    assert "holds another run:\n  model.layers" in capsys.readouterr().err
+    (run / "spec.toml").rename(run / "thesis.toml")
+    assert main(["submit", "spec.toml"]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    assert not fakes.calls(queue, "qsub")
+
+
+def test_waiting_outlives_a_scheduler_that_is_silent_for_a_while(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["submit", "spec.toml", "--set", "batch.chain=1"]) == 0
+    (queue / "deaf").touch()
+    scheduler.forget("pbs")
+    assert submit.still_living(record(tmp_path).run)
+    (queue / "deaf").unlink()
+    fakes.state(queue, "17.pbs", "F")
+    assert not submit.still_living(record(tmp_path).run)
