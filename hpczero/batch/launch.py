@@ -45,7 +45,7 @@ def _mpiexec(job: Job) -> list[str]:
     found += ["--depth", str(job.cpus_per_rank)] if job.cpus_per_rank else []
     bind = job.batch.bind
     if bind != "auto" or job.cpus_per_rank:
-        found += ["--cpu-bind", "depth" if bind == "auto" else bind]
+        found += ["--cpu-bind", {"auto": "depth", "cores": "core"}.get(bind, bind)]
     return found
 
 

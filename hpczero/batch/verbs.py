@@ -21,6 +21,8 @@ def render(options: Namespace) -> int:
     else:
         print(script, end="")
     print(f"hpczero: {job.site}: {job.ranks:,} ranks on {job.nodes:,} nodes, {job.cost}", file=sys.stderr)
+    if spec.batch.chain > 1:
+        print(f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one", file=sys.stderr)
     return 0
 
 

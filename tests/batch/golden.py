@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "generic-slurm-apptainer": {"site": "generic/slurm", "container": "apptainer:/images/a b.sif", "container_options": ["--nv"]},
     "submitted-slurm": {"site": "generic/slurm", "chain": 3, "max_stalled": 2, "nodes": 2},
     "submitted-pbs": {"site": "generic/pbs", "chain": 3, "nodes": 2},
+    "polaris-cores": {"site": "polaris/gpu", "account": "proj1", "bind": "cores", "gpu_select": "visible"},
     "perlmutter-shifter": {"site": "perlmutter/gpu", "account": "m1_g", "container": "shifter:docker:nersc/pytorch:24.08"},
 }
 

@@ -144,6 +144,8 @@ def test_a_script_is_rendered_where_no_scheduler_is(moon: Path) -> None:
     assert (rendered.returncode, rendered.stdout) == (0, "")
     assert rendered.stderr == "hpczero: generic/pbs: 1 ranks on 1 nodes, at most 1 node-hours\n"
     assert "#PBS -l walltime=01:00:00" in (moon / "job.sh").read_text().splitlines()
+    several = hpczero(moon, "render", "spec.toml", "--set", "batch.chain=3", path="/nonexistent")
+    assert several.stderr.splitlines()[1].startswith("hpczero: batch.chain = 3: it is hpczero submit that ")
     unknown = hpczero(moon, "render", str(spec(moon, "")), path="/nonexistent")
     assert unknown.returncode == 2
     assert 'batch.scheduler = "slurm" or "pbs"' in unknown.stderr

@@ -117,9 +117,11 @@ def states(found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_run_of_two_nodes_from_the_queue_to_its_end(user: User, launcher: str) -> None:
-    user.submits("plain", "--set", "batch.begin=now+3", "--set", "batch.chain=3", launcher=launcher)
+    user.submits("plain", "--set", "batch.begin=now+1hour", "--set", "batch.chain=3", launcher=launcher)
     waiting = user.status("plain")
     assert (waiting["state"], waiting["reason"], waiting["step"]) == ("queued", "BeginTime", 0)
+    for link in waiting["links"]:
+        user.does("scontrol", "update", f"JobId={link['number']}", "StartTime=now")
     found = user.waits("plain", over, "the job ends")
     assert (found["state"], found["step"], found["steps"], found["last_save"]) == ("finished", 30, 30, 30)
     assert len(user.losses("plain")) == 30
