@@ -99,7 +99,7 @@ def _links(record: Submission, known: Sequence[Queued], silent: bool) -> list[Li
     """The scheduler's word for what is in the queue, the jobs' own for what has ended."""
     by_number = {job.number: job for job in known}
     told: dict[str, str] = {}
-    for _, number, event, detail in _events(record):
+    for _, number, event, detail in record.events():
         told[number] = detail if event == "ended" else event
     found = []
     for number in record.jobs:
@@ -129,15 +129,6 @@ def _why(code: str, job: Queued | None) -> str:
     return f"exit code {code}{meaning}{said}"
 
 
-def _events(record: Submission) -> list[tuple[str, str, str, str]]:
-    try:
-        lines = (record.path / "links").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    found = [line.split(" ", 3) for line in lines]
-    return [(words[0], words[1], words[2], words[3]) for words in found if len(words) == 4]
-
-
 def _over(record: Submission) -> str:
     try:
         return (record.path / "over").read_text(encoding="utf-8", errors="replace").strip()
@@ -149,7 +140,7 @@ def _node_hours(record: Submission, now: float) -> float:
     """From each job's beginning to its end, or, where it said nothing of one, to the last sign of life."""
     began: dict[str, float] = {}
     seconds = 0.0
-    for moment, number, event, _ in _events(record):
+    for moment, number, event, _ in record.events():
         if event == "began":
             began[number] = _seconds(moment)
         elif event == "ended" and number in began:

@@ -11,7 +11,6 @@ from pathlib import Path
 from hpczero.batch import progress, scheduler, submission
 from hpczero.batch.progress import Progress
 from hpczero.batch.queued import Queued
-from hpczero.batch.submission import Submission
 from hpczero.batch.submit import living, still_living
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
@@ -151,8 +150,11 @@ def _duration(seconds: float) -> str:
 
 
 def _newest_log(run: Path) -> Path | None:
-    records: list[Submission] = submission.of_run(run)
-    there = [path for record in records for number in record.jobs if (path := record.log(number)).exists()]
+    """Not of a job that found nothing left to do."""
+    there = []
+    for record in submission.of_run(run):
+        passed = {number for _, number, event, _ in record.events() if event == "passed"}
+        there += [path for number in record.jobs if number not in passed and (path := record.log(number)).exists()]
     return there[-1] if there else None
 
 

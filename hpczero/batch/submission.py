@@ -58,6 +58,15 @@ class Submission:
     def log(self, job: str) -> Path:
         return self.path / f"log-{job}"
 
+    def events(self) -> list[tuple[str, str, str, str]]:
+        """The lines of `links`: time, job, event, detail; nonsense is left out."""
+        try:
+            lines = (self.path / "links").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        found = [line.split(" ", 3) for line in lines]
+        return [(words[0], words[1], words[2], words[3]) for words in found if len(words) == 4]
+
     def close(self, reason: str) -> None:
         """Its jobs that have not begun will find nothing to do."""
         try:

@@ -155,6 +155,11 @@ def test_status_cancel_and_logs(queue: Path, tmp_path: Path, capsys: pytest.Capt
     own.log("17.pbs").write_text("first words\n")
     assert main(["logs", "a-run"]) == 0
     assert capsys.readouterr().out == "first words\n"
+    own.log("18.pbs").write_text("hpczero job: nothing is left to do\n")
+    (own.path / "links").write_text("2026-01-05T10:00:00Z 18.pbs passed 0\n")
+    assert main(["logs", "a-run"]) == 0
+    assert capsys.readouterr().out == "first words\n", "of the job that did something"
+    (own.path / "links").unlink()
     assert main(["cancel", "a-run"]) == 0
     assert [fakes.state(queue, number) for number in own.jobs] == ["F", "F", "F"]
     assert main(["status", "a-run"]) == 0
