@@ -61,6 +61,7 @@ else
     part ruff 120 "$venv/bin/ruff" check --no-cache .
     part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
     tests unit 600 -- tests/unit
+    tests batch 600 -- tests/batch
     [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
     NUMBA_ENABLE_CUDASIM=1 tests simulator 900 -- tests/kernels/test_operators.py tests/kernels/test_passes.py
     for n in $ranks; do launch mpich "$n" tests/mpi; done

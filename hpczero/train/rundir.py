@@ -45,7 +45,7 @@ class RunDirectory:
             raise InputError(f"--resume: there is no run in {path}; leave --resume out to start one")
         new = not _exists(path)
         if not new and not exists and not _only_leftovers(path):
-            raise InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
+            raise _no_run_directory(path)
         if exists and not fresh:
             _same_run(path, spec)
         try:
@@ -121,6 +121,19 @@ def finished(spec: Spec) -> dict[str, Any] | None:
     return None
 
 
+def refuse_another(spec: Spec) -> None:
+    """InputError if it is another run that is there, or something else; nothing is written."""
+    path = path_of(spec)
+    if _exists(path / "spec.toml"):
+        _same_run(path, spec)
+    elif _exists(path) and not _only_leftovers(path):
+        raise _no_run_directory(path)
+
+
+def _no_run_directory(path: Path) -> InputError:
+    return InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
+
+
 def _finite(value: Any) -> Any:
     """As JSON can say it: what is not a finite number becomes null."""
     if isinstance(value, Mapping):
@@ -146,8 +159,8 @@ def _exists(path: Path) -> bool:
 
 
 def _only_leftovers(path: Path) -> bool:
-    """A start that ended between making the folder and writing the spec leaves these."""
-    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new"}
+    """A start that ended between making the folder and writing the spec leaves these; `batch` is there before a submitted run begins."""
+    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new", "batch"}
 
 
 def _same_run(path: Path, spec: Spec) -> Spec:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hpczero import env
 from hpczero.checkpoint.write import SaveFailed
 from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
@@ -23,6 +24,7 @@ from hpczero.parallel.zero import StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.deadline import WRITTEN, Deadline
 from hpczero.train.output import Output
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.signals import REASONS, StopRequests
@@ -68,13 +70,14 @@ class Trainer:
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
         self.skipped = 0
         self._all_written = True  # by all ranks, of the save under way
+        self.deadline = Deadline(env.deadline(), self._save_estimate()) if voice else None
 
     def train(self, first: int = 0) -> Outcome:
         """Steps first .. train.steps - 1, numbered from 1 wherever people see them; there may be none left."""
         steps = self.spec.train.steps
         outcome = Outcome("running" if first < steps else "finished", first, saved=first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
-        with StopRequests(self.voice.directory.path if self.voice else None) as requests:
+        with StopRequests(self.voice.directory.path if self.voice else None, self.deadline) as requests:
             try:
                 for step in range(first, steps):
                     outcome = self._keep(self._step(step, prefetcher, requests, outcome))
@@ -84,6 +87,11 @@ class Trainer:
                 prefetcher.close()
         self.engine.weights_here()
         return outcome
+
+    def _save_estimate(self) -> float:
+        """Seconds, from what this node writes: three fp32 numbers a parameter."""
+        own = sum(unit.own.stop - unit.own.start for unit in self.engine.units)
+        return 12 * own * self.world.local_size / WRITTEN if self.checkpoints else 0.0
 
     def _step(self, step: int, prefetcher: Prefetcher[list[MicroBatch]], requests: StopRequests, before: Outcome) -> Outcome:
         self.world.status.at_step(step + 1)
@@ -163,6 +171,8 @@ class Trainer:
     def _conclude(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
         saved, left = self.checkpoints.conclude()
+        if self.deadline:
+            self.deadline.saved(saved.seconds)
         if self.voice:
             self.voice.event("save", step=saved.step, path=str(saved.path), bytes=saved.size, seconds=saved.seconds)
             if left:
