@@ -109,7 +109,7 @@ def test_a_site_may_extend_the_templates(moon: Path) -> None:
     (moon / "sites" / "moon.toml").write_text('template = "moon.sh.j2"\n' + MOON)
     rendered = hpczero(moon, "render", str(spec(moon, 'name = "tide"\nbatch.site = "moon"')))
     assert rendered.returncode == 0, rendered.stderr
-    assert "\necho tide\nsrun --nodes=1 " in rendered.stdout
+    assert "\necho tide\nsrun --kill-on-bad-exit=1 --nodes=1 " in rendered.stdout
     (moon / "sites" / "moon.sh.j2").write_text(template.replace("job.name", "job.nmae"))
     rendered = hpczero(moon, "render", "spec.toml")
     assert (rendered.returncode, rendered.stdout) == (2, "")
