@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hpczero import locations
+from hpczero import kernel_cache, locations
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World
@@ -17,9 +17,7 @@ locations.make_kernels_importable()
 def __getattr__(name: str) -> Any:
     """What needs torch or MPI is imported when it is asked for."""
     if name == "initialize":
-        from hpczero.train.initialize import initialize
-
-        return initialize
+        return kernel_cache.load("hpczero.train.initialize").initialize
     if name == "World":
         from hpczero.comm.world import World
 

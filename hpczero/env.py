@@ -1,6 +1,7 @@
 """The only reader of the environment (style 5): every variable that hpczero looks at is named here."""
 
 import os
+import tempfile
 from pathlib import Path
 
 # name of the launcher -> (variable with the rank, variable with the number of ranks)
@@ -19,6 +20,43 @@ def home() -> Path:
 def cache_folder() -> Path:
     """The user's cache: $XDG_CACHE_HOME/hpczero, else ~/.cache/hpczero."""
     return Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "hpczero"
+
+
+def node_folder() -> Path:
+    """A folder of this user's on this computer, for what may vanish at any time: in $TMPDIR, else /tmp."""
+    return Path(tempfile.gettempdir()) / f"hpczero-{os.getuid()}"
+
+
+def numba_cache() -> str | None:
+    """Where numba keeps compiled kernels, if anybody has said."""
+    return variable("NUMBA_CACHE_DIR")
+
+
+def use_numba_cache(folder: Path) -> None:
+    """Before numba is imported."""
+    os.environ["NUMBA_CACHE_DIR"] = str(folder)
+
+
+def config_folder() -> Path:
+    """The user's settings: $XDG_CONFIG_HOME/hpczero, else ~/.config/hpczero."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "hpczero"
+
+
+def state_folder() -> Path:
+    """What hpczero remembers of the user's runs: $XDG_STATE_HOME/hpczero, else ~/.local/state/hpczero."""
+    return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state") / "hpczero"
+
+
+def for_scheduler() -> dict[str, str]:
+    """The environment for a scheduler's command: without what is left over from a job that this process may run in."""
+    leftover = ("SBATCH_", "SLURM_", "SRUN_", "PBS_", "PMI_", "PMIX_")
+    kept = ("SLURM_CONF", "PBS_CONF_FILE", "PBS_SERVER")  # where the scheduler is
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(leftover)}
+
+
+def site_folders() -> list[Path]:
+    """$HPCZERO_SITES, separated as in $PATH."""
+    return [Path(folder) for folder in os.environ.get("HPCZERO_SITES", "").split(os.pathsep) if folder]
 
 
 def variable(name: str) -> str | None:
@@ -47,6 +85,14 @@ def forced_kernels() -> str:
 def batch_job() -> str | None:
     """The batch system's name for the job that this process belongs to."""
     return variable("SLURM_JOB_ID") or variable("PBS_JOBID")
+
+
+def deadline() -> float | None:
+    """When the batch job ends, in seconds since 1970: what its script has found out ($HPCZERO_DEADLINE), or Slurm since 23.02 says."""
+    for text in (variable("HPCZERO_DEADLINE"), variable("SLURM_JOB_END_TIME")):
+        if text and text.isdecimal():
+            return float(text)
+    return None
 
 
 def prepare_mpi() -> None:

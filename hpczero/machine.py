@@ -279,3 +279,8 @@ def _text(path: Path) -> str:
         return path.read_text(errors="surrogateescape")
     except OSError:
         return ""
+
+
+def gpu_driver() -> bool:
+    """Whether there is a driver of GPUs, be it one that works or not."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

@@ -9,6 +9,10 @@ from hpczero import env
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption(
+        "--means", choices=["mpi", "gloo", "queued"], default="mpi",
+        help="what the ranks of tests/mpi talk by: MPI; torch.distributed; MPI, from the memory of a device that does things later",
+    )  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,15 +1,18 @@
 """What a group needs of MPI: bytes from here to there, as non-blocking requests; and the buffers in which pieces arrive."""
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hpczero.comm.ledger import Ledger
+from hpczero.comm.staging import Incoming, InPlace, Outgoing
 from hpczero.comm.status import NOWHERE, Place, Signature
 from hpczero.comm.work import Limits, Progress
+from hpczero.device import CPU, Device
 
 BLOCK = 4096  # elements
 _NUMBERS = 128  # operations that one after the other get tags of their own
@@ -18,15 +21,32 @@ _SMALL = 1 << 16  # bytes of a message that goes ahead of others
 _BUFFERS = 2  # reductions of a group whose pieces arrive at the same time; further ones wait for their turn
 
 
+@dataclass(frozen=True)
+class Means:
+    """What the connections of a world have in common. `direct`: MPI takes the device's memory as it is."""
+
+    mpi: Any
+    progress: Progress
+    ledger: Ledger
+    limits: Limits
+    device: Device = CPU
+    direct: bool = False
+
+
 class Connection:
     """Of one group. A group of one rank has no communicator and sends nothing; nobody waits for it, so that its status is not kept."""
 
-    def __init__(self, mpi: Any, communicator: Any, progress: Progress, ledger: Ledger, limits: Limits, axis: str, ranks: Sequence[int]) -> None:
-        self.progress = progress
-        self.ledger = ledger
+    def __init__(self, means: Means, communicator: Any, axis: str, ranks: Sequence[int]) -> None:
+        mpi = means.mpi
+        self.progress = progress = means.progress
+        self.ledger = means.ledger
+        self.device = means.device
+        self.queue = means.device.queue() if means.device.has_queues else None  # for operations on the device's tensors
         self._byte = mpi.BYTE
+        self._memory_at = mpi.memory.fromaddress
+        self._direct = means.direct
         self._communicator = communicator
-        self._limits = limits
+        self._limits = means.limits
         self._buffers: list[Tensor] = []  # free ones
         self._lent = 0
         self._senders: deque[object] = deque()
@@ -50,14 +70,49 @@ class Connection:
         return ((code % self._labels) * 2 + is_collective) * _NUMBERS + number % _NUMBERS
 
     def send(self, tensor: Tensor, to: int, tag: int) -> list[Any]:
-        return [self._communicator.Isend([part, self._byte], to, tag) for part in self._messages(tensor)]
+        def post(memory: Any) -> Any:
+            return self._communicator.Isend([memory, self._byte], to, tag)
+
+        return self._start(Outgoing, tensor, post)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> list[Any]:
-        return [self._communicator.Irecv([part, self._byte], source, tag) for part in self._messages(tensor)]
+        def post(memory: Any) -> Any:
+            return self._communicator.Irecv([memory, self._byte], source, tag)
+
+        return self._start(Incoming, tensor, post)
+
+    def _start(self, staged: type[Outgoing] | type[Incoming], tensor: Tensor, post: Callable[[Any], Any]) -> list[Any]:
+        if not self.on_device(tensor):
+            return [post(part) for part in self._messages(_memory(tensor))]
+        assert self.queue is not None
+        if self._direct:
+            memory = self._memory_at(tensor.data_ptr(), tensor.nbytes)
+            return [InPlace(self.queue, lambda: [post(part) for part in self._messages(memory)])]
+        return [staged(self.device, self.queue, tensor, lambda buffer: post(_memory(buffer)))]
+
+    def on_device(self, tensor: Tensor) -> bool:
+        """Whether it lies in the memory of a device that has one of its own."""
+        return self.queue is not None and self.device.holds(tensor)
 
     def gather_stamped(self, received: bytearray, tensor: Tensor, stamp: bytes) -> list[Any]:
         """Small tensors of one size from all ranks, one after the other, each behind a stamp."""
         return [self._communicator.Iallgather([stamp + bytes(_memory(tensor)), self._byte], [received, self._byte])]
+
+    def on_host(self, tensor: Tensor) -> Generator[Sequence[Any], None, Tensor]:
+        """The tensor, or if the CPU cannot read it a copy that it can."""
+        if not self.on_device(tensor):
+            return tensor
+        assert self.queue is not None
+        copy = self.device.pinned(tensor.nbytes).view(tensor.dtype)
+        self.queue.copy(copy, tensor)
+        yield [self.queue.mark()]
+        return copy
+
+    def back(self, tensor: Tensor, copy: Tensor) -> None:
+        """What was changed in a copy made by `on_host`."""
+        if copy is not tensor:
+            assert self.queue is not None
+            self.queue.copy(tensor, copy)
 
     def barrier(self) -> list[Any]:
         return [self._communicator.Ibarrier()] if self._communicator else []
@@ -66,9 +121,9 @@ class Connection:
         """Bytes of the buffer that who needs at least `size` gets."""
         return max(self._limits.staging, size)
 
-    def borrow(self, size: int) -> Generator[Sequence[Any], None, Tensor]:
-        """A buffer of constant size, kept for later operations. First come, first served: as all ranks start their collectives in one
-        order, the oldest one that is still under way has its buffer on every rank, and so always goes on.
+    def borrow(self, size: int, place: torch.device = CPU.torch) -> Generator[Sequence[Any], None, Tensor]:
+        """A buffer of constant size on the device of this name, kept for later operations. First come, first served: as all ranks start their
+        collectives in one order, the oldest one that is still under way has its buffer on every rank, and so always goes on.
         """
         turn = object()
         self._queue.append(turn)
@@ -76,9 +131,9 @@ class Connection:
             yield ()
         self._queue.popleft()
         self._lent += 1
-        fitting = next((buffer for buffer in self._buffers if buffer.numel() >= size), None)
+        fitting = next((buffer for buffer in self._buffers if buffer.numel() >= size and buffer.device == place), None)
         if fitting is None:
-            return torch.empty(self.room(size), dtype=torch.uint8)
+            return torch.empty(self.room(size), dtype=torch.uint8, device=place)
         self._buffers = [buffer for buffer in self._buffers if buffer is not fitting]
         return fitting[: self.room(size)]
 
@@ -114,9 +169,8 @@ class Connection:
             self.progress.status.leave(self._entry)
             self._communicator.Free()
 
-    def _messages(self, tensor: Tensor) -> list[memoryview]:
-        """The tensor's bytes, in messages that MPI can count."""
-        memory = _memory(tensor)
+    def _messages(self, memory: Any) -> list[Any]:
+        """Bytes in messages that MPI can count."""
         return [memory[begin : begin + self._limits.message] for begin in range(0, len(memory), self._limits.message)]
 
 

@@ -19,6 +19,7 @@ from hpczero.comm.connection import BLOCK
 from hpczero.comm.group import Group
 from hpczero.comm.shared import NodeWindow
 from hpczero.comm.work import Steps, Work
+from hpczero.device import CPU
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World
@@ -42,7 +43,7 @@ class NodeGroup:
     shared = True
 
     def __init__(self, world: "World", group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
+        self.group, self.rank, self.size, self.device = group, group.rank, group.size, CPU
         nodes = [world.node_of_rank[rank] for rank in group.ranks]
         self._world = world
         self._places = {node: [place for place in range(self.size) if nodes[place] == node] for node in sorted(set(nodes))}

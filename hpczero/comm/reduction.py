@@ -26,9 +26,10 @@ def combine(output: Tensor, parts: Sequence[Tensor], op: str) -> None:
     if len(parts) == 2 and output.dtype is dtype:  # torch adds two half-precision numbers in fp32 and rounds once
         operation(parts[0], parts[1], out=output)
         return
-    accumulator = torch.empty(min(_BLOCK, output.numel()), dtype=torch.float32 if dtype in _HALF else dtype)
-    for begin in range(0, output.numel(), _BLOCK):
-        block = slice(begin, begin + _BLOCK)
+    length = max(1, min(_BLOCK, output.numel()) if output.device.type == "cpu" else output.numel())
+    accumulator = torch.empty(length, dtype=torch.float32 if dtype in _HALF else dtype, device=output.device)
+    for begin in range(0, output.numel(), length):
+        block = slice(begin, begin + length)
         total = accumulator[: output[block].numel()].copy_(parts[0][block])
         for part in parts[1:]:
             operation(total, part[block], out=total)

@@ -1,6 +1,9 @@
-"""Operations under way. Each is a generator that yields the MPI requests it waits for; blocking is starting and waiting.
+"""Operations under way. Each is a generator that yields the requests it waits for, MPI's or others with a Test(); blocking is starting and waiting.
 
 Whoever waits for one operation moves all of them: a rank that waits here may be what another rank, waiting elsewhere, needs.
+
+What an operation asks of a device that does things later goes into a queue of its own (`hpczero.device`). The generator may come to its end long
+before the device does: then whoever waited goes on, and what it asks of the device comes after the operation.
 """
 
 import os
@@ -8,13 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpczero.comm.background import Background
 from hpczero.comm.ledger import Entry
+from hpczero.comm.staging import moved
 from hpczero.comm.status import Place, Status
 from hpczero.comm.trace import Trace
 from hpczero.errors import HpczeroError
+
+if TYPE_CHECKING:
+    from hpczero.device import Mark, Queue
 
 What = tuple[str, str, int]  # axis, operation, the other rank of a message or -1
 Steps = Generator[Sequence[Any], None, None]  # yields requests; an empty yield means "not yet: ask again"
@@ -22,6 +29,10 @@ Steps = Generator[Sequence[Any], None, None]  # yields requests; an empty yield 
 
 class CommunicationError(HpczeroError):
     """The ranks of a group do not fit together."""
+
+
+class RequestFailed(Exception):
+    """Of a request that is not MPI's, said by its library."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +46,18 @@ class Limits:
 class Work:
     """An operation under way; its tensors belong to it until `wait()` has returned or `poll()` has said True.
 
-    `wait()` orders: what follows it sees the result. On the CPU that means the host waits; a backend whose operations run on an
-    accelerator's stream makes the stream wait, not the host.
+    `wait()` orders: what follows it sees the result. On the CPU that means the host waits; an operation on a device's tensors makes
+    the device's stream wait, and the host only until all of it has been asked for. `done`: the device has done it, too.
     """
 
-    def __init__(self, progress: "Progress", steps: Steps, entry: Entry, place: Place, what: What, size: int) -> None:
+    def __init__(
+        self, progress: "Progress", steps: Steps, entry: Entry, place: Place, what: What, size: int, queue: "Queue | None" = None
+    ) -> None:
+        """`queue`: what the steps ask of the device goes there."""
         self.done = False
+        self.queue = queue
+        self.tensors: Sequence[object] = ()  # kept for the device until it is done with them
+        self._mark: Mark | None = None  # where the steps have ended
         self.place = place
         self.what = what
         self.ticket = progress.trace.started(what, size, place.number)
@@ -49,13 +66,26 @@ class Work:
         self._steps = steps
         self._entry = entry
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has been asked for: then whoever waits may go on."""
+        return self.done or self._mark is not None
+
     def wait(self) -> None:
         self._progress.check()
         if self.done:
             return
         begun = time.perf_counter()
-        self._progress.finish(self)
+        if not self.ended:
+            self._progress.finish(self)
+        if self._mark:
+            self._mark.order()
         self._entry.seconds += time.perf_counter() - begun
+
+    def settle(self) -> None:
+        """The host waits until it is done."""
+        if not self.done:
+            self._progress.finish(self, until_done=True)
 
     def poll(self) -> bool:
         """Move everything that can move; say whether this operation is done."""
@@ -70,9 +100,17 @@ class Work:
         """The requests are complete: take the next step."""
         self.requests = ()
         try:
-            self.requests = next(self._steps)
+            if self.queue is None:
+                self.requests = next(self._steps)
+            else:
+                with self.queue.running():
+                    self.requests = next(self._steps)
         except StopIteration:
-            self.done = True
+            if self.queue is None or self._mark:
+                self.done = True
+            else:
+                self._mark = self.queue.mark()
+                self.requests = (self._mark,)
         except BaseException:
             self.done = True
             raise
@@ -96,10 +134,14 @@ class Progress:
         self._behind = False  # whether it is the background that moves operations now
         self._failed: BaseException | None = None  # in the background
 
-    def start(self, steps: Steps, entry: Entry, place: Place, what: What, size: int = 0, far: bool = False) -> Work:
-        """`far`: it sends to other nodes, and goes on while the rank computes."""
+    def start(
+        self, steps: Steps, entry: Entry, place: Place, what: What, size: int = 0, far: bool = False, queue: "Queue | None" = None
+    ) -> Work:
+        """`far`: it sends to other nodes, and goes on while the rank computes. `queue`: of the device whose tensors it is about."""
         with self.lock:
-            work = Work(self, steps, entry, place, what, size)
+            if queue:
+                queue.begins()
+            work = Work(self, steps, entry, place, what, size, queue)
             self._under_way.append(work)
             if far:
                 self._far.add(work)
@@ -147,12 +189,20 @@ class Progress:
             moved |= work.done
         return moved
 
-    def finish(self, work: Work) -> None:
+    def settle(self) -> None:
+        """The host waits until the device has done all operations started so far. To be called before a value is read there: that would wait,
+        too, but unseen by the watchdog.
+        """
+        for work in [work for work in self._under_way if work.queue]:
+            work.settle()
+
+    def finish(self, work: Work, until_done: bool = False) -> None:
+        """Until all of it has been asked for, or until it is done."""
         self.status.waits(work.place)
         self.trace.wait(*work.what[:2], work.place.number)
         self._waits = True
         try:
-            while not work.done:
+            while not (work.done if until_done else work.ended):
                 if not self._move_on(work):
                     os.sched_yield()
         except CommunicationError as error:
@@ -164,7 +214,7 @@ class Progress:
 
     def _move_on(self, work: Work) -> bool:
         with self.lock:
-            if len(self._under_way) == 1 and work.requests and not self._failed:
+            if len(self._under_way) == 1 and work.requests and not work.queue and not self._failed:
                 self._complete(work, self._request_class.Waitall)
                 self._resume(work)
                 return True
@@ -173,14 +223,20 @@ class Progress:
     def _complete(self, work: Work, how: Callable[[Sequence[Any]], bool]) -> bool:
         """MPI itself notices some operations that do not fit together: it has been sent more than was asked for."""
         try:
-            return how(work.requests)
-        except self._failure as error:
-            raise CommunicationError(f"{self.status.in_words(work.place)}: {self._library}: {error}") from error
+            if work.queue is None:
+                return how(work.requests)
+            with work.queue.running():
+                return moved(work.requests)
+        except (self._failure, RequestFailed) as error:
+            library = "" if isinstance(error, RequestFailed) else f"{self._library}: "
+            raise CommunicationError(f"{self.status.in_words(work.place)}: {library}{error}") from error
 
     def _resume(self, work: Work) -> None:
         begun = self.trace.now()
         try:
             work.resume()
+        except RequestFailed as error:
+            raise CommunicationError(f"{self.status.in_words(work.place)}: {error}") from error
         finally:
             if not self._behind:  # else it is no part of what the rank does meanwhile
                 self.trace.advanced(*work.what[:2], begun)

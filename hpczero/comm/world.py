@@ -26,6 +26,8 @@ from hpczero.errors import HpczeroError, InputError, Stopped
 if TYPE_CHECKING:
     from hpczero.comm.connection import Connection
     from hpczero.comm.group import Group
+    from hpczero.comm.native import Native, Rendezvous
+    from hpczero.device import Device
 
 _NODES = "comm.ranks_per_node may not be more than the ranks of a host"
 _PIECE = 1 << 30  # bytes: the largest message of share and collect
@@ -62,7 +64,11 @@ class World:
         self.status: Status = whole.status if whole else Status()
         self._windows: list[SharedBlocks] = whole._windows if whole else []
         self.progress: Progress = Progress(mpi, self.status, whole.progress.lock if whole else None)
-        self._groups: dict[tuple[str, tuple[int, ...], str], tuple[Group, Connection]] = {}
+        self._groups: dict[tuple[str, tuple[int, ...], str], tuple[Group, Connection, Native | None]] = {}
+        self._device: Device | None = whole._device if whole else None
+        self._direct: bool = whole._direct if whole else False
+        self.backend: str = whole.backend if whole else "mpi"  # what carries the collectives
+        self._rendezvous: Rendezvous | None = whole._rendezvous if whole else None
         self.ledger = Ledger()
         self.library = _library(mpi)
         self.rank: int = communicator.rank
@@ -172,23 +178,49 @@ class World:
         """The group of these ranks, in this order. Collective over them and nobody else; asked for again, it is the same group. Groups for another
         `purpose` have collectives of their own, whose order has nothing to do with that of the first one's.
         """
-        from hpczero.comm.connection import Connection
+        from hpczero.comm.connection import Connection, Means
         from hpczero.comm.group import Group
 
         key = axis, tuple(ranks), purpose
         if key not in self._groups:
             assert self.rank in ranks, f"rank {self.rank} asks for a group without itself: {list(ranks)}"
             communicator = self._subset(ranks, f"group {axis}") if len(ranks) > 1 else None
-            connection = Connection(self._mpi, communicator, self.progress, self.ledger, self._limits, axis, self.numbers(ranks))
-            group = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection)
+            means = Means(self._mpi, self.progress, self.ledger, self._limits, self.device, self._direct)
+            connection, native = Connection(means, communicator, axis, self.numbers(ranks)), self._native(axis, ranks)
+            group = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection, native)
             group.label = f"{axis} {purpose}".rstrip()
-            self._groups[key] = group, connection
+            self._groups[key] = group, connection, native
         return self._groups[key][0]
+
+    @property
+    def device(self) -> "Device":
+        """Where this rank's tensors live, as `use` has said; else the CPU."""
+        from hpczero.device import CPU
+
+        return self._device or CPU
+
+    def use(self, device: "Device", backend: str = "mpi") -> None:
+        """Collective, before any group is made. The groups also move tensors of this device; `backend` ("mpi", "nccl", "gloo") carries the
+        collectives on its tensors.
+        """
+        from hpczero.comm import library
+        from hpczero.comm.native import Rendezvous
+
+        assert not self._groups, "groups have been made"
+        self._device, self.backend = device, backend
+        self._direct = device.has_queues and all(self.share(self.collect(bool(library.facts().cuda_aware))))
+        self._rendezvous = Rendezvous.of(self, backend) if backend != "mpi" and self.size > 1 else None
+
+    def _native(self, axis: str, ranks: Sequence[int]) -> "Native | None":
+        if self._rendezvous is None or len(ranks) == 1:
+            return None
+        with self.status.waiting(f"connecting group {axis}", self.numbers(ranks)):
+            return self._rendezvous.group(axis, self.numbers(ranks), ranks.index(self.rank), self._limits.staging)
 
     @property
     def buffered(self) -> int:
         """Bytes of the buffers in which pieces arrive that are to be summed."""
-        return sum(connection.buffered for _, connection in self._groups.values())
+        return sum(connection.buffered + (native.buffered if native else 0) for _, connection, native in self._groups.values())
 
     def share(self, value: Any) -> Any:
         """Rank 0's value on every rank: what JSON can carry, of any length (a tuple becomes a list)."""
@@ -239,9 +271,14 @@ class World:
     def close(self) -> None:
         """The orderly end, on every rank; nothing may be under way."""
         self.progress.close()
-        for _, connection in self._groups.values():
+        for _, connection, native in self._groups.values():
             connection.close()
+            if native:
+                native.close()
         self._groups.clear()
+        if self._rendezvous:
+            self._run(self._meet(), "close")  # nobody asks the store any more
+            self._rendezvous = None
         if self._watch and self._slots:
             self._run(self._meet(), "close")  # the last thing that is watched
             self._watch.stop()

@@ -102,7 +102,7 @@ def report() -> Report:
         memory_limit=memory.limit.limit if memory.limit else None,
         usable=memory.usable,
         shm=(shm.size, shm.free) if shm else None,
-        gpu_driver=_gpu_driver(),
+        gpu_driver=machine.gpu_driver(),
         gpus=gpus,
         gpu_error=gpu_error,
         kernels={device: available(device) for device in ("cpu", "cuda")},
@@ -155,13 +155,9 @@ def _launcher() -> Launcher | None:
     return None
 
 
-def _gpu_driver() -> bool:
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
-
-
 def _gpus() -> tuple[list[str], str]:
     """Names of the GPUs that torch offers this rank; torch (seconds to import) is asked only where there is a driver."""
-    if not _gpu_driver():
+    if not machine.gpu_driver():
         return [], ""
     try:
         import torch

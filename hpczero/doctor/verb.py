@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from hpczero import env, kernel_cache
 from hpczero.comm import library
 from hpczero.doctor import facts
 from hpczero.doctor.facts import Report
@@ -21,6 +22,8 @@ _WIDTH = 110
 
 def doctor(options: argparse.Namespace) -> int:
     report = facts.report()
+    if options.prebuild:
+        _prebuild(report)
     reports = _together(report, options.clean) if report.under_a_launcher else [_alone(report, options.clean)]
     if reports is None:  # another rank prints
         return 0
@@ -36,6 +39,23 @@ def doctor(options: argparse.Namespace) -> int:
     else:
         print("\n".join(_text(found)))
     return int(worst == FAIL)
+
+
+def _prebuild(report: Report) -> None:
+    """The first process to come there fills the cache of its computer."""
+    missing = [name for name in ("torch", "mpi4py", "numba") if not report.packages[name]]
+    if missing:
+        raise InputError(f"kernels cannot be compiled without {' and '.join(missing)}: pip install 'hpczero[train]'")
+    began = time.monotonic()
+    kernel_cache.load("hpczero.train.run")
+    if report.gpus:
+        import torch
+
+        torch.cuda.set_device(0)
+        kernel_cache.of_gpu(torch.cuda.get_device_capability())
+    if all(rank == 0 for rank, _ in report.launched.values()):
+        seconds = time.monotonic() - began
+        print(f"hpczero: {report.host}: the kernels are compiled ({seconds:.1f} s), in {env.numba_cache()}", file=sys.stderr, flush=True)
 
 
 def _alone(report: Report, clean: bool) -> Report:

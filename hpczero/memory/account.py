@@ -36,10 +36,13 @@ def give_back_free_memory() -> None:
 
 
 def held_on_nodes(world: World) -> list[int] | None:
-    """The sum over the ranks of each node, on rank 0. Collective: all read at the same time, as pages are divided among their users."""
+    """The sum over the ranks of each node, on rank 0: of what their tensors hold on a GPU, if that is where they live. Collective: all read at the
+    same time, as pages are divided among their users.
+    """
     give_back_free_memory()
     world.share(world.collect(0))  # everybody is here: nobody allocates any more, or already
-    of_ranks = world.collect(held())
+    on_device = world.device.memory()
+    of_ranks = world.collect(on_device.held if on_device else held())
     if of_ranks is None:
         return None
     sums = [0] * (max(world.node_of_rank) + 1)
@@ -53,7 +56,9 @@ def summary(world: World, predicted: Mapping[str, int], allocated: Mapping[str, 
     part); of every node how much more its ranks held after some steps than before the engine.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    ranks = world.collect({"predicted": predicted, "allocated": allocated, "peak_resident": peak})
+    on_device = world.device.memory()
+    own = {} if on_device is None else {"device": {"peak": on_device.peak, "total": on_device.total}}
+    ranks = world.collect({"predicted": predicted, "allocated": allocated, "peak_resident": peak} | own)
     if ranks is None or growth is None:
         return None
     nodes = []

@@ -8,18 +8,22 @@ from math import prod
 
 import torch
 
+from hpczero.device import CPU
+
 _ALIGNMENT = 64  # bytes
 
 
 class Arena:
-    """One block a kind ("weights", "moments", ...). `blocks` are given from outside (a node's shared window); the others are allocated here."""
+    """One block a kind ("weights", "moments", ...). `blocks` are given from outside (a node's shared window); the others are allocated on the
+    device of this name.
+    """
 
-    def __init__(self, sizes: Mapping[str, int], blocks: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(self, sizes: Mapping[str, int], blocks: Mapping[str, torch.Tensor] | None = None, place: torch.device = CPU.torch) -> None:
         self.sizes = dict(sizes)
         self._blocks = dict(blocks or {})
         for kind, size in sizes.items():
             if kind not in self._blocks:
-                self._blocks[kind] = torch.empty(size, dtype=torch.uint8)
+                self._blocks[kind] = torch.empty(size, dtype=torch.uint8, device=place)
         self._taken = dict.fromkeys(sizes, 0)
 
     def take(self, kind: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """What a model is given: one micro-batch, and what its random choices depend on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from hpczero.device import Device
 
 
 @dataclass(frozen=True)
@@ -14,6 +16,9 @@ class MicroBatch:
     samples: torch.Tensor
     step: int
     seed: int
+
+    def on(self, device: Device) -> "MicroBatch":
+        return replace(self, tokens=device.put(self.tokens), targets=device.put(self.targets), samples=device.put(self.samples))
 
     @property
     def token_count(self) -> int:

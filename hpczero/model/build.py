@@ -54,6 +54,18 @@ def adopt(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
                 setattr(part, name, new)  # a recurrent layer has its own list of them, which follows
 
 
+def move_rest(module: nn.Module, place: torch.device) -> None:
+    """What the module has beside the parameters that it was given, buffers and parameters that are not trained, goes to the device of this name."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be in several places
+    for part in module.modules():
+        for parameter in part.parameters(recurse=False):
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(place)
+        for name, buffer in part.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != place:
+                part._buffers[name] = moved.setdefault(buffer, buffer.to(place))
+
+
 def initial_values(parameter: shapes.Parameter, seed: int, first: int, out: torch.Tensor) -> None:
     """Writes elements first .. first + out.numel() - 1 of the parameter's flattened initial value into out (contiguous, any float type).
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hpczero.comm.group import Group, Work, shard
 from hpczero.comm.node import LocalSum
+from hpczero.device import Device
 
 
 class DataAxis(Protocol):
@@ -16,6 +17,7 @@ class DataAxis(Protocol):
     rank: int
     size: int
     shared: bool  # whether ranks of a node see one copy of the weights
+    device: Device  # where its tensors are
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         """Blocks that other ranks see too, by name; what is left out, each rank allocates for itself."""
@@ -50,6 +52,7 @@ class Messages:
         differ between ranks: each has its own numbers.
         """
         self.group, self.gathers, self.rank, self.size = group, gathers, group.rank, group.size
+        self.device = group.device
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         return {}

@@ -38,7 +38,7 @@ class DirectGradients(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = _REPLACED.get(function)
-        usual = not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
+        usual = not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling()
         if other is None or usual or torch._C._are_functorch_transforms_active():
             return function(*args, **(kwargs or {}))
         return other(self, *args, **(kwargs or {}))
@@ -57,6 +57,7 @@ class DirectGradients(TorchFunctionMode):
         scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Tensor:  # fmt: skip
         special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
+        special |= input.device.type != "cpu"  # which rows there are, the host would have to wait for
         if special or type(input) is not Tensor or self._parameter(weight) is not weight:
             return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
         return _Embedding.apply(input, weight, self)

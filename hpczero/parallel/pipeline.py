@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hpczero.comm.group import Group
 from hpczero.comm.work import Work
+from hpczero.device import CPU
 from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.messages import AHEAD, Step, steps
@@ -41,9 +42,9 @@ class Parts(Protocol):
 class Buffers:
     """Memory in which messages arrive: as many buffers as are in use at the same time, each used again and again."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, place: torch.device = CPU.torch) -> None:
         self.made = 0
-        self._dtype = dtype
+        self._dtype, self._place = dtype, place
         self._size = 0  # elements
         self._free: list[Tensor] = []
 
@@ -58,7 +59,11 @@ class Buffers:
         if self._free:
             return self._free.pop()
         self.made += 1
-        return torch.empty(self._size, dtype=self._dtype)
+        return torch.empty(self._size, dtype=self._dtype, device=self._place)
+
+    def alone(self, elements: int) -> Tensor:
+        """One that is not kept."""
+        return torch.empty(elements, dtype=self._dtype, device=self._place)
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)
@@ -78,7 +83,7 @@ class Pipeline:
         self.group = group
         self.kind, self.chunks = kind, chunks
         self.shape_of, self.dtype = shape_of, dtype
-        self.buffers = Buffers(dtype)
+        self.buffers = Buffers(dtype, group.device.torch)
         self._told: dict[tuple[int, torch.Size], tuple[int, ...]] = {}  # part and micro-batch's shape -> shape of the part's output
         self._steps: dict[tuple[int, bool, int], tuple[Step, ...]] = {}
 
@@ -192,7 +197,7 @@ class _Pass:
         source, shape = result.part % self.group.size, self._shape(result)
         if shape is None:
             shape = self._receive_header(result, source)
-        buffer = self.buffers.take() if self.all_known else torch.empty(prod(shape), dtype=self.pipeline.dtype)
+        buffer = self.buffers.take() if self.all_known else self.buffers.alone(prod(shape))
         tensor = buffer[: prod(shape)].view(shape)
         self.arrivals[result] = _Arrival(tensor, buffer if self.all_known else None, self.group.start_receive(tensor, source))
 

@@ -23,15 +23,20 @@ from hpczero_kernels.reduce import BLOCK, sum_pieces
 
 @dataclass(frozen=True)
 class BadGradient:
-    """The first tensor, from the loss backwards, whose gradient was not finite on some rank; no tensor: only the sum over ranks was not."""
+    """The first tensor, from the loss backwards, whose gradient was not finite on some rank; no tensor: only the sum over ranks was not; no rank:
+    it is not known which.
+    """
 
     tensor: str | None
     data_rank: int | None
 
     def __str__(self) -> str:
-        return f"first in {self.tensor} of data rank {self.data_rank}" if self.tensor else "only the sum over the ranks"
+        if self.tensor is None:
+            return "only the sum over the ranks"
+        return f"first in {self.tensor}" + ("" if self.data_rank is None else f" of data rank {self.data_rank}")
 
 
+_UNKNOWN = -1  # a rank
 _AT_THE_END = 1 << 30  # gradients that never come
 
 
@@ -42,6 +47,7 @@ class Reduction:
         """`slots`: where gradients are sharded, what the units gather them in, in turns."""
         self.names_backwards = [place.parameter.name for unit in units for place in unit.layout.places][::-1]  # of all parameters that there are
         self.axis, self.sharded, self.pool = axis, sharded, pool
+        self.looks_at_once = not axis.device.has_queues  # whether a sum is finite: else the host would have to wait for the device
         self.on_all_there: Callable[[Unit], None] = lambda unit: None  # is told of each unit whose gradients are all there
         self._slots = slots
         self._slot_of: dict[Unit, int] = {}
@@ -156,11 +162,22 @@ class Reduction:
     def first_bad(self, others: Sequence[Group] = ()) -> BadGradient:
         """Collective: who made a sum of this step infinite or NaN, on any rank of the data axis and these."""
         nothing = len(self.names_backwards), 0
+        if not self.looks_at_once:
+            self._bad += self._found_in_sums()
         place, rank = min(map(tuple, self.axis.all_gather(torch.tensor(min(self._bad, default=nothing))).tolist()))
         for group in others:
             place, rank = min(map(tuple, group.stack(torch.tensor([place, rank])).tolist()))
         self._bad.clear()
-        return BadGradient(None, None) if place == nothing[0] else BadGradient(self.names_backwards[place], rank)
+        return BadGradient(None, None) if place == nothing[0] else BadGradient(self.names_backwards[place], None if rank == _UNKNOWN else rank)
+
+    def _found_in_sums(self) -> list[tuple[int, int]]:
+        """As `note_bad`, from what is left of it in the own shard: which rank was to blame, nothing tells any more."""
+        found = []
+        for unit in self._everyone:
+            for place, part in unit.layout.stretches(unit.shard.start, unit.shard.stop):
+                if not unit.summed[part.start - unit.shard.start : part.stop - unit.shard.start].isfinite().all():
+                    found.append((self.names_backwards.index(place.parameter.name), _UNKNOWN))
+        return found
 
     def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
         """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.) Where the
@@ -241,7 +258,7 @@ class GradientSum:
         squares = self.unit.squares[window.start // BLOCK : -(-window.stop // BLOCK)]
         out = self.unit.summed[window]
         sum_pieces(parts, out, self.accumulate, squares, self.reduction.pool)
-        if not squares.isfinite().all():
+        if self.reduction.looks_at_once and not squares.isfinite().all():
             self.reduction.note_bad(self.unit, self.unit.shard.start + window.start, parts, ranks, out)
 
     def of_node(self, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:

@@ -25,17 +25,17 @@ class Alone:
         """The gradient of the losses' sum over `tokens`, the step's; the losses' sum. The loss is weighted by tokens, so that every way to cut the
         global batch gives the same gradient.
         """
-        total = 0.0
+        losses, batches = [], _on_device(batches, self.engine)
         for number, batch in enumerate(batches):  # empty ones too: their collectives are the others' as well
             with trace.span("forward", number):
                 loss = self.engine(batch)
             with trace.span("backward", number):
                 self.engine.backward(loss / tokens, last=number + 1 == len(batches))
-            total += loss.item()
-        return total
+            losses.append(loss.detach())
+        return _sum(losses, self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
-        return sum(self.engine(batch).item() for batch in batches)
+        return _sum([self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step, by kind."""
@@ -56,11 +56,11 @@ class Staged:
 
     def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> float:
         self._tokens, self._trace = tokens, trace
-        return sum(loss.item() for loss in self.pipeline.train(self, batches))
+        return _sum(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         self._trace = Trace()
-        return sum(loss.item() for loss in self.pipeline.evaluate(self, batches))
+        return _sum(self.pipeline.evaluate(self, _on_device(batches, self.engine)), self.engine)
 
     def memory(self) -> dict[str, int]:
         return self.engine.memory() | {"pipeline": self.pipeline.buffers.size}
@@ -78,6 +78,16 @@ class Staged:
             gradient = torch.full_like(output, self.engine.loss_scale.value / self._tokens)
         with self._trace.span("backward"):
             self.engine.backward_of(self._units[chunk], output, gradient, last)
+
+
+def _on_device(batches: Sequence[MicroBatch], engine: Engine) -> list[MicroBatch]:
+    return [batch.on(engine.device) for batch in batches]
+
+
+def _sum(losses: Sequence[Tensor], engine: Engine) -> float:
+    """Read at the end only: the host waits for the device."""
+    engine.axis.group.connection.progress.settle()
+    return sum(loss.item() for loss in losses)
 
 
 Way = Alone | Staged

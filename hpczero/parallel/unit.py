@@ -60,7 +60,9 @@ class Unit:
     """
 
     def __init__(self, layout: UnitLayout, rank: int, sharded: Sharded, dtypes: Dtypes, arena: Arena, written: slice) -> None:
-        """`written`: the elements whose weights this rank writes after a step. The parameters made here are the module's, but for `take_over`."""
+        """`written`: the elements whose weights this rank writes after a step. The parameters made here are the module's, but for `take_over`. All
+        of it lies where the arena does.
+        """
         dtype, gradient_dtype = dtypes
         self.layout, self.sharded = layout, sharded
         self.shard = layout.shard(rank)
@@ -73,13 +75,13 @@ class Unit:
         self.master = arena.take("master", count, torch.float32) if self._separate else self._weights_at(self.own)
         self.moment1 = arena.take("moments", count, torch.float32).zero_()
         self.moment2 = arena.take("moments", count, torch.float32).zero_()
-        self.nothing = torch.full((), float("nan"), dtype=dtype)  # what a parameter's values are while they are away
+        self.nothing = self.weights.new_full((), float("nan"))  # what a parameter's values are while they are away
         self.parameters = [self._parameter(place) for place in layout.places]
         held = arena.take("gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype)
         self.buffer: torch.Tensor | None = None if sharded.gradients else held
         self.wire = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
         self.summed = held if sharded.gradients else self.wire[self.shard]
-        self.squares = torch.zeros(-(-layout.shard_size // BLOCK))
+        self.squares = self.moment1.new_zeros(-(-layout.shard_size // BLOCK))
         self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
         self.missing = 0  # how many are still to come in this backward
         self._gaps = _gaps(layout)
@@ -137,7 +139,10 @@ class Unit:
             start = part.start - self.own.start
             for logical in place.logical(part.start - place.offset, part.stop - place.offset):
                 count = logical.stop - logical.start
-                fill(place.parameter, logical.start, self.master[start : start + count])
+                out = self.master[start : start + count]
+                values = out.cpu()  # the same, but on another device
+                fill(place.parameter, logical.start, values)
+                out.copy_(values)
                 start += count
         self.weights_from_master()
 
@@ -159,7 +164,7 @@ class Unit:
 
     def squares_held_by_all(self) -> torch.Tensor:
         """Of the summed gradient's squares in the shard, those of parameters that every tensor rank holds whole."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = self.squares.new_zeros((), dtype=torch.float64)
         for place, part in self.layout.stretches(self.shard.start, self.shard.stop):
             if place.parameter.split is None:
                 total += self.summed[part.start - self.shard.start : part.stop - self.shard.start].double().square().sum()

@@ -43,11 +43,11 @@ def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict
         flat = _on_first_rank(unit, axis.group)
         if flat is not None:
             for own, place in zip(unit.parameters, unit.layout.places, strict=True):
-                masters[own] = unit.part(flat, place).clone()
+                masters[own] = unit.part(flat, place).clone().cpu()
     if axis.rank:
         return {}
     tensors = module.state_dict(keep_vars=True).items()
-    return {name: masters[tensor] if tensor in masters else tensor.detach().clone() for name, tensor in tensors}
+    return {name: masters[tensor] if tensor in masters else tensor.detach().clone().cpu() for name, tensor in tensors}
 
 
 def from_state_dict(module: nn.Module, names: Sequence[str], state: Mapping[str, torch.Tensor], group: Group) -> Callable[[UnitLayout], Fill]:
@@ -121,7 +121,7 @@ def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
     if unit.master.numel() == unit.layout.size:
         return unit.master if group.rank == 0 else None
     if group.rank:
-        group.send(unit.master, 0)
+        group.send(unit.master.cpu(), 0)
         return None
     flat = torch.empty(unit.layout.size)
     flat[unit.shard].copy_(unit.master)

@@ -83,7 +83,7 @@ class Engine:
         self.module, self.tensor, self.pipeline = module, tensor, pipeline
         self._others = [group for group in (tensor, pipeline) if group]
         self.copies: set[Unit] = set()  # units that belong to another stage, too, where they are counted
-        self.axis, self.settings = axis, settings
+        self.axis, self.settings, self.device = axis, settings, axis.device
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         fp16 = settings.train.precision == "fp16"
         self.loss_scale = LossScale(settings.train.loss_scale if fp16 else 1.0, dynamic=fp16)
@@ -96,7 +96,7 @@ class Engine:
         around = used_around_others(layers)
         sizes = state_bytes(layouts, self.sharded, precision, axis.shared, sum(unit.size for unit in layouts if unit.name in around))
         seen = self.sharded.read_by_others
-        self.arena = Arena(sizes, axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}))
+        self.arena = Arena(sizes, axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}), self.device.torch)
         dtypes = dtype, torch.float32 if settings.accumulates else dtype
         written = [axis.written(layout.size, self.sharded.optimizer) for layout in layouts]
         self.units = [Unit(layout, axis.rank, self.sharded, dtypes, self.arena, part) for layout, part in zip(layouts, written, strict=True)]
@@ -112,6 +112,7 @@ class Engine:
         self._hooks = [_when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.names = [place.parameter.name for unit in self.units for place in unit.layout.places]
         build.adopt(module, dict(zip(self.names, (own for unit in self.units for own in unit.parameters), strict=True)))
+        build.move_rest(module, self.device.torch)
         self.gatherer = self._sharded_parameters(layers, around) if self.sharded.parameters else None
         if self.gatherer:
             self.reduction.on_all_there = self.gatherer.forget
@@ -176,10 +177,14 @@ class Engine:
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
         self.reduction.begin(last, units)
         self._had_backward.update(chosen)
-        with self._direct, self.gatherer.backward() if self.gatherer else nullcontext():
+        with self._direct, self.gatherer.backward() if self.gatherer else nullcontext(), self._in_this_thread():
             if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
                 self._direct.backward(output, gradient)
         self.reduction.end()
+
+    def _in_this_thread(self) -> AbstractContextManager[object]:
+        """Autograd runs a GPU's backward in a thread of its own, where what holds in this one (modes, who may call MPI) does not."""
+        return torch.autograd.set_multithreading_enabled(False) if self.device.has_queues else nullcontext()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """The gradient of a backward is in `parameter.grad`: the only entry from backward."""
@@ -201,7 +206,7 @@ class Engine:
             return StepResult(norm, scale, self.reduction.first_bad(self._others))
         self.updates += 1
         clip = min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0
-        scalars = scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale)
+        scalars = Scalars(scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale).values.to(self.device.torch))
         self.weights_here()  # of layers that did not run since the last step
         for unit in self.units:
             self._update(unit, scalars)
@@ -211,10 +216,12 @@ class Engine:
     def _norm(self) -> float:
         """Of the loss-scaled gradient. Blocks, then shards, are added in a fixed order: the same on every rank and at every stage."""
         counted = [unit for unit in self.units if unit not in self.copies]
-        own = torch.stack([torch.zeros((), dtype=torch.float64), *(unit.squares.double().sum() for unit in counted)]).sum()
+        nothing = torch.zeros((), dtype=torch.float64, device=self.device.torch)
+        own = torch.stack([nothing, *(unit.squares.double().sum() for unit in counted)]).sum()
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
             own -= sum((unit.squares_held_by_all() for unit in counted), torch.zeros_like(own))
-        total = self.axis.all_gather(own).sum()
+        self.axis.group.connection.progress.settle()
+        total = self.axis.all_gather(own.cpu()).sum()
         for group in self._others:
             total = group.stack(total).sum()
         return float(total.sqrt())

@@ -7,7 +7,7 @@ from math import prod
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer, known, layer_count
-from hpczero.planner.memory import NodeNeed, needs_of_nodes, placements
+from hpczero.planner.memory import NodeNeed, counted, needs_of_nodes, placements
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
@@ -19,12 +19,15 @@ _WORTH_SAYING = 50_000  # bytes
 
 @dataclass(frozen=True)
 class Bound:
-    """`free` bytes for these ranks together (node -> how many of its ranks). `windows`: for their shared windows alone."""
+    """`free` bytes for these ranks together (node -> how many of its ranks). `windows`: for their shared windows alone; `part`: for "all" that they
+    hold, or what is on the "host" or the "device" where these differ.
+    """
 
     ranks: Mapping[int, int]
     free: int
     place: str  # "on n1", "in the cgroup /job on n1", "in /dev/shm of n1"
     windows: bool = False
+    part: str = "all"
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
 
 
 def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
-    return sum(needs[node].windows if bound.windows else needs[node].of(count) for node, count in bound.ranks.items())
+    return sum(needs[node].windows if bound.windows else needs[node].of(count, bound.part) for node, count in bound.ranks.items())
 
 
 def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> str:
@@ -97,7 +100,7 @@ def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> s
         larger = f"make it larger (docker: --shm-size={gib}g; else mount -o remount,size={gib}g /dev/shm)"
         return f"zero.node_shared needs {in_words(load.size)} {bound.place} ({who}), where {free}: {larger}"
     node = next(iter(bound.ranks))
-    kinds = kinds_in_words(needs_of_nodes(spec, layers, site.ranks_on_nodes)[node].rank)
+    kinds = kinds_in_words(counted(needs_of_nodes(spec, layers, site.ranks_on_nodes)[node].rank, bound.part))
     return f"zero.stage = {spec.zero.stage} needs {in_words(load.size)} {bound.place} ({who}), where {free} (each rank: {kinds})"
 
 
@@ -171,7 +174,8 @@ def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
 def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
     node_of_rank = [node for node, count in sorted(site.ranks_on_nodes.items()) for _ in range(count)]
     places = [place for found in placements(spec, Grid.build(resolved(spec, node_of_rank), node_of_rank)).values() for place in found]
-    if any(place.on_node > 1 for place in places):
+    on_gpus = any(bound.part == "device" for bound in site.bounds)
+    if not on_gpus and any(place.on_node > 1 for place in places):
         shared = not any(place.shared for place in places)
         yield Alternative(f"zero.node_shared = {str(shared).lower()}", _with(spec, "zero", node_shared=shared), site)
 

@@ -27,6 +27,7 @@ from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 
 RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
+ON_HOST = ("checkpoint copy", "data", "runtime")  # kinds that stay in the computer's memory where the rest is on a GPU
 _MIB = 1 << 20
 _TOKEN = 8
 _STATES = 12  # bytes of a parameter in a checkpoint: master weight and two moments
@@ -95,9 +96,14 @@ class NodeNeed:
     def windows(self) -> int:
         return sum(part.windows for part in self.parts)
 
-    def of(self, ranks: int) -> int:
-        """Bytes of so many of the node's ranks."""
-        return sum(self.node.values()) * ranks // self.ranks
+    def of(self, ranks: int, part: str = "all") -> int:
+        """Bytes of so many of the node's ranks; `part`: of all kinds, or of those on the "host" or the "device" where these differ."""
+        return sum(counted(self.node, part).values()) * ranks // self.ranks
+
+
+def counted(kinds: Mapping[str, int], part: str) -> dict[str, int]:
+    return {kind: size for kind, size in kinds.items() if part == "all" or (kind in ON_HOST) == (part == "host")}
+
 
 
 def needs_of_nodes(spec: Spec, layers: Sequence[Layer], ranks_on_nodes: Mapping[int, int]) -> dict[int, NodeNeed]:

@@ -18,7 +18,7 @@ class Contradiction:
 
 
 def contradictions(spec: Spec) -> list[Contradiction]:
-    return [found for rule in (_schedule, _evaluation, _model, _order, _tensor, _pipeline) for found in rule(spec)]
+    return [found for rule in (_schedule, _evaluation, _model, _order, _tensor, _pipeline, _checkpoint, _device) for found in rule(spec)]
 
 
 def unavailable(spec: Spec) -> list[str]:
@@ -74,6 +74,18 @@ def _schedule(spec: Spec) -> list[Contradiction]:
     if schedule.min_lr and schedule.name == "constant":
         text = f'schedule.min_lr = {schedule.min_lr}, but schedule.name = "constant" never gets there: set it to 0, or take another'
         found.append(Contradiction(("schedule.min_lr", "schedule.name"), text))
+    return found
+
+
+def _device(spec: Spec) -> list[Contradiction]:
+    device, backend, found = spec.train.device, spec.comm.backend, []
+    for name, needed in (("nccl", "cuda"), ("gloo", "cpu")):
+        if backend == name and device not in ("auto", needed):
+            text = f'comm.backend = "{name}" carries tensors on {needed}, and train.device = "{device}": take another of the two'
+            found.append(Contradiction(("comm.backend", "train.device"), text))
+    if device == "cuda" and spec.zero.node_shared is True:
+        text = 'zero.node_shared = true keeps weights in the memory of the node\'s CPUs, and train.device = "cuda": set it to "auto" or false'
+        found.append(Contradiction(("zero.node_shared", "train.device"), text))
     return found
 
 
@@ -146,3 +158,10 @@ def _smaller(key: str, asked: int, most: int) -> str:
     """What fits the numbers of ranks that the size asked for does, and what is possible at all."""
     fitting = [str(size) for size in range(most, 0, -1) if asked % size == 0][:_SHOWN]
     return f"{key} = {listed(fitting, 'or')} (for the same ranks), at most {most}"
+
+
+def _checkpoint(spec: Spec) -> list[Contradiction]:
+    if not spec.checkpoint.weights_only or spec.checkpoint.resume not in ("auto", "never"):
+        return []
+    text = f"checkpoint.weights_only = true, and checkpoint.resume = {shown(spec.checkpoint.resume)} names no checkpoint: name its folder there"
+    return [Contradiction(("checkpoint.weights_only", "checkpoint.resume"), text)]

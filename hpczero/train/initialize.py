@@ -21,6 +21,7 @@ from hpczero.planner.volumes import resolved
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight
+from hpczero.train.placing import place
 
 
 def initialize(
@@ -38,6 +39,7 @@ def initialize(
     if own:
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
+    spec = place(inner, spec)
     grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
     layers = inner.together(lambda: [layer for _, layer in layers_of(module)])
     given = sum(own.nbytes for own in module.parameters() if not own.is_meta)
@@ -50,13 +52,15 @@ def initialize(
 class Training:
     """A module in training: call it, then `backward` (once or more), then `step`. All of it is collective: every rank does the same.
 
-    `rank` and `size`: the place of this process among those that train together; `dtype`: of the parameters; `steps` so far.
+    `rank` and `size`: the place of this process among those that train together; `dtype`: of the parameters; `device`: where they are, and
+    the module's inputs must be; `steps` so far.
     """
 
     def __init__(self, engine: Engine, spec: Spec, worlds: tuple[World, ...]) -> None:
         """`worlds` end with it, in this order."""
         self.engine, self.spec, self.module = engine, spec, engine.module
         self.rank, self.size, self.dtype = engine.axis.rank, engine.axis.size, DTYPES[spec.train.precision]
+        self.device = engine.device.torch
         self.steps = 0
         self._worlds = worlds
         self._open = True

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpczero import machine
 from hpczero.comm.world import World
+from hpczero.device import Device
 from hpczero.errors import InputError
 from hpczero.memory import account
 from hpczero.model.shapes import Layer
@@ -52,7 +53,13 @@ def _seen(world: World, given: int) -> dict[str, Any]:
         "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
         "shm": shm.free if shm else 0,
         "held": min(account.held(), RUNTIME + given),
+        "gpu": _gpu(world.device),
     }
+
+
+def _gpu(device: Device) -> dict[str, Any] | None:
+    memory = device.memory()
+    return None if memory is None else {"identity": device.identity, "name": device.name, "free": memory.free, "held": memory.held}
 
 
 def site_of(seen: Sequence[dict[str, Any]]) -> Site:
@@ -72,18 +79,23 @@ class Claim:
     free: int
     place: str
     windows: bool = False
+    part: str = "all"
 
 
 def _claims(rank: dict[str, Any]) -> Iterator[Claim]:
-    host = rank["host"]
+    host, gpu = rank["host"], rank.get("gpu")
+    part = "host" if gpu else "all"
     if rank["available"]:
-        yield Claim("memory", rank["available"], f"on {host}")
+        yield Claim("memory", rank["available"], f"on {host}", part=part)
     for folder, free in rank["limits"].items():
-        yield Claim(folder, free, f"in the cgroup {folder} on {host}")
+        yield Claim(folder, free, f"in the cgroup {folder} on {host}", part=part)
+    if gpu:
+        yield Claim(f"gpu {gpu['identity']}", gpu["free"], f"on {gpu['name']} of {host}", part="device")
     yield Claim("shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
 
 
 def _bound(group: Sequence[tuple[dict[str, Any], Claim]]) -> Bound:
     first = group[0][1]
-    held = 0 if first.windows else sum(rank["held"] for rank, _ in group)
-    return Bound(Counter(rank["node"] for rank, _ in group), min(claim.free for _, claim in group) + held, first.place, first.windows)
+    held = 0 if first.windows else sum(rank["gpu"]["held"] if first.part == "device" else rank["held"] for rank, _ in group)
+    ranks, free = Counter(rank["node"] for rank, _ in group), min(claim.free for _, claim in group) + held
+    return Bound(ranks, free, first.place, first.windows, first.part)

@@ -30,8 +30,10 @@ from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
-from hpczero.train.checkpoints import Checkpoints, look_ahead
+from hpczero.train.beginning import look_ahead
+from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import choose, loss
+from hpczero.train.placing import place
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
@@ -70,6 +72,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
     whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
+    spec = place(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     missing = unavailable(spec)
     if missing:
@@ -117,13 +120,13 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
 def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
     spec, world = job.spec, job.world
     packages = facts.packages()
-    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "node": world.node})
+    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "node": world.node, "device": world.device.name})
     if voice:
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
-    place = placement(spec, job.grid, world.rank)
-    needed = need(spec, job.layers, place) if job.layers else None
+    part = placement(spec, job.grid, world.rank)
+    needed = need(spec, job.layers, part) if job.layers else None
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
         voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
@@ -145,13 +148,13 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     measured = account.growth(before, account.held_on_nodes(world))
     held = way.memory() | {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
     of_ranks = {
-        "memory": account.summary(world, needed.rank if needed else {}, place.part_of_rank(held), measured),
+        "memory": account.summary(world, needed.rank if needed else {}, part.part_of_rank(held), measured),
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
     traced = tracing.conclude() if tracing else None
     engine.close()
-    summary = _summary(job, outcome, seconds, parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    summary = _summary(job, outcome, (outcome.steps - first, seconds), parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
     kernels = world.collect(registry.choices())
     if voice:
         summary["kernels"] = registry.choices()
@@ -168,17 +171,16 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
 def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> int:
     """Loads the checkpoint to begin from; how many steps are done."""
     resumed = checkpoints.resume()
-    first = resumed.step if resumed else 0
-    if resumed:
+    if resumed.path:
         checkpoints.settle()
     if voice:
-        voice.directory.keep_metrics_before(first + 1)
-        if resumed:
-            for problem in resumed.damaged:
-                voice.event("WARN", what=f"passed over a damaged checkpoint: {problem}")
+        voice.directory.keep_metrics_before(resumed.step + 1)
+        for warning in resumed.warnings:
+            voice.event("WARN", what=warning)
+        if resumed.path:
             changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
-            voice.event("resume", step=first, path=str(resumed.path), **changed)
-    return first
+            voice.event("resume", step=resumed.step, path=str(resumed.path), **changed)
+    return resumed.step
 
 
 def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:
@@ -190,11 +192,16 @@ def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> No
         nodes=len(set(job.world.node_of_rank)),
         zero=job.spec.zero.stage,
         threads_per_rank=job.threads,
+        **_on_gpus(job.world),
         parameters=parameters,
         precision=train.precision,
         micro_batches=f"{count}x{largest}" if smallest == largest else f"{count}x{smallest}-{largest}",
         data=job.source.describe()["path"],
     )
+
+
+def _on_gpus(world: World) -> dict[str, str]:
+    return {"device": world.device.name, "collectives": world.backend} if world.device.kind != "cpu" or world.backend != "mpi" else {}
 
 
 def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
@@ -205,9 +212,10 @@ def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
     voice.event("trace", file=str(voice.directory.path / NAME), steps=traced["steps"], events=traced["events"], **left_out)
 
 
-def _summary(job: Job, outcome: Outcome, seconds: float, parameters: int) -> dict[str, Any]:
-    spec = job.spec
-    tokens = outcome.steps * spec.train.global_batch * spec.model.seq_len
+def _summary(job: Job, outcome: Outcome, done: tuple[int, float], parameters: int) -> dict[str, Any]:
+    """`done`: steps of this job, and their seconds."""
+    spec, (steps, seconds) = job.spec, done
+    tokens_of_step = spec.train.global_batch * spec.model.seq_len
     validated = outcome.validation_loss is not None
     return {
         "state": outcome.state,
@@ -220,9 +228,9 @@ def _summary(job: Job, outcome: Outcome, seconds: float, parameters: int) -> dic
         "parameters": parameters,
         "ranks": job.world.size,
         "threads_per_rank": job.threads,
-        "tokens": tokens,
+        "tokens": outcome.steps * tokens_of_step,
         "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": steps * tokens_of_step / seconds,
         "data": job.source.describe(),
     }
 
@@ -232,8 +240,11 @@ def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[
     words = [
         f"trained:    {job.spec.name}, a {family} of {summary['parameters']:,} parameters, on {summary['tokens']:,} tokens "
         f"in {outcome.steps} steps ({summary['seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s on {job.world.size} ranks)",
-        f"loss:       {outcome.first_loss:.4f} at the first step, {outcome.final_loss:.4f} at the last (nats per token)",
     ]
+    if outcome.final_loss is None:
+        words.append(f"nothing was left to do: {outcome.steps} steps are done, and train.steps = {job.spec.train.steps}")
+    else:
+        words.append(f"loss:       {loss(outcome.first_loss)} at the first step, {loss(outcome.final_loss)} at the last (nats per token)")
     if outcome.validation_loss is not None:
         words.append(f"validation: {outcome.validation_loss:.4f}; the text's unigram entropy is {summary['unigram_entropy']:.4f}")
     words.append(f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)")

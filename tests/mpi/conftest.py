@@ -8,11 +8,15 @@ the test and the rank.
 A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the other ranks sit it out. With more ranks than
 the largest of these sizes only tests marked many_ranks run, on all of them. A test marked ranks(2, 4) runs on a world of 2 and of 4 ranks only. A
 test marked cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything) lists; everything: with --slow.
+
+--means gloo and --means queued run the same tests with what GPUs need: collectives of torch.distributed, and a device's staging.
 """
 
 import faulthandler
 import json
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -22,11 +26,14 @@ import pytest
 import torch
 
 from hpczero.comm.world import World
+from hpczero.device import CPU
+from tests.queued import Queued
 
 SIZES = (1, 2, 3, 4, 6, 8)
 MARKERS = [
     "many_ranks: also runs on more ranks than 8",
     "ranks(2, 4): runs on so many ranks only",
+    "by_mpi_alone(why): not with other --means",
     "cases(of=...): what of(ranks, everything) lists are its cases",
 ]
 LIMIT = 90  # seconds for one test, on every rank
@@ -86,6 +93,8 @@ class Distributed:
     def __init__(self, config: pytest.Config) -> None:
         torch.set_num_threads(1)  # there are as many ranks as cores, or more
         self.whole = World.start()
+        means = config.getoption("--means")
+        self.whole.use(Queued() if means == "queued" else CPU, "gloo" if means == "gloo" else "mpi")
         torch.set_num_threads(1)  # the launch's ranks share the cores already
         self.verdict = Verdict(self.whole)
         if self.whole.rank > 0:
@@ -143,6 +152,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("by_mpi_alone")
+        if marker and config.getoption("--means") != "mpi":
+            item.add_marker(pytest.mark.skip(reason=marker.args[0]))
     if ranks_given(config) <= max(SIZES):
         return
     for item in items:
@@ -177,3 +190,15 @@ def whole_of(request: pytest.FixtureRequest) -> World:
         pytest.skip("needs --with-mpi")
     whole: World = plugin.whole
     return whole
+
+
+@pytest.fixture
+def shared_folder(world: World | None) -> Iterator[str]:
+    if world is None:  # this rank sits the test out
+        yield ""
+        return
+    path = world.share(tempfile.mkdtemp(prefix="hpczero-checkpoints-") if world.rank == 0 else "")
+    yield path
+    world.everyone.barrier()
+    if world.rank == 0:
+        shutil.rmtree(path)

@@ -205,6 +205,7 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
+@pytest.mark.by_mpi_alone("what gloo makes for a gather, and pinned memory, are PyTorch's own")
 def test_the_step_allocates_nothing_to_speak_of(world: World, stage: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums and the step of a model of 3.6 MB make no tensor that grows with it, from the second step on."""
     from hpczero.parallel.unit import Unit

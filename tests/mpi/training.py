@@ -119,7 +119,7 @@ def of_all_stages(own: dict[str, torch.Tensor], pipeline: Group) -> dict[str, to
 
 def whole(unit: Unit, own: torch.Tensor, group: Group, tensor: Group | None) -> dict[str, torch.Tensor]:
     """Whole tensors from what each rank holds of a unit. What every tensor rank holds whole must be the same on all of them."""
-    flat = torch.empty(unit.layout.size)
+    flat, own = torch.empty(unit.layout.size), own.cpu()
     if own.numel() == flat.numel():
         flat.copy_(own)
     else:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import Finished, launch, mpirun
+from hpczero import env
+from tests.launch import CHECKOUT, Finished, launch, mpirun
 
 SECONDS = 2.0
 START = 60  # seconds for the launch itself, on a busy machine
@@ -18,6 +19,8 @@ from pathlib import Path
 import torch
 from hpczero.comm.shared import NodeWindow
 from hpczero.comm.world import World
+from hpczero.device import CPU
+from tests.queued import Queued
 
 torch.set_num_threads(1)
 case, seconds, folder, ranks_per_node = sys.argv[1], float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
@@ -30,6 +33,8 @@ def stuck_here():
 
 with World.start(ranks_per_node) as world:
     world.watch(seconds, Path(folder) if folder else None)
+    means = sys.argv[5]
+    world.use(Queued() if means == "queued" else CPU, "gloo" if means == "gloo" else "mpi")
     everyone = range(world.size)
     data, tensor = world.group("data", everyone), world.group("tensor", everyone)
     large, small = torch.ones(100_000), torch.ones(10)
@@ -95,17 +100,18 @@ with World.start(ranks_per_node) as world:
 """
 
 
-def watched(tmp_path: Path, case: str, ranks: int = 2, folder: Path | None = None, ranks_per_node: int = 0) -> Finished:
+def watched(tmp_path: Path, case: str, ranks: int = 2, folder: Path | None = None, ranks_per_node: int = 0, means: str = "mpi") -> Finished:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    arguments = [str(program), case, str(SECONDS), str(folder or ""), str(ranks_per_node)]
-    ended = launch([*mpirun(ranks), sys.executable, *arguments], SECONDS + 10 + START, tmp_path)
+    arguments = [str(program), case, str(SECONDS), str(folder or ""), str(ranks_per_node), means]
+    path = {"PYTHONPATH": f"{CHECKOUT}:{env.variable('PYTHONPATH') or ''}"}  # for tests.queued
+    ended = launch([*mpirun(ranks), sys.executable, *arguments], SECONDS + 10 + START, tmp_path, path)
     assert ended.left == []
     return ended
 
 
-def failed(tmp_path: Path, case: str, *expected: str) -> str:
-    ended = watched(tmp_path, case)
+def failed(tmp_path: Path, case: str, *expected: str, means: str = "mpi") -> str:
+    ended = watched(tmp_path, case, means=means)
     assert ended.code not in (0, None), ended
     for text in expected:
         assert re.search(text, ended.err), ended.err
@@ -148,6 +154,23 @@ def test_a_rank_that_ends_takes_the_job_with_it(tmp_path: Path, case: str) -> No
 
 def test_a_rank_that_closes_early(tmp_path: Path) -> None:
     failed(tmp_path, "closed", r"not come: rank \d on .*waits since \d\.\d s in (close|all_reduce)", r"close \(number \d along world\)")
+
+
+@pytest.mark.parametrize("means", ["gloo", "queued"])
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("well", ""),
+        ("absent", r"all_reduce sum of 400000 bytes of float32 \(number 2 along data\): after 2\.\d s (.*\n)*.*not come: rank 1 on \S+: step 12"),
+        ("started", r"has started it.*: rank 1 on .*: step 12; in no operation"),
+        ("operations", r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of float32 there, all_\w+ .*here"),
+        ("group", "not come: rank 1 on"),
+    ],
+)
+def test_the_same_whatever_carries_the_collectives(tmp_path: Path, case: str, said: str, means: str) -> None:
+    ended = watched(tmp_path, case, means=means)
+    assert (ended.code == 0) == (case == "well"), ended
+    assert re.search(said, ended.err), ended.err
 
 
 def test_different_operations(tmp_path: Path) -> None:

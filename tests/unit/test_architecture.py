@@ -16,31 +16,38 @@ ALLOWED = {
     "env": set(),
     "locations": {"errors"},
     "machine": {"errors", "env"},
+    "device": {"errors", "machine"},
+    "kernel_cache": {"env"},
     "lock": {"errors", "env", "machine"},
     "cli": {"errors", ""},
     "__main__": {"cli"},
-    "": {"locations", "train.initialize", "comm.world"},
+    "": {"locations", "kernel_cache", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine"},
+    "spec.site": {"errors", "env", "locations"},
     "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", "planner", ""},
     "spec.rules": {"errors", "model.shapes"},
-    "comm": {"errors", "env", "machine", "spec"},
-    "model": {"hpczero_kernels", "spec", "errors"},
-    "memory": {"comm"},
+    "comm": {"errors", "env", "machine", "device", "spec"},
+    "model": {"hpczero_kernels", "spec", "errors", "device"},
+    "memory": {"comm", "device"},
     "planner": {"errors", "spec", "comm.grid", "comm.ledger", "model.shapes", "data.sampler", "memory.gaps"}
     | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.messages", "parallel.stages", "parallel.held"},
-    "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors"},
+    "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors", "device"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
-    "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "lock", ""},
-    "train": {"errors", "env", "machine", "lock", "locations", "hpczero_kernels", ""}
+    "checkpoint": {"errors", "env", "spec", "comm.world", "comm.patience", "model.shapes", "parallel.layout", "lock", ""},
+    "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "doctor": {"errors", "env", "machine", "comm", "locations", "hpczero_kernels", ""},
+    "batch": {"errors", "env", "locations", "lock", "spec", "comm.grid", "model.shapes", "planner", "train.rundir", ""},
+    "doctor": {"errors", "env", "machine", "kernel_cache", "comm", "locations", "hpczero_kernels", ""},
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
     *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
 )
-WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "lock", "locations", "")
+WITHOUT_TORCH = (
+    *(*PURE, "spec", "batch", "data", "checkpoint", "machine", "cli"),
+    *("errors", "env", "kernel_cache", "lock", "locations", "train.start", ""),
+)
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
 KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"}

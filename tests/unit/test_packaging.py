@@ -63,7 +63,7 @@ def test_every_job_spec_and_template_is_installed(setup: configparser.ConfigPars
         for pattern in patterns:
             assert pattern == place.removeprefix("share/hpczero/") + "/*"
             installed |= {path for path in CHECKOUT.glob(pattern) if path.is_file()}
-    there = {path for folder in ("jobspecs", "templates") for path in (CHECKOUT / folder).rglob("*") if path.is_file()}
+    there = {path for folder in ("jobspecs", "sites", "templates") for path in (CHECKOUT / folder).rglob("*") if path.is_file()}
     assert there
     assert installed == there
 

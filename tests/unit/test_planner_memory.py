@@ -116,6 +116,12 @@ class Alone:
     size: int
     shared = False
     done = True
+    device: Any = None
+
+    def __post_init__(self) -> None:
+        from hpczero.device import CPU
+
+        self.device = CPU
 
     def allocate(self, once: object, each: object) -> dict[str, Any]:
         return {}

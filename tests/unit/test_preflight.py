@@ -47,6 +47,28 @@ def test_what_fits_is_not_refused() -> None:
     assert judged(spec(), rank(0), rank(1)) is None
 
 
+def on_gpu(number: int, free: float = 80, **changes: Any) -> dict[str, Any]:
+    gpu = {"identity": f"GPU-{number}", "name": f"NVIDIA H200 (cuda:{number})", "free": int(free * GB), "held": 0}
+    return rank(**changes) | {"gpu": gpu}
+
+
+def test_a_gpus_memory_holds_the_model_and_the_computers_the_rest() -> None:
+    assert judged(spec(), on_gpu(0, 12, available=5), on_gpu(1, 12, available=5)) is None
+    text = judged(spec(), on_gpu(0, 12, available=0.4), on_gpu(1, 12, available=0.4))
+    assert text is not None
+    assert re.match(r"zero\.stage = 0 needs 500\.0 MB on n0 \(2 ranks\), where 400\.0 MB are available \(each rank: .*runtime 250\.0 MB", text)
+    assert "moments" not in text
+
+
+def test_ranks_that_share_a_gpu_share_its_memory() -> None:
+    assert judged(spec(), on_gpu(0, 20), on_gpu(0, 20)) is None
+    text = judged(spec(node_shared="auto"), on_gpu(0, 12), on_gpu(0, 12))
+    assert text is not None
+    assert re.match(r"zero\.stage = 0 needs 1\d\.\d GB on NVIDIA H200 \(cuda:0\) of n0 \(2 ranks\), where 12\.0 GB are available", text)
+    assert "runtime" not in text
+    assert "node_shared = " not in text, "which is for CPUs"
+
+
 def test_too_large_says_all_numbers_and_what_would_fit() -> None:
     text = judged(spec(), *[rank()] * 4)
     assert text is not None

@@ -1,0 +1,123 @@
+"""Where compiled kernels lie: compiled once per computer, by the first process that needs them; the others wait, and load.
+
+numba compiles when a module of kernels is imported, which takes seconds, and keeps what it made in a folder. That is one on the computer itself
+(in $TMPDIR, else /tmp), of this user alone, so that a thousand ranks do not read it over the network. It is filled from the user's cache
+(~/.cache/hpczero), if that has the same, else compiled, and then put there for the next computer, the next job. Folders are named by what the
+machine code depends on: processor, versions, the kernels' sources. NUMBA_CACHE_DIR, where set, is used as it is.
+"""
+
+import fcntl
+import importlib
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+from hpczero import env
+
+_USERS = "hpczero.train.run"  # imports every kernel that training needs on CPUs
+
+
+def load(module: str) -> ModuleType:
+    """Imports a module that needs kernels."""
+    if "numba" not in sys.modules and find_spec("llvmlite"):
+        given, key = env.numba_cache(), _key()
+        kept = env.cache_folder() / "kernels" / key
+        folder = Path(given) if given else _own_folder(key) or kept
+        env.use_numba_cache(folder)
+        once(folder, f"complete-{key}", lambda: _fill(folder, None if given or folder == kept else kept))
+    return importlib.import_module(module)
+
+
+def of_gpu(capability: tuple[int, int]) -> None:
+    """Those for the GPU that this process has made its own, if its kernels can be had here."""
+    folder = env.numba_cache()
+    try:
+        launch = importlib.import_module("hpczero_kernels.cuda.launch")
+    except ImportError:  # without numba-cuda PyTorch does their work
+        return
+    compile_all: Callable[[], object] = lambda: [kernel.compile() for kernel in launch.all_kernels()]  # noqa: E731
+    if folder:
+        once(Path(folder), f"cuda-{capability[0]}{capability[1]}", compile_all)
+
+
+def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
+    """The first process on this computer to come here carries the action out, others wait for it; whether this is it. `name`: of the file that says
+    that it was done.
+    """
+    if (folder / name).exists():
+        return False
+    with _locked(folder / "lock"):
+        if (folder / name).exists():
+            return False
+        action()
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    return True
+
+
+def _fill(folder: Path, kept: Path | None) -> None:
+    """`kept`: the same in the user's cache."""
+    if kept and kept.exists():
+        with suppress(OSError):
+            shutil.copytree(kept, folder, dirs_exist_ok=True)
+            return
+    importlib.import_module(_USERS)
+    if kept:
+        made = kept.with_name(f".{kept.name}-{os.uname().nodename}-{os.getpid()}")
+        with suppress(OSError):  # no room there, or another computer was faster
+            shutil.copytree(folder, made, ignore=shutil.ignore_patterns("lock"))
+            made.rename(kept)
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _own_folder(key: str) -> Path | None:
+    """On this computer. Code is loaded from there: None if it could be anybody else's."""
+    whole = env.node_folder()
+    try:
+        whole.mkdir(mode=0o700, exist_ok=True)
+        found = whole.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            return None
+        (whole / key).mkdir(exist_ok=True)
+    except OSError:
+        return None
+    return whole / key
+
+
+def _key() -> str:
+    """Names the machine code: numba itself only looks at the file that a kernel is in, not at what that imports."""
+    binding = importlib.import_module("llvmlite.binding")
+    facts = blake2b(digest_size=8)
+    for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), metadata.version("numba")):
+        facts.update(part.encode())
+    package = find_spec("hpczero_kernels")
+    for folder in package.submodule_search_locations or () if package else ():
+        facts.update(folder.encode())  # numba's own names have it, too
+        for source in sorted(Path(folder).rglob("*.py")):
+            facts.update(source.read_bytes())
+    return facts.hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Where no lock can be had, everybody compiles."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

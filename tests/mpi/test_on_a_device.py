@@ -1,0 +1,135 @@
+"""Tensors in a device's memory: a GPU where there is one (several ranks may have it together), else one that is late in the computer's own."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hpczero import device
+from hpczero.comm.group import shard
+from hpczero.comm.world import World
+from hpczero.device import CPU, Device, of_rank
+from hpczero.spec.schema import Parallel, Spec
+from tests.covering import Case
+from tests.mpi.grids import PLAIN, assert_agrees, spec_of
+from tests.mpi.test_group import assert_same, everyones, reduced, values
+from tests.mpi.training import train
+from tests.queued import Queued
+
+pytestmark = pytest.mark.mpi
+
+LENGTHS = (0, 1, 301, 300_001)
+LONG = 3_000_000  # elements: several pieces of pinned memory
+GRIDS = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 3: [(1, 1)], 4: [(2, 2)]}
+
+
+@pytest.fixture
+def there(world: World) -> Iterator[World | None]:
+    """The same ranks, whose tensors are on a device."""
+    part = world.part(range(world.size)) if world else None
+    if part:
+        part.use(of_rank("cuda", part.local_rank, part.local_size) if device.visible() else Queued(), "mpi")
+    yield part
+    if part:
+        part.close()
+
+
+def put(own: Device, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(own.torch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+def test_collectives_are_those_of_the_cpu(world: World, there: World, dtype: torch.dtype) -> None:
+    group, own = there.everyone, there.device
+    for length in LENGTHS:
+        parts, mine = everyones(group, length, dtype), shard(length, group.size, group.rank)
+        found = put(own, parts[group.rank].clone())
+        group.all_reduce(found)
+        assert_same(found.cpu(), reduced(parts).to(dtype))
+        output = put(own, torch.zeros(mine.stop - mine.start, dtype=dtype))
+        group.reduce_scatter(output, put(own, parts[group.rank].clone()))
+        assert_same(output.cpu(), reduced(parts).to(dtype)[mine])
+        gathered = put(own, torch.zeros(length, dtype=dtype))
+        group.all_gather(gathered, put(own, parts[0][mine].clone()))
+        assert_same(gathered.cpu(), parts[0])
+        told = put(own, parts[group.rank].clone())
+        group.broadcast(told, group.size - 1)
+        assert_same(told.cpu(), parts[-1])
+
+
+def test_messages_pass_each_other(world: World, there: World) -> None:
+    group, own = there.everyone, there.device
+    if group.size == 1:
+        return
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    received = [put(own, torch.zeros(LONG)) for _ in range(2)]
+    works = [group.start_receive(tensor, before) for tensor in received]
+    works += [group.start_send(put(own, values(group.rank + number, LONG, torch.float32)), after) for number in range(2)]
+    for work in works:
+        work.wait()
+    for number, tensor in enumerate(received):
+        assert_same(tensor.cpu(), values(before + number, LONG, torch.float32))
+
+
+def test_what_is_asked_of_the_device_before_and_after_stays_before_and_after(world: World, there: World) -> None:
+    """Without a word from the host: long computations, a sum of their result, and computing with that."""
+    group, own = there.everyone, there.device
+    mixed = put(own, torch.eye(400) * 0.5)
+    works, sums = [], []
+    for number in range(6):
+        result = put(own, torch.full((400, 400), float(2**20)))
+        for _ in range(20):
+            result = result @ mixed  # halves it
+        result += group.rank + number
+        works.append(group.start_all_reduce(result))
+        sums.append(result)
+    for work, total in zip(works, sums, strict=True):
+        work.wait()
+        total *= 2.0
+    ranks = group.size
+    for number, total in enumerate(sums):
+        expected = 2.0 * (ranks * (1 + number) + sum(range(ranks)))
+        assert bool((total.cpu() == expected).all()), (number, expected, total.cpu().unique().tolist())
+
+
+def test_tensors_of_the_cpu_are_moved_as_well(world: World, there: World) -> None:
+    assert there.everyone.stack(torch.tensor(there.rank)).tolist() == list(range(there.size))
+
+
+def on_device(ranks: int, everything: bool) -> list[Case]:
+    grids = GRIDS.get(ranks, [])
+    return [PLAIN | {"grid": grid, "stage": stage, "precision": precision}
+            for grid in grids for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"))]  # fmt: skip
+
+
+@pytest.mark.cases(of=on_device)
+def test_a_run_is_that_of_one_cpu(world: World, there: World, case: Case) -> None:
+    spec = spec_of(case)
+    alone = world.part([world.rank])
+    alone.use(CPU)
+    serial = train(alone, serial_of(spec))
+    alone.close()
+    assert_agrees(serial, train(there, spec), there, spec)
+
+
+def serial_of(spec: Spec) -> Spec:
+    return spec.model_copy(update={"parallel": Parallel(), "zero": spec.zero.model_copy(update={"stage": 0})})
+
+
+def test_a_bad_gradient_is_skipped_and_its_tensor_named(world: World, there: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpczero.parallel.unit import Unit
+
+    complete, calls = Unit.complete, []
+
+    def spoil(unit: Unit) -> None:
+        if unit.layout.name == "blocks.1":
+            calls.append(1)
+            if there.rank == there.size - 1 and len(calls) == 2:
+                assert unit.buffer is not None
+                unit.part(unit.buffer, unit.layout.places[4]).view(-1)[3] = float("inf")
+        complete(unit)
+
+    monkeypatch.setattr(Unit, "complete", spoil)
+    record = train(there, spec_of(PLAIN | {"grid": (1, 1), "batch": (there.size, 1)}))
+    assert [metrics.get("skipped", False) for metrics in record.metrics_seen] == [False, True, False]
+    assert {found["where"] for name, found in record.events if name == "WARN"} == {"first in blocks.1.attention.output.weight"}

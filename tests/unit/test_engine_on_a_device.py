@@ -1,0 +1,82 @@
+"""A whole step of the engine with all tensors on one device, torch's "meta": it computes nothing, but refuses to mix its tensors with the CPU's."""
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hpczero.device import Device  # noqa: E402  # needs torch
+from hpczero.model import build, shapes  # noqa: E402
+from hpczero.model.batch import MicroBatch  # noqa: E402
+from hpczero.parallel import reduction, zero  # noqa: E402
+from hpczero.parallel.unit import Unit  # noqa: E402
+from hpczero.parallel.zero import Engine, Settings  # noqa: E402
+from hpczero.spec.schema import Model, Spec, Train, Zero  # noqa: E402
+
+MODEL = Model(layers=2, hidden=24, heads=3, seq_len=33, vocab=61, kernels="torch")
+
+
+class Meta(Device):
+    kind = "cuda"
+    has_queues = True
+    torch = torch.device("meta")
+
+    def put(self, tensor: Any) -> Any:
+        return tensor.to(self.torch)
+
+
+class OneRank:
+    """A data axis of one rank."""
+
+    rank, size, shared, device = 0, 1, False, Meta()
+    done = True
+
+    def allocate(self, once: object, each: object) -> dict[str, Any]:
+        return {}
+
+    def written(self, elements: int, sharded: bool) -> slice:
+        return slice(0, elements)
+
+    def reduce(self, tensor: Any, sums: Any) -> "OneRank":
+        sums.into_shard(slice(0, tensor.numel()), [tensor], [0])
+        return self
+
+    def gather(self, *_: object, **__: object) -> "OneRank":
+        return self
+
+    def all_gather(self, values: Any) -> Any:
+        return values[None]
+
+    def wait(self) -> None: ...
+
+    def poll(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_tensor_of_a_step_is_on_the_device(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[Any]] = []
+    monkeypatch.setattr(reduction, "sum_pieces", lambda pieces, out, accumulate, squares, pool: given.append([*pieces, out, squares]))
+    monkeypatch.setattr(
+        zero, "adamw",
+        lambda state, decay, scalars, pool: given.append([state.master, state.moment1, state.moment2, state.gradient, scalars.values]),
+    )  # fmt: skip
+    monkeypatch.setattr(Unit, "fill_own", lambda unit, fill: unit.weights_from_master())  # initial values are made on the CPU
+    monkeypatch.setattr(Engine, "_norm", lambda engine: 1.0)  # is read by the host
+    spec = Spec(model=MODEL, train=Train(precision=precision), zero=Zero(stage=stage))  # type: ignore[arg-type]
+    module = build.on_meta(MODEL)
+    module.register_buffer("kept", torch.zeros(3))
+    layers = list(zip(module.layers(), shapes.layers(MODEL), strict=True))
+    engine = Engine(module, layers, OneRank(), Settings(spec.train, spec.optimizer, spec.zero, 1, True, in_layers=True))  # type: ignore[arg-type]
+    text = torch.zeros(2, MODEL.seq_len + 1, dtype=torch.int64)
+    for last in (False, True):
+        loss = engine(MicroBatch(text[:, :-1], text[:, 1:], torch.arange(2), 0, 1).on(engine.device))
+        engine.backward(loss / 66, last)
+    engine.finish_step(1e-3)
+    assert len(given) > 2 * len(engine.units)
+    states = [tensor for unit in engine.units for tensor in (unit.weights, unit.master, unit.moment1, unit.squares, unit.summed, *unit.parameters)]
+    assert {tensor.device.type for tensors in (*given, states) for tensor in tensors} == {"meta"}
+    assert module.kept.is_meta
+    engine.pool.close()
