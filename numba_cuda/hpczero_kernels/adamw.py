@@ -137,6 +137,7 @@ def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zer
     fp32 = state.master, state.moment1, state.moment2
     assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
     assert all(buffer.is_contiguous() for buffer in (*fp32, state.gradient))
+    assert scalars.values.device == state.master.device, (scalars.values.device, state.master.device)
     assert state.gradient.numel() == count
     assert weights is None or (weights.numel() == count and weights.is_contiguous())
     implementation = choose("adamw", state.master)

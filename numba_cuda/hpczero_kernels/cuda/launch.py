@@ -8,6 +8,7 @@ each kernel has to have been launched once.
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from ctypes import c_float, c_int32, c_uint32, c_uint64
 from functools import lru_cache
 from typing import Any
 
@@ -21,12 +22,12 @@ if not SIMULATED:
     if getattr(cuda, "implementation", "") != "NVIDIA":
         raise ImportError(f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path")
     from numba.cuda import dispatcher
-
-    dispatcher.config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a small tensor is no mistake
+    from numba.cuda.cudadrv import driver
 
 THREADS = 256  # of a block, unless the kernel has a reason
 ADDRESS, COUNT, WORD, CODE, NUMBER = types.CPointer(types.uint8), types.uint64, types.uint32, types.int32, types.float32
 Size = tuple[int, int]
+_ARGUMENTS: dict[Any, Any] = {ADDRESS: int, COUNT: c_uint64, WORD: c_uint32, CODE: c_int32, NUMBER: c_float}
 
 
 class Kernel:
@@ -35,26 +36,38 @@ class Kernel:
     def __init__(self, function: Callable[..., None], signature: tuple[Any, ...], registers: int | None) -> None:
         self.function, self.signature, self.registers = function, signature, registers
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-        self._compiled: Any = None
+        self._converts = tuple(_ARGUMENTS[kind] for kind in signature)
+        self._loaded: Any = None
+        self._device = -1
 
     def launch(self, grid: Size, threads: int, *arguments: int | float) -> None:
         """`grid`: blocks along x and y; a grid without a block does nothing."""
         if not (grid[0] and grid[1]):
             return
-        compiled = self._compiled or self.compile()
         if SIMULATED:
-            compiled[grid, threads](*arguments)
-        else:
-            compiled[grid, threads, _stream(torch.cuda.current_stream().cuda_stream)](*arguments)
+            self.compile()[grid, threads](*arguments)
+            return
+        if self._loaded is None:
+            self._load()
+        stream = torch.cuda.current_stream()
+        if stream.device_index != self._device:
+            raise RuntimeError(f"{self.name} was loaded for GPU {self._device} and is asked for on {stream.device_index}: a process has one GPU")
+        converted = [convert(argument) for convert, argument in zip(self._converts, arguments, strict=True)]
+        dispatcher.launch(_stream(stream.cuda_stream), _shape(grid, threads), self._loaded, *converted)
 
     def compile(self) -> Any:
         """For the current device; fills numba's cache."""
         if SIMULATED:
-            self._compiled = cuda.jit(self.function)
-        else:
-            options = {"max_registers": self.registers} if self.registers else {}
-            self._compiled = cuda.jit(types.void(*self.signature), cache=True, **options)(self.function)
-        return self._compiled
+            return cuda.jit(self.function)
+        options = {"max_registers": self.registers} if self.registers else {}
+        return cuda.jit(types.void(*self.signature), cache=True, **options)(self.function)
+
+    def _load(self) -> None:
+        """numba's own launch converts each argument by asking for its type: 10 to 20 microseconds, most of a launch. What it ends in is called
+        directly.
+        """
+        (compiled,) = self.compile().overloads.values()
+        self._loaded, self._device = compiled._codelibrary.get_cufunc().kernel, torch.cuda.current_device()
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """What it is compiled to for a device of this compute capability; none needs to be here."""
@@ -98,4 +111,9 @@ def blocks(count: int, each: int) -> int:
 
 @lru_cache(maxsize=64)
 def _stream(pointer: int) -> Any:
-    return cuda.external_stream(pointer)
+    return driver._to_core_stream(cuda.external_stream(pointer))
+
+
+@lru_cache(maxsize=1024)
+def _shape(grid: Size, threads: int) -> Any:
+    return dispatcher.LaunchConfig(grid=(*grid, 1), block=(threads, 1, 1))
