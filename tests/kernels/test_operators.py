@@ -154,9 +154,11 @@ def test_neither_alignment_nor_another_run_changes_a_bit(case: Case, dtype: torc
 def test_what_is_not_finite_goes_where_torch_takes_it(case: Case, bad: float) -> None:
     given = case.made((1, 3, 13), torch.float32, 0)
     given[0][0, 2].flatten()[5] = bad
-    expected, found = carried_out(case.torchs, given, torch.float64), carried_out(case.own, given, torch.float32)
-    for right, ours in zip(expected, found, strict=True):
-        torch.testing.assert_close(ours.double(), right, equal_nan=True, rtol=1e-5, atol=1e-5)
+    expected, same_dtype = carried_out(case.torchs, given, torch.float64), carried_out(case.torchs, given, torch.float32)
+    found = carried_out(case.own, given, torch.float32)
+    for right, torchs, ours in zip(expected, same_dtype, found, strict=True):  # some of PyTorch's operations in fp32 make nan of inf
+        agrees = [torch.isclose(ours.double(), other.double(), equal_nan=True, rtol=1e-5, atol=1e-5) for other in (right, torchs)]
+        assert torch.logical_or(*agrees).all()
 
 
 @OPERATORS
