@@ -49,9 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     _init(verbs)
     _check(verbs)
     _run(verbs)
+    _render(verbs)
+    _submit(verbs)
+    _submitted(verbs)
     _data(verbs)
     _checkpoints(verbs)
     _doctor(verbs)
+    _site(verbs)
     _spec(verbs)
     return parser
 
@@ -88,6 +92,33 @@ def _run(verbs: argparse._SubParsersAction) -> None:
     start.add_argument("--resume", action="store_true", help="go on with the run that is there; an error if there is none")
     start.add_argument("--fresh", action="store_true", help="start anew; the run that is there is moved aside")
     verb.add_argument("--progress", choices=["auto", "live", "lines"], default="auto", help="how progress is shown (auto: live on a terminal)")
+
+
+def _render(verbs: argparse._SubParsersAction) -> None:
+    verb = _verb(verbs, "render", "hpczero.batch.verbs:render", "write the batch script of a job, for Slurm or PBS")
+    _takes_spec(verb)
+    verb.add_argument("-o", "--output", metavar="FILE", help="write it there, not to stdout")
+
+
+def _submit(verbs: argparse._SubParsersAction) -> None:
+    verb = _verb(verbs, "submit", "hpczero.batch.submit:submit", "hand a run over to Slurm or PBS, as one job or a chain of them")
+    _takes_spec(verb)
+    verb.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
+    verb.add_argument("--probe", action="store_true", help="only try it: the same layout for five steps, a save and a restore, as the run NAME.probe")
+    verb.add_argument("--wait", action="store_true", help="come back when its jobs have ended; 0 if the run is finished then")
+
+
+def _submitted(verbs: argparse._SubParsersAction) -> None:
+    which = "the run's directory, its name, or its spec"
+    status = _verb(verbs, "status", "hpczero.batch.run_verbs:status", "how the runs that were submitted stand")
+    status.add_argument("run", nargs="?", metavar="RUN", help=f"{which} (default: all runs, a row each)")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    cancel = _verb(verbs, "cancel", "hpczero.batch.run_verbs:cancel", "take a run's jobs out of the queue, and end those that run")
+    cancel.add_argument("run", metavar="RUN", help=which)
+    logs = _verb(verbs, "logs", "hpczero.batch.run_verbs:logs", "what a run's newest job has printed")
+    logs.add_argument("run", metavar="RUN", help=which)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on with what is printed, until no job is left")
+    logs.add_argument("--rank", type=int, metavar="R", help="where this rank runs, and the lines that name it")
 
 
 def _data(verbs: argparse._SubParsersAction) -> None:
@@ -167,6 +198,19 @@ def _doctor(verbs: argparse._SubParsersAction) -> None:
     verb.add_argument("--clean", action="store_true", help="remove shared-memory segments that nobody owns any more")
     verb.add_argument("--prebuild", action="store_true", help="compile the kernels for this kind of computer, so that no job has to")
     verb.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _site(verbs: argparse._SubParsersAction) -> None:
+    site = verbs.add_parser("site", help="what is known of sites", description="What is known of sites: nodes, queues, launchers.")
+    kinds = site.add_subparsers(title="verbs", metavar="VERB", required=True)
+    ls = _verb(kinds, "list", "hpczero.batch.site_verbs:list_", "which sites and partitions there are")
+    show = _verb(kinds, "show", "hpczero.batch.site_verbs:show", "a site's nodes, limits, and what a job has there by default")
+    show.add_argument("name", metavar="SITE", help='as in "perlmutter" or "perlmutter/gpu"')
+    for verb in (ls, show):
+        verb.add_argument("--json", action="store_true", help="print JSON")
+    new = _verb(kinds, "new", "hpczero.batch.site_verbs:new", "write a profile of this site from what its scheduler says")
+    new.add_argument("name", metavar="NAME", help="of the site")
+    new.add_argument("-o", "--output", metavar="FILE", help="write it there (default: sites/NAME.toml in the user's settings)")
 
 
 def _spec(verbs: argparse._SubParsersAction) -> None:

@@ -37,6 +37,28 @@ def use_numba_cache(folder: Path) -> None:
     os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
+def config_folder() -> Path:
+    """The user's settings: $XDG_CONFIG_HOME/hpczero, else ~/.config/hpczero."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "hpczero"
+
+
+def state_folder() -> Path:
+    """What hpczero remembers of the user's runs: $XDG_STATE_HOME/hpczero, else ~/.local/state/hpczero."""
+    return Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state") / "hpczero"
+
+
+def for_scheduler() -> dict[str, str]:
+    """The environment for a scheduler's command: without what is left over from a job that this process may run in."""
+    leftover = ("SBATCH_", "SLURM_", "SRUN_", "PBS_", "PMI_", "PMIX_")
+    kept = ("SLURM_CONF", "PBS_CONF_FILE", "PBS_SERVER")  # where the scheduler is
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(leftover)}
+
+
+def site_folders() -> list[Path]:
+    """$HPCZERO_SITES, separated as in $PATH."""
+    return [Path(folder) for folder in os.environ.get("HPCZERO_SITES", "").split(os.pathsep) if folder]
+
+
 def variable(name: str) -> str | None:
     return os.environ.get(name) or None
 
@@ -55,9 +77,22 @@ def launched_tasks() -> dict[str, tuple[int, int]]:
     return found
 
 
+def forced_kernels() -> str:
+    """Implementations of operations that are to be taken, as in HPCZERO_KERNELS=norm=torch,adamw=torch (docs/kernels.md)."""
+    return os.environ.get("HPCZERO_KERNELS", "")
+
+
 def batch_job() -> str | None:
     """The batch system's name for the job that this process belongs to."""
     return variable("SLURM_JOB_ID") or variable("PBS_JOBID")
+
+
+def deadline() -> float | None:
+    """When the batch job ends, in seconds since 1970: what its script has found out ($HPCZERO_DEADLINE), or Slurm since 23.02 says."""
+    for text in (variable("HPCZERO_DEADLINE"), variable("SLURM_JOB_END_TIME")):
+        if text and text.isdecimal():
+            return float(text)
+    return None
 
 
 def prepare_mpi() -> None:

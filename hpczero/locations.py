@@ -27,7 +27,7 @@ def make_kernels_importable() -> None:
 
 
 def shared_folder(name: str) -> Path:
-    """The folder `templates` or `jobspecs`."""
+    """The folder `templates`, `sites` or `jobspecs`."""
     roots = [Path(sysconfig.get_path("data")), Path(site.getuserbase()), _PACKAGE.parent]
     candidates = [root / "share" / "hpczero" / name for root in roots]
     if in_checkout():

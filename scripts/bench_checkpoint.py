@@ -187,7 +187,7 @@ class Bench:
         self.checkpoints.conclude()
 
     def load(self) -> None:
-        assert self.checkpoints.resume() is not None
+        assert self.checkpoints.resume().path
 
     def dcp_save(self) -> None:
         from torch.distributed import checkpoint as dcp

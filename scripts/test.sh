@@ -54,19 +54,21 @@ launch() {
     tests "$name-$n" "$limit" "$venv/bin/mpirun" "$@" -n "$n" -- --with-mpi $which
 }
 
-environment test train,mpi,test,dev
+environment test train,mpi,test,dev,ptx
 if [ ${#paths[@]} -gt 0 ]; then
     tests paths 1800 -- "${paths[@]}"
 else
     part ruff 120 "$venv/bin/ruff" check --no-cache .
     part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
     tests unit 600 -- tests/unit
+    tests batch 600 -- tests/batch
     [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
+    NUMBA_ENABLE_CUDASIM=1 tests simulator 900 -- tests/kernels/test_operators.py tests/kernels/test_passes.py
     for n in $ranks; do launch mpich "$n" tests/mpi; done
     # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
     for means in gloo queued; do
         launch $means 3 "--means $means tests/mpi/test_group.py tests/mpi/test_data_parallel.py tests/mpi/test_zero.py -k 3-ranks"
-        [ "$mode" = quick ] || launch $means 4 "--means $means tests/mpi/test_grids.py tests/mpi/test_foreign.py -k 4-ranks"
+        [ "$mode" != all ] || launch $means 4 "--means $means tests/mpi/test_grids.py tests/mpi/test_foreign.py -k 4-ranks"
     done
     [ "$mode" != usual ] || launch mpich 8 "tests/mpi/test_grids.py::test_equals_the_serial_run -k 8-ranks"
     if [ "$mode" != quick ]; then

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.files import Damaged, Unreadable
 
 if TYPE_CHECKING:
     from hpczero.checkpoint.read import Checkpoint
 
-__all__ = ["Damaged", "open"]
+__all__ = ["Damaged", "Unreadable", "open"]
 
 
 def open(path: str | Path, step: int | None = None) -> "Checkpoint":

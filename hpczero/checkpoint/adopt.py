@@ -3,18 +3,19 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint import alone
+from hpczero.checkpoint import alone, storable
 from hpczero.checkpoint.export import BUFFERS
 from hpczero.checkpoint.manifest import State
 from hpczero.checkpoint.progress import Advance
 from hpczero.checkpoint.read import STRETCH
 from hpczero.checkpoint.safetensors_file import FLOATS, Entry, SafetensorsFile, to_float32
-from hpczero.checkpoint.shard import CHUNK, WIDTH, Array, aligned, bounce
+from hpczero.checkpoint.shard import CHUNK, SLOTS, WIDTH, Array, aligned, bounce
 from hpczero.checkpoint.table import Holding, Table, Tensor
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter, known, layers
@@ -42,12 +43,14 @@ class Adoption:
         for file in files:
             for entry in file.entries:
                 if entry.name in self.found:
-                    raise InputError(f"{printable(entry.name)} is in {self.found[entry.name].file.path} and in {file.path}")
+                    raise InputError(f"{printable(entry.name, 100)} is in {self.found[entry.name].file.path} and in {file.path}")
                 self.found[entry.name] = Found(file, entry)
         buffers = {name for file in files for name in _buffers_of(file)}
         self.buffers = {name: one for name, one in self.found.items() if name in buffers or one.entry.dtype not in FLOATS}
         self.layers = layers(spec.model) if known(spec.model) else _as_layers(self.found, self.buffers)
         self._refuse_another_model()
+        self._refuse_what_cannot_be_held()
+        self.overflows = 0  # numbers that were finite and are too large for float32
         self.parameters = [parameter for layer in self.layers for parameter in layer.parameters]
 
     @property
@@ -68,8 +71,23 @@ class Adoption:
         for parameter in self.parameters:
             one = self.found[parameter.name]
             for values in one.file.stretches(one.entry, STRETCH):
-                yield to_float32(values, one.entry.dtype)
+                made = to_float32(values, one.entry.dtype)
+                if values.dtype == np.float64:
+                    self.overflows += int(np.isfinite(values).sum() - np.isfinite(made).sum())
+                yield made
                 advance(values.nbytes)
+
+    @property
+    def room(self) -> int:
+        """Bytes that the checkpoint takes, but for its structure."""
+        weights = sum(prod(parameter.shape) for parameter in self.parameters)
+        return weights * WIDTH * len(SLOTS) + sum(one.entry.size * one.entry.numpy.itemsize for one in self.buffers.values())
+
+    def _refuse_what_cannot_be_held(self) -> None:
+        tensors = {name: one.entry.shape for name, one in self.found.items() if name not in self.buffers}
+        buffers = {name: ("float32" if one.entry.dtype == "BF16" else one.entry.numpy.name, one.entry.shape) for name, one in self.buffers.items()}
+        if problem := storable.problem(tensors, buffers):
+            raise InputError(f"a checkpoint cannot hold what is in the files: {problem}")
 
     def _refuse_another_model(self) -> None:
         wanted = {parameter.name: parameter.shape for layer in self.layers for parameter in layer.parameters}
@@ -87,7 +105,7 @@ def _buffers_of(file: SafetensorsFile) -> list[str]:
     """As an export says."""
     try:
         names = json.loads(file.metadata[BUFFERS])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return []
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 

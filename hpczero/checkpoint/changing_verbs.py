@@ -9,6 +9,7 @@ from hpczero import env
 from hpczero.checkpoint import folder
 from hpczero.checkpoint.adopt import Adoption
 from hpczero.checkpoint.export import WHOLE, Export
+from hpczero.checkpoint.files import written_durably
 from hpczero.checkpoint.listing import ASIDE, COMPLETE, DAMAGED, INCOMPLETE, Listed, listed
 from hpczero.checkpoint.locate import checkpoint_at, checkpoints_of
 from hpczero.checkpoint.progress import bar
@@ -56,14 +57,20 @@ def import_(options: Namespace) -> int:
         if folder.steps(checkpoints):
             raise InputError(f"{printable(str(run))} has checkpoints already: name another run's directory")
         try:
+            _room(run, adoption.room)
             run.mkdir(parents=True, exist_ok=True)
             with RunLock(run):
-                _begin_run(run, spec)
+                _refuse_another_run(run / "spec.toml", spec)
                 with bar("reading", adoption.size) as advance:
                     path = adoption.save(checkpoints, advance)
+                if not (run / "spec.toml").exists():  # only now: with it alone a run would begin from weights made of random numbers
+                    with written_durably(run / "spec.toml") as file:
+                        file.write(to_toml(spec).encode())
         except OSError as error:
             raise HpczeroError(f"{error.filename or checkpoints}: {error.strerror}") from error
     print(f"made {printable(str(path))}: {len(adoption.parameters)} tensors, {len(adoption.buffers)} buffers, moments of zero")
+    if adoption.overflows:
+        print(f"WARN {adoption.overflows:,} weights are too large for fp32 and became infinite")
     print(f"`hpczero run` with this spec begins there, at step 0, if its run directory is {printable(str(run))}")
     return 0
 
@@ -76,7 +83,9 @@ def prune(options: Namespace) -> int:
         raise InputError(f"--keep {options.keep}: at least 1, the newest complete one, is always kept")
     if options.keep is None and not (options.incomplete or options.set_aside or options.damaged):
         raise InputError("nothing to remove: say how many are to be kept (--keep), or give --incomplete, --set-aside or --damaged")
-    with contextlib.nullcontext() if options.dry_run or not (checkpoints.parent / "spec.toml").exists() else RunLock(checkpoints.parent):
+    with contextlib.ExitStack() as held:
+        for run in () if options.dry_run else _runs_of(checkpoints):
+            held.enter_context(RunLock(run))
         found = list(listed(checkpoints))
         removed = _unwanted(found, options)
         for one in removed:
@@ -85,6 +94,11 @@ def prune(options: Namespace) -> int:
             print(f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {in_bytes(one.size)})")
     print(f"{len(removed)} of {len(found)} checkpoints, {in_bytes(sum(one.size for one in removed))}")
     return 0
+
+
+def _runs_of(checkpoints: Path) -> list[Path]:
+    """The run's directory, as the path says it and where it leads to: it may be a link, or begin and end inside."""
+    return [run for run in {checkpoints.absolute().parent.resolve(), checkpoints.resolve().parent} if (run / "spec.toml").exists()]
 
 
 def _unwanted(found: list[Listed], options: Namespace) -> list[Listed]:
@@ -102,15 +116,13 @@ def _remove(one: Listed) -> None:
         raise HpczeroError(f"{error.filename or one.path}: it was to be removed: {error.strerror}") from error
 
 
-def _begin_run(run: Path, spec: Spec) -> None:
+def _refuse_another_run(path: Path, spec: Spec) -> None:
     """The run's directory says whose it is, as one that `hpczero run` makes."""
-    path = run / "spec.toml"
-    if path.exists():
-        other = [difference.key for difference in differences(load(path).spec, spec) if difference.role == "identity" and difference.key != "name"]
-        if other:
-            raise InputError(f"{printable(str(run))} is another run's directory, with another {', '.join(other)}")
+    if not path.exists():
         return
-    path.write_text(to_toml(spec), encoding="utf-8")
+    other = [difference.key for difference in differences(load(path).spec, spec) if difference.role == "identity" and difference.key != "name"]
+    if other:
+        raise InputError(f"{printable(str(path.parent))} is another run's directory, with another {', '.join(other)}")
 
 
 def _safetensors(paths: list[str]) -> list[Path]:

@@ -3,6 +3,7 @@ did not come to its end, and one with a longer name was set aside.
 """
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -47,22 +48,40 @@ def holds_any(checkpoints: Path) -> bool:
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """A new folder. What is there under this name is removed if it is incomplete, and set aside if it is a checkpoint."""
+    """A new folder, on the disk. What is there under this name is removed or set aside."""
+    if not checkpoints.is_dir():
+        checkpoints.mkdir(parents=True)
+        sync(checkpoints.parent)
     path = checkpoints / name_of(step)
-    if (path / manifest.NAME).exists():
-        _set_aside(path)
-    elif path.exists():
-        remove(path)
-    path.mkdir(parents=True)
+    _clear(path)
+    path.mkdir()
     sync(checkpoints)
     return path
 
 
-def _set_aside(path: Path) -> None:
+def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:
+    """For a run that has `step` steps behind it, and begins from `origin`: whatever else could be taken for what it is going to save is set
+    aside, and what saves left that did not come to their end is removed. What was set aside.
+    """
+    newer = [path for at, path in steps(checkpoints).items() if at >= step and not (origin and path.samefile(origin))]
+    moved = [aside for path in incomplete(checkpoints) + newer if (aside := _clear(path))]
+    if moved:
+        sync(checkpoints)
+    return moved
+
+
+def _clear(path: Path) -> Path | None:
+    """The name becomes free: what is incomplete is removed; a checkpoint, or what no save makes, is set aside and gets the name returned."""
+    if path.is_dir() and not (path / manifest.NAME).exists():
+        remove(path)
+    return _set_aside(path) if os.path.lexists(path) else None
+
+
+def _set_aside(path: Path) -> Path:
     stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), 0
-    while (aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))):
         number += 1
-    path.rename(aside)
+    return path.rename(aside)
 
 
 def remove(path: Path) -> None:

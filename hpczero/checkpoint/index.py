@@ -15,8 +15,10 @@ from typing import Any
 import h5py
 import numpy as np
 
+from hpczero.checkpoint import storable
 from hpczero.checkpoint.files import Damaged
-from hpczero.checkpoint.inside import WRONG, datasets_below, plain
+from hpczero.checkpoint.in_memory import made_in_memory
+from hpczero.checkpoint.inside import WRONG, datasets_below, opened, plain
 from hpczero.checkpoint.manifest import INDEX, ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.checkpoint.table import Table, Tensor
@@ -24,12 +26,15 @@ from hpczero.spec.show import printable
 
 _MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
 _COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
+DATASETS = {f"pieces/{name}" for name in (*_COLUMNS, "names", "shapes")}  # those that every index has
 
 
 def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
-    """A new file; `shards` say which file has which rank's data."""
+    """A new file; `shards` say which file has which rank's data. ValueError: these tensors or buffers cannot be in a checkpoint."""
+    if problem := _problem(table.tensors, buffers):
+        raise ValueError(problem)
     file_of = {data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks}
-    with h5py.File(path, "w-", libver=("earliest", "v110"), locking=False) as file:
+    with made_in_memory(path) as file:
         file.attrs.update({key: value if isinstance(value, int | str) else json.dumps(value) for key, value in attributes.items()})
         pieces = file.create_group("pieces")
         for name in _COLUMNS:
@@ -70,11 +75,13 @@ def read(folder: Path) -> tuple[Table, dict[str, Array]]:
     """The table and the buffers, of a file whose checksum is right; a stranger may have made it all the same."""
     path = folder / INDEX
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with opened(path) as file:
             columns = [plain(file, f"pieces/{name}", "<u8", dims) for name, dims in _COLUMNS.items()]
             names, shapes = (json.loads(plain(file, f"pieces/{name}", "u1", 1).tobytes()) for name in ("names", "shapes"))
-            tensors = tuple(Tensor(_text(name), tuple(map(_length, shape))) for name, shape in zip(names, shapes, strict=True))
+            tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
             buffers = {name: plain(file, f"buffers/{name}") for name in datasets_below(file, "buffers")}
+            if problem := _problem(tensors, buffers):
+                raise ValueError(problem)
     except WRONG as error:
         raise Damaged(f"{path}: it is no index of a checkpoint: {printable(str(error))}") from error
     rows = len(columns[0])
@@ -83,18 +90,11 @@ def read(folder: Path) -> tuple[Table, dict[str, Array]]:
     order = columns[0]
     if len({tensor.name for tensor in tensors}) < len(tensors) or (rows and (int(order.max()) >= len(tensors) or (order[1:] < order[:-1]).any())):
         raise Damaged(f"{path}: its piece table does not fit its tensors")
-    if any(len(tensor.shape) > columns[3].shape[1] for tensor in tensors):
-        raise Damaged(f"{path}: its piece table has too few dimensions")
+    if columns[3].shape[1] != max((len(tensor.shape) for tensor in tensors), default=0):
+        raise Damaged(f"{path}: its piece table has not as many dimensions as its tensors")
     return Table(tensors, *columns), buffers
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value or not value.isprintable():
-        raise ValueError(f"{value!r} is no name of a tensor")
-    return value
-
-
-def _length(value: Any) -> int:
-    if not isinstance(value, int) or not 0 <= value < 1 << 48:
-        raise ValueError(f"{value!r} is no length of a tensor")
-    return value
+def _problem(tensors: Sequence[Tensor], buffers: Mapping[str, Array]) -> str:
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    return storable.problem(shapes, {name: (storable.dtype_of(values), values.shape) for name, values in buffers.items()})

@@ -2,21 +2,36 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
+from hpczero.checkpoint.files import not_read
 from hpczero.checkpoint.shard import Array
 
 WRONG = (OSError, KeyError, ValueError, TypeError, RuntimeError, RecursionError, AttributeError, MemoryError)  # what h5py says of such a file
-_DEEPEST, _MOST = 16, 100_000  # groups in groups, and entries in all of them, that can be meant
+_DEEPEST = 32  # groups in groups: more than any name that can be meant has
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[h5py.File]:
+    """To look into. Unreadable: that fails, and not for what is in the file."""
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            yield file
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise not_read(path, error) from error
 
 
 def inside(file: h5py.File, name: str) -> Any:
-    """What has this name, reached without a link that leads on, here or elsewhere: such a link is not even looked along."""
+    """What has this name (the root: ""), reached without a link that leads on, here or elsewhere: such a link is not even looked along."""
     here = file["/"]
-    for part in name.strip("/").split("/"):
+    for part in name.split("/") if name else ():
         if not _holds(here, part):
             raise ValueError(f"/{name} is not in this file itself")
         here = here[part]
@@ -44,16 +59,18 @@ def plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) 
 
 
 def datasets_below(file: h5py.File, name: str) -> Iterator[str]:
-    """The names of those in a group, and in groups in it; a group that is in itself ends it."""
-    stack, seen = [name] if file.id.links.exists(name.encode()) else [], 0
+    """The names of those in a group, and in groups in it. ValueError: there is a link that leads on, or a group twice."""
+    stack, seen = [("", inside(file, name))] if not name or file.id.links.exists(name.encode()) else [], set()
     while stack:
-        group = stack.pop()
-        for part in inside(file, group):
-            seen += 1
-            if group.count("/") > _DEEPEST or seen > _MOST:
-                raise ValueError(f"/{name} has too much in it")
-            path = f"{group}/{part}"
-            if isinstance(inside(file, path), h5py.Group):
-                stack.append(path)
+        prefix, group = stack.pop()
+        address = h5py.h5o.get_info(group.id).addr
+        if address in seen or prefix.count("/") > _DEEPEST:
+            raise ValueError(f"/{name}/{prefix} is too deep, or there twice")
+        seen.add(address)
+        for part in group:
+            if not _holds(group, part):
+                raise ValueError(f"/{name}/{prefix}{part} is not in this file itself")
+            if isinstance(found := group[part], h5py.Group):
+                stack.append((f"{prefix}{part}/", found))
             else:
-                yield path.removeprefix(f"{name}/")
+                yield prefix + part

@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.checkpoint import folder, manifest
-from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.files import Damaged, Newer, Unreadable, not_read
 from hpczero.checkpoint.manifest import INDEX, Content
 
-COMPLETE, DAMAGED, INCOMPLETE, ASIDE = "complete", "damaged", "incomplete", "set aside"
+COMPLETE, DAMAGED, INCOMPLETE, ASIDE, NEWER, UNREADABLE = "complete", "damaged", "incomplete", "set aside", "newer", "unreadable"
 
 
 @dataclass(frozen=True)
 class Listed:
-    """`state`: complete, damaged (`problem` says how), incomplete (a save that did not come to its end, or has not yet), set aside."""
+    """`state`: complete, damaged (`problem` says how), incomplete (a save that did not come to its end, or has not yet), set aside, newer (of a
+    format that this version does not know), unreadable (it may be good).
+    """
 
     path: Path
     step: int
@@ -35,23 +37,26 @@ class Listed:
 
 def listed(checkpoints: Path) -> Iterator[Listed]:
     """Those in a folder of checkpoints, by step."""
-    found = [*folder.steps(checkpoints).values(), *folder.incomplete(checkpoints), *folder.aside(checkpoints)]
+    try:
+        found = [*folder.steps(checkpoints).values(), *folder.incomplete(checkpoints), *folder.aside(checkpoints)]
+    except OSError as error:
+        raise not_read(Path(error.filename or checkpoints), error) from error
     return (_look_at(path) for path in sorted(found, key=lambda path: (folder.step_of(path) or 0, path.name)))
 
 
 def _look_at(path: Path) -> Listed:
-    step = folder.step_of(path) or 0
+    step, size = folder.step_of(path) or 0, 0
     try:
         size = sum(entry.lstat().st_size for entry in path.iterdir())
-    except OSError as error:  # not to be read; or removed since it was listed
-        return Listed(path, step, DAMAGED, f"{path}: {error.strerror}", 0)
-    if not (path / manifest.NAME).exists():
-        return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
-    try:
+        if not (path / manifest.NAME).exists():
+            return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
         content = manifest.read(path)
-    except Damaged as error:
-        return Listed(path, step, DAMAGED, str(error), size)
-    problem = _missing(path, content)
+        problem = _missing(path, content)
+    except OSError as error:  # or removed since it was listed
+        return Listed(path, step, UNREADABLE, f"{error.filename or path}: {error.strerror}", size)
+    except (Damaged, Unreadable) as error:
+        state = DAMAGED if isinstance(error, Damaged) else NEWER if isinstance(error, Newer) else UNREADABLE
+        return Listed(path, step, state, str(error), size)
     state = DAMAGED if problem else COMPLETE if path.absolute().name == folder.name_of(step) else ASIDE
     return Listed(path, content.state.step, state, problem, size, content.created, content.ranks, content.grid)
 
@@ -61,7 +66,7 @@ def _missing(path: Path, content: Content) -> str:
     for name, size in [(INDEX, content.index.size), *((shard.file, shard.size) for shard in content.shards)]:
         try:
             found = (path / name).lstat()
-        except OSError as error:
+        except FileNotFoundError as error:
             return f"{name}: {error.strerror}"
         if found.st_size != size:
             return f"{name} has {found.st_size:,} bytes, and {size:,} were written"

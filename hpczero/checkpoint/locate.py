@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from hpczero.checkpoint import folder, manifest
+from hpczero.checkpoint.files import not_read
 from hpczero.errors import InputError
 from hpczero.spec.show import printable
 
@@ -11,6 +12,13 @@ _SHOWN = 8
 
 def checkpoint_at(path: Path, step: int | None = None) -> Path:
     """The folder of a checkpoint: of a run the newest complete one, or that of `step`. InputError: there is none."""
+    try:
+        return _checkpoint_at(path, step)
+    except OSError as error:
+        raise not_read(Path(error.filename or path), error) from error
+
+
+def _checkpoint_at(path: Path, step: int | None) -> Path:
     said = printable(str(path))
     if not path.is_dir():
         raise InputError(f"{said} {'is no folder' if path.exists() else 'does not exist'}: name a checkpoint's folder or a run's directory")

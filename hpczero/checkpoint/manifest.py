@@ -13,14 +13,15 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpczero.checkpoint.files import Damaged, open_plain, sync, written_durably
+from hpczero.checkpoint.files import Damaged, Newer, not_read, open_plain, sync, written_durably
 from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
 from hpczero.spec.show import printable
 
 FORMAT = 1
 NAME = "MANIFEST.json"
 INDEX = "index.h5"
-_LONGEST = 1 << 30  # bytes of a manifest
+_LONGEST = 64 << 20  # bytes of a manifest: 100,000 ranks have a third of it
+_STRUCTURE = 1 << 20, 64 << 10  # bytes that HDF5's structure of a shard file has at most: in all, and for each rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -96,7 +97,7 @@ def write(folder: Path, content: Content) -> None:
 
 
 def read(folder: Path) -> Content:
-    """Damaged: the manifest is not one, or not of this format."""
+    """Damaged: the manifest is not what was written; Newer: it is of a format that this version does not know."""
     path = folder / NAME
     raw = _bytes_of(path)
     try:
@@ -110,8 +111,8 @@ def read(folder: Path) -> Content:
         raise Damaged(f"{path}: it is damaged: {printable('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path}: it is damaged, being no JSON of a manifest") from error
-    except Damaged as error:
-        raise Damaged(f"{path}: {error}") from error
+    except (Damaged, Newer) as error:
+        raise type(error)(f"{path}: {error}") from error
     return content
 
 
@@ -123,7 +124,7 @@ def _bytes_of(path: Path) -> bytes:
         try:
             return opened.read()
         except OSError as error:
-            raise Damaged(f"{path}: {error.strerror}") from error
+            raise not_read(path, error) from error
 
 
 def _parsed(raw: bytes) -> Content:
@@ -132,7 +133,7 @@ def _parsed(raw: bytes) -> Content:
         raise Damaged("it is no manifest of a checkpoint")
     found = whole["content"].get("format")
     if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
-        raise Damaged(f"format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
+        raise Newer(f"format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
     return Content.model_validate(whole["content"])
 
 
@@ -152,6 +153,10 @@ def _problem(content: Content) -> str:
 
 def _of_shard(shard: ShardFile) -> str:
     ranges = [place for data in shard.ranks for place in data.extent.ranges()]
+    of_file, of_rank = _STRUCTURE
+    most = of_file + sum(of_rank + 8 * len(SLOTS) * data.extent.blocks for data in shard.ranks)
+    if (other := shard.size - sum(end - begin for begin, end in ranges)) > most:
+        return f"{other:,} bytes besides its data, where {most:,} are the most that can be"
     ranges += [(data.checksums, data.checksums + 8 * len(SLOTS) * data.extent.blocks) for data in shard.ranks if data.extent.blocks]
     ranges.sort()
     if any(begin % PAGE for data in shard.ranks if data.elements for begin in data.data):

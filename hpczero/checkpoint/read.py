@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpczero.checkpoint import index, manifest, shard, view
-from hpczero.checkpoint.files import Damaged, open_plain
+from hpczero.checkpoint.files import Damaged, not_read, open_plain
 from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.checkpoint.shard import SLOTS, WIDTH, Array
 from hpczero.checkpoint.shards import Shards
@@ -22,7 +22,7 @@ STRETCH = (32 << 20) // WIDTH  # elements that are taken at a time of a tensor t
 
 
 class Checkpoint(Mapping[str, "Lazy"]):
-    """An open checkpoint; Damaged if what is always read of it (all but the data) is not what was written.
+    """An open checkpoint; Damaged if what is always read of it (all but the data) is not what was written, Unreadable if that cannot be told.
 
     checkpoint["/model/blocks.0.attention.query.weight"][:10] reads what is asked for; `.numpy()` and `.torch()` all of it.
     """
@@ -143,7 +143,7 @@ def check_index(folder: Path, content: Content) -> None:
         if size != content.index.size or shard.rest(file, size, ()) != content.index.checksum:
             raise Damaged(f"{path}: it is damaged: its {size} bytes are not the {content.index.size} that were written")
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
+        raise not_read(path, error) from error
     finally:
         os.close(file)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hpczero.checkpoint import storable
 from hpczero.checkpoint.files import written_durably
 from hpczero.checkpoint.shard import Array
 from hpczero.errors import InputError
@@ -51,7 +52,8 @@ class Entry:
 
 
 def dtype_of(values: Array) -> str:
-    return next(name for name, dtype in _DTYPES.items() if np.dtype(dtype) == values.dtype.newbyteorder("<") and name != "BF16")
+    """Of those that a checkpoint can hold."""
+    return next(name for name, dtype in _DTYPES.items() if np.dtype(dtype) == values.dtype and name != "BF16")
 
 
 def placed(entries: Iterable[Entry]) -> list[Entry]:
@@ -87,16 +89,19 @@ class SafetensorsFile:
             length = int.from_bytes(self._file.read(8), "little")
             if not 2 <= length <= min(_LONGEST_HEADER, self._size - 8):
                 raise self._wrong(f"a header of {length:,} bytes in a file of {self._size:,}")
-            header = json.loads(self._file.read(length))
+            header = json.loads(self._file.read(length), object_pairs_hook=_each_once)
         except OSError as error:
             raise InputError(f"{printable(str(path))}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            raise self._wrong("its header is no JSON") from error
+            raise self._wrong("its header is no JSON, or says something twice") from error
         if not isinstance(header, dict):
             raise self._wrong("its header is no table")
         self._data = 8 + length
         self.metadata = header.pop("__metadata__", {})
+        if not isinstance(self.metadata, dict) or not all(isinstance(value, str) for value in self.metadata.values()):
+            raise self._wrong("its metadata is no table of texts")
         self.entries = [self._entry(name, described) for name, described in header.items()]
+        self._refuse_gaps()
 
     def stretches(self, entry: Entry, length: int) -> Iterator[Array]:
         """The elements of a tensor in memory order, flat, so many at a time."""
@@ -112,12 +117,22 @@ class SafetensorsFile:
 
     def _entry(self, name: str, described: Any) -> Entry:
         match described:
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]} if dtype in _DTYPES:
-                if all(isinstance(length, int) and length >= 0 for length in shape):
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end], **more} if dtype in _DTYPES and not more:
+                if not storable.problem({"any": shape}, {}) and type(begin) is int and type(end) is int:
                     entry = Entry(name, dtype, tuple(shape), begin)
                     if begin >= 0 and entry.end == end <= self._size - self._data:
                         return entry
-        raise self._wrong(f"what it says of {printable(name)} cannot be: {printable(str(described), 100)}")
+        raise self._wrong(f"what it says of {printable(name, 100)} cannot be: {printable(str(described), 100)}")
+
+    def _refuse_gaps(self) -> None:
+        """Each tensor begins where the one before ends, and the last one ends with the file."""
+        place = 0
+        for entry in sorted(self.entries, key=lambda entry: (entry.begin, entry.end)):
+            if entry.begin != place:
+                raise self._wrong(f"{printable(entry.name, 100)} is at byte {entry.begin:,} of the data, and the tensors before end at {place:,}")
+            place = entry.end
+        if place != self._size - self._data:
+            raise self._wrong(f"its tensors have {place:,} bytes, and it has {self._size - self._data:,}")
 
     def _wrong(self, what: str) -> InputError:
         return InputError(f"{printable(str(self.path))} is no safetensors file, or is damaged: {what}")
@@ -127,6 +142,13 @@ class SafetensorsFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._file.close()
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def from_float32(values: Array, dtype: str) -> Array:

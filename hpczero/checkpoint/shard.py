@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
@@ -21,6 +21,8 @@ from typing import Any, Protocol
 import h5py
 import numpy as np
 import xxhash
+
+from hpczero.checkpoint.in_memory import made_in_memory, write_all
 
 SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
 BLOCK = 1 << 20  # bytes that have a checksum of their own
@@ -70,7 +72,7 @@ def padded(size: int) -> int:
 
 def make(path: Path, elements: Mapping[int, int]) -> list[Extent]:
     """A new file with room for so many elements of each rank. Its content is not on the disk yet."""
-    with h5py.File(path, "w-", libver=("earliest", "v110"), alignment_threshold=PAGE, alignment_interval=PAGE, locking=False) as file:
+    with made_in_memory(path, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
         made = {}
         for rank, count in elements.items():
             group = file.create_group(f"rank-{rank:05d}")
@@ -101,11 +103,11 @@ def _offset(dataset: h5py.h5d.DatasetID) -> int:
 class Writer:
     """Writes a rank's data into its extent, a slot after the other, each from its beginning to its end."""
 
-    def __init__(self, path: Path, extent: Extent, direct: bool, rest: float = 0.0) -> None:
+    def __init__(self, path: Path, extent: Extent, direct: bool, rest: float = 0.0, pause: Callable[[float], object] = time.sleep) -> None:
         """`direct`: past the page cache, where the file system allows it. `rest`: others need the processor and the disk too; how long to pause
         after each chunk, in times of what that took.
         """
-        self.path, self.extent, self.rest = path, extent, rest
+        self.path, self.extent, self.rest, self._pause = path, extent, rest, pause
         self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
         self._file = os.open(path, os.O_WRONLY)
@@ -129,7 +131,7 @@ class Writer:
                 place += len(data)
                 if self.rest:
                     before.result()
-                    time.sleep(self.rest * (time.monotonic() - begun))
+                    self._pause(self.rest * (time.monotonic() - begun))
             if before:
                 before.result()
         assert place == self.extent.data[slot] + self.extent.length, f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"
@@ -137,7 +139,7 @@ class Writer:
     def finish(self) -> None:
         """All is on the disk, the checksums too."""
         if self.checksums.size:
-            _write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
+            write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -149,26 +151,20 @@ class Writer:
     def _write_at(self, data: memoryview, place: int) -> None:
         if self._direct is not None:
             try:
-                _write_all(self._direct, data, place)
+                write_all(self._direct, data, place)
                 return
             except OSError as error:
                 if error.errno != 22:  # EINVAL: not this way, here
                     raise
                 os.close(self._direct)
                 self._direct = None
-        _write_all(self._file, data, place)
+        write_all(self._file, data, place)
 
 
 def _open_direct(path: Path) -> int | None:
     with contextlib.suppress(OSError):
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
     return None
-
-
-def _write_all(file: int, data: memoryview, place: int) -> None:
-    while data:
-        written = os.pwrite(file, data, place)
-        data, place = data[written:], place + written
 
 
 def aligned(size: int) -> Array:

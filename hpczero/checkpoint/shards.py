@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hpczero.checkpoint.files import Damaged, open_plain
+from hpczero.checkpoint.files import Damaged, Unreadable, not_read, open_plain
 from hpczero.checkpoint.manifest import Content, ShardFile
 from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Extent, rest
 
 _KEPT = 16  # blocks that were read last
 _AHEAD = 16  # blocks that the system is asked to have ready
+_OPEN = 64  # files that are open at a time
 
 
 class Shards:
@@ -22,7 +23,9 @@ class Shards:
     def __init__(self, folder: Path, content: Content) -> None:
         self.folder = folder
         self._of_rank = {data.rank: (shard, data.extent) for shard in content.shards for data in shard.ranks}
-        self._files: dict[str, int] = {}
+        self._files: OrderedDict[str, int] = OrderedDict()  # open ones, the one that was used last at the end
+        self._known: dict[str, tuple[int, ...]] = {}  # those that were found to be what was written
+        self._is_closed = False
         self._checksums: dict[int, Array] = {}
         self._kept: OrderedDict[tuple[int, int, int], Array] = OrderedDict()
 
@@ -31,8 +34,8 @@ class Shards:
         shard, extent = self._of_rank[rank]
         try:
             self.open(shard)
-        except Damaged as error:
-            raise Damaged(f"{error}; {SLOTS[slot]}/{what} is there") from error
+        except (Damaged, Unreadable) as error:
+            raise type(error)(f"{error}; {SLOTS[slot]}/{what} is there") from error
         into, begin = out.view(np.uint8), first * WIDTH
         end = begin + len(into)
         blocks = range(begin // BLOCK, -(-end // BLOCK))
@@ -50,16 +53,34 @@ class Shards:
         return self._of_rank[rank][0].file
 
     def open(self, shard: ShardFile) -> int:
-        """The file, if it is the one that was written: its size, and all of it but the data."""
+        """The file, if it is the one that was written: its size, and all of it but the data. It may be closed once others are asked for."""
+        if self._is_closed:
+            raise ValueError(f"{self.folder}: this checkpoint has been closed")
         if shard.file not in self._files:
-            file = open_plain(self.folder / shard.file)
-            if problem := problem_outside_data(shard, file):
-                os.close(file)
-                raise Damaged(f"{self.folder / shard.file}: {problem}")
-            self._files[shard.file] = file
+            self._files[shard.file] = self._opened(shard)
+            while len(self._files) > _OPEN:
+                os.close(self._files.popitem(last=False)[1])
+        self._files.move_to_end(shard.file)
         return self._files[shard.file]
 
+    def _opened(self, shard: ShardFile) -> int:
+        path = self.folder / shard.file
+        with contextlib.ExitStack() as otherwise:
+            file = open_plain(path)
+            otherwise.callback(os.close, file)
+            try:
+                identity = _identity(file)
+                problem = problem_outside_data(shard, file) if self._known.get(shard.file) != identity else ""
+            except OSError as error:
+                raise not_read(path, error) from error
+            if problem:
+                raise Damaged(f"{path}: {problem}")
+            self._known[shard.file] = identity
+            otherwise.pop_all()
+        return file
+
     def close(self) -> None:
+        self._is_closed = True
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -92,7 +113,7 @@ class Shards:
             while rest_of and (count := os.preadv(file, [rest_of], place)):
                 rest_of, place = rest_of[count:], place + count
         except OSError as error:
-            raise Damaged(f"{self.folder / shard.file}: {error.strerror} at byte {place}") from error
+            raise not_read(self.folder / shard.file, error, f" at byte {place}") from error
         if rest_of:
             raise Damaged(f"{self.folder / shard.file}: it ends at byte {place}")
 
@@ -104,13 +125,16 @@ class Shards:
         return self._checksums[extent.rank]
 
 
+def _identity(file: int) -> tuple[int, ...]:
+    """Of a file that was not written to since."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def problem_outside_data(shard: ShardFile, file: int) -> str:
-    """Why this cannot be the file that was written; empty if it can, as far as all but its data says."""
+    """Why this cannot be the file that was written; empty if it can, as far as all but its data says. OSError: that cannot be told."""
     size = os.fstat(file).st_size
     if size != shard.size:
         return f"it has {size:,} bytes, and {shard.size:,} were written"
-    try:
-        checksum = rest(file, size, (place for data in shard.ranks for place in data.extent.ranges()))
-    except OSError as error:
-        return f"{error.strerror}"
+    checksum = rest(file, size, (place for data in shard.ranks for place in data.extent.ranges()))
     return "" if checksum == shard.rest else f"it is damaged outside of its data: checksum {checksum}, and {shard.rest} was written"

@@ -3,6 +3,7 @@
 The work is dealt out as `Task`s, which do not depend on each other: under mpirun every rank takes its share.
 """
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import xxhash
 
 from hpczero.checkpoint import manifest, view
-from hpczero.checkpoint.files import Damaged, open_plain
+from hpczero.checkpoint.files import Damaged, not_read, open_plain
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.progress import Advance
 from hpczero.checkpoint.read import Checkpoint
@@ -48,7 +49,7 @@ class Task:
 
 
 class Verification:
-    """Of one checkpoint, whose manifest is what was written (else Damaged)."""
+    """Of one checkpoint, whose manifest is what was written (else Damaged). Unreadable: what is asked for cannot be told."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.content = folder, manifest.read(folder)
@@ -82,7 +83,7 @@ class Verification:
         try:
             return list(self._of_data(shard, task.data, task.slot, file, advance)) if task.data else self._of_file(shard, file)
         except OSError as error:
-            return [Damage(shard.file, str(error.strerror), self._held_in(shard))]
+            raise not_read(self.folder / shard.file, error) from error
         finally:
             os.close(file)
 
@@ -134,7 +135,9 @@ def _checksums(file: int, data: RankData) -> Array:
 def _fits(file: int, place: int, length: int, checksum: int) -> bool:
     try:
         return xxhash.xxh3_64_intdigest(os.pread(file, length, place)) == checksum
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EIO:  # a place of the disk that is lost is a damage
+            raise
         return False
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpczero import env
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.files import Damaged, Unreadable
 from hpczero.checkpoint.locate import checkpoint_at
 from hpczero.checkpoint.progress import bar
 from hpczero.checkpoint.verify import Damage, Verification
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def verify(options: Namespace) -> int:
-    """0: all is as it was written; 1: something is damaged."""
+    """0: all is as it was written; 1: something is damaged; 2: nothing is, as far as could be read."""
     with _launch() as (world, rank):
         if world is None and rank:  # without MPI for Python the first process does it all
             return 0
@@ -31,7 +31,7 @@ def verify(options: Namespace) -> int:
             print(json.dumps(found, indent=2))
         elif rank == 0:
             print("\n".join(line for one in found for line in _lines(one)))
-    return 1 if any(one["damages"] for one in found) else 0
+    return 1 if any(one["damages"] for one in found) else 2 if any(one["unreadable"] for one in found) else 0
 
 
 @contextlib.contextmanager
@@ -61,20 +61,28 @@ def _folder(path: Path, step: int | None) -> Path:
 def _verified(world: "World | None", folder: Path) -> dict[str, Any]:
     """Every rank's part of the work; all damages, on all ranks."""
     rank, ranks = (world.rank, world.size) if world else (0, 1)
-    size = 0
+    size, damages, unreadable = 0, list[Damage](), list[str]()
     try:
         verification = Verification(folder)
         size = verification.content.size
         own = verification.tasks()[rank::ranks]
         with bar(f"verifying {folder.name}", sum(task.size(verification.content) for task in own), rank == 0) as advance:
-            damages = [damage for task in own for damage in verification.carry_out(task, advance)]
+            for task in own:
+                try:
+                    damages += verification.carry_out(task, advance)
+                except Unreadable as error:
+                    unreadable.append(str(error))
+    except Unreadable as error:
+        unreadable.append(str(error))
     except Damaged as error:
         damages = [Damage(manifest.NAME, str(error).removeprefix(f"{folder / manifest.NAME}: "))]
     listed = [[damage.file, damage.what, list(damage.tensors)] for damage in damages]
     if world:
         listed = [one for of_rank in world.share(world.collect(listed)) for one in of_rank]
+        unreadable = [text for of_rank in world.share(world.collect(unreadable)) for text in of_rank]
     told = sorted({(file, what, tuple(tensors)) for file, what, tensors in listed}, key=lambda one: _in_order(f"{one[0]} {one[1]}"))
-    return {"path": str(folder), "size": size, "damages": [{"file": file, "what": what, "tensors": tensors} for file, what, tensors in told]}
+    damaged = [{"file": file, "what": what, "tensors": tensors} for file, what, tensors in told]
+    return {"path": str(folder), "size": size, "damages": damaged, "unreadable": sorted(set(unreadable))}
 
 
 def _in_order(text: str) -> list[tuple[int, str]]:
@@ -84,6 +92,7 @@ def _in_order(text: str) -> list[tuple[int, str]]:
 
 def _lines(found: dict[str, Any]) -> Sequence[str]:
     path = printable(found["path"])
-    if not found["damages"]:
+    if not found["damages"] and not found["unreadable"]:
         return [f"{path}: good, {in_bytes(found['size'])} as they were written"]
-    return [f"{path}: DAMAGED", *(f"  {printable(str(Damage(**damage)))}" for damage in found["damages"])]
+    damages = [f"  {printable(str(Damage(**damage)))}" for damage in found["damages"]]
+    return [f"{path}: {'DAMAGED' if damages else 'NOT READ'}", *damages, *(f"  {printable(text)}" for text in found["unreadable"])]

@@ -9,18 +9,22 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from hpczero.checkpoint.index import slots_in_view
-from hpczero.checkpoint.inside import WRONG, inside
-from hpczero.checkpoint.manifest import ShardFile, slot_elements
+from hpczero.checkpoint.index import DATASETS, slots_in_view
+from hpczero.checkpoint.inside import WRONG, datasets_below, inside, opened
+from hpczero.checkpoint.manifest import RankData, ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.table import Table
 
 
 def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:
-    """What of the view in index.h5 does not say what the piece table says."""
+    """What of the view in index.h5 does not say what the piece table says, and what is there besides."""
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with opened(path) as file:
+            known = {f"{slot}/{tensor.name}" for slot in slots_in_view(table) for tensor in table.tensors} | DATASETS
+            for name in datasets_below(file, ""):
+                if name not in known and not name.startswith("buffers/"):
+                    yield f"/{name} does not belong there"
             for slot in slots_in_view(table):
                 for number in range(len(table.tensors)):
                     if not _is_view(file, slot, number, table, file_of):
@@ -33,12 +37,14 @@ def _is_view(file: h5py.File, slot: str, number: int, table: Table, file_of: dic
     tensor, rows = table.tensors[number], table.pieces(number)
     try:
         found = inside(file, f"{slot}/{tensor.name}")
-        properties = found.id.get_create_plist()
+        properties, fill = found.id.get_create_plist(), np.zeros(1, "<f4")
+        properties.get_fill_value(fill)
         if properties.get_layout() == h5py.h5d.VIRTUAL:
             seen = {_source(properties, index) for index in range(properties.get_virtual_count())}
         else:
             seen = {()} if found.size else set()
-        return seen == {_mapping(slot, piece, table, file_of) for piece in rows} and found.shape == (tensor.shape or (1,)) and found.dtype == "<f4"
+        is_alike = found.shape == (tensor.shape or (1,)) and found.dtype == "<f4" and np.isnan(fill[0])
+        return bool(is_alike) and seen == {_mapping(slot, piece, table, file_of) for piece in rows}
     except WRONG:
         return False
 
@@ -57,16 +63,24 @@ def _mapping(slot: str, piece: int, table: Table, file_of: dict[int, str]) -> tu
 
 
 def problem_of_shard(path: Path, shard: ShardFile) -> str:
-    """Whether the datasets of a shard file lie where its manifest says."""
+    """Whether the datasets of a shard file, and nothing else, lie where its manifest says."""
+    known = {f"rank-{data.rank:05d}/{name}": (shape, dtype, place) for data in shard.ranks for name, shape, dtype, place in _datasets_of(data)}
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            for data in shard.ranks:
-                for slot, place in zip(SLOTS, data.data, strict=True):
-                    found = inside(file, f"rank-{data.rank:05d}/{slot}")
-                    if found.is_virtual or found.external or found.shape != (slot_elements(data),) or found.dtype != np.dtype("<f4"):
-                        return f"/rank-{data.rank:05d}/{slot} is no dataset of {slot_elements(data)} float32 in this file"
-                    if found.size and found.id.get_offset() != place:
-                        return f"/rank-{data.rank:05d}/{slot} is not at byte {place}, as the manifest says"
+        with opened(path) as file:
+            if other := next((name for name in datasets_below(file, "") if name not in known), ""):
+                return f"/{other} does not belong there"
+            for name, (shape, dtype, place) in known.items():
+                found = inside(file, name)
+                if found.is_virtual or found.external or found.chunks or found.shape != shape or found.dtype != np.dtype(dtype):
+                    return f"/{name} is no plain dataset of {shape} {np.dtype(dtype).name} in this file"
+                if found.size and found.id.get_offset() != place:
+                    return f"/{name} is not at byte {place}, as the manifest says"
     except WRONG as error:
         return f"it is no HDF5 file of a checkpoint: {error}"
     return ""
+
+
+def _datasets_of(data: RankData) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """Name, shape, dtype and place of a rank's datasets."""
+    slots = [(slot, (slot_elements(data),), "<f4", place) for slot, place in zip(SLOTS, data.data, strict=True)]
+    return [*slots, ("checksums", (len(SLOTS), data.extent.blocks), "<u8", data.checksums)]

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from hpczero.checkpoint import folder, index, manifest, shard
 from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
 from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Source, Writer, aligned, bounce, padded
 from hpczero.checkpoint.table import Table
+from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 
@@ -106,17 +107,20 @@ class Saver:
         if asynchronous:
             copies = [_whole(_copy(of_slot, kept.view(np.float32))) for of_slot, kept in zip(sources, self._copies, strict=True)]
             save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, _REST), name="hpczero-checkpoint", daemon=True)
-            save.thread.start()
+            try:
+                save.thread.start()
+            except RuntimeError as error:  # no more threads: said on all ranks, by `conclude`
+                save.thread, save.error = None, f"{path}: {error}"
         else:
             chunks = [aligned(shard.CHUNK) for _ in range(2)]
-            self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0)
+            patiently(self.world, lambda: self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0))
 
     def conclude(self) -> Saved:
         """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
         save, self._save = self._save, None
         assert save is not None, "no save is under way"
-        if save.thread:
-            save.thread.join()
+        save.hurried.set()
+        patiently(self.world, lambda: save.thread.join() if save.thread else None)
         self._agree(save.error, save.path)
         own = self._together(lambda: self._finish_file(save) if self._writes_file else None, save.path)
         shards = [ShardFile.model_validate_json(made) for made in own if made]
@@ -126,13 +130,17 @@ class Saver:
     def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], rest: float) -> None:
         """Without MPI."""
         shard_path, index_path = save.path / f"{save.names[self._leader]}.new", save.path / f"{INDEX}.new"
-        with ThreadPoolExecutor(1) as beside:
-            write_index = partial(self._write_index, index_path, save, buffers) if self.world.rank == 0 else lambda: None
-            index_error = beside.submit(save.error_of, index_path, write_index)
-            save.error = save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, rest)) or index_error.result()
+
+        def write_both() -> str:
+            with ThreadPoolExecutor(1) as beside:
+                write_index = partial(self._write_index, index_path, save, buffers) if self.world.rank == 0 else lambda: None
+                index_error = beside.submit(save.error_of, index_path, write_index)
+                return save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, rest)) or index_error.result()
+
+        save.error = save.error_of(save.path, write_both)
 
     def _write_data(self, path: Path, save: "_Save", chunks: Sequence[Any], rest: float) -> None:
-        writer = Writer(path, save.extent, direct=True, rest=rest)
+        writer = Writer(path, save.extent, direct=True, rest=rest, pause=save.hurried.wait)
         try:
             for slot, of_slot in enumerate(chunks):
                 writer.write(slot, of_slot)
@@ -177,11 +185,10 @@ class Saver:
         """Every rank's result, of what JSON can carry; what fails on one fails on all."""
         result, error = None, ""
         try:
-            result = action()
-        except (OSError, RuntimeError) as problem:  # what HDF5 meets may be either
+            result = patiently(self.world, action)
+        except (OSError, RuntimeError, MemoryError) as problem:  # what HDF5 meets may be any of these
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
-            free = folder.free_bytes(Path(where))
-            error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({free:,} bytes are free there)"
+            error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({_free(Path(where))})"
         self._agree(error, path)
         return self._gathered(result)
 
@@ -190,12 +197,14 @@ class Saver:
         if not failed:
             return
         self._save = None
-        if self.world.rank == 0 and path:
-            with contextlib.suppress(OSError):
-                folder.remove(path)
+        patiently(self.world, lambda: self._drop(path) if self.world.rank == 0 and path else None)
         rank, text = failed[0]
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         raise SaveFailed(f"the checkpoint could not be saved: rank {rank} on {self.world.hosts[rank]}{others}: {text}")
+
+    def _drop(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            folder.remove(path)
 
     def _gathered(self, value: Any) -> list[Any]:
         found: list[Any] = self.world.share(self.world.collect(value))
@@ -212,21 +221,28 @@ class _Save:
     names: Mapping[int, str]  # leader -> file
     files: Mapping[int, Sequence[Extent]]  # leader -> what is in it
     extent: Extent
+    hurried: threading.Event = field(default_factory=threading.Event)  # it is waited for: no more pauses
     thread: threading.Thread | None = None
     index: IndexFile | None = None
-    error: str = ""
+    error: str = "its writer did not come to an end"  # what a writer that dies leaves; the one that ends well takes it away
 
-    def error_of(self, path: Path, action: Callable[[], None]) -> str:
-        """What the action, which writes there, fails with."""
+    def error_of(self, path: Path, action: Callable[[], str | None]) -> str:
+        """What the action, which writes there, returns or fails with."""
         try:
-            action()
+            return action() or ""
         except OSError as error:
             needed = sum(extent.length * len(SLOTS) for extents in self.files.values() for extent in extents)
-            free = folder.free_bytes(self.path)
-            return f"{path}: {error.strerror or error} (the checkpoint has {needed:,} bytes; {free:,} are free there)"
+            return f"{path}: {error.strerror or error} (the checkpoint has {needed:,} bytes; {_free(self.path)})"
         except Exception as error:
             return f"{path}: {type(error).__name__}: {error}"
-        return ""
+
+
+def _free(path: Path) -> str:
+    """For what is said of a failure: a file system that is gone is no reason for another one."""
+    try:
+        return f"{folder.free_bytes(path):,} bytes are free there"
+    except OSError as error:
+        return f"how much is free there cannot be told: {error.strerror}"
 
 
 def _leader(world: World, writers: str) -> int:

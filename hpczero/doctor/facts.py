@@ -16,6 +16,7 @@ import psutil
 
 from hpczero import __version__, env, locations, machine
 from hpczero.comm.library import Library, installed_wheels
+from hpczero_kernels.table import available
 
 PACKAGES = ("torch", "mpi4py", "numba", "numba-cuda", "h5py", "numpy", "pydantic")
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "srun", "aprun", "palsd")
@@ -62,6 +63,7 @@ class Report:
     gpu_driver: bool
     gpus: list[str]
     gpu_error: str
+    kernels: dict[str, dict[str, str]]  # device -> operation -> implementation
     storage: Storage
     sees_all: bool
     wheels: list[str]  # PyPI's MPIs in this Python environment
@@ -103,6 +105,7 @@ def report() -> Report:
         gpu_driver=machine.gpu_driver(),
         gpus=gpus,
         gpu_error=gpu_error,
+        kernels={device: available(device) for device in ("cpu", "cuda")},
         storage=_storage(),
         sees_all=machine.sees_all_users_of(),
         wheels=installed_wheels(),

@@ -61,6 +61,15 @@ def _software(reports: Sequence[Report]) -> Found:
         )
         needed = any(report.gpus for report in reports) and not first.packages["numba-cuda"]
         yield (WARN if needed else OK), f"kernels' CUDA target: {target}", _install(first, "cuda") if needed else ""
+    yield OK, "; ".join(_kernels(first)), ""
+
+
+def _kernels(report: Report) -> Iterator[str]:
+    for device, title in (("cpu", "kernels on CPUs"), ("cuda", "on GPUs")):
+        by: dict[str, list[str]] = {}
+        for operation, implementation in report.kernels[device].items():
+            by.setdefault(implementation, []).append(operation)
+        yield f"{title}: " + ", ".join(f"{' '.join(operations)} by {implementation}" for implementation, operations in by.items())
 
 
 def _version(report: Report, name: str) -> str | None:

@@ -13,8 +13,8 @@ from torch.nn import functional
 from hpczero.model import shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
-from hpczero_kernels.attention import attention, attention_reference
-from hpczero_kernels.dropout import Place, dropout
+from hpczero_kernels.dropout import Place
+from hpczero_kernels.operations import OPERATIONS
 from hpczero_kernels.philox import key_of
 
 
@@ -41,24 +41,28 @@ class GPT(nn.Module):
 class Dropout(nn.Module):
     """Dropout that depends on (seed, step, sample, site, index), not on the order of execution."""
 
-    def __init__(self, probability: float, site: str) -> None:
+    def __init__(self, model: Model, site: str) -> None:
         super().__init__()
-        self.probability, self.site = probability, site
+        self.probability, self.site = model.dropout, site
+        self.dropout = OPERATIONS[model.kernels].dropout
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, place: Place | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, batch: MicroBatch, residual: torch.Tensor | None = None, place: Place | None = None) -> torch.Tensor:
+        """The residual stream, if there is one, plus what stays of x."""
         if not self.training or self.probability == 0:
-            return x
-        return dropout(x, self.probability, key_of(batch.seed, "dropout", self.site, batch.step), batch.samples, place)
+            return x if residual is None else residual + x
+        key = key_of(batch.seed, "dropout", self.site, batch.step)
+        return self.dropout(x, self.probability, key, batch.samples, place, residual)
 
 
 class Norm(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden))
-        self.bias = nn.Parameter(torch.empty(hidden))
+        self.weight = nn.Parameter(torch.empty(model.hidden))
+        self.bias = nn.Parameter(torch.empty(model.hidden))
+        self.layer_norm = OPERATIONS[model.kernels].layer_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias)
+        return self.layer_norm(x, self.weight, self.bias)
 
 
 class Linear(nn.Module):
@@ -99,53 +103,56 @@ class Lookup(nn.Module):
 class CrossEntropy(nn.Module):
     """Logits [samples, seq, vocab] and targets [samples, seq] -> the sum over all targets, in fp32."""
 
-    def __init__(self, vocab: int) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.vocab = vocab
+        self.vocab = model.vocab
+        self.cross_entropy = OPERATIONS[model.kernels].cross_entropy
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Embedding(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.lookup = Lookup(model.vocab, model.seq_len, model.hidden)
-        self.dropout = Dropout(model.dropout, "embedding")
+        self.dropout = Dropout(model, "embedding")
 
     def forward(self, tokens: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return self.dropout(self.lookup(tokens), batch)
 
 
 class Attention(nn.Module):
+    """From the residual stream to the residual stream, as the feed-forward part."""
+
     def __init__(self, model: Model, name: str) -> None:
         super().__init__()
         self.head_dim = shapes.head_dim(model)
-        self.attention = attention if model.kernels == "auto" else attention_reference
+        self.attention = OPERATIONS[model.kernels].attention
         inner = model.heads * self.head_dim
-        self.norm = Norm(model.hidden)
+        self.norm = Norm(model)
         self.qkv = StackedLinear(model.hidden, 3, inner)
         self.output = Linear(inner, model.hidden)
-        self.dropout = Dropout(model.dropout, f"{name}.attention")
+        self.dropout = Dropout(model, f"{name}.attention")
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))  # [samples, seq, 3, heads, head_dim]
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
         mixed = self.attention(query, key, value)
-        return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch)
+        return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch, x)
 
 
 class FeedForward(nn.Module):
     def __init__(self, model: Model, name: str) -> None:
         super().__init__()
-        self.norm = Norm(model.hidden)
+        self.norm = Norm(model)
         self.up = Linear(model.hidden, shapes.ffn(model))
         self.down = Linear(shapes.ffn(model), model.hidden)
-        self.dropout = Dropout(model.dropout, f"{name}.feed_forward")
+        self.dropout = Dropout(model, f"{name}.feed_forward")
+        self.gelu = OPERATIONS[model.kernels].gelu
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        wide = functional.gelu(self.up(self.norm(x)), approximate="tanh")
-        return self.dropout(self.down(wide), batch)
+        return self.dropout(self.down(self.gelu(self.up(self.norm(x)))), batch, x)
 
 
 class Block(nn.Module):
@@ -155,16 +162,15 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(model, name)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        x = x + self.attention(x, batch)
-        return x + self.feed_forward(x, batch)
+        return self.feed_forward(self.attention(x, batch), batch)
 
 
 class Head(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.norm = Norm(model.hidden)
+        self.norm = Norm(model)
         self.logits = Linear(model.hidden, model.vocab, bias=False)
-        self.loss = CrossEntropy(model.vocab)
+        self.loss = CrossEntropy(model)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         return self.loss(self.logits(self.norm(x)), batch.targets)

@@ -74,7 +74,7 @@ class DropoutOnOwnRows(nn.Module):
         self._first_row = residual.rows.start
 
     def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return self.serial(x, *arguments, Place(all_columns=x.shape[-1], first_row=self._first_row))
+        return self.serial(x, *arguments, place=Place(all_columns=x.shape[-1], first_row=self._first_row))
 
 
 def sum_of_parts(partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual) -> torch.Tensor:

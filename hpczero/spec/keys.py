@@ -102,6 +102,11 @@ def _allowed(annotation: Any, metadata: list[Any]) -> str:
         return listed([shown(choice) for choice in typing.get_args(annotation)], "or")
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_allowed(choice, []) for choice in typing.get_args(annotation))
+    if origin is tuple and typing.get_args(annotation)[-1] is ...:
+        return f"a list, each {_allowed(typing.get_args(annotation)[0], [])}"
+    if origin is dict:
+        name, value = (_allowed(item, []) for item in typing.get_args(annotation))
+        return f"a table, each key {name}, each value {value}"
     if origin is tuple:
         items = [_allowed(item, []) for item in typing.get_args(annotation)]
         if len(set(items)) == 1:

@@ -1,7 +1,4 @@
-"""The layers that a spec is made of, lowest first: the chain of `extends`, the spec itself, each `--set`.
-
-(The profile of a site comes below all of them: it will be the first layer of `read_layers`' answer.)
-"""
+"""The layers that a spec is made of, lowest first: the profile of the site, the chain of `extends`, the spec itself, each `--set`."""
 
 import os
 import re
@@ -56,7 +53,7 @@ def _read_chain(path: str) -> tuple[list[Layer], list[Mistake]]:
     layers: list[Layer] = []
     seen: list[str] = []
     while True:
-        layer = _read_file(path)
+        layer = read_file(path)
         layers.insert(0, layer)
         seen.append(os.path.realpath(path))
         if "extends" not in layer.tree:
@@ -93,7 +90,7 @@ def _reason(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _read_file(path: str) -> Layer:
+def read_file(path: str) -> Layer:
     name = printable(path)
     if problem := _unreadable(path):
         raise InputError(f"{name} {problem}")

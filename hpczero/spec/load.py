@@ -1,6 +1,6 @@
 """From TOML to a `Spec`: layers are merged, every value remembers where it came from, all mistakes are reported at once (design §3).
 
-Precedence, lowest first: defaults, the chain of `extends`, the spec, each `--set`. Tables merge, arrays replace.
+Precedence, lowest first: defaults, the profile of the site, the chain of `extends`, the spec, each `--set`. Tables merge, arrays replace.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpczero.errors import InputError
+from hpczero.spec import site
 from hpczero.spec.keys import flat, keys, tables
 from hpczero.spec.layers import Layer, read_layers
 from hpczero.spec.mistakes import Mistake, Source, message, not_allowed, unknown
@@ -52,7 +53,8 @@ class Difference:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    return _judged(str(path), *read_layers(path, overrides))
+    layers, mistakes = read_layers(path, overrides)
+    return _judged(str(path), [*site.layers(layers), *layers], mistakes)
 
 
 def from_dict(tree: Mapping[str, Any]) -> Loaded:
@@ -65,7 +67,9 @@ def _judged(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
     for layer in layers:
         for table, leaf, value in _entries(layer):
             if key := tables()[table].get(leaf):
-                history[key.name].append(Given(value, layer.source(*_path(table, leaf))))
+                before = history[key.name][-1].value
+                whole = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+                history[key.name].append(Given(whole, layer.source(*_path(table, leaf))))
             else:
                 mistakes.append(Mistake(layer.source(*_path(table, leaf)), partial(unknown, table, leaf, value)))
     spec, invalid = _validate({name: given[-1].value for name, given in history.items() if len(given) > 1})

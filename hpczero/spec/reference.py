@@ -20,7 +20,7 @@ values that contradict each other are errors, all reported at once, with file an
 
 {_EXTENDS}
 Tables merge, arrays replace. The first of these that names a key decides: `--set section.key=value` on the command line, the spec,
-what it extends, the default. `hpczero check SPEC --explain section.key` tells from where.
+what it extends, the profile of the site, the default. `hpczero check SPEC --explain section.key` tells from where.
 
 The role of a key says what a change means for a run that already exists:
 

@@ -18,7 +18,7 @@ class Contradiction:
 
 
 def contradictions(spec: Spec) -> list[Contradiction]:
-    return [found for rule in (_schedule, _evaluation, _model, _order, _tensor, _pipeline, _device) for found in rule(spec)]
+    return [found for rule in (_schedule, _evaluation, _model, _order, _tensor, _pipeline, _checkpoint, _device) for found in rule(spec)]
 
 
 def unavailable(spec: Spec) -> list[str]:
@@ -158,3 +158,10 @@ def _smaller(key: str, asked: int, most: int) -> str:
     """What fits the numbers of ranks that the size asked for does, and what is possible at all."""
     fitting = [str(size) for size in range(most, 0, -1) if asked % size == 0][:_SHOWN]
     return f"{key} = {listed(fitting, 'or')} (for the same ranks), at most {most}"
+
+
+def _checkpoint(spec: Spec) -> list[Contradiction]:
+    if not spec.checkpoint.weights_only or spec.checkpoint.resume not in ("auto", "never"):
+        return []
+    text = f"checkpoint.weights_only = true, and checkpoint.resume = {shown(spec.checkpoint.resume)} names no checkpoint: name its folder there"
+    return [Contradiction(("checkpoint.weights_only", "checkpoint.resume"), text)]

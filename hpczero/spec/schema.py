@@ -14,12 +14,26 @@ Role = Literal["identity", "changeable", "site"]
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 PATH = r"^[^\x00-\x1f\x7f-\x9f]*$"
 FACTORY = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+WORD = r"^([A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]{0,254})?$"
+SITE = r"^(auto|[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,63})?)$"
+WALLTIME = r"^([0-9]{1,4}-[0-9]{1,2}:[0-9]{2}:[0-9]{2}|[0-9]{1,5}:[0-9]{2}:[0-9]{2}|([0-9]{1,4}d)?([0-9]{1,5}h)?([0-9]{1,6}m)?([0-9]{1,8}s)?)$"
+MEMORY = r"^([1-9][0-9]{0,8}[MGT])?$"
+VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
+DIRECTIVE = r"^-{1,2}[A-Za-z][^\x00-\x1f\x7f-\x9f]{0,999}$"
+CONTAINER = r"^((apptainer|shifter):[^\x00-\x1f\x7f-\x9f]{1,4000})?$"
 LARGEST = 10**15  # bound of the counts that have no natural one: sums and products of them stay exact everywhere
 # Patterns that a text may be held to, and what they mean in words.
 PATTERNS = {
     NAME: 'at most 100 letters, digits, ".", "_", "-", the first a letter or digit',
     PATH: "no control characters",
     FACTORY: 'as in "package.module:factory"',
+    WORD: "one word: letters, digits, and _.,:@+=/&|()[]*-, the first a letter, digit or _",
+    SITE: 'as in "perlmutter" or "perlmutter/gpu", or "auto"',
+    WALLTIME: 'a duration as in "90m", "1h30m", "2d", "12:00:00" or "1-12:00:00"',
+    MEMORY: 'as in "500G"',
+    VARIABLE: "name of an environment variable",
+    DIRECTIVE: 'as in "--network=disable_rdzv_get", one line',
+    CONTAINER: 'as in "apptainer:/path/image.sif" or "shifter:docker:group/image:tag"',
 }
 
 
@@ -30,6 +44,11 @@ def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
 
 _Factory = Annotated[str, Field(pattern=FACTORY, max_length=200)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
+_Word = Annotated[str, Field(pattern=WORD, min_length=1)]
+_Line = Annotated[str, Field(pattern=PATH, min_length=1, max_length=4096)]
+_Variable = Annotated[str, Field(pattern=VARIABLE)]
+_Text = Annotated[str, Field(pattern=PATH, max_length=4096)]
+_Directive = Annotated[str, Field(pattern=DIRECTIVE)]
 
 
 class Table(BaseModel):
@@ -156,6 +175,7 @@ class Checkpoint(Table):
     asynchronous: StrictBool = key(True, "site", "save behind the training, from a copy of the states (12 bytes a parameter over all data ranks)")
     writers: Literal["node", "rank"] = key("node", "site", "who writes a file: a node, or each rank")
     resume: str = key("auto", "site", 'where to begin: "auto", the newest complete one; "never"; or its folder', max_length=4096, pattern=PATH)
+    weights_only: StrictBool = key(False, "site", "take nothing but the weights from the checkpoint that resume names: a run of its own, from step 0")
     on_error: Literal["stop", "continue"] = key("stop", "site", "what a run does that cannot save a checkpoint")
 
 
@@ -163,6 +183,50 @@ class Paths(Table):
     """Where files lie; $SCRATCH, $USER and ~ are expanded."""
 
     cache: str = key("", "site", "folder for what can be built again (token files); empty: ~/.cache/hpczero", max_length=4096, pattern=PATH)
+
+
+class Batch(Table):
+    """How the job runs under a batch system: `hpczero render`, `hpczero submit`."""
+
+    site: str = key("auto", "site", '"site" or "site/partition" (hpczero site list); "auto": found by host name', pattern=SITE)
+    scheduler: Literal["auto", "slurm", "pbs"] = key("auto", "site", "the batch system; auto: the site's, or the one that is installed here")
+    launcher: Literal["auto", "srun", "mpirun", "mpiexec"] = key(
+        "auto", "site", "what starts the ranks (mpiexec: that of PALS); auto: srun under Slurm, mpirun under PBS"
+    )
+    launch_options: tuple[_Line, ...] = key((), "site", 'more words for the launcher, as in ["--mpi=pmi2"]', strict=False)
+    nodes: int = key(1, "site", "computers", ge=1, le=1_000_000)
+    ranks_per_node: int = key(0, "site", "ranks on each; 0: one for each GPU, or one", ge=0, le=100_000)
+    cpus_per_rank: int = key(0, "site", "as the scheduler counts them; 0: a node's share, where the site says how many it has", ge=0, le=100_000)
+    gpus_per_node: int = key(0, "site", "0: all that the site's partition has", ge=0, le=1000)
+    gpu_select: Literal["auto", "visible", "wrapper", "closest"] = key(
+        "auto", "site", "visible: a rank sees all and takes its own; wrapper: it sees its own only; closest: Slurm gives it the nearest"
+    )
+    bind: str = key("auto", "site", '"auto", "none", "cores", or as the launcher takes it: "mask_cpu:7e,7e00"', pattern=WORD, min_length=1)
+    mem: str = key("", "site", "memory of a node; empty: not asked for", pattern=MEMORY)
+    walltime: str = key("1h", "site", "how long a job may take", pattern=WALLTIME, min_length=1)
+    account: str = key("", "site", "who pays", pattern=WORD)
+    queue: str = key("", "site", "queue or partition", pattern=WORD)
+    qos: str = key("", "site", "Slurm: quality of service", pattern=WORD)
+    constraint: str = key("", "site", "Slurm: features of the nodes", pattern=WORD)
+    reservation: str = key("", "site", "Slurm: reservation", pattern=WORD)
+    exclude: str = key("", "site", "Slurm: nodes to keep away from", pattern=WORD)
+    pbs_chunk: str = key("", "site", 'PBS: more resources of each chunk, as in "system=polaris"', pattern=WORD)
+    pbs_place: str = key("", "site", 'PBS: placement, as in "scatter"', pattern=WORD)
+    pbs_resources: tuple[_Word, ...] = key((), "site", 'PBS: more resources of the job, as in ["filesystems=home:eagle"]', strict=False)
+    chain: int = key(1, "site", "jobs that are submitted, one after the other, until the run is finished", ge=1, le=1000)
+    max_stalled: int = key(3, "site", "jobs of a chain without a new checkpoint after which it ends", ge=1, le=1000)
+    after: str = key("", "site", "number of a job that must have ended first", pattern=WORD)
+    begin: str = key("", "site", "not before this time, as the scheduler writes it", pattern=WORD)
+    mail: str = key("", "site", "address that is told of the job's end", pattern=WORD)
+    modules: tuple[_Word, ...] = key((), "site", "environment modules that the job loads", strict=False)
+    venv: str = key("auto", "site", 'virtual environment; "auto": the one that renders; empty: none', max_length=4096, pattern=PATH)
+    setup: tuple[_Line, ...] = key((), "site", "lines of shell that the job runs before it starts the ranks", strict=False)
+    env: dict[_Variable, _Text] = key({}, "site", "variables that are set in the job (written into the script: no secrets)")
+    env_pass: tuple[_Variable, ...] = key((), "site", "names of variables handed over as they are at submission; no value is written", strict=False)
+    env_inherit: StrictBool = key(False, "site", "hand over the whole environment of the submission")
+    container: str = key("", "site", "image that the ranks run in", pattern=CONTAINER)
+    container_options: tuple[_Line, ...] = key((), "site", 'more words for the container\'s command, as in ["--bind", "/scratch"]', strict=False)
+    extra_directives: tuple[_Directive, ...] = key((), "site", "more directives, without #SBATCH or #PBS", strict=False)
 
 
 class Spec(Table):
@@ -181,3 +245,4 @@ class Spec(Table):
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     paths: Paths = Paths()
+    batch: Batch = Batch()

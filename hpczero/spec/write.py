@@ -35,7 +35,7 @@ def to_start_from(name: str) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Booleans, whole numbers, finite floats, text, and lists of them."""
+    """Booleans, whole numbers, finite floats, text, lists of them, and tables of these on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
@@ -44,4 +44,7 @@ def toml_value(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).translate(_UNSAFE)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        entries = ", ".join(f"{toml_value(str(name))} = {toml_value(item)}" for name, item in value.items())
+        return f"{{ {entries} }}" if entries else "{}"
     raise TypeError(f"no TOML for {type(value).__name__}")

@@ -1,9 +1,8 @@
 """The checkpoints of a run: when one is saved, what the engine gives and gets back, where the run begins again."""
 
 import base64
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpczero import env
-from hpczero.checkpoint import folder
+from hpczero.checkpoint import folder, storable
 from hpczero.checkpoint.files import Damaged
 from hpczero.checkpoint.manifest import Content, State
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS, Array, Source
 from hpczero.checkpoint.table import Holding, Table, Tensor, stored
-from hpczero.checkpoint.write import Job, Saved, SaveFailed, Saver
+from hpczero.checkpoint.write import Job, Saved, Saver
 from hpczero.comm.grid import Grid
+from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
@@ -27,21 +26,24 @@ from hpczero.parallel.layout import unit_layout
 from hpczero.parallel.unit import Unit
 from hpczero.parallel.zero import Engine
 from hpczero.planner.memory import saves_behind
-from hpczero.spec.load import differences
 from hpczero.spec.schema import Spec
+from hpczero.spec.show import printable
+from hpczero.train.beginning import Candidates, candidates, differences, flat, other_data, readable, refuse_another_run
 from hpczero.train.rundir import path_of
 
+Shapes = Mapping[str, tuple[int, ...]]
 Described = list[list[Any]]  # units of a stage: name, parameters (name, shape, split, grain)
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run begins again, and what was passed over on the way there."""
+    """Where a run begins, and what people should know about it."""
 
     step: int
-    path: Path
-    damaged: tuple[str, ...]
-    changed: tuple[str, ...]
+    path: Path | None = None  # of the checkpoint; None: there is none
+    changed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 class Checkpoints:
@@ -52,6 +54,9 @@ class Checkpoints:
         self.path = path_of(spec) / "checkpoints"
         self.behind = saves_behind(spec)
         self._stages = self._described()
+        if spec.checkpoint.every >= 0:
+            world.together(self._refuse_what_cannot_be_saved)
+        self._buffer_shapes = self._shapes_of_buffers()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
         owned = sum(map(len, _owned(engine, self.holding())[0]))
         job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers)
@@ -68,91 +73,114 @@ class Checkpoints:
         state = State(step=step, updates=self.engine.updates, loss_scale=self.engine.loss_scale.value, good_steps=self.engine.loss_scale.good_steps)
         self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.behind and not ends)
 
-    def conclude(self) -> Saved:
-        """Also drops what is not to be kept."""
+    def conclude(self) -> tuple[Saved, str]:
+        """Also drops what is not to be kept; with what could not be dropped. SaveFailed, on all ranks alike."""
         saved = self.saver.conclude()
-        if problem := self.world.share(self._prune() if self.world.rank == 0 else ""):
-            raise SaveFailed(problem)
-        return saved
+        return saved, self._of_first_rank(lambda: self._prune(saved.step))
 
     def holding(self) -> Holding:
         engine = self.engine
         copies = {unit.layout.name for unit in engine.copies}
         return Holding([unit.layout for unit in engine.units], engine.axis.rank, engine.tensor.rank if engine.tensor else 0, copies)
 
-    def _prune(self) -> str:
-        """What could not be removed."""
-        settings, complete = self.spec.checkpoint, folder.steps(self.path)
+    def _prune(self, newest: int) -> str:
+        """What could not be removed. Whatever is newer than what this run has saved is none of its checkpoints, and does not count."""
+        settings, problems = self.spec.checkpoint, []
+        try:
+            complete = {step: path for step, path in folder.steps(self.path).items() if step <= newest}
+        except OSError as error:
+            return f"{self.path}: {error.strerror}"
         for step in folder.to_prune(list(complete), settings.keep, settings.keep_every):
             try:
                 folder.remove(complete[step])
             except OSError as error:
-                return f"{complete[step]}: it was to be removed: {error.strerror}"
-        return ""
+                problems.append(f"{complete[step]}: it was to be removed: {error.strerror}")
+        return "; ".join(problems)
 
     # -- loading -------------------------------------------------------------------------------------------------------------------
 
-    def resume(self) -> Resumed | None:
-        """The engine's states become those of the checkpoint that `checkpoint.resume` asks for; None: there is none. A checkpoint that is damaged on
-        whichever rank's way is passed over.
+    def resume(self) -> Resumed:
+        """The engine's states become those of the checkpoint that the run begins from (`beginning`). One of its own that is damaged on whichever
+        rank's way is passed over. What the run finds of its own that is newer is set aside: it has no part in it any more.
         """
+        found = Candidates(**self._of_first_rank(lambda: asdict(candidates(self.spec, self.path))))
         damaged: list[str] = []
-        for path in self._candidates():
+        for path in map(Path, found.paths):
             try:
-                content = self._load(path)
+                content = self._load(path, only_weights := self.spec.checkpoint.weights_only and not found.own)
             except Damaged as error:
-                if self.spec.checkpoint.resume != "auto":
+                if not found.own:
                     raise InputError(f"checkpoint.resume: {error}") from error
                 damaged.append(str(error))
             else:
-                return Resumed(content.state.step, path, tuple(damaged), tuple(_changed(content, self.spec, "changeable")))
+                step = 0 if only_weights else content.state.step
+                warnings = [f"passed over a damaged checkpoint: {problem}" for problem in damaged] + self._make_way(step, path)
+                return Resumed(step, path, tuple(differences(content, self.spec, "changeable")), (*warnings, *other_data(content, self.spec, step)))
         if damaged:
             listed = "".join(f"\n  {problem}" for problem in damaged)
             raise InputError(f"no checkpoint of this run can be read:{listed}\n--fresh starts the run anew")
-        return None
+        return Resumed(0, warnings=tuple(self._make_way(0, None)))
 
-    def _candidates(self) -> list[Path]:
-        """The newest first; rank 0's answer for all."""
-        wanted = self.spec.checkpoint.resume
-        if wanted == "never":
+    def _make_way(self, step: int, origin: Path | None) -> list[str]:
+        """What is said about it. A run that saves nothing has nothing that needs way."""
+        if self.spec.checkpoint.every < 0:
             return []
-        if wanted != "auto":
-            return [Path(env.expand(wanted)).absolute()]
-        found = self.world.together(lambda: [str(path) for path in folder.steps(self.path).values()] if self.world.rank == 0 else [])
-        return [Path(path) for path in self.world.share(found)]
+        moved = self._of_first_rank(lambda: [str(path) for path in folder.make_way(self.path, step, origin)])
+        return [f"set aside, as the run goes on from step {step}: {path}" for path in moved]
 
-    def _load(self, path: Path) -> Content:
+    def _of_first_rank(self, action: Callable[[], Any]) -> Any:
+        """What rank 0 finds, on all ranks."""
+        own = lambda: readable(action) if self.world.rank == 0 else None  # noqa: E731
+        return self.world.share(self.world.together(lambda: patiently(self.world, own)))
+
+    def _load(self, path: Path, only_weights: bool) -> Content:
         """Damaged, on all ranks alike, if it is so on any of them's way: then the engine is in no good state."""
-        problem, content = self.world.together(lambda: self._tried(path))
+        problem, content = self.world.together(lambda: patiently(self.world, lambda: readable(lambda: self._tried(path, only_weights))))
         found = next((text for text in self.world.share(self.world.collect(problem)) if text), "")
         if found:
             raise Damaged(found)
         assert content
         return content
 
-    def _tried(self, path: Path) -> tuple[str, Content | None]:
+    def _tried(self, path: Path, only_weights: bool) -> tuple[str, Content | None]:
         """What is wrong with the checkpoint, or what it is."""
         try:
             with Checkpoint.open(path, checks_view=self.world.rank == 0) as checkpoint:
-                _refuse_another_run(checkpoint, self.spec)
-                _refuse_another_model(checkpoint, self.engine)
-                self._read(checkpoint)
+                if not only_weights:
+                    refuse_another_run(path, checkpoint.content, self.spec)
+                self._refuse_another_model(checkpoint)
+                self._read(checkpoint, only_weights)
                 return "", checkpoint.content
         except Damaged as error:
             return str(error), None
 
-    def _read(self, checkpoint: Checkpoint) -> None:
+    def _read(self, checkpoint: Checkpoint, only_weights: bool) -> None:
         """What this rank steps, straight into the engine's states."""
         for unit in self.engine.units:
-            _read_unit(checkpoint, unit)
+            _read_unit(checkpoint, unit, slots=1 if only_weights else len(SLOTS))
+        own = dict(self.engine.module.named_buffers())
+        for name, values in checkpoint.buffers.items():
+            if name in own and tuple(own[name].shape) == values.shape:  # if not, rank 0 refuses it
+                own[name].copy_(torch.from_numpy(values))
+        if only_weights:
+            return
         state, engine = checkpoint.content.state, self.engine
         engine.updates = state.updates
-        if engine.loss_scale.dynamic:
+        if engine.loss_scale.dynamic and flat(checkpoint.content.spec)["train.precision"] == "fp16":
             engine.loss_scale = replace(engine.loss_scale, value=state.loss_scale, good_steps=state.good_steps)
-        own = dict(engine.module.named_buffers())
-        for name, values in checkpoint.buffers.items():
-            if name in own and tuple(own[name].shape) == values.shape:
-                own[name].copy_(torch.from_numpy(values))
+
+    def _refuse_another_model(self, checkpoint: Checkpoint) -> None:
+        """Each rank looks for what it is going to read, rank 0 at all there is."""
+        there = {tensor.name: tensor.shape for tensor in checkpoint.table.tensors}
+        wrong = _lacking(there, {place.parameter.name: place.parameter.shape for unit in self.engine.units for place in unit.layout.places})
+        if self.world.rank == 0:
+            here = {name: tuple(shape) for units, _ in self._stages for _, parameters in units for name, shape, *_ in parameters}
+            buffers = {name: values.shape for name, values in checkpoint.buffers.items()}
+            wrong = _unlike(there, here) + [f"buffer {line}" for line in _unlike(buffers, self._buffer_shapes)]
+        if wrong:
+            more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            shown = "".join(f"\n  {printable(line)}" for line in wrong[:_SHOWN]) + more
+            raise InputError(f"{checkpoint.folder} does not have this model's tensors:{shown}")
 
     def settle(self) -> None:
         """After `resume`: the weights follow the states."""
@@ -177,6 +205,11 @@ class Checkpoints:
         collected = self.world.collect(own) or []
         return [(units, copies) for _, units, copies in sorted(found for found in collected if found)]
 
+    def _shapes_of_buffers(self) -> Shapes:
+        """Of all stages, on rank 0."""
+        own = {name: list(buffer.shape) for name, buffer in _persistent_buffers(self.engine.module).items()} if self._speaks_for_stage else {}
+        return {name: tuple(shape) for of_rank in self.world.collect(own) or [] for name, shape in of_rank.items()}
+
     def _table(self) -> Table:
         stages = [([_layer(*unit) for unit in units], set(copies)) for units, copies in self._stages]
         tensors = {p.name: Tensor(p.name, p.shape) for layers, _ in stages for layer in layers for p in layer.parameters}
@@ -191,6 +224,16 @@ class Checkpoints:
 
         return Table.of(list(tensors.values()), self.world.size, holding_of)
 
+    def _refuse_what_cannot_be_saved(self) -> None:
+        """Collective; InputError on rank 0."""
+        own = _persistent_buffers(self.engine.module) if self._speaks_for_stage else {}
+        described = self.world.collect({name: (_dtype_when_saved(buffer), list(buffer.shape)) for name, buffer in own.items()}) or []
+        buffers = {name: (dtype, shape) for of_rank in described for name, (dtype, shape) in of_rank.items()}
+        tensors = {name: shape for units, _ in self._stages for _, parameters in units for name, shape, *_ in parameters}
+        if problem := storable.problem(tensors, buffers):
+            ways = "a buffer with persistent=False is left out; checkpoint.every = -1 trains without checkpoints"
+            raise InputError(f"a checkpoint cannot hold this model: {problem} ({ways})")
+
     def _buffers(self) -> dict[str, Array]:
         """What the modules keep besides parameters, of the first data rank; on rank 0."""
         own = {name: _packed(buffer) for name, buffer in _persistent_buffers(self.engine.module).items()} if self._speaks_for_stage else {}
@@ -200,17 +243,6 @@ class Checkpoints:
         return found
 
 
-def look_ahead(spec: Spec) -> None:
-    """Before anything is written: InputError if the checkpoint that `checkpoint.resume` names is none that this run can begin from."""
-    if spec.checkpoint.resume in ("auto", "never"):
-        return
-    try:
-        with Checkpoint.open(Path(env.expand(spec.checkpoint.resume)).absolute()) as checkpoint:
-            _refuse_another_run(checkpoint, spec)
-    except Damaged as error:
-        raise InputError(f"checkpoint.resume: {error}") from error
-
-
 def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for prefix, part in module.named_modules():
@@ -218,6 +250,10 @@ def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             if buffer is not None and name not in part._non_persistent_buffers_set and not buffer.is_meta:
                 found[f"{prefix}.{name}".lstrip(".")] = buffer
     return found
+
+
+def _dtype_when_saved(buffer: torch.Tensor) -> str:
+    return "float32" if buffer.dtype == torch.bfloat16 else str(buffer.dtype).removeprefix("torch.")
 
 
 def _packed(buffer: torch.Tensor) -> list[Any]:
@@ -256,12 +292,12 @@ def _of_tensor(values: torch.Tensor) -> Source:
     return values.numpy() if values.device.type == "cpu" else _OnDevice(values)
 
 
-def _read_unit(checkpoint: Checkpoint, unit: Unit) -> None:
+def _read_unit(checkpoint: Checkpoint, unit: Unit, slots: int) -> None:
     for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
         at = part.start - unit.own.start
         for wanted in place.rectangles(part.start, part.stop):
             count = prod(cut.stop - cut.start for cut in wanted)
-            for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
+            for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)[:slots]):
                 own = state[at : at + count]
                 values = own.cpu()  # the same, but on another device
                 checkpoint.read(slot, place.parameter.name, wanted, values.numpy())
@@ -269,24 +305,9 @@ def _read_unit(checkpoint: Checkpoint, unit: Unit) -> None:
             at += count
 
 
-def _changed(content: Content, spec: Spec, role: str) -> list[str]:
-    """Keys of this role that differ; a run may have another name."""
-    try:
-        found = differences(Spec.model_validate_json(json.dumps(content.spec)), spec)
-    except ValueError as error:
-        raise Damaged(f"the spec in the checkpoint cannot be read: {error}") from error
-    return [str(difference) for difference in found if difference.role == role and difference.key != "name"]
+def _lacking(there: Shapes, here: Shapes) -> list[str]:
+    return [f"{name}: {there.get(name, 'nothing')} there, {shape} now" for name, shape in here.items() if there.get(name) != shape]
 
 
-def _refuse_another_run(checkpoint: Checkpoint, spec: Spec) -> None:
-    if other := _changed(checkpoint.content, spec, "identity"):
-        raise InputError(f"{checkpoint.folder} is a checkpoint of another run:" + "".join(f"\n  {line}" for line in other))
-
-
-def _refuse_another_model(checkpoint: Checkpoint, engine: Engine) -> None:
-    there = {tensor.name: tensor.shape for tensor in checkpoint.table.tensors}
-    here = {place.parameter.name: place.parameter.shape for unit in engine.units for place in unit.layout.places}
-    wrong = [f"{name}: {there.get(name, 'nothing')} there, {shape} now" for name, shape in here.items() if there.get(name) != shape]
-    if wrong:
-        shown = "".join(f"\n  {line}" for line in wrong[:5]) + (f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise InputError(f"{checkpoint.folder} does not have this model's tensors:{shown}")
+def _unlike(there: Shapes, here: Shapes) -> list[str]:
+    return _lacking(there, here) + [f"{name}: {shape} there, nothing now" for name, shape in there.items() if name not in here]

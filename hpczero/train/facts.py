@@ -6,8 +6,10 @@ from importlib import metadata
 
 import torch
 
-from hpczero import __version__, machine
+from hpczero import __version__, env, machine
 from hpczero.comm.world import World
+from hpczero.errors import InputError
+from hpczero_kernels import registry
 
 _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
 
@@ -32,6 +34,21 @@ def use_threads(world: World) -> int:
     threads = machine.threads_per_rank(cores, everyone[ranks[0]]["quota"])[ranks.index(world.rank)]
     torch.set_num_threads(threads)
     return threads
+
+
+def use_kernels(world: World) -> None:
+    """Collective. What the environment asks for is taken from now on, on all ranks; it has to be the same there."""
+    asked = world.share(world.collect(env.forced_kernels()))
+
+    def force() -> None:
+        if len(set(asked)) > 1:
+            raise InputError(f"HPCZERO_KERNELS is not the same on all ranks: {', '.join(map(repr, dict.fromkeys(asked)))}")
+        try:
+            registry.force(asked[0])
+        except ValueError as error:
+            raise InputError(f"HPCZERO_KERNELS: {error}") from error
+
+    world.together(force)
 
 
 def _version(name: str) -> str | None:

@@ -30,12 +30,14 @@ from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
-from hpczero.train.checkpoints import Checkpoints, look_ahead
+from hpczero.train.beginning import look_ahead
+from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import choose, loss
 from hpczero.train.placing import place
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
+from hpczero_kernels import registry
 
 
 def run(options: argparse.Namespace) -> int:
@@ -90,6 +92,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
         fits = preflight.fitting(world, spec, layers, given)
     world.together(lambda: look_ahead(spec) if first else None)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
+    facts.use_kernels(world)
     whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
     return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
 
@@ -151,8 +154,12 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     }
     traced = tracing.conclude() if tracing else None
     engine.close()
-    summary = _summary(job, outcome, seconds, parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    summary = _summary(job, outcome, (outcome.steps - first, seconds), parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    kernels = world.collect(registry.choices())
     if voice:
+        summary["kernels"] = registry.choices()
+        if kernels and any(choices != kernels[0] for choices in kernels):
+            voice.event("WARN", what="the ranks do not all have the same kernels", kernels=list(map(str, kernels)))
         if traced:
             summary["trace"] = traced
             _say_trace(voice, traced)
@@ -164,17 +171,16 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
 def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> int:
     """Loads the checkpoint to begin from; how many steps are done."""
     resumed = checkpoints.resume()
-    first = resumed.step if resumed else 0
-    if resumed:
+    if resumed.path:
         checkpoints.settle()
     if voice:
-        voice.directory.keep_metrics_before(first + 1)
-        if resumed:
-            for problem in resumed.damaged:
-                voice.event("WARN", what=f"passed over a damaged checkpoint: {problem}")
+        voice.directory.keep_metrics_before(resumed.step + 1)
+        for warning in resumed.warnings:
+            voice.event("WARN", what=warning)
+        if resumed.path:
             changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
-            voice.event("resume", step=first, path=str(resumed.path), **changed)
-    return first
+            voice.event("resume", step=resumed.step, path=str(resumed.path), **changed)
+    return resumed.step
 
 
 def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:
@@ -206,9 +212,10 @@ def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
     voice.event("trace", file=str(voice.directory.path / NAME), steps=traced["steps"], events=traced["events"], **left_out)
 
 
-def _summary(job: Job, outcome: Outcome, seconds: float, parameters: int) -> dict[str, Any]:
-    spec = job.spec
-    tokens = outcome.steps * spec.train.global_batch * spec.model.seq_len
+def _summary(job: Job, outcome: Outcome, done: tuple[int, float], parameters: int) -> dict[str, Any]:
+    """`done`: steps of this job, and their seconds."""
+    spec, (steps, seconds) = job.spec, done
+    tokens_of_step = spec.train.global_batch * spec.model.seq_len
     validated = outcome.validation_loss is not None
     return {
         "state": outcome.state,
@@ -221,9 +228,9 @@ def _summary(job: Job, outcome: Outcome, seconds: float, parameters: int) -> dic
         "parameters": parameters,
         "ranks": job.world.size,
         "threads_per_rank": job.threads,
-        "tokens": tokens,
+        "tokens": outcome.steps * tokens_of_step,
         "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": steps * tokens_of_step / seconds,
         "data": job.source.describe(),
     }
 
@@ -233,8 +240,11 @@ def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[
     words = [
         f"trained:    {job.spec.name}, a {family} of {summary['parameters']:,} parameters, on {summary['tokens']:,} tokens "
         f"in {outcome.steps} steps ({summary['seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s on {job.world.size} ranks)",
-        f"loss:       {outcome.first_loss:.4f} at the first step, {outcome.final_loss:.4f} at the last (nats per token)",
     ]
+    if outcome.final_loss is None:
+        words.append(f"nothing was left to do: {outcome.steps} steps are done, and train.steps = {job.spec.train.steps}")
+    else:
+        words.append(f"loss:       {loss(outcome.first_loss)} at the first step, {loss(outcome.final_loss)} at the last (nats per token)")
     if outcome.validation_loss is not None:
         words.append(f"validation: {outcome.validation_loss:.4f}; the text's unigram entropy is {summary['unigram_entropy']:.4f}")
     words.append(f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)")

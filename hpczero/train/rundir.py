@@ -45,7 +45,7 @@ class RunDirectory:
             raise InputError(f"--resume: there is no run in {path}; leave --resume out to start one")
         new = not _exists(path)
         if not new and not exists and not _only_leftovers(path):
-            raise InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
+            raise _no_run_directory(path)
         if exists and not fresh:
             _same_run(path, spec)
         try:
@@ -104,7 +104,7 @@ class RunDirectory:
 
 
 def finished(spec: Spec) -> dict[str, Any] | None:
-    """The summary of this run if it has done all its steps; InputError if it is another run that is there."""
+    """The summary of this run if it has done all its steps, and is not to begin elsewhere now; InputError if it is another run that is there."""
     path = path_of(spec)
     if not _exists(path / "spec.toml"):
         return None
@@ -112,11 +112,26 @@ def finished(spec: Spec) -> dict[str, Any] | None:
         summary = json.loads((path / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    _same_run(path, spec)
+    before = _same_run(path, spec).checkpoint
+    if spec.checkpoint.resume not in ("auto", before.resume):
+        return None
     match summary:
         case {"state": "finished", "steps": int(steps), "final_loss": float() | None} if steps >= spec.train.steps:
             return summary
     return None
+
+
+def refuse_another(spec: Spec) -> None:
+    """InputError if it is another run that is there, or something else; nothing is written."""
+    path = path_of(spec)
+    if _exists(path / "spec.toml"):
+        _same_run(path, spec)
+    elif _exists(path) and not _only_leftovers(path):
+        raise _no_run_directory(path)
+
+
+def _no_run_directory(path: Path) -> InputError:
+    return InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
 
 
 def _finite(value: Any) -> Any:
@@ -144,16 +159,18 @@ def _exists(path: Path) -> bool:
 
 
 def _only_leftovers(path: Path) -> bool:
-    """A start that ended between making the folder and writing the spec leaves these."""
-    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new"}
+    """A start that ended between making the folder and writing the spec leaves these; `batch` is there before a submitted run begins."""
+    return path.is_dir() and {entry.name for entry in path.iterdir()} <= {"lock", "spec.toml.new", "batch"}
 
 
-def _same_run(path: Path, spec: Spec) -> None:
+def _same_run(path: Path, spec: Spec) -> Spec:
+    """What it was started with before."""
     old = load(path / "spec.toml").spec
     other = [difference for difference in differences(old, spec) if difference.role == "identity"]
     if other:
         shown = "".join(f"\n  {difference}" for difference in other)
         raise InputError(f"{path} holds another run:{shown}\ngive this run another name, or use --fresh to move that one aside")
+    return old
 
 
 def _move_aside(path: Path, lock: RunLock) -> RunLock:

@@ -1,4 +1,4 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR2, and a file named `stop` in the run directory.
+"""Requests to stop: SIGTERM, SIGINT, SIGUSR2, a file named `stop` in the run directory, and the end of the job's time.
 
 A handler only sets a flag; the trainer asks at every step boundary and all ranks agree there. A second SIGINT ends the process at once.
 """
@@ -9,14 +9,17 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-REASONS = ("SIGTERM", "SIGINT", "SIGUSR2", "stop file")
+from hpczero.train.deadline import Deadline
+
+REASONS = ("SIGTERM", "SIGINT", "SIGUSR2", "stop file", "the end of the job's time")
 _LOOK_EVERY = 1.0  # seconds between two looks for the stop file: a file system's metadata server has other things to do
 
 
 class StopRequests:
-    """`with StopRequests(run_directory) as requests:` then `requests.pending()`; the directory is None where another rank looks for the file."""
+    """`with StopRequests(run_directory, deadline) as requests:` then `requests.pending()`; both are None where another rank looks after them."""
 
-    def __init__(self, run_directory: Path | None) -> None:
+    def __init__(self, run_directory: Path | None, deadline: Deadline | None = None) -> None:
+        self._deadline = deadline
         self._file = run_directory / "stop" if run_directory else None
         self._seen = [False] * len(REASONS)
         self._before: dict[signal.Signals, Any] = {}
@@ -37,6 +40,8 @@ class StopRequests:
         if self._file and time.monotonic() - self._looked > _LOOK_EVERY:
             self._looked = time.monotonic()
             self._seen[3] = self._file.exists()
+        if self._deadline and self._deadline.is_near():
+            self._seen[4] = True
         return list(self._seen)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

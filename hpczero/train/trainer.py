@@ -7,11 +7,13 @@ Rank 0 also speaks and writes the run directory.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from hpczero import env
 from hpczero.checkpoint.write import SaveFailed
 from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
@@ -22,6 +24,7 @@ from hpczero.parallel.zero import StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.deadline import WRITTEN, Deadline
 from hpczero.train.output import Output
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.signals import REASONS, StopRequests
@@ -39,7 +42,7 @@ class Outcome:
     first_loss: float | None = None
     final_loss: float | None = None
     validation_loss: float | None = None
-    saved: int = -1  # the step of the newest checkpoint that this run has written
+    saved: int = -1  # the step of the newest checkpoint that this run has written or begun from
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,14 @@ class Trainer:
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
         self.skipped = 0
         self._all_written = True  # by all ranks, of the save under way
+        self.deadline = Deadline(env.deadline(), self._save_estimate()) if voice else None
 
     def train(self, first: int = 0) -> Outcome:
-        """Steps first .. train.steps - 1, numbered from 1 wherever people see them."""
+        """Steps first .. train.steps - 1, numbered from 1 wherever people see them; there may be none left."""
         steps = self.spec.train.steps
-        outcome = Outcome("running", first)
+        outcome = Outcome("running" if first < steps else "finished", first, saved=first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
-        with StopRequests(self.voice.directory.path if self.voice else None) as requests:
+        with StopRequests(self.voice.directory.path if self.voice else None, self.deadline) as requests:
             try:
                 for step in range(first, steps):
                     outcome = self._keep(self._step(step, prefetcher, requests, outcome))
@@ -83,6 +87,11 @@ class Trainer:
                 prefetcher.close()
         self.engine.weights_here()
         return outcome
+
+    def _save_estimate(self) -> float:
+        """Seconds, from what this node writes: three fp32 numbers a parameter."""
+        own = sum(unit.own.stop - unit.own.start for unit in self.engine.units)
+        return 12 * own * self.world.local_size / WRITTEN if self.checkpoints else 0.0
 
     def _step(self, step: int, prefetcher: Prefetcher[list[MicroBatch]], requests: StopRequests, before: Outcome) -> Outcome:
         self.world.status.at_step(step + 1)
@@ -126,31 +135,48 @@ class Trainer:
         return self._outcome(before, step + 1, loss, before.validation_loss if validation is None else validation, asked, result)
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Brings the save under way to its end, and begins the next one when it is time."""
+        """Brings the save under way to its end, and begins the next one when it is time: also when the one before has failed."""
         checkpoints, ends = self.checkpoints, outcome.state in ("finished", "stopped")
-        if checkpoints is None or outcome.state == "failed":
+        if checkpoints is None:
             return outcome
-        due = checkpoints.is_due(outcome.steps, ends)
+        due = outcome.state != "failed" and checkpoints.is_due(outcome.steps, ends)
+        if checkpoints.saver.under_way and (self._all_written or due or outcome.state != "running"):
+            outcome = self._attempted(outcome, self._conclude)
+        if due:
+            outcome = self._attempted(outcome, self._save)
+        unsaved = checkpoints.is_due(outcome.steps, ends) and outcome.saved != outcome.steps
+        if outcome.state == "finished" and unsaved:
+            reason = "all steps are done, but the last one is not saved: started again, the run goes on from its newest checkpoint"
+            return replace(outcome, state="failed", reason=reason)
+        return outcome
+
+    def _save(self, outcome: Outcome) -> Outcome:
+        assert self.checkpoints
+        ends = outcome.state != "running"
+        with self.world.trace.span("save"):
+            self.checkpoints.begin(outcome.steps, ends)
+        return self._conclude(outcome) if ends or not self.checkpoints.behind else outcome
+
+    def _attempted(self, outcome: Outcome, action: Callable[[Outcome], Outcome]) -> Outcome:
+        """What has failed ends the run if that is asked for; one that ends anyway still has its last save before it."""
         try:
-            if checkpoints.saver.under_way and (self._all_written or due or ends):
-                outcome = self._conclude(outcome)
-            if due:
-                with self.world.trace.span("save"):
-                    checkpoints.begin(outcome.steps, ends)
-                if ends or not checkpoints.behind:
-                    outcome = self._conclude(outcome)
+            return action(outcome)
         except SaveFailed as error:
             if self.voice:
                 self.voice.event("WARN", what=str(error), step=outcome.steps)
-            if self.spec.checkpoint.on_error == "stop":
+            if self.spec.checkpoint.on_error == "stop" and outcome.state == "running":
                 return replace(outcome, state="failed", reason=f'{error}; with checkpoint.on_error = "continue" training goes on')
-        return outcome
+            return outcome
 
     def _conclude(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
-        saved = self.checkpoints.conclude()
+        saved, left = self.checkpoints.conclude()
+        if self.deadline:
+            self.deadline.saved(saved.seconds)
         if self.voice:
             self.voice.event("save", step=saved.step, path=str(saved.path), bytes=saved.size, seconds=saved.seconds)
+            if left:
+                self.voice.event("WARN", what=left, step=outcome.steps)
         return replace(outcome, saved=saved.step)
 
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:

@@ -16,7 +16,9 @@ from numba import float32, njit, uint64
 
 from hpczero_kernels.pool import INLINE, Pool
 from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, store
+from hpczero_kernels.registry import CUDA, NUMBA, choose
 
+_SKIP = 9  # its place among the scalars
 _CHUNK = 1 << 15  # elements whose five buffers stay in a core's cache over the dozen torch operations
 
 
@@ -24,7 +26,9 @@ _CHUNK = 1 << 15  # elements whose five buffers stay in a core's cache over the 
 class Scalars:
     """What is the same for all elements in a step: an fp32 buffer on the device of the state, so that a device may compute some of it (the clipping).
 
-    [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1, 1 / correction2]
+    [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1, 1 / correction2, skip]
+
+    Where `skip` is not 0 (a gradient was not finite) nothing changes.
     """
 
     values: torch.Tensor
@@ -44,11 +48,40 @@ class State:
 def scalars_of_step(step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float) -> Scalars:
     """`step` counts the updates from 1."""
     (beta1, beta2), correction1, correction2 = betas, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
-    return Scalars(torch.tensor([gradient_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, lr, lr / correction1, 1.0 / correction2]))
+    return Scalars(torch.tensor([gradient_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, lr, lr / correction1, 1.0 / correction2, 0.0]))
 
 
-def adamw_reference(state: State, decay: float, scalars: Scalars) -> None:
-    gradient_scale, beta1, rest1, beta2, rest2, eps, lr, step, spread = scalars.values.tolist()
+@dataclass(frozen=True)
+class Rule:
+    """What a step follows; no clipping if `clip` is 0."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    clip: float
+
+
+def scalars_of_norm(rule: Rule, updates: torch.Tensor, squares: torch.Tensor, scale: float) -> Scalars:
+    """As scalars_of_step, from what is on a device, without waiting for it. `squares` (one number): the sum of squares of `scale` times the gradient;
+    `updates` (one fp64 number): those so far, and one more unless the squares are not finite; then nothing is to change.
+    """
+    norm = squares.double().reshape(()).sqrt() / scale
+    finite = norm.isfinite()
+    updates += finite
+    step = updates.reshape(()).clamp(min=1.0)
+    clipped = (rule.clip / (norm + 1e-6)).clamp(max=1.0) if rule.clip else torch.ones_like(norm)
+    (beta1, beta2), corrections = rule.betas, [1.0 - beta**step for beta in rule.betas]
+    known = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, rule.eps, rule.lr]
+    computed = rule.lr / corrections[0], 1.0 / corrections[1], ~finite
+    return Scalars(torch.stack([clipped / scale, *(torch.full_like(norm, value) for value in known), *computed]).float())
+
+
+def adamw_reference(state: State, decay: float, scalars: Scalars, zero_gradient: bool = False) -> None:
+    gradient_scale, beta1, rest1, beta2, rest2, eps, lr, step, spread, skip = scalars.values.tolist()
+    if skip:
+        if zero_gradient:
+            state.gradient.zero_()
+        return
     for start in range(0, state.master.numel(), _CHUNK):
         part = slice(start, start + _CHUNK)
         master, moment1, moment2 = state.master[part], state.moment1[part], state.moment2[part]
@@ -59,6 +92,8 @@ def adamw_reference(state: State, decay: float, scalars: Scalars) -> None:
         master.mul_(1.0 - lr * decay).addcdiv_(moment1, denominator, value=-step)
         if state.weights is not None:
             state.weights[part].copy_(master)
+        if zero_gradient:
+            state.gradient[part].zero_()
 
 
 @njit(error_model="numpy", nogil=True)
@@ -75,17 +110,19 @@ def _update(master, moment1, moment2, gradient, size, keep, scalars):
 
 
 @njit(
-    "void(uint64, uint64, uint64, uint64, int64, uint64, int64, float32, float32[::1], uint64, uint64)",
+    "void(uint64, uint64, uint64, uint64, int64, boolean, uint64, int64, float32, float32[::1], uint64, uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
-def _adamw(master, moment1, moment2, gradient, gradient_precision, weights, weights_precision, decay, scalars, start, stop):
+def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision, decay, scalars, start, stop):
     """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
-    widened = np.empty(STRETCH, np.float32)
+    widened, zeros = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32)
     keep = float32(1.0) - scalars[6] * decay
     while start < stop:
         size = min(stop - start, uint64(STRETCH))
         offset = uint64(4) * start
         load(widened, size, gradient, gradient_precision, start)
+        if zeroes:
+            store(zeros, size, gradient, gradient_precision, start)
         master_values = pointer(master + offset, float32)
         _update(master_values, pointer(moment1 + offset, float32), pointer(moment2 + offset, float32), widened, size, keep, scalars)
         if weights:
@@ -94,19 +131,36 @@ def _adamw(master, moment1, moment2, gradient, gradient_precision, weights, weig
         start += uint64(STRETCH)
 
 
-def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE) -> None:
-    """As adamw_reference, up to the rounding of fp32."""
+def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zero_gradient: bool = False) -> None:
+    """As adamw_reference, up to the rounding of fp32. `zero_gradient`: in the same pass, also where nothing else changes."""
     count, weights = state.master.numel(), state.weights
     fp32 = state.master, state.moment1, state.moment2
     assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
+    assert all(buffer.is_contiguous() for buffer in (*fp32, state.gradient))
     assert state.gradient.numel() == count
-    assert weights is None or weights.numel() == count
-    to_read = address_of(state.gradient), CODES[state.gradient.dtype]
-    to_write = (0, FP32) if weights is None else (address_of(weights), CODES[weights.dtype])
-    master, moment1, moment2 = map(address_of, fp32)
+    assert weights is None or (weights.numel() == count and weights.is_contiguous())
+    implementation = choose("adamw", state.master)
+    if implementation == CUDA:
+        from hpczero_kernels.cuda import adamw
+
+        adamw.adamw(state, decay, scalars, zero_gradient)
+    elif implementation == NUMBA:
+        _adamw_of_cpu(state, decay, scalars, pool, zero_gradient)
+    else:
+        adamw_reference(state, decay, scalars, zero_gradient)
+
+
+def _adamw_of_cpu(state: State, decay: float, scalars: Scalars, pool: Pool, zero_gradient: bool) -> None:
+    if scalars.values[_SKIP]:
+        if zero_gradient:
+            state.gradient.zero_()
+        return
+    to_read = address_of(state.gradient), CODES[state.gradient.dtype], zero_gradient
+    to_write = (0, FP32) if state.weights is None else (address_of(state.weights), CODES[state.weights.dtype])
+    master, moment1, moment2 = map(address_of, (state.master, state.moment1, state.moment2))
     arguments = master, moment1, moment2, *to_read, *to_write, decay, scalars.values.numpy()
 
     def kernel(start: int, stop: int) -> None:
         _adamw(*arguments, start, stop)
 
-    pool.run(kernel, count)
+    pool.run(kernel, state.master.numel())

@@ -12,14 +12,22 @@ numbers in the whole vocabulary. A row whose target is IGNORED counts nothing.
 """
 
 from collections.abc import Iterator
+from math import inf
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hpczero_kernels.operators import operator
+from hpczero_kernels.registry import CUDA, choose
 
 IGNORED = -100  # torch's own
 _BLOCK = 1 << 18  # elements that are in fp32 at a time
 
 
-def part_statistics(logits: torch.Tensor, targets: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def statistics_reference(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 [rows] each: the largest logit (-inf: there is none), the sum of exp(logit - largest), the target's logit (0: it is not here)."""
     rows, columns = logits.shape
     most, sums, of_targets = (torch.zeros(rows, device=logits.device) for _ in range(3))
@@ -30,31 +38,30 @@ def part_statistics(logits: torch.Tensor, targets: torch.Tensor, first: int) -> 
         wide = logits[block].float()
         torch.amax(wide, 1, out=most[block])
         of_targets[block] = torch.where(here[block], wide.gather(1, index[block, None])[:, 0], 0.0)
-        shift = most[block].nan_to_num(0.0, 0.0, 0.0)  # infinite ones would give NaN where the sum has a value
+        shift = torch.where(most[block] == -inf, 0.0, most[block])  # which would give NaN where the sum is 0
         torch.sum(wide.sub(shift[:, None]).exp_(), 1, out=sums[block])
     return most, sums, of_targets
 
 
-def part_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, most: torch.Tensor, sums: torch.Tensor, scale: torch.Tensor
-) -> torch.Tensor:
+def gradient_reference_(
+    logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor
+) -> None:
     """`scale` (one number) times the gradient of the sum over rows of log(sums) + most - target's logit, written over the logits.
 
     fp32 [rows], of the whole vocabulary: `most`, the largest logit; `sums`, the sum of exp(logit - most).
     """
     rows, columns = logits.shape
     if not columns:
-        return logits
+        return
     index, here = _own(targets, first, columns)
     scales = (targets != IGNORED) * scale.float()
     factors = scales / sums
     for block in _blocks(rows, columns):
         wide = logits[block].float().sub_(most[block, None]).exp_().mul_(factors[block, None])
         logits[block] = wide.scatter_add_(1, index[block, None], -(here * scales)[block, None])
-    return logits
 
 
-def _own(targets: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _own(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     """The targets as numbers of own columns (0 where they are others'), and whether they are own ones."""
     index = targets - first
     here = (index >= 0) & (index < columns)
@@ -65,3 +72,55 @@ def _blocks(rows: int, columns: int) -> Iterator[slice]:
     length = max(1, _BLOCK // columns)
     for begin in range(0, rows, length):
         yield slice(begin, begin + length)
+
+
+_statistics = operator(
+    "cross_entropy_statistics(Tensor logits, Tensor targets, int first) -> (Tensor, Tensor, Tensor)",
+    statistics_reference, "cross_entropy:part_statistics",
+    lambda logits, targets, first: tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3)),
+)  # fmt: skip
+_gradient_ = operator(
+    "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, int first, Tensor most, Tensor sums, Tensor scale) -> ()",
+    gradient_reference_, "cross_entropy:part_gradient_", lambda *_: None,
+)  # fmt: skip
+
+
+def part_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As statistics_reference."""
+    by_kernel = choose("cross_entropy", logits) == CUDA
+    return (_statistics if by_kernel else statistics_reference)(logits.contiguous(), targets.contiguous(), first)
+
+
+def part_gradient_(logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor) -> Tensor:
+    """As gradient_reference_; the logits, which are the gradient now. They are contiguous."""
+    by_kernel = choose("cross_entropy", logits) == CUDA
+    (_gradient_ if by_kernel else gradient_reference_)(logits, targets.contiguous(), first, most, sums, scale)
+    return logits
+
+
+class CrossEntropy(torch.autograd.Function):
+    """Of a whole vocabulary. The gradient is written over the logits: nobody else may need them."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        logits = logits.contiguous()
+        most, sums, of_targets = part_statistics(logits, targets, 0)
+        context.save_for_backward(logits, targets, most, sums)
+        return ((sums.log() + (most - of_targets)) * (targets != IGNORED)).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, most, sums = context.saved_tensors
+        return part_gradient_(logits, targets, 0, most, sums, gradient), None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The sum over rows, in fp32. logits [rows, columns] are used up: backward may write their gradient over them."""
+    if choose("cross_entropy", logits) == CUDA:
+        return CrossEntropy.apply(logits, targets)
+    return cross_entropy_reference(logits, targets)
+
+
+def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.float(), targets, reduction="sum")

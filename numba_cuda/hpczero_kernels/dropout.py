@@ -5,14 +5,19 @@ x is [samples, rows, columns]: a piece of the logical activation [samples, all r
 An element's index in its sample is row * all_columns + column; it is dropped where its Philox word is below p * 2^32.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit, uint32, uint64
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from hpczero_kernels.philox import block_of_words, words_reference
+from hpczero_kernels.operators import empty, operator, wide
+from hpczero_kernels.philox import block_of_words, words_at
+from hpczero_kernels.registry import CUDA, NUMBA, TORCH, choose
 
 
 @dataclass(frozen=True)
@@ -24,19 +29,74 @@ class Place:
     first_column: int = 0
 
 
-def keep_reference(key: int, probability: float, samples: torch.Tensor, shape: tuple[int, int, int], place: Place) -> torch.Tensor:
+def keep_reference(key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place) -> torch.Tensor:
     """Which elements stay: bool [samples, rows, columns]."""
     _, rows, columns = shape
-    kept = torch.empty(shape, dtype=torch.bool)
-    for number, sample in enumerate(samples.tolist()):
-        for row in range(rows):
-            first = (place.first_row + row) * place.all_columns + place.first_column
-            kept[number, row] = words_reference(key, sample, first, columns) >= threshold(probability)
-    return kept
+    row = place.first_row + torch.arange(rows, device=samples.device)
+    column = place.first_column + torch.arange(columns, device=samples.device)
+    return words_at(key, samples[:, None, None], row[:, None] * place.all_columns + column) >= threshold(probability)
 
 
 def threshold(probability: float) -> int:
     return int(probability * 2**32)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is dropped, and by which implementation."""
+
+    probability: float
+    key: int
+    samples: Tensor
+    place: Place
+    implementation: str = TORCH
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / (1.0 - self.probability)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """As the operators take them: a schema's int is signed."""
+        signed = self.key - (self.key >> 63 << 64)
+        return self.probability, signed, self.samples, self.place.all_columns, self.place.first_row, self.place.first_column
+
+    def mask(self, shape: Sequence[int]) -> Tensor:
+        how = keep if self.implementation == NUMBA else keep_reference
+        return how(self.key, self.probability, self.samples, shape, self.place)
+
+
+def forward_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, *chosen: Any) -> Tensor:
+    """As the operator has it; rounded once."""
+    values = wide(x) if bias is None else wide(x) + wide(bias)
+    values = values * chosen_of(*chosen).mask(x.shape) * chosen_of(*chosen).scale
+    return (values if residual is None else values + wide(residual)).to(x.dtype)
+
+
+def backward_reference(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias (empty: there is none); that of the residual is the gradient itself."""
+    of_x = wide(gradient) * chosen_of(*chosen).mask(gradient.shape) * chosen_of(*chosen).scale
+    of_bias = of_x.flatten(0, -2).sum(0) if has_bias else of_x.new_empty(0)
+    return of_x.to(gradient.dtype), of_bias.to(gradient.dtype)
+
+
+def chosen_of(probability: float, signed_key: int, samples: Tensor, all_columns: int, first_row: int, first_column: int) -> Chosen:
+    return Chosen(probability, signed_key % 2**64, samples, Place(all_columns, first_row, first_column))
+
+
+def _fake_backward(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[Tensor, Tensor]:
+    return empty(gradient), gradient.new_empty(gradient.shape[-1] if has_bias else 0)
+
+
+_CHOSEN = "float probability, int key, Tensor samples, int all_columns, int first_row, int first_column"
+_forward = operator(
+    f"dropout_forward(Tensor x, Tensor? bias, Tensor? residual, {_CHOSEN}) -> Tensor",
+    forward_reference, "dropout:dropout_forward", lambda x, *_: empty(x),
+)  # fmt: skip
+_backward = operator(
+    f"dropout_backward(Tensor gradient, bool has_bias, {_CHOSEN}) -> (Tensor, Tensor)",
+    backward_reference, "dropout:dropout_backward", _fake_backward,
+)  # fmt: skip
 
 
 @njit("void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])", nogil=True, cache=True, error_model="numpy")
@@ -56,7 +116,7 @@ def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
                     column += 1
 
 
-def keep(key: int, probability: float, samples: torch.Tensor, shape: tuple[int, int, int], place: Place) -> torch.Tensor:
+def keep(key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place) -> torch.Tensor:
     """As keep_reference, by the numba kernel."""
     out = np.empty(shape, np.uint8)
     _fill_keep(
@@ -67,17 +127,55 @@ def keep(key: int, probability: float, samples: torch.Tensor, shape: tuple[int, 
 
 
 class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, probability: float, key: int, samples: torch.Tensor, place: Place) -> torch.Tensor:
-        context.arguments = (key, probability, samples, tuple(x.shape), place)
-        return x * keep(*context.arguments) * (1.0 / (1.0 - probability))
+    """By a mask, which is made again in backward."""
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _, probability, *_ = context.arguments
-        return gradient * keep(*context.arguments) * (1.0 / (1.0 - probability)), None, None, None, None
+    def forward(context: Any, x: Tensor, chosen: Chosen) -> Tensor:
+        context.chosen, context.shape = chosen, x.shape
+        return x * chosen.mask(x.shape) * chosen.scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient * context.chosen.mask(context.shape) * context.chosen.scale, None
 
 
-def dropout(x: torch.Tensor, probability: float, key: int, samples: torch.Tensor, place: Place | None = None) -> torch.Tensor:
-    """x [samples, rows, columns] with each element dropped with the given probability, the others scaled up; `samples` is int64 [samples]."""
-    return _Dropout.apply(x, probability, key, samples, place or Place(all_columns=x.shape[-1]))
+class FusedDropout(torch.autograd.Function):
+    """By one kernel in each direction, with bias and residual."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: Chosen) -> Tensor:
+        context.chosen, context.has = chosen, (bias is not None, residual is not None)
+        return _forward(x, bias, residual, *chosen.arguments)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        has_bias, has_residual = context.has
+        of_x, of_bias = _backward(gradient, has_bias, *context.chosen.arguments)
+        return of_x, of_bias if has_bias else None, gradient if has_residual else None, None
+
+
+def dropout(
+    x: Tensor,
+    probability: float,
+    key: int,
+    samples: Tensor,
+    place: Place | None = None,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """residual + x (+ bias), of which each element is dropped with the given probability and scaled up if it is not.
+
+    x [samples, rows, columns]; `samples`: int64 [samples]. What is dropped has no gradient, the residual has all of it. `implementation`: that
+    one, whatever would be chosen.
+    """
+    fits = all(other is None or other.dtype == x.dtype for other in (residual, bias))
+    implementation = implementation or choose("dropout", x, fits)
+    samples = samples.to(x.device).contiguous()
+    chosen = Chosen(probability, key, samples, place or Place(all_columns=x.shape[-1]), implementation)
+    if implementation == CUDA:
+        return FusedDropout.apply(x, bias, residual, chosen)
+    dropped = _Dropout.apply(x if bias is None else x + bias, chosen)
+    return dropped if residual is None else residual + dropped

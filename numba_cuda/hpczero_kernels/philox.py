@@ -20,10 +20,11 @@ def key_of(*parts: int | str) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tensor:
-    """Words first .. first + count - 1 of a stream, as int64 [count] (torch has no arithmetic on uint32)."""
-    block = torch.arange(first // 4, (first + count + 3) // 4, dtype=torch.int64)
-    counter = [block & _MASK, block >> 32, torch.full_like(block, stream & _MASK), torch.full_like(block, stream >> 32)]
+def words_at(key: int, streams: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Word `position` of each stream, as int64 (torch has no arithmetic on uint32), on the device of the streams and positions (int64)."""
+    streams, positions = torch.broadcast_tensors(streams, positions)
+    block, lane = positions >> 2, positions & 3
+    counter = [block & _MASK, block >> 32, streams & _MASK, (streams >> 32) & _MASK]
     low_key, high_key = key & _MASK, key >> 32
     for _ in range(10):
         # a product of two 32-bit numbers may wrap around in int64; its bits are right all the same
@@ -35,7 +36,12 @@ def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tens
             product0 & _MASK,
         ]
         low_key, high_key = (low_key + _WEYL[0]) & _MASK, (high_key + _WEYL[1]) & _MASK
-    return torch.stack(counter, dim=1).flatten()[first % 4 : first % 4 + count]
+    return torch.stack(counter).gather(0, lane[None])[0]
+
+
+def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tensor:
+    """Words first .. first + count - 1 of a stream, as int64 [count]."""
+    return words_at(key, torch.tensor(stream), torch.arange(first, first + count))
 
 
 @njit("UniTuple(uint32, 4)(uint64, uint64, uint64)", nogil=True, cache=True)

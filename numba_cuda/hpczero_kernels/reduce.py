@@ -1,4 +1,4 @@
-"""The sum of k pieces of a gradient in fp32, in the order given, with sums of squares over fixed blocks."""
+"""The sum of k pieces of a gradient in fp32, in the order given, with sums of squares over fixed blocks and a scan for what is not finite."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,12 @@ from numba import float32, njit, uint64
 
 from hpczero_kernels.pool import BLOCK, INLINE, Pool
 from hpczero_kernels.precision import CODES, STRETCH, add, address_of, load, pointer, store
+from hpczero_kernels.registry import CUDA, NUMBA, choose
 
 
-def sum_pieces_reference(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None) -> None:
+def sum_pieces_reference(
+    pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, bad: torch.Tensor | None = None
+) -> None:
     """out = [out +] the sum of the pieces."""
     total = pieces[0].float()
     for piece in pieces[1:]:
@@ -19,6 +22,8 @@ def sum_pieces_reference(pieces: Sequence[torch.Tensor], out: torch.Tensor, accu
     if squares is not None:
         for number in range(squares.numel()):
             squares[number] = out[number * BLOCK : (number + 1) * BLOCK].float().square().sum()
+    if bad is not None:
+        bad.copy_(torch.where(out.isfinite().all(), bad, 1.0))
 
 
 @njit(error_model="numpy", nogil=True, fastmath={"reassoc", "contract"})
@@ -50,20 +55,47 @@ def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop
         start += uint64(STRETCH)
 
 
-def sum_pieces(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, pool: Pool = INLINE) -> None:
+def sum_pieces(
+    pieces: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    accumulate: bool,
+    squares: torch.Tensor | None,
+    pool: Pool = INLINE,
+    bad: torch.Tensor | None = None,
+) -> None:
     """As sum_pieces_reference, whose bits `out` has; every piece is read once and `out` written once.
 
     The pieces are flat and of one precision; `out` may be one of them, and must not overlap with them otherwise. squares[b] (fp32) becomes the sum of
-    squares of block b of `out` as stored.
+    squares of block b of `out` as stored; bad[0] (fp32) becomes 1 if an element is infinite or NaN, and stays what it is otherwise.
     """
     count, precision = out.numel(), pieces[0].dtype
-    assert all(piece.numel() == count and piece.dtype == precision for piece in pieces)
+    assert all(piece.numel() == count and piece.dtype == precision and piece.is_contiguous() for piece in pieces)
+    assert out.is_contiguous()
     assert squares is None or (squares.numel() == -(-count // BLOCK) and squares.dtype == torch.float32)
+    implementation = choose("sum", out)
+    if implementation == CUDA:
+        from hpczero_kernels.cuda import reduce
+
+        reduce.sum_pieces(pieces, out, accumulate, squares, bad)
+    elif implementation == NUMBA:
+        _sum_pieces(pieces, out, accumulate, squares, pool)
+        _note_bad(out, squares, bad)
+    else:
+        sum_pieces_reference(pieces, out, accumulate, squares, bad)
+
+
+def _sum_pieces(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, pool: Pool) -> None:
     addresses = np.array([address_of(piece) for piece in pieces], np.uint64)
-    kinds = CODES[precision], address_of(out), CODES[out.dtype]
+    kinds = CODES[pieces[0].dtype], address_of(out), CODES[out.dtype]
     squares_address = 0 if squares is None else address_of(squares)
 
     def kernel(start: int, stop: int) -> None:
         _sum(addresses, *kinds, accumulate, squares_address, start, stop)
 
-    pool.run(kernel, count)
+    pool.run(kernel, out.numel())
+
+
+def _note_bad(out: torch.Tensor, squares: torch.Tensor | None, bad: torch.Tensor | None) -> None:
+    """Finite squares have been made of finite elements; others, maybe, too (large ones)."""
+    if bad is not None and (squares is None or not bool(squares.isfinite().all())) and not bool(out.isfinite().all()):
+        bad.fill_(1.0)

@@ -15,6 +15,8 @@ test marked cases(of=...) also asks for `case` and gets, on a world of n ranks, 
 import faulthandler
 import json
 import os
+import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -188,3 +190,15 @@ def whole_of(request: pytest.FixtureRequest) -> World:
         pytest.skip("needs --with-mpi")
     whole: World = plugin.whole
     return whole
+
+
+@pytest.fixture
+def shared_folder(world: World | None) -> Iterator[str]:
+    if world is None:  # this rank sits the test out
+        yield ""
+        return
+    path = world.share(tempfile.mkdtemp(prefix="hpczero-checkpoints-") if world.rank == 0 else "")
+    yield path
+    world.everyone.barrier()
+    if world.rank == 0:
+        shutil.rmtree(path)

@@ -15,7 +15,7 @@ from tests.mpi.test_data_parallel import assert_same, distance
 from tests.mpi.training import Record, train
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-EVERYTHING = ("grid", "schedule", "sequence", "stage", "shared")  # whose full product --slow tries
+EVERYTHING = ("grid", "schedule", "sequence", "stage", "shared")  # whose full product --slow tries, of 1, 2, 4 and 8 ranks
 
 PLAIN: Case = {"schedule": "1f1b", "sequence": False, "stage": 1, "shared": False, "precision": "fp32", "tied": True, "dropout": 0.1, "batch": (5, 2)}
 
@@ -44,7 +44,7 @@ def possible(case: Case) -> bool:
 
 
 def selection(ranks: int, everything: bool = False) -> list[Case]:
-    return covering(factors(ranks), EVERYTHING if everything else (), possible)
+    return covering(factors(ranks), EVERYTHING if everything and ranks in (1, 2, 4, 8) else (), possible)
 
 
 def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:

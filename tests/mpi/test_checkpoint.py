@@ -2,11 +2,9 @@
 
 import errno
 import os
-import shutil
-import tempfile
+import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,63 +14,19 @@ import numpy as np
 import pytest
 import torch
 
-from hpczero.checkpoint import folder, shard
+from hpczero.checkpoint import folder, manifest, shard, write
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.write import SaveFailed
-from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.model.shapes import layers
-from hpczero.parallel.apply import assemble
 from hpczero.parallel.unit import Unit
 from hpczero.parallel.whole import gathered
 from hpczero.parallel.zero import Engine
-from hpczero.planner.volumes import resolved
-from hpczero.spec.schema import Checkpoint as Settings
-from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
-from hpczero.train.checkpoints import Checkpoints
+from hpczero.spec.schema import Spec
+from tests.mpi.saving import GRIDS, divided, engine_on, spec_of
 
 pytestmark = pytest.mark.mpi
-
-# ranks, parallel, ZeRO; nothing divides
-GRIDS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "alone": (1, {}, {"stage": 0}),
-    "data 2": (2, {}, {"stage": 1, "node_shared": False}),
-    "data 2, parameters cut": (2, {}, {"stage": 3, "node_shared": False}),
-    "data 2, one copy": (2, {}, {"stage": 2, "node_shared": True}),
-    "tensor 2": (2, {"tensor": 2}, {"stage": 1}),
-    "pipeline 2": (2, {"pipeline": 2}, {"stage": 2}),
-    "data 3": (3, {}, {"stage": 2, "node_shared": False}),
-    "tensor 3": (3, {"tensor": 3, "sequence_parallel": True}, {"stage": 0}),
-    "pipeline 3": (3, {"pipeline": 3}, {"stage": 0}),
-    "data 4": (4, {}, {"stage": 0, "node_shared": False}),
-    "tensor 4": (4, {"tensor": 4}, {"stage": 3}),
-    "tensor 2, data 2": (4, {"tensor": 2}, {"stage": 3, "node_shared": False}),
-    "pipeline 2, data 2": (4, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, {"stage": 1, "node_shared": True}),
-    "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}, {"stage": 1}),
-    "tensor 2, pipeline 2, data 2": (8, {"tensor": 2, "pipeline": 2}, {"stage": 3, "node_shared": False}),
-    "data 8": (8, {}, {"stage": 2, "node_shared": False}),
-}
-
-
-def spec_of(output: str, name: str, **checkpoint: Any) -> Spec:
-    _, parallel, zero = GRIDS[name]
-    return Spec(
-        output=output,
-        model=Model(layers=3, hidden=24, heads=6, seq_len=33, vocab=257, dropout=0.1),
-        data=Data(source="synthetic"),
-        train=Train(global_batch=5, micro_batch=2, precision="bf16", steps=6, eval_batches=0),
-        optimizer=Optimizer(lr=1e-2, eps=1e-6),
-        parallel=Parallel(**parallel),
-        zero=Zero(**zero),
-        checkpoint=Settings(**{"every": 1, **checkpoint}),
-    )
-
-
-def divided(output: str, **checkpoint: Any) -> Spec:
-    """Every rank steps a part, however many there are."""
-    return spec_of(output, "data 2", **checkpoint)
-
 
 def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{slot} {name}".encode())))
@@ -85,26 +39,6 @@ def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
         for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
             whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
             yield state[here], whole[part.start - place.offset : part.stop - place.offset], f"{SLOTS[slot]}/{place.parameter.name}"
-
-
-@contextmanager
-def engine_on(world: World, spec: Spec) -> Iterator[tuple[Engine, Checkpoints]]:
-    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-    engine = assemble(spec, world, grid, accumulates=True).engine
-    yield engine, Checkpoints(spec, world, grid, engine)
-    engine.close()
-
-
-@pytest.fixture
-def shared_folder(world: World | None) -> Iterator[str]:
-    if world is None:  # this rank sits the test out
-        yield ""
-        return
-    path = world.share(tempfile.mkdtemp(prefix="hpczero-checkpoints-") if world.rank == 0 else "")
-    yield path
-    world.everyone.barrier()
-    if world.rank == 0:
-        shutil.rmtree(path)
 
 
 def save(world: World, spec: Spec) -> None:
@@ -160,9 +94,7 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
                             state.fill_(float("nan"))
                     checkpoints.spec = spec_of(f"{shared_folder}/{writer}", reader)
                     checkpoints.path = Path(shared_folder) / writer / "run" / "checkpoints"
-                    resumed = checkpoints.resume()
-                    assert resumed is not None
-                    assert resumed.step == 7
+                    assert checkpoints.resume().step == 7
                     for unit in engine.units:
                         for own, values, name in stretches(unit):
                             assert torch.equal(own, values), (writer, reader, name)
@@ -191,9 +123,8 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
             damaged.write_bytes(raw)
         world.everyone.barrier()
         resumed = checkpoints.resume()
-        assert resumed is not None
         assert resumed.step == 1
-        assert "shard-00000.h5: damaged at bytes" in resumed.damaged[0]
+        assert "shard-00000.h5: damaged at bytes" in resumed.warnings[0]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -210,7 +141,7 @@ def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str,
         saved(1)
         with monkeypatch.context() as patch:
             if world.rank == world.size - 1:
-                patch.setattr(shard, "_write_all", refused)
+                patch.setattr(shard, "write_all", refused)
             with pytest.raises(SaveFailed, match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes"):
                 saved(2)
             assert not checkpoints.saver.under_way
@@ -244,18 +175,42 @@ def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> N
         assert list(folder.steps(checkpoints.path)) == [7, 6, 3]
 
 
-def test_an_old_one_that_cannot_be_removed_is_said_on_all_ranks(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
+def slow(world: World, rank: int, action: Callable[..., Any]) -> Callable[..., Any]:
+    """On this rank it takes so long that the ranks have to show each other that they are alive."""
 
-    with engine_on(world, divided(shared_folder, keep=1)) as (_, checkpoints):
-        checkpoints.begin(1, ends=True)
-        checkpoints.conclude()
-        checkpoints.begin(2, ends=True)
-        monkeypatch.setattr(folder, "remove", refuse)
-        with pytest.raises(SaveFailed, match="step-00000001: it was to be removed: Permission denied"):
-            checkpoints.conclude()
-        assert list(folder.steps(checkpoints.path)) == [2, 1]
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        begun, met = time.monotonic(), world._number
+        while world.rank == rank and world.size > 1 and world._number < met + 3:
+            assert time.monotonic() < begun + 20, "the ranks do not meet"
+            time.sleep(0.01)
+        return action(*arguments, **named)
+
+    return slowly
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_meet_while_one_is_slow(world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog ends a job of which a rank does not show up."""
+    last = world.size - 1
+    with engine_on(world, divided(shared_folder, asynchronous=asynchronous, keep=1, writers="rank")) as (_, checkpoints):
+        of_last, of_first = ((shard, "make"), (shard.Writer, "finish"), (shard, "rest")), ((folder, "remove"), (manifest, "write"))
+        for owner, name, rank in [(*one, last) for one in of_last] + [(*one, 0) for one in of_first]:
+            monkeypatch.setattr(owner, name, slow(world, rank, getattr(owner, name)))
+        monkeypatch.setattr(checkpoints, "_read", slow(world, last, checkpoints._read))
+        for step in (1, 2):
+            checkpoints.begin(step, ends=not asynchronous)
+            assert checkpoints.conclude()[1] == ""
+        assert list(folder.steps(checkpoints.path)) == [2]
+        assert checkpoints.resume().step == 2
+
+
+def test_a_save_that_is_waited_for_makes_no_more_pauses(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "_REST", 1e6)
+    with engine_on(world, divided(shared_folder)) as (_, checkpoints):
+        checkpoints.begin(1, ends=False)
+        checkpoints.conclude()  # in this life
+        assert list(folder.steps(checkpoints.path)) == [1]
 
 
 def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> None:
@@ -267,5 +222,4 @@ def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> 
         checkpoints.conclude()
     with engine_on(world, spec) as (engine, checkpoints):
         resumed = checkpoints.resume()
-        assert resumed is not None
         assert (resumed.step, engine.updates, engine.loss_scale.value, engine.loss_scale.good_steps) == (50, 41, 4096.0, 17)

@@ -5,9 +5,14 @@ import torch
 from torch import nn
 
 import hpczero
+from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
+from hpczero.parallel.apply import assemble
+from hpczero.planner.volumes import resolved
+from hpczero.train.checkpoints import Checkpoints
 from tests.mpi.models import Convolutions, Odd
+from tests.mpi.test_checkpoint import spec_of as checkpoint_spec
 from tests.mpi.test_foreign import SHARE_SAMPLES, WAYS, alone, assert_same, made, of_images, of_tokens, spec_of, trained
 
 pytestmark = pytest.mark.mpi
@@ -65,3 +70,15 @@ def test_a_module_larger_than_any_machine_is_refused_before_it_has_memory(whole:
             module = nn.Sequential(*(nn.Linear(10**6, 10**6) for _ in range(4)))
         with pytest.raises(InputError, match=rf"zero\.stage = {stage} needs [\d.]+ GB on .* are available .*moments"):
             hpczero.initialize(module, spec_of(stage, shared), whole)
+
+
+def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(world: World) -> None:
+    spec = checkpoint_spec("runs", "alone" if world.size == 1 else "data 2")
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+    engine = assemble(spec, world, grid, accumulates=True).engine
+    Checkpoints(spec, world, grid, engine)
+    engine.module.register_buffer("frequencies", torch.ones(4, dtype=torch.complex64))
+    with pytest.raises(InputError, match=r"a checkpoint cannot hold this model: buffer frequencies: numbers of type complex64 .*every = -1"):
+        Checkpoints(spec, world, grid, engine)
+    Checkpoints(spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every": -1})}), world, grid, engine)
+    engine.close()

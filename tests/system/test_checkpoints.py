@@ -167,7 +167,7 @@ def disk(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
 def test_a_full_disk(folder: Path, disk: Path, on_error: str, asynchronous: str) -> None:
     done = train(folder, 2, f"checkpoint.on_error={on_error}", f"checkpoint.asynchronous={asynchronous}", "checkpoint.every=4", "checkpoint.keep=1")
-    assert done.code == (1 if on_error == "stop" else 0), done
+    assert done.code == 1, done  # the last step is not saved
     assert "Traceback" not in done.out + done.err
     warning = events(folder, "WARN")[0]["what"]
     assert "step-00000008/shard-00000.h5.new: No space left on device" in warning
@@ -241,8 +241,25 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     assert "checkpoints" in events(folder, "WARN")[0]["what"]
     assert "Traceback" not in done.out + done.err
     done = train(folder, 2, "checkpoint.on_error=continue")
-    assert done.code == 0, done
+    assert done.code == 1, done
+    assert "the last one is not saved: started again" in done.out
     assert (run / "checkpoints").read_text() == "in the way"
+    (run / "checkpoints").unlink()
+    done = train(folder, 2, "checkpoint.on_error=continue")
+    assert done.code == 0, done
+    assert max(complete(folder)) == 12
+
+
+def test_a_start_after_the_last_step_is_no_failure(folder: Path) -> None:
+    """The run was killed before it could say that it is finished; or it is to do fewer steps than it has done."""
+    for steps in (2, 2, 1):
+        done = train(folder, 2, f"train.steps={steps}", "train.trace=true")
+        assert done.code == 0, done
+        summary = folder / "runs" / "tiny" / "summary.json"
+        assert json.loads(summary.read_text())["steps"] == 2
+        summary.unlink()
+    assert "nothing was left to do: 2 steps are done, and train.steps = 1" in done.out
+    assert list(complete(folder)) == [2, 1]
 
 
 def test_another_run_is_refused_and_what_changed_is_said(folder: Path) -> None:

@@ -160,10 +160,13 @@ def test_the_verbs_for_login_nodes_work_without_torch_and_mpi4py(
     assert run([installation.python, "-c", "import torch"], folder).returncode != 0
     assert run([installation.python, "-c", "import mpi4py"], folder).returncode != 0
     assert succeed(installation.run(["--version"], folder)).startswith("hpczero 0.")
-    for verb in ("--help", "check --help", "run --help", "data build --help"):
+    for verb in ("--help", "check --help", "run --help", "submit --help", "data build --help"):
         assert "usage: hpczero" in succeed(installation.run(verb.split(), folder))
     assert "quickstart" in succeed(installation.run(["check", str(installation.share / "jobspecs" / "quickstart.toml")], folder))
     assert "global_batch" in succeed(installation.run(["spec"], folder))
+    assert "perlmutter/gpu" in succeed(installation.run(["site", "list"], folder))
+    script = succeed(installation.run(["render", str(installation.share / "jobspecs" / "example-slurm.toml")], folder))
+    assert "#SBATCH --nodes=2" in script.splitlines()
     mine = tmp_path / "mine.toml"
     succeed(installation.run(["init", str(mine)], folder))
     assert json.loads(succeed(installation.run(["check", str(mine), "--json"], folder)))

@@ -23,6 +23,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "": {"locations", "kernel_cache", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine"},
+    "spec.site": {"errors", "env", "locations"},
     "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", "planner", ""},
     "spec.rules": {"errors", "model.shapes"},
     "comm": {"errors", "env", "machine", "device", "spec"},
@@ -33,19 +34,23 @@ ALLOWED = {
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors", "device"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "data": {"errors", "env", "spec"},
-    "checkpoint": {"errors", "env", "spec", "comm.world", "model.shapes", "parallel.layout", "lock", ""},
+    "checkpoint": {"errors", "env", "spec", "comm.world", "comm.patience", "model.shapes", "parallel.layout", "lock", ""},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "locations", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "doctor": {"errors", "env", "machine", "kernel_cache", "comm", "locations", ""},
+    "batch": {"errors", "env", "locations", "lock", "spec", "comm.grid", "model.shapes", "planner", "train.rundir", ""},
+    "doctor": {"errors", "env", "machine", "kernel_cache", "comm", "locations", "hpczero_kernels", ""},
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
     *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
 )
-WITHOUT_TORCH = (*PURE, "spec", "data", "checkpoint", "machine", "cli", "errors", "env", "kernel_cache", "lock", "locations", "train.start", "")
+WITHOUT_TORCH = (
+    *(*PURE, "spec", "batch", "data", "checkpoint", "machine", "cli"),
+    *("errors", "env", "kernel_cache", "lock", "locations", "train.start", ""),
+)
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
-KERNELS_MAY_IMPORT = {"numba", "numpy", "torch", "hpczero_kernels"}
+KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"}
 LONGEST_FUNCTION, LONGEST_FILE = 60, 400
 
 

@@ -16,6 +16,7 @@ import xxhash
 
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
+from hpczero.checkpoint.shard import rest
 from hpczero.cli import main
 from tests.checkpoints import Grid, Wanted, make, memory_at_most, parameters
 
@@ -68,15 +69,15 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content:
     (folder / "MANIFEST.json").write_text(json.dumps({"content": content, "checksum": checksum}, indent=1, sort_keys=True) + "\n")
 
 
-def refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str) -> None:
+def refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str, code: int = 1) -> None:
     """By whatever reads it, in one line, with little memory."""
     with memory_at_most(100 << 20):
         for verb, *more in (["stats", "--slot", "all"], ["show"], ["export", str(folder.parent / "out.safetensors")]):
-            assert main(["ckpt", verb, str(folder), *more]) == 1, verb
+            assert main(["ckpt", verb, str(folder), *more]) == code, verb
             said = capsys.readouterr().err
             assert word in said, (verb, said)
             assert said.count("\n") == 1
-        assert main(["ckpt", "verify", str(folder)]) == 1
+        assert main(["ckpt", "verify", str(folder)]) == code
         listed = capsys.readouterr()
         assert word in listed.out
         assert listed.out.count("\n") <= 7
@@ -91,7 +92,8 @@ def replace(file: h5py.File, name: str, **arguments: Any) -> None:
 def virtual(file: h5py.File, name: str, source: str, shape: tuple[int, ...] = (30, 7)) -> None:
     layout = h5py.VirtualLayout(shape, "<f4")
     layout[:] = h5py.VirtualSource(source, "/rank-00000/model", shape, "<f4")
-    del file[name]
+    if name in file:
+        del file[name]
     file.create_virtual_dataset(name, layout)
 
 
@@ -105,7 +107,8 @@ def unlimited(file: h5py.File, source: str) -> None:
 
 
 def external(file: h5py.File, name: str, secret: Path) -> None:
-    del file[name]
+    if name in file:
+        del file[name]
     file[name] = h5py.ExternalLink(str(secret), "/rank-00000/model")
 
 
@@ -126,6 +129,10 @@ LEADING_OUT: dict[str, Callable[[h5py.File, Path], Any]] = {
     "external link to buffers": lambda file, secret: external(file, "buffers", secret),
     "external link to a buffer": lambda file, secret: external(file, "buffers/norm.mean", secret),
     "external storage of the table": lambda file, secret: stored_elsewhere(file, "pieces/rank", secret),
+    "view of something else": lambda file, secret: virtual(file, "model/more", str(secret)),
+    "external link to something else": lambda file, secret: external(file, "model/more", secret),
+    "external link in the root": lambda file, secret: external(file, "more", secret),
+    "soft link to something else": lambda file, secret: file.__setitem__("model/more", h5py.SoftLink("/model/a")),
     "external storage of a buffer": lambda file, secret: stored_elsewhere(file, "buffers/norm.mean", secret),
 }
 
@@ -162,9 +169,41 @@ def column(file: h5py.File, name: str, change: Callable[[np.ndarray[Any, Any]], 
     replace(file, f"pieces/{name}", data=values if changed is None else changed)
 
 
+def elsewhere(file: h5py.File, name: str) -> None:
+    """The same dataset at another place."""
+    values = file[name][()]
+    del file[name]
+    file["in its place"] = values
+    file[name] = values
+    del file["in its place"]
+
+
+def nothing(file: h5py.File, dimensions: int) -> None:
+    """A table without pieces."""
+    for name in ("tensor", "rank", "offset"):
+        replace(file, f"pieces/{name}", shape=(0,), dtype="<u8")
+    for name in ("start", "stop"):
+        replace(file, f"pieces/{name}", shape=(0, dimensions), dtype="<u8")
+
+
+def remade(file: h5py.File, fill: float) -> None:
+    """The view of b."""
+    layout = h5py.VirtualLayout((11,), "<f4")
+    for mapping in file["model/b"].virtual_sources():
+        (first,), (last,) = mapping.vspace.get_select_bounds()
+        (begin,), (end,) = mapping.src_space.get_select_bounds()
+        source = h5py.VirtualSource(mapping.file_name, mapping.dset_name, mapping.src_space.get_simple_extent_dims(), "<f4")
+        layout[first : last + 1] = source[begin : end + 1]
+    del file["model/b"]
+    file.create_virtual_dataset("model/b", layout, fillvalue=fill)
+
+
 WRONG: dict[str, Callable[[h5py.File], Any]] = {
     "huge shape": lambda file: shapes(file, [[1 << 40, 1 << 40], [11]]),
     "shape beyond all bits": lambda file: shapes(file, [[1 << 47] * 40, [11]]),
+    "more lengths than dimensions can be": lambda file: shapes(file, [[1 << 47] * 200_000, [11]]),
+    "table of too many dimensions": lambda file: [replace(file, f"pieces/{name}", shape=(0, 1 << 30), dtype="<u8") for name in ("start", "stop")],
+    "table of nothing": lambda file: nothing(file, 1 << 30),
     "other shape": lambda file: shapes(file, [[31, 7], [11]]),
     "shape that is text": lambda file: shapes(file, ["ab", [11]]),
     "shape that is negative": lambda file: shapes(file, [[-30, -7], [11]]),
@@ -189,10 +228,19 @@ WRONG: dict[str, Callable[[h5py.File], Any]] = {
     "table that is a group": lambda file: (file.__delitem__("pieces/offset"), file.create_group("pieces/offset")),
     "soft link": lambda file: (file.__delitem__("pieces/offset"), file.__setitem__("pieces/offset", h5py.SoftLink("/pieces/rank"))),
     "buffer that is large and empty": lambda file: file.create_dataset("buffers/x", shape=(1 << 50,), dtype="<f8"),
+    "buffer of numbers that only some machines have": lambda file: file.create_dataset("buffers/x", data=np.arange(4, dtype=np.longdouble)),
+    "buffer of another order of bytes": lambda file: file.create_dataset("buffers/x", data=np.arange(4, dtype=">f4")),
+    "buffer with the name of a tensor": lambda file: file.create_dataset("buffers/a", data=np.arange(4.0)),
+    "buffer with a name for a terminal": lambda file: file.create_dataset("buffers/x\u001b[2J", data=np.arange(4.0)),
     "buffer of text": lambda file: file.create_dataset("buffers/x", data="text"),
     "buffers in themselves": lambda file: file.__setitem__("buffers/x", file["buffers"]),
     "view of another shape": lambda file: virtual(file, "model/a", "shard-00000.h5", (7, 30)),
     "view of other numbers": lambda file: virtual(file, "model/a", "shard-00001.h5"),
+    "something else": lambda file: file.create_dataset("more", data=[1]),
+    "another tensor": lambda file: file.create_dataset("model/c", data=[1]),
+    "a tensor under another name": lambda file: file.__setitem__("model/c", file["model/a"]),
+    "a group in itself": lambda file: file.__setitem__("model/c", file["model"]),
+    "view that shows zeros": lambda file: remade(file, 0.0),
     "no view": lambda file: file.__delitem__("model/a"),
     "view that is none": lambda file: replace(file, "model/a", data=np.ones((30, 7), np.float32)),
 }
@@ -241,15 +289,54 @@ def test_a_manifest_that_cannot_be_is_refused(crafted: Path, secret: Path, capsy
 
 
 def test_a_shard_that_is_not_as_large_as_the_manifest_says_is_refused(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seal(crafted, lambda content: shard(content).update(size=1 << 61))
+    seal(crafted, lambda content: shard(content).update(size=123_456))
     for verb in ("stats", "verify"):
         assert main(["ckpt", verb, str(crafted)]) == 1
-    assert "2,305,843,009,213,693,952 were written" in capsys.readouterr().out
+    assert "123,456 were written" in capsys.readouterr().out
+
+
+def test_a_view_that_is_made_again_as_it_was_is_good(crafted: Path) -> None:
+    with h5py.File(crafted / "index.h5", "r+") as file:
+        remade(file, np.nan)
+    seal(crafted)
+    assert main(["ckpt", "verify", str(crafted)]) == 0
+
+
+def test_a_shard_that_is_mostly_a_hole_is_refused_at_once(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(crafted / "shard-00000.h5", 1 << 43)
+    seal(crafted, lambda content: shard(content).update(size=1 << 43))
+    refused(crafted, capsys, "bytes besides its data")
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda file: file.create_dataset("more", data=[1]), "/more does not belong there"),
+        (lambda file: file.__setitem__("rank-00000/more", h5py.ExternalLink("secret.h5", "/")), "/rank-00000/more is not in this file"),
+        (lambda file: elsewhere(file, "rank-00000/checksums"), "/rank-00000/checksums is not at byte"),
+        (lambda file: replace(file, "rank-00000/checksums", data=np.zeros((3, 2), "<u8")), "/rank-00000/checksums is no plain dataset"),
+    ],
+)
+def test_a_shard_with_other_datasets_is_found(
+    crafted: Path, secret: Path, capsys: pytest.CaptureFixture[str], change: Callable[[h5py.File], Any], word: str
+) -> None:
+    path = crafted / "shard-00000.h5"
+    with h5py.File(path, "r+") as file:
+        change(file)
+
+    def sealed(content: dict[str, Any]) -> None:
+        data = [(begin, begin + 4096) for begin in shard(content)["ranks"][0]["data"]]
+        with path.open("rb") as file:
+            shard(content).update(size=path.stat().st_size, rest=rest(file.fileno(), path.stat().st_size, data))
+
+    seal(crafted, sealed)
+    assert main(["ckpt", "verify", str(crafted)]) == 1
+    assert word in capsys.readouterr().out
 
 
 def test_a_newer_format_is_refused_with_a_clear_word(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seal(crafted, lambda content: content.update(format=2, shards={"in": "another way"}))
-    refused(crafted, capsys, "format 2 was written by a newer hpczero; this one reads format 1")
+    refused(crafted, capsys, "format 2 was written by a newer hpczero; this one reads format 1", code=2)
 
 
 NONE = ["", "{", "[]", '{"content": 3}', '{"content": {}}', "[" * 200_000, '{"content": {"format": ' + "9" * 5000 + "}}", "\ud800"]
@@ -259,6 +346,11 @@ NONE = ["", "{", "[]", '{"content": 3}', '{"content": {}}', "[" * 200_000, '{"co
 def test_a_manifest_that_is_none_is_refused(crafted: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     (crafted / "MANIFEST.json").write_bytes(text.encode(errors="surrogatepass"))
     refused(crafted, capsys, "MANIFEST.json")
+
+
+def test_a_manifest_that_is_too_long_is_refused_unread(crafted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.truncate(crafted / "MANIFEST.json", (64 << 20) + 1)
+    refused(crafted, capsys, "67,108,865 bytes are too many for a manifest")
 
 
 @pytest.mark.parametrize("depth", [200, 500, 900, 990])

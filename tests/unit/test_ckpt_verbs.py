@@ -192,13 +192,29 @@ def test_prune_keeps_what_is_asked_for_and_always_the_newest_complete_one(tmp_pa
     assert left() == ["4"]
 
 
-def test_prune_leaves_a_run_alone_that_is_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+INSIDE = {".": "run/checkpoints", "..": "run/checkpoints/step-00000001"}
+PATHS_TO_A_RUN = INSIDE | dict.fromkeys(("run", "run/../run/checkpoints", "link", "named"), ".")
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("path", PATHS_TO_A_RUN)
+def test_prune_leaves_a_run_alone_that_is_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], path: str, moved: bool
+) -> None:
+    """However its checkpoints are named, and wherever they lie."""
     from hpczero.lock import RunLock
 
     make(tmp_path / "run" / "checkpoints", None, Wanted(step=1))
     (tmp_path / "run" / "spec.toml").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoints")
+    (tmp_path / "named").symlink_to(tmp_path / "run")
+    if moved and path in ("run", "named"):
+        (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+        (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path / PATHS_TO_A_RUN[path])
     with RunLock(tmp_path / "run"):
-        assert "in use" in said(capsys, "prune", tmp_path / "run", "--keep", 1, "--incomplete", code=2)
+        assert "in use" in said(capsys, "prune", path, "--keep", 1, "--incomplete", code=2)
+    said(capsys, "prune", path, "--keep", 1, "--incomplete")
 
 
 def test_all_verbs_work_without_torch_and_mpi4py(output: Path, tmp_path: Path) -> None:

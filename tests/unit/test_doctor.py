@@ -45,6 +45,7 @@ def rank(number: int = 0, size: int = 1, **changes: Any) -> Report:
         gpu_driver=False,
         gpus=[],
         gpu_error="",
+        kernels={"cpu": {"adamw": "numba", "norm": "torch"}, "cuda": {"adamw": "cuda", "norm": "cuda"}},
         storage=Storage("1.14", None, "", "/work", "ext4"),
         sees_all=True,
         wheels=["mpich"],
@@ -161,6 +162,11 @@ def test_stale_segments() -> None:
     assert finding.fix == "hpczero doctor --clean"
     assert complaints(rank(stale=stale, sees_all=False)) == []
     assert any("removed 2 segments" in finding.what for finding in judge([rank(removed=stale)]))
+
+
+def test_the_kernels_are_named() -> None:
+    (what,) = [finding.what for finding in judge([rank()]) if finding.what.startswith("kernels on")]
+    assert what == "kernels on CPUs: adamw by numba, norm by torch; on GPUs: adamw norm by cuda"
 
 
 def test_gpus() -> None:

@@ -11,7 +11,7 @@ from hpczero import __version__
 from hpczero.spec.load import load
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-EXTRAS = {"train", "mpi", "cuda", "test", "dev"}
+EXTRAS = {"train", "mpi", "cuda", "ptx", "test", "dev"}
 PAGES = [CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((CHECKOUT / "docs").glob("*.md"))
 
 
@@ -63,7 +63,7 @@ def test_every_job_spec_and_template_is_installed(setup: configparser.ConfigPars
         for pattern in patterns:
             assert pattern == place.removeprefix("share/hpczero/") + "/*"
             installed |= {path for path in CHECKOUT.glob(pattern) if path.is_file()}
-    there = {path for folder in ("jobspecs", "templates") for path in (CHECKOUT / folder).rglob("*") if path.is_file()}
+    there = {path for folder in ("jobspecs", "sites", "templates") for path in (CHECKOUT / folder).rglob("*") if path.is_file()}
     assert there
     assert installed == there
 
@@ -90,7 +90,7 @@ def test_nothing_has_an_upper_bound(setup: configparser.ConfigParser) -> None:
 
 
 def test_the_known_good_set_is_complete_and_fits(setup: configparser.ConfigParser, pins: dict[str, str]) -> None:
-    needed = requirements(setup) | requirements(setup, *(EXTRAS - {"cuda"}))
+    needed = requirements(setup) | requirements(setup, *EXTRAS)
     for name, requirement in needed.items():
         if name != "pip":
             assert name in pins, f"{name} is missing in constraints.txt"

@@ -95,3 +95,15 @@ def test_a_directory_that_lost_its_spec_is_no_run_directory(spec: Spec, director
     assert rundir.finished(spec) is None
     with pytest.raises(InputError, match="is no run directory"):
         RunDirectory.claim(spec, resume=False, fresh=False)
+
+
+def test_what_a_submission_keeps_there_is_no_other_run(spec: Spec) -> None:
+    """`hpczero submit` makes the folder before the run begins."""
+    books = rundir.path_of(spec) / "batch" / "20260105T100000-0123456789ab"
+    books.mkdir(parents=True)
+    RunDirectory.claim(spec, resume=False, fresh=False).close()
+    assert books.is_dir()
+    (rundir.path_of(spec) / "spec.toml").unlink()
+    (rundir.path_of(spec) / "thesis.tex").touch()
+    with pytest.raises(InputError, match="is no run directory"):
+        RunDirectory.claim(spec, resume=False, fresh=False)

@@ -143,7 +143,8 @@ warmup_steps = 500
         "  spec.toml:10: data.source = 3: must be text (not empty, at most 4096 characters, no control characters)",
         "  spec.toml:12: schedule.warmup_steps = 500 is more than train.steps = 10: at most 10, or more steps (train.steps: base.toml:1)",
         "  spec.toml:13: model = an array of tables: model is a table: write it once, as [model], not [[model]]",
-        "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, schedule, parallel, zero, comm, checkpoint and paths",
+        "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, schedule, parallel, zero, comm, checkpoint, paths"
+        " and batch",
         "  spec.toml:15: [optimiser]: unknown table; did you mean [optimizer]?",
     ]
 

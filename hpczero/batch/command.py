@@ -1,0 +1,55 @@
+"""A scheduler's command, run with a time limit and without a shell."""
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpczero import env
+from hpczero.errors import HpczeroError
+from hpczero.spec.show import printable
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        return printable(" ".join((self.err or self.out).split())) or f"exit code {self.code}"
+
+
+class NoAnswer(HpczeroError):
+    """The command did not come back: what it did is not known."""
+
+
+def missing(program: str) -> HpczeroError:
+    return HpczeroError(f"the command {program} is not on this computer: go where jobs are submitted (hpczero render works anywhere)")
+
+
+def is_here(program: str) -> bool:
+    return shutil.which(program) is not None
+
+
+def run(words: Sequence[str], seconds: float = SECONDS) -> Answer:
+    if not is_here(words[0]):
+        raise missing(words[0])
+    try:
+        found = subprocess.run(
+            words, stdin=subprocess.DEVNULL, env=env.for_scheduler(), capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise NoAnswer(f"{words[0]} did not answer within {seconds:.0f} s") from None
+    return Answer(found.returncode, found.stdout, found.stderr)
+
+
+def output(words: Sequence[str]) -> str:
+    """What it prints; HpczeroError if it fails."""
+    answer = run(words)
+    if answer.code:
+        raise HpczeroError(f"{words[0]} failed: {answer.complaint}")
+    return answer.out

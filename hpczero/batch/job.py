@@ -1,0 +1,199 @@
+"""From a spec and a site to a job: how many ranks lie where, what is asked for. All is decided and checked before a line is written."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpczero import env
+from hpczero.batch import sites
+from hpczero.batch.sites import Partition, Site
+from hpczero.comm.grid import Grid
+from hpczero.errors import InputError
+from hpczero.model.shapes import known, layers
+from hpczero.planner import fit
+from hpczero.planner.volumes import resolved
+from hpczero.spec.duration import clock, seconds
+from hpczero.spec.schema import Batch, Spec
+from hpczero.spec.show import shown
+
+_SUBMITS = {"slurm": "sbatch", "pbs": "qsub"}
+_ONLY_FOR = {
+    "slurm": ("qos", "constraint", "reservation", "exclude"),
+    "pbs": ("pbs_chunk", "pbs_place", "pbs_resources"),
+}
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a job takes over from where it was rendered."""
+
+    folder: str  # where the job works
+    environment: str  # the virtual environment (or Python's prefix)
+    schedulers: tuple[str, ...]  # that are installed
+
+    @classmethod
+    def now(cls) -> "Here":
+        return cls(str(Path.cwd()), sys.prefix, tuple(name for name, program in _SUBMITS.items() if shutil.which(program)))
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    site: str  # "perlmutter/gpu"
+    facts: Site
+    partition: Partition
+    scheduler: str
+    launcher: str
+    nodes: int
+    ranks_per_node: int
+    cpus_per_rank: int  # 0: not asked for
+    gpus_per_node: int
+    gpu_select: str
+    walltime: int  # seconds
+    batch: Batch
+    environment: str  # "": none
+    folder: str
+    arguments: tuple[str, ...]  # of hpczero, in the job
+    first: tuple[str, ...] = ()  # of a probe: the arguments of the run up to its save
+    run: str = ""  # the run's directory, and
+    submission: str = ""  # the folder in it where a submitted job keeps its books; empty: rendered only
+    tag: str = ""  # PBS: by which its jobs are known in the queue
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def clock(self) -> str:
+        return clock(self.walltime)
+
+    @property
+    def cost(self) -> str:
+        """In the site's own unit, if it has one."""
+        hours = self.nodes * self.walltime / 3600
+        rate = self.partition.charge
+        charged = f", charged as {hours * rate:,.4g} {self.facts.charge_unit}" if rate else ""
+        return f"at most {hours:,.4g} node-hours{charged}"
+
+
+def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> Job:
+    """InputError with everything that is wrong."""
+    batch = spec.batch
+    name, site, partition = sites.facts(_site(batch, here))
+    scheduler = _scheduler(batch, partition, site)
+    gpus = 0 if spec.train.device == "cpu" else batch.gpus_per_node or partition.gpus
+    per_node = batch.ranks_per_node or gpus or 1
+    job = Job(
+        name=spec.name,
+        site=name,
+        facts=site,
+        partition=partition,
+        scheduler=scheduler,
+        launcher=batch.launcher if batch.launcher != "auto" else {"slurm": "srun", "pbs": "mpirun"}[scheduler],
+        nodes=batch.nodes,
+        ranks_per_node=per_node,
+        cpus_per_rank=batch.cpus_per_rank or partition.cpus // per_node,
+        gpus_per_node=gpus,
+        gpu_select=batch.gpu_select if batch.gpu_select != "auto" else "visible",
+        walltime=seconds(batch.walltime),
+        batch=batch,
+        environment=here.environment if batch.venv == "auto" else env.expand(batch.venv),
+        folder=here.folder,
+        arguments=arguments,
+    )
+    if problems := [*_resources(job), *_words(job), *_layout(job, spec)]:
+        raise InputError("\n  ".join([f"{len(problems)} problems on {name}:", *problems]) if len(problems) > 1 else f"{name}: {problems[0]}")
+    return job
+
+
+def _site(batch: Batch, here: Here) -> str:
+    if batch.site != "auto":
+        return batch.site
+    scheduler = batch.scheduler if batch.scheduler != "auto" else here.schedulers[0] if here.schedulers else ""
+    if not scheduler:
+        raise InputError(
+            'this computer belongs to no known site and has neither sbatch nor qsub: say batch.scheduler = "slurm" or "pbs", '
+            "or batch.site (hpczero site list)"
+        )
+    return f"generic/{scheduler}"
+
+
+def _scheduler(batch: Batch, partition: Partition, site: Site) -> str:
+    """The spec's own word; a spec that names the site has it from the profile."""
+    if batch.scheduler != "auto":
+        return batch.scheduler
+    found = [part.get("batch", {}).get("scheduler", "auto") for part in (partition.spec, site.spec)]
+    named = next((name for name in found if name != "auto"), "")
+    if not named:
+        raise InputError('the site\'s profile does not say which scheduler it has: batch.scheduler = "slurm" or "pbs"')
+    return str(named)
+
+
+def _resources(job: Job) -> Iterator[str]:
+    """What a node and a queue of the site can give."""
+    part, per_node, cpus, gpus = job.partition, job.ranks_per_node, job.cpus_per_rank, job.gpus_per_node
+    if part.cpus and per_node * max(1, cpus) > part.cpus:
+        asked = f"batch.ranks_per_node = {per_node} x batch.cpus_per_rank = {max(1, cpus)} makes {per_node * max(1, cpus)} CPUs"
+        fitting = f"at most {part.cpus // max(1, cpus)} ranks, or {part.cpus // per_node} CPUs for each"
+        yield f"{asked}, and a node has {part.cpus}: {fitting}"
+    if job.batch.gpus_per_node > part.gpus and (part.gpus or part.cpus):
+        yield f"batch.gpus_per_node = {job.batch.gpus_per_node}, and a node has {part.gpus}"
+    if gpus and per_node % gpus and gpus % per_node:
+        fitting = ", ".join(str(count) for count in range(1, gpus + 1) if gpus % count == 0)
+        yield f"batch.ranks_per_node = {per_node}, batch.gpus_per_node = {gpus}: GPUs are not divisible among them; {fitting} ranks would fit"
+    if gpus and job.gpu_select == "closest" and (per_node != gpus or job.launcher != "srun"):
+        yield f'batch.gpu_select = "closest" needs srun and one rank for each GPU: here {job.launcher}, {per_node} ranks and {gpus} GPUs on a node'
+    if part.memory_gb and job.batch.mem and _gigabytes(job.batch.mem) > part.memory_gb:
+        yield f'batch.mem = "{job.batch.mem}", and a node has {part.memory_gb} GB'
+    if job.walltime == 0:
+        yield f'batch.walltime = "{job.batch.walltime}": a job needs some time'
+    queue = job.batch.queue if job.scheduler == "pbs" else job.batch.qos or job.batch.queue
+    longest, too_many = sites.limit(part, queue, job.nodes)
+    named = f'the queue "{queue}"' if queue else "it"
+    if too_many:
+        yield f"batch.nodes = {job.nodes:,}: {named} {too_many} (queues: {sites.queues(part)})"
+    elif longest and job.walltime > seconds(longest):
+        yield f'batch.walltime = "{job.batch.walltime}" is more than the {longest} that {named} allows for {job.nodes:,} nodes'
+    if job.facts.account_required and not job.batch.account:
+        yield "batch.account is missing: this site wants to know who pays"
+
+
+def _words(job: Job) -> Iterator[str]:
+    """Keys that this scheduler or launcher has no word for, and paths that a job cannot have."""
+    for scheduler, names in _ONLY_FOR.items():
+        if scheduler != job.scheduler:
+            yield from (f"batch.{name} is for {scheduler} only, and this is {job.scheduler}" for name in names if getattr(job.batch, name))
+    if job.launcher == "srun" and job.scheduler != "slurm":
+        yield f'batch.launcher = "srun" belongs to Slurm, and this is {job.scheduler}: "mpirun" or "mpiexec"'
+    if job.launcher == "mpirun" and job.batch.bind not in ("auto", "none"):
+        yield f'batch.bind = "{job.batch.bind}": each mpirun has its own words for this; "auto" or "none", and the words in batch.launch_options'
+    if job.batch.env_inherit and job.batch.env_pass:
+        yield "batch.env_pass names variables, and batch.env_inherit = true hands over all of them: one of the two"
+    if job.batch.container.startswith("shifter:") and job.scheduler != "slurm":
+        yield f"batch.container: shifter is known under Slurm only, and this is {job.scheduler}"
+    if job.environment and not Path(job.environment).is_absolute():
+        yield f'batch.venv = {shown(job.environment)}: a job needs the whole path (or "auto")'
+
+
+def _layout(job: Job, spec: Spec) -> Iterator[str]:
+    """Whether the ranks make a grid, and whether what they hold fits the nodes."""
+    node_of_rank = [rank // job.ranks_per_node for rank in range(job.ranks)]
+    try:
+        Grid.build(resolved(spec, node_of_rank), node_of_rank)
+    except InputError as error:
+        yield f"{error} (batch.nodes = {job.nodes} x batch.ranks_per_node = {job.ranks_per_node})"
+        return
+    part, gpus = job.partition, job.gpus_per_node
+    free = part.gpu_memory_gb * gpus if gpus else _gigabytes(job.batch.mem) if job.batch.mem else part.memory_gb
+    if free and known(spec.model):
+        on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
+        place = f"on a node's {gpus} GPUs" if gpus else "on a node"
+        bounds = tuple(fit.Bound({node: job.ranks_per_node}, int(free * 1e9), place) for node in on_nodes)
+        if refusal := fit.refusal(spec, layers(spec.model), fit.Site(on_nodes, bounds)):
+            yield refusal
+
+
+def _gigabytes(text: str) -> float:
+    return int(text[:-1]) * {"M": 1e-3, "G": 1, "T": 1e3}[text[-1]]

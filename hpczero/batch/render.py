@@ -1,0 +1,101 @@
+"""A job's batch script, from the templates.
+
+Whatever comes from a spec goes through a filter: `word` (part of a directive or a comment: harmless characters only), `quote` and `words` (of a
+command: quoted for the shell), `variable` (a name), `line` (what the user wrote as shell or as a directive: one line).
+"""
+
+import re
+import shlex
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import FileSystemLoader, StrictUndefined, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from hpczero import locations
+from hpczero.batch import header
+from hpczero.batch.job import Job
+from hpczero.batch.launch import words
+from hpczero.errors import InputError
+from hpczero.spec.schema import PATTERNS, VARIABLE, WORD
+from hpczero.spec.show import printable, shown
+from hpczero.spec.site import profiles
+
+
+def render(job: Job) -> str:
+    profile = profiles()[job.site.partition("/")[0]]
+    loader = FileSystemLoader([profile.parent, locations.shared_folder("templates")])
+    environment = ImmutableSandboxedEnvironment(
+        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
+    )
+    environment.filters |= {"word": _word, "quote": _quote, "words": _words, "variable": _variable, "line": _line}
+    template = job.facts.template or f"{job.scheduler}.sh.j2"
+    try:
+        script = environment.get_template(template).render(job=job, launch=words(job), first=_first(job), **_context(job))
+    except TemplateError as error:
+        raise InputError(f"the template {printable(template)} of the site {job.site}: {printable(str(error))}") from error
+    header.refuse_duplicates(script, job.scheduler, job.batch.extra_directives)
+    return script
+
+
+def _first(job: Job) -> list[str]:
+    return words(replace(job, arguments=job.first)) if job.first else []
+
+
+def _context(job: Job) -> dict[str, Any]:
+    batch = job.batch
+    if job.scheduler == "pbs":
+        tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
+        return {"job_number": "PBS_JOBID", "resources": _resources(job), "variables": ",".join([*tag, *batch.env_pass])}
+    image = batch.container.removeprefix("shifter:") if batch.container.startswith("shifter:") else ""
+    export = "" if batch.env_inherit else ",".join(batch.env_pass) or "NONE"
+    request = job.partition.gpu_request
+    gpus = f"gpu:{job.gpus_per_node}" if request == "gres" and job.gpus_per_node else job.gpus_per_node
+    return {"job_number": "SLURM_JOB_ID", "export": export, "gpu_request": request, "gpus": gpus, "shifter_image": image}
+
+
+def _resources(job: Job) -> list[str]:
+    """What PBS calls a resource list: chunks, one for a node, or where a site has none, the sums over all nodes."""
+    batch, part = job.batch, job.partition
+    cpus = job.ranks_per_node * batch.cpus_per_rank if batch.cpus_per_rank else part.cpus or job.ranks_per_node
+    of_node = {"ncpus": cpus, "mpiprocs": job.ranks_per_node, "ngpus": job.gpus_per_node}
+    if part.totals:
+        found = [f"{name}={of_node[name] * job.nodes}" for name in ("ncpus", "ngpus") if of_node[name]]
+        found += [f"mem={int(batch.mem[:-1]) * job.nodes}{batch.mem[-1]}B"] if batch.mem else []
+    else:
+        asked = of_node if part.chunk is None else {name: of_node[name] for name in part.chunk}
+        chunk = [str(job.nodes), *(f"{name}={count}" for name, count in asked.items() if count)]
+        chunk += [f"mem={batch.mem}B"] if batch.mem else []
+        found = [f"select={':'.join([*chunk, *([batch.pbs_chunk] if batch.pbs_chunk else [])])}"]
+    place = [f"place={batch.pbs_place}"] if batch.pbs_place else []
+    return [*found, *place, f"walltime={job.clock}", *batch.pbs_resources]
+
+
+def _word(value: object) -> str:
+    text = str(value)
+    if not re.fullmatch(WORD, text) or not text:
+        raise InputError(f"{shown(text)} cannot stand in a batch script's directives: it must be {PATTERNS[WORD]}")
+    return text
+
+
+def _quote(value: object) -> str:
+    return shlex.quote(_line(value))
+
+
+def _words(values: Iterable[object]) -> str:
+    """Each behind a space, so that none of them is nothing."""
+    return "".join(f" {_quote(value)}" for value in values)
+
+
+def _variable(value: object) -> str:
+    if not re.fullmatch(VARIABLE, str(value)):
+        raise InputError(f"{shown(str(value))} is no name of an environment variable")
+    return str(value)
+
+
+def _line(value: object) -> str:
+    text = str(value)
+    if not text.isprintable():
+        raise InputError(f"{shown(text)} cannot stand in a batch script: it has characters that cannot be seen")
+    return text

@@ -1,0 +1,196 @@
+"""The verbs about runs that were submitted: status, cancel, logs."""
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hpczero.batch import progress, scheduler, submission
+from hpczero.batch.progress import Progress
+from hpczero.batch.queued import Queued
+from hpczero.batch.submit import living, still_living
+from hpczero.errors import HpczeroError, InputError
+from hpczero.spec.load import load
+from hpczero.spec.show import listed, printable, shown
+from hpczero.train.rundir import path_of
+
+_LOOK_EVERY = 1.0  # seconds between two looks at a log
+
+
+def status(options: Namespace) -> int:
+    runs = [_run(options.run)] if options.run else submission.remembered()
+    known, silent = _known(runs)
+    found = [progress.of(run, known, set(silent)) for run in runs]
+    if options.json:
+        data = [asdict(one) | {"run": str(one.run)} for one in found]
+        print(json.dumps(data[0] if options.run else data, indent=2))
+    elif options.run:
+        print("\n".join(_in_full(found[0])))
+    else:
+        print("\n".join(_rows(found)) or "no run was submitted from here yet: hpczero submit SPEC")
+    for words in silent.values():
+        print(f"hpczero: {words}; what the runs themselves have written is shown", file=sys.stderr)
+    return 0
+
+
+def cancel(options: Namespace) -> int:
+    run = _run(options.run)
+    alive = living(run, now=True)
+    for record in submission.of_run(run):
+        if any(job.number in record.jobs for job in alive):
+            record.close("cancelled")
+    for name in sorted({record.scheduler for record in submission.of_run(run)}):
+        own = [number for record in submission.of_run(run) if record.scheduler == name for number in record.jobs]
+        numbers = [job.number for job in alive if job.number in own or name == "slurm"]
+        if numbers:
+            scheduler.cancel(name, numbers)
+    print(f"cancelled: {listed([job.number for job in alive])}" if alive else f"{run} has no job in the queue")
+    return 0
+
+
+def logs(options: Namespace) -> int:
+    run = _run(options.run)
+    if options.rank is not None:
+        print("\n".join(_of_rank(run, options.rank)))
+        return 0
+    path = _newest_log(run)
+    if path is None and not options.follow:
+        raise InputError(f"{run}: no job has printed anything yet; logs -f waits for it")
+    return _follow(run) if options.follow else _print(path)
+
+
+def _run(name: str) -> Path:
+    """A run's directory by its path, its spec, or its name."""
+    if name.endswith(".toml"):
+        run = path_of(load(name).spec)
+    else:
+        named = [path for path in submission.remembered() if path.name == name]
+        if len(named) > 1 and not Path(name).is_dir():
+            raise InputError(f"several runs are called {shown(name)}: {listed([str(path) for path in named])}; give the path of one")
+        run = Path(name).absolute() if Path(name).is_dir() or not named else named[0]
+    if not submission.of_run(run):
+        raise InputError(f"{printable(str(run))} was never submitted: hpczero status without an argument lists the runs that were")
+    return run
+
+
+def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
+    """What the schedulers say of these runs' jobs, and which of them say nothing, and why."""
+    records = [record for run in runs for record in submission.of_run(run)]
+    found: list[Queued] = []
+    silent: dict[str, str] = {}
+    for name in sorted({record.scheduler for record in records}):
+        numbers = sorted({number for record in records if record.scheduler == name for number in record.jobs})
+        try:
+            found += scheduler.jobs(name, numbers)
+        except HpczeroError as error:
+            silent[name] = str(error)
+    return found, silent
+
+
+def _rows(found: Sequence[Progress]) -> Iterator[str]:
+    if not found:
+        return
+    head = ["run", "state", "step", "loss", "tokens/s", "left", "saved", "node-hours", "jobs"]
+    rows = [head, *([printable(one.run.name, 40), one.state, *_figures(one), _jobs(one)] for one in found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _figures(one: Progress) -> list[str]:
+    return [
+        f"{one.step:,}/{one.steps:,}",
+        "?" if one.loss is None else f"{one.loss:.4f}",
+        "?" if one.tokens_per_second is None else f"{one.tokens_per_second:,.4g}",
+        "" if one.state == "finished" else "?" if one.seconds_left is None else _duration(one.seconds_left),
+        "" if one.last_save is None else f"{one.last_save:,}",
+        f"{one.node_hours:.3g}",
+    ]
+
+
+def _jobs(one: Progress) -> str:
+    alive = [link for link in one.links if link.state in ("queued", "held", "running")]
+    return ", ".join(f"{link.number} {link.state}" + (f" ({link.reason})" if link.reason else "") for link in alive)
+
+
+def _in_full(one: Progress) -> list[str]:
+    step, loss, speed, left, saved, hours = _figures(one)
+    lines = [
+        f"{one.run}: {one.state}" + (f" ({printable(one.reason)})" if one.reason else ""),
+        f"  step        {step}, loss {loss}",
+        f"  speed       {speed} tokens/s" + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
+        f"  time left   {left}" if left else "",
+        f"  last save   step {saved}" if saved else "  last save   none yet",
+        f"  used        {hours} node-hours, {_size(one.run) / 1e6:,.1f} MB on disk",
+    ]
+    for link in one.links:
+        more = "; ".join(printable(words) for words in (link.reason, f"start {link.start}" if link.start and link.state == "queued" else "") if words)
+        lines.append(f"  job {link.number:<8}{link.state}" + (f": {more}" if more else ""))
+    if one.last_lines:
+        lines += ["  its last words:", *(f"    {printable(line, 300)}" for line in one.last_lines)]
+    return [line for line in lines if line]
+
+
+def _size(run: Path) -> int:
+    total = 0
+    for path in run.rglob("*"):
+        try:
+            total += path.lstat().st_size if path.is_file() else 0
+        except OSError:  # a file that is being replaced
+            continue
+    return total
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _newest_log(run: Path) -> Path | None:
+    """Not of a job that found nothing left to do."""
+    there = []
+    for record in submission.of_run(run):
+        passed = {number for _, number, event, _ in record.events() if event == "passed"}
+        there += [path for number in record.jobs if number not in passed and (path := record.log(number)).exists()]
+    return there[-1] if there else None
+
+
+def _print(path: Path | None) -> int:
+    if path:
+        print(path.read_text(encoding="utf-8", errors="replace"), end="")
+    return 0
+
+
+def _follow(run: Path) -> int:
+    """The newest log, and the next job's when it begins, until no job is left."""
+    path, place = None, 0
+    while True:
+        alive = still_living(run)
+        newest = _newest_log(run)
+        if newest != path and newest:
+            path, place = newest, 0
+        if path:
+            with path.open("rb") as file:
+                file.seek(place)
+                text = file.read()
+            place += len(text)
+            sys.stdout.write(text.decode("utf-8", "replace"))
+            sys.stdout.flush()
+        if not alive:
+            return 0
+        time.sleep(_LOOK_EVERY)
+
+
+def _of_rank(run: Path, rank: int) -> list[str]:
+    """What is known of one rank: where it ran, and the lines of the newest log that name it."""
+    starts = [event for event in progress.lines_of(run / "events.jsonl") if event.get("event") == "start"]
+    places = [place for place in (starts[-1].get("ranks", []) if starts else []) if place.get("rank") == rank]
+    if not places:
+        raise InputError(f"{run}: the run has not started with a rank {rank} yet")
+    lines = [f"rank {rank}: process {places[0].get('pid')} on {places[0].get('host')}"]
+    path = _newest_log(run)
+    text = path.read_text(encoding="utf-8", errors="replace").splitlines() if path else []
+    return lines + [line for line in text if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")]

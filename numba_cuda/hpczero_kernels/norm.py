@@ -1,0 +1,131 @@
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019), with what is added to their input before.
+
+    total = x + residual;  y = (total - mean) / sqrt(variance + eps) * weight + bias        RMSNorm: mean = 0, no bias
+
+Over the last dimension; statistics are fp32, one a row. Where something is added, its sum goes on beside y: the residual stream.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from hpczero_kernels.operators import empty, operator, wide
+from hpczero_kernels.registry import CUDA, choose
+
+EPS = 1e-5
+LONGEST = 8192  # columns that a block of threads holds in its registers
+
+
+def forward_reference(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
+    """y, total (empty: nothing was added), mean and inverse deviation of each row."""
+    total = x if residual is None else x + residual
+    values = wide(total)
+    mean = values.mean(-1, keepdim=True) if centred else torch.zeros_like(values[..., :1])
+    inverse = torch.rsqrt((values - mean).square().mean(-1, keepdim=True) + eps)
+    y = (values - mean) * inverse * wide(weight)
+    y = y if bias is None else y + wide(bias)
+    return y.to(x.dtype), x.new_empty(0) if residual is None else total, mean.flatten(), inverse.flatten()
+
+
+def backward_reference(
+    gradient: Tensor, of_total: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of total (those of x and residual), weight and bias; `of_total` comes on top, from where the total went."""
+    mean, inverse = (each.view(*total.shape[:-1], 1) for each in (mean, inverse))
+    g, normal = wide(gradient), (wide(total) - mean) * inverse
+    scaled = g * wide(weight)
+    along = normal * (scaled * normal).mean(-1, keepdim=True)
+    across = scaled.mean(-1, keepdim=True) if centred else torch.zeros_like(inverse)
+    of_x = (scaled - across - along) * inverse
+    of_x = of_x if of_total is None else of_x + wide(of_total)
+    of_weight, of_bias = (each.flatten(0, -2).sum(0).to(weight.dtype) for each in (g * normal, g))
+    return of_x.to(total.dtype), of_weight, of_bias
+
+
+def _fake_forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
+    statistics = [x.new_empty(x.numel() // x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2)]
+    return empty(x), x.new_empty(0) if residual is None else empty(x), *statistics
+
+
+def _fake_backward(
+    gradient: Tensor, of_total: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return empty(total), empty(weight), empty(weight)
+
+
+_forward = operator(
+    "norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor, Tensor)",
+    forward_reference, "norm:norm_forward", _fake_forward,
+)  # fmt: skip
+_backward = operator(
+    "norm_backward(Tensor gradient, Tensor? of_total, Tensor total, Tensor weight, Tensor mean, Tensor inverse, bool centred)"
+    " -> (Tensor, Tensor, Tensor)",
+    backward_reference, "norm:norm_backward", _fake_backward,
+)  # fmt: skip
+
+
+class Norm(torch.autograd.Function):
+    """y, and the total where something is added."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Any:
+        y, total, mean, inverse = _forward(x, residual, weight, bias, eps, centred)
+        context.save_for_backward(x if residual is None else total, weight, mean, inverse)
+        context.centred, context.adds, context.has_bias = centred, residual is not None, bias is not None
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor, of_total: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        of_x, of_weight, of_bias = _backward(gradient, of_total, *context.saved_tensors, context.centred)
+        return of_x, of_x if context.adds else None, of_weight, of_bias if context.has_bias else None, None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
+    if choose("norm", x, _fits(x, weight)) == CUDA:
+        return Norm.apply(x, None, weight, bias, eps, True)
+    return layer_norm_reference(x, weight, bias, eps)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
+    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    if choose("norm", x, _fits(x, weight)) == CUDA:
+        return Norm.apply(x, None, weight, None, eps, False)
+    return rms_norm_reference(x, weight, eps)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and this sum."""
+    if choose("norm", x, _fits(x, weight)) == CUDA:
+        return Norm.apply(x, residual, weight, bias, eps, True)
+    return add_layer_norm_reference(x, residual, weight, bias, eps)
+
+
+def add_layer_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return layer_norm_reference(total, weight, bias, eps), total
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+    if choose("norm", x, _fits(x, weight)) == CUDA:
+        return Norm.apply(x, residual, weight, None, eps, False)
+    return add_rms_norm_reference(x, residual, weight, eps)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm_reference(total, weight, eps), total
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    return weight.dtype == x.dtype and 0 < x.shape[-1] <= LONGEST

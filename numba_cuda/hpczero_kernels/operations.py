@@ -1,0 +1,47 @@
+"""The operations of models, by the spec's word for them: with hpczero's kernels where these are chosen ("auto"), or PyTorch's alone ("torch")."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from hpczero_kernels.attention import attention, attention_reference
+from hpczero_kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from hpczero_kernels.dropout import dropout
+from hpczero_kernels.gelu import gelu, gelu_reference
+from hpczero_kernels.norm import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    add_rms_norm,
+    add_rms_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+from hpczero_kernels.registry import TORCH
+from hpczero_kernels.rotary import rotary, rotary_reference
+from hpczero_kernels.swiglu import swiglu, swiglu_reference
+
+
+@dataclass(frozen=True)
+class Operations:
+    attention: Callable[..., Tensor]
+    layer_norm: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    gelu: Callable[..., Tensor]
+    swiglu: Callable[..., Tensor]
+    dropout: Callable[..., Tensor]
+    cross_entropy: Callable[..., Tensor]
+    rotary: Callable[..., Tensor]
+
+
+AUTO = Operations(attention, layer_norm, rms_norm, add_layer_norm, add_rms_norm, gelu, swiglu, dropout, cross_entropy, rotary)
+PYTORCHS = Operations(
+    attention_reference, layer_norm_reference, rms_norm_reference, add_layer_norm_reference, add_rms_norm_reference, gelu_reference,
+    swiglu_reference, partial(dropout, implementation=TORCH), cross_entropy_reference, rotary_reference,
+)  # fmt: skip
+OPERATIONS = {"auto": AUTO, "torch": PYTORCHS}

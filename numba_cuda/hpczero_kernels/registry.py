@@ -1,0 +1,75 @@
+"""Which implementation carries out an operation: the first in its table that takes the device and the precision, and is there.
+
+The choice depends on these alone, so that it is the same on ranks of one kind; it is logged once ("hpczero_kernels", INFO), and `force`d by name
+where somebody wants to know whether a kernel is to blame.
+"""
+
+import logging
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from numba.core import config
+
+from hpczero_kernels.table import CUDA, NUMBA, TABLE, TORCH, Implementation
+
+__all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force"]
+
+SIMULATED = bool(vars(config).get("ENABLE_CUDASIM"))  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
+_LOG = logging.getLogger("hpczero_kernels")
+
+_forced: dict[str, str] = {}
+_chosen: dict[str, str] = {}
+
+
+def choose(operation: str, tensor: torch.Tensor, fits: bool = True) -> str:
+    """The name of the implementation for this tensor; `fits`: whether kernels can have its shape."""
+    return _choose(operation, tensor.device.type, tensor.dtype, fits)
+
+
+def force(text: str) -> None:
+    """As in "norm=torch,adamw=torch", or "torch" for all operations, wherever the implementation's device is theirs; "" undoes it. ValueError
+    where there is no such operation or implementation.
+    """
+    found: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        operation, separator, name = entry.partition("=")
+        if not separator:
+            operation, name = "", entry
+        if operation and operation not in TABLE:
+            raise ValueError(f"there is no operation {operation}; there are {', '.join(TABLE)}")
+        having = [key for key, entries in TABLE.items() if operation in ("", key) and any(each.name == name for each in entries)]
+        if not having:
+            names = dict.fromkeys(each.name for key, entries in TABLE.items() if operation in ("", key) for each in entries)
+            raise ValueError(f"there is no implementation {name} of {operation or 'any operation'}; there are {', '.join(names)}")
+        found |= dict.fromkeys(having, name)
+    _forced.clear()
+    _forced.update(found)
+    _decide.cache_clear()
+
+
+def choices() -> dict[str, str]:
+    """Those made so far: "norm on cpu in bfloat16" -> "torch"."""
+    return dict(sorted(_chosen.items()))
+
+
+@torch.compiler.assume_constant_result
+def _choose(operation: str, device: str, dtype: torch.dtype, fits: bool) -> str:
+    return _decide(operation, device, str(dtype).removeprefix("torch."), fits)
+
+
+@lru_cache(maxsize=1024)
+def _decide(operation: str, device: str, dtype: str, fits: bool) -> str:
+    able = [each for each in map(_in_simulation, TABLE[operation]) if each.takes(device, dtype) and (fits or each.name == TORCH)]
+    lacking = {each.name: "" if SIMULATED else each.missing() for each in able}
+    there = [name for name, reason in lacking.items() if not reason]
+    forced = _forced.get(operation)
+    name = forced if forced in there else there[0]
+    what, why = f"{operation} on {device} in {dtype}", "; ".join(filter(None, lacking.values()))
+    _chosen[what] = name
+    _LOG.info("%s: %s%s", what, name, f" ({why})" if why else "")
+    return name
+
+
+def _in_simulation(implementation: Implementation) -> Implementation:
+    return replace(implementation, device="cpu") if SIMULATED and implementation.name == CUDA else implementation

@@ -1,0 +1,54 @@
+"""Which implementations there are of each operation, the best first. Plain data, without torch or numba.
+
+    torch   PyTorch's own operations; every other implementation is held against it
+    numba   kernels for CPUs, where they were measured faster (docs/kernels.md)
+    cuda    kernels for NVIDIA's GPUs, by the package numba-cuda; imported when the first of them is chosen, and nowhere else
+"""
+
+from dataclasses import dataclass
+from importlib import util
+
+TORCH, NUMBA, CUDA = "torch", "numba", "cuda"
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`device` "" and no dtypes: any."""
+
+    name: str
+    device: str = ""
+    dtypes: frozenset[str] = frozenset()
+
+    def takes(self, device: str, dtype: str) -> bool:
+        return self.device in ("", device) and (not self.dtypes or dtype in self.dtypes)
+
+    def missing(self) -> str:
+        """Why it cannot be had in this environment; "": it can."""
+        needed = {NUMBA: ("numba", "numba"), CUDA: ("numba_cuda", "numba-cuda")}
+        if self.name == TORCH:
+            return ""
+        module, package = needed[self.name]
+        spec = util.find_spec(module)  # a folder of this name, as in a checkout, is no package
+        return "" if spec is not None and spec.origin is not None else f"the package {package} is not installed"
+
+
+_TORCH = Implementation(TORCH)
+_NUMBA = Implementation(NUMBA, "cpu", FLOATS)
+_CUDA = Implementation(CUDA, "cuda", FLOATS)
+
+TABLE: dict[str, tuple[Implementation, ...]] = {
+    "adamw": (_CUDA, _NUMBA, _TORCH),
+    "sum": (_CUDA, _NUMBA, _TORCH),
+    "norm": (_CUDA, _TORCH),
+    "gelu": (_CUDA, _TORCH),
+    "swiglu": (_CUDA, _TORCH),
+    "dropout": (_CUDA, _NUMBA, _TORCH),
+    "cross_entropy": (_CUDA, _TORCH),
+    "rotary": (_CUDA, _TORCH),
+}
+
+
+def available(device: str) -> dict[str, str]:
+    """What is taken for each operation on a device ("cpu", "cuda"), if the shape fits and nothing else is asked for."""
+    return {operation: next(each.name for each in TABLE[operation] if each.takes(device, "float32") and not each.missing()) for operation in TABLE}

@@ -1,0 +1,27 @@
+#!/bin/bash -l
+#PBS -S /bin/bash
+#PBS -N a-run-with-a-lo
+#PBS -j oe
+#PBS -P proj1
+#PBS -q gpuvolta
+#PBS -l ncpus=96
+#PBS -l ngpus=8
+#PBS -l mem=760GB
+#PBS -l walltime=01:00:00
+#PBS -l wd
+
+# shellcheck disable=SC2016 # what stands in single quotes is meant as it stands
+fail() {
+    echo "hpczero job: $*" >&2
+    exit 2
+}
+
+# a-run-with-a-long-name on gadi/gpuvolta: 2 x 4 ranks (nodes x ranks on each), started by mpirun
+export VIRTUAL_ENV=/work/venv
+export PATH="$VIRTUAL_ENV/bin:$PATH"
+cd /work/jobs || fail "the job's folder is not here"
+
+# the run stops, with a checkpoint, before this moment (seconds since 1970)
+HPCZERO_DEADLINE=$(($(date +%s) + 3600))
+export HPCZERO_DEADLINE
+mpirun -n 8 --map-by ppr:4:node --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null

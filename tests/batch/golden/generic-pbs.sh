@@ -1,0 +1,22 @@
+#!/bin/bash -l
+#PBS -S /bin/bash
+#PBS -N a-run-with-a-lo
+#PBS -j oe
+#PBS -l select=2:ncpus=1:mpiprocs=1
+#PBS -l walltime=01:00:00
+
+# shellcheck disable=SC2016 # what stands in single quotes is meant as it stands
+fail() {
+    echo "hpczero job: $*" >&2
+    exit 2
+}
+
+# a-run-with-a-long-name on generic/pbs: 2 x 1 ranks (nodes x ranks on each), started by mpirun
+export VIRTUAL_ENV=/work/venv
+export PATH="$VIRTUAL_ENV/bin:$PATH"
+cd /work/jobs || fail "the job's folder is not here"
+
+# the run stops, with a checkpoint, before this moment (seconds since 1970)
+HPCZERO_DEADLINE=$(($(date +%s) + 3600))
+export HPCZERO_DEADLINE
+mpirun -n 2 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null

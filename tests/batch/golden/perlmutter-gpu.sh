@@ -1,0 +1,32 @@
+#!/bin/bash -l
+#SBATCH --job-name=a-run-with-a-long-name
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=4
+#SBATCH --time=01:00:00
+#SBATCH --account=proj1
+#SBATCH --qos=regular
+#SBATCH --constraint=gpu
+#SBATCH --export=NONE
+
+# shellcheck disable=SC2016 # what stands in single quotes is meant as it stands
+fail() {
+    echo "hpczero job: $*" >&2
+    exit 2
+}
+
+# a-run-with-a-long-name on perlmutter/gpu: 2 x 4 ranks (nodes x ranks on each), started by srun
+export SLURM_EXPORT_ENV=ALL
+export FI_MR_CACHE_MONITOR=userfaultfd
+export HDF5_USE_FILE_LOCKING=FALSE
+export VIRTUAL_ENV=/work/venv
+export PATH="$VIRTUAL_ENV/bin:$PATH"
+cd /work/jobs || fail "the job's folder is not here"
+
+# the run stops, with a checkpoint, before this moment (seconds since 1970)
+end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02
+[ -n "$end" ] || end=$(timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null | xargs -r date +%s -d 2>/dev/null)
+HPCZERO_DEADLINE=${end:-$(($(date +%s) + 3600))}
+export HPCZERO_DEADLINE
+srun --kill-on-bad-exit=1 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=32 --cpu-bind=cores --gpu-bind=none python3 -m hpczero run /work/jobs/spec.toml </dev/null

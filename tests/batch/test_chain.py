@@ -1,0 +1,155 @@
+"""What the jobs of a chain do, one after the other: their script is run with launchers and schedulers that are fakes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.batch.golden import submitted
+
+BASH = shutil.which("bash") or "bash"
+
+
+class Machine:
+    """A compute node: a job's script, and the programs that it finds."""
+
+    def __init__(self, folder: Path, batch: dict[str, object]) -> None:
+        self.folder, self.run, self.books = folder, folder / "runs" / "a run", folder / "runs" / "a run" / "batch" / "1-ab"
+        self.books.mkdir(parents=True)
+        (folder / "bin").mkdir()
+        text = submitted({"venv": "", "site": "generic/slurm", **batch}, folder, str(self.run), str(self.books))
+        (folder / "job.sh").write_text(text.replace("cd /work/jobs ", f"cd {folder} "))
+        self.program("squeue", "exit 1")
+
+    def program(self, name: str, code: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f"#!{BASH}\n{code}\n")
+        path.chmod(0o755)
+
+    def start(self, number: str, **variables: str) -> subprocess.Popen[str]:
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        surroundings = {"PATH": path, "SLURM_JOB_ID": number, "PBS_JOBID": number, "RUN": str(self.run), **variables}
+        command = [BASH, str(self.folder / "job.sh")]
+        return subprocess.Popen(command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def job(self, number: str, launcher: str, **variables: str) -> tuple[int, str]:
+        """Exit code and output of a job whose srun does this."""
+        self.program("srun", launcher)
+        process = self.start(number, **variables)
+        said, _ = process.communicate(timeout=60)
+        return process.returncode, said
+
+    def forgets(self) -> None:
+        for name in ("over", "links"):
+            (self.books / name).unlink()
+
+    def links(self) -> list[str]:
+        return [line.split(" ", 1)[1] for line in (self.books / "links").read_text().splitlines()]
+
+    def over(self) -> str:
+        path = self.books / "over"
+        return path.read_text().strip() if path.exists() else ""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path, {"max_stalled": 2, "walltime": "30m"})
+
+
+SAVES = 'mkdir -p "$RUN/checkpoints/step-0000000{n}"; touch "$RUN/checkpoints/step-0000000{n}/MANIFEST.json"; '
+
+
+def test_job_after_job_until_the_run_is_finished(machine: Machine) -> None:
+    assert machine.job("1", SAVES.format(n=1) + "exit 75")[0] == 0, "for the scheduler that is no failure"
+    assert machine.over() == ""
+    assert machine.job("2", SAVES.format(n=2) + "exit 0")[0] == 0
+    assert machine.over() == "the run is finished"
+    code, said = machine.job("3", "echo started; exit 0")
+    assert (code, said) == (0, "hpczero job: nothing is left to do: the run is finished\n")
+    assert machine.links() == ["1 began none", "1 ended 75", "2 began step-00000001", "2 ended 0", "3 passed 0"]
+
+
+def test_a_wrong_input_ends_the_chain_and_is_a_failure(machine: Machine) -> None:
+    assert machine.job("1", "exit 2")[0] == 2
+    assert machine.over() == "the input is wrong (exit code 2)"
+    assert machine.job("2", "echo started")[0] == 0
+    assert machine.links()[-1] == "2 passed 0"
+
+
+def test_a_crash_is_tried_again_as_long_as_there_is_progress(machine: Machine) -> None:
+    for number in range(1, 5):
+        assert machine.job(str(number), SAVES.format(n=number) + "exit 1")[0] == 1
+    assert machine.over() == ""
+    assert machine.job("5", "exit 137")[0] == 137
+    assert machine.job("6", "echo started; exit 1") == (1, "started\n"), "the second without a new checkpoint"
+    code, said = machine.job("7", "echo started")
+    assert code == 0
+    assert "no progress: 2 jobs in a row ended without a new checkpoint" in said
+    assert machine.job("8", "echo started")[1].count("started") == 0
+
+
+def test_a_job_that_was_killed_outright_counts_too(machine: Machine) -> None:
+    """Nothing is written at its end; the next one sees that it began."""
+    for number in ("1", "2"):
+        process = machine.start(number) if machine.program("srun", "sleep 30") is None else None
+        assert process
+        while not (machine.books / "links").exists() or f"{number} began none" not in machine.links():
+            time.sleep(0.05)
+        process.kill()
+        process.communicate(timeout=60)
+    assert machine.links() == ["1 began none", "2 began none"]
+    assert "no progress" in machine.job("3", "exit 0")[1]
+
+
+@pytest.mark.parametrize(("state", "code"), [("stopped", 0), ("finished", 0), ("failed", 143)])
+def test_the_runs_own_word_counts_more_than_the_launchers(machine: Machine, state: str, code: int) -> None:
+    machine.run.joinpath("summary.json").write_text('{"state": "stopped"}')  # of an earlier job
+    os.utime(machine.run / "summary.json", (1, 1))
+    assert machine.job("1", "exit 143")[0] == 143
+    assert machine.job("2", f'sleep 0.05; echo \'{{"state": "{state}"}}\' >"$RUN/summary.json"; exit 143')[0] == code
+    assert machine.over() == ("the run is finished" if state == "finished" else "")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+def test_asked_to_stop_it_asks_the_run_and_waits_for_it(machine: Machine, name: str) -> None:
+    machine.program("srun", 'touch "$RUN/up"; while [ ! -e "$RUN/stop" ]; do sleep 0.05; done; exit 75')
+    process = machine.start("1")
+    while not (machine.run / "up").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.Signals[name])
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert machine.links() == ["1 began none", "1 ended 75"]
+
+
+def test_a_module_that_is_not_there_is_a_failure_that_is_noted(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"modules": ["nothing"]})
+    machine.program("module", "exit 1")
+    code, said = machine.job("1", "exit 0")
+    assert (code, said) == (2, "hpczero job: these modules cannot be loaded: nothing\n")
+    assert machine.links() == ["1 began none", "1 ended 2"]
+    assert machine.over() == "", "the next job may find it"
+
+
+def test_when_the_job_ends_as_slurm_says_or_as_it_was_asked_for(machine: Machine) -> None:
+    tells = 'echo "$HPCZERO_DEADLINE"'
+    assert machine.job("1", tells, SLURM_JOB_END_TIME="1893456000")[1] == "1893456000\n"
+    machine.forgets()
+    machine.program("squeue", 'echo "2030-01-01T00:00:00"')
+    assert machine.job("2", tells, TZ="UTC")[1] == "1893456000\n"
+    machine.forgets()
+    machine.program("squeue", "echo N/A")
+    before = int(time.time())
+    assert before + 1800 <= int(machine.job("3", tells)[1]) <= time.time() + 1800
+
+
+def test_under_pbs_the_job_writes_its_log_itself(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"site": "generic/pbs"})
+    machine.program("mpirun", "echo words; echo more >&2; exit 75")
+    process = machine.start("17.pbs")
+    assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
+    assert (machine.books / "log-17.pbs").read_text() == "words\nmore\n"

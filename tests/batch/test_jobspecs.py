@@ -1,0 +1,67 @@
+"""The job specs that come with hpczero: each is a valid job on the grid that it names, of the size that it claims, and makes a script."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpczero.batch.job import Here, plan
+from hpczero.batch.render import render
+from hpczero.cli import main
+from hpczero.comm.grid import Grid
+from hpczero.model.shapes import layers, parameter_count
+from hpczero.planner.memory import needs_on_grid
+from hpczero.planner.volumes import resolved
+from hpczero.spec.load import load
+
+FOLDER = Path(__file__).resolve().parents[2] / "jobspecs"
+ALL = sorted(path.stem for path in FOLDER.glob("*.toml"))
+COMMAND = re.compile(r"^# +hpczero check (jobspecs/([\w.-]+)\.toml --ranks (\d+) --ranks-per-node (\d+))$", re.MULTILINE)
+HERE = Here("/work", "/work/venv", ("slurm",))
+# name -> billions of parameters, ranks, GiB of a rank's device
+CLAIMS = {
+    "gpt2-1.5b": (1.56, 8, 40),
+    "gpt-7b-h100": (6.66, 8, 80),
+    "gpt-7b-gh200": (6.66, 16, 96),
+    "gpt-cpu": (0.086, 16, 64),
+    "megatron-8.3b": (8.3, 512, 32),
+    "turing-nlg-17b": (17.2, 256, 32),
+    "gpt-100b": (101, 400, 32),
+    "gpt-170b": (171, 400, 32),
+    "gpt-1t": (1008, 800, 32),
+}
+
+
+def test_the_promised_ones_are_there() -> None:
+    assert set(ALL) == {*CLAIMS, "quickstart", "example-slurm", "example-pbs"}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"quickstart"}))
+def test_the_check_that_it_names_passes_for_what_it_asks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ((words, itself, ranks, per_node),) = COMMAND.findall((FOLDER / f"{name}.toml").read_text())
+    assert itself == name
+    assert main(["check", *words.replace("jobspecs", str(FOLDER)).split()]) == 0
+    said = capsys.readouterr().out
+    assert "note:" not in said
+    spec = load(FOLDER / f"{name}.toml").spec
+    assert spec.name == name
+    job = plan(spec, HERE, ("run", "spec.toml"))
+    assert (job.ranks, job.ranks_per_node) == (int(ranks), int(per_node))
+    assert render(job).startswith("#!/bin/bash -l\n")
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_it_has_the_size_that_it_claims_and_fits_its_devices(name: str) -> None:
+    billions, ranks, gib = CLAIMS[name]
+    spec = load(FOLDER / f"{name}.toml").spec
+    assert parameter_count(spec.model) / 1e9 == pytest.approx(billions, rel=0.01)
+    job = plan(spec, HERE, ("run", "spec.toml"))
+    nodes = [rank // job.ranks_per_node for rank in range(job.ranks)]
+    needs = needs_on_grid(spec, layers(spec.model), Grid.build(resolved(spec, nodes), nodes))
+    assert job.ranks == ranks
+    assert max(sum(need.node.values()) for need in needs.values()) <= gib * 2**30 * job.ranks_per_node
+
+
+def test_the_trillion_is_cut_as_it_says() -> None:
+    spec = load(FOLDER / "gpt-1t.toml").spec
+    assert (spec.parallel.tensor, spec.parallel.pipeline) == (16, 50)

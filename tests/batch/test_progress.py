@@ -1,0 +1,153 @@
+"""How a run stands, told from its files and from what the scheduler still knows."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpczero.batch import progress, slurm
+from hpczero.batch.queued import Queued
+from hpczero.batch.submission import Submission
+
+JOBS = ("11", "12", "13")
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Submission:
+    own = Submission.new(tmp_path / "a-run", "slurm", "generic/slurm", 2, 4, 3600, 3)
+    own.path.mkdir(parents=True)
+    for number in JOBS:
+        own = own.with_job(number)
+    own.write()
+    (own.path / "spec.toml").write_text("[train]\nsteps = 100\n")
+    return own
+
+
+def steps(record: Submission, count: int, ago: float = 0.0, seconds: float = 2.0) -> None:
+    lines = [json.dumps({"step": step, "loss": 5.0 - step / 100, "step_seconds": seconds, "tokens_per_second": 50.0}) for step in range(1, count + 1)]
+    path = record.run / "metrics.jsonl"
+    path.write_text("\n".join(lines) + '\n{"step": 99')
+    os.utime(path, (time.time() - ago,) * 2)
+
+
+def links(record: Submission, *lines: str) -> None:
+    (record.path / "links").write_text("".join(f"2026-01-05T1{hour}:00:00Z {line}\n" for hour, line in enumerate(lines)))
+
+
+def queued(number: str, state: Any, reason: str = "") -> Queued:
+    return Queued(number, state, reason, "")
+
+
+def states(found: progress.Progress) -> list[str]:
+    return [link.state for link in found.links]
+
+
+def test_a_run_that_waits(record: Submission) -> None:
+    found = progress.of(record.run, [queued("11", "queued", "Priority"), queued("12", "queued", "Dependency"), queued("13", "held", "JobHeldUser")])
+    assert (found.state, found.reason, found.step, found.steps) == ("queued", "Priority", 0, 100)
+    assert states(found) == ["queued", "queued", "held"]
+
+
+def test_a_run_that_runs(record: Submission) -> None:
+    steps(record, 40)
+    links(record, "11 began none", "11 ended 75", "12 began step-00000020")
+    found = progress.of(record.run, [queued("12", "running"), queued("13", "queued", "Dependency")])
+    assert (found.state, found.step, found.loss, found.seconds_per_step, found.seconds_left) == ("running", 40, 4.6, 2.0, 120.0)
+    assert states(found) == ["interrupted", "running", "queued"]
+    assert found.node_hours == pytest.approx(2.0), "of the first job; the second gave no sign of life"
+
+
+def test_no_step_for_ten_times_the_median_is_said(record: Submission) -> None:
+    links(record, "11 began none")
+    running = [queued("11", "running")]
+    steps(record, 40, ago=50, seconds=10.0)
+    assert progress.of(record.run, running).state == "running"
+    steps(record, 40, ago=120, seconds=10.0)
+    found = progress.of(record.run, running)
+    assert found.state == "STALLED"
+    assert "one takes 10 s" in found.reason
+    steps(record, 40, ago=50, seconds=0.01)
+    assert progress.of(record.run, running).state == "running", "a minute is nothing to worry about"
+    steps(record, 40, ago=3000, seconds=10.0)
+    (record.run / "events.jsonl").write_text(json.dumps({"event": "start", "time": "2099-01-01T00:00:00+00:00"}) + "\n")
+    assert progress.of(record.run, running).state == "running", "it was started again since"
+
+
+def test_a_run_that_is_finished_and_forgotten_by_the_scheduler(record: Submission) -> None:
+    steps(record, 100)
+    links(record, "11 began none", "11 ended 0", "12 passed 0", "13 passed 0")
+    (record.run / "summary.json").write_text('{"state": "finished"}')
+    found = progress.of(record.run, [])
+    assert (found.state, found.step, found.seconds_left) == ("finished", 100, None)
+    assert states(found) == ["finished", "passed", "passed"]
+
+
+def test_a_run_that_failed_says_why(record: Submission) -> None:
+    links(record, "11 began none", "11 ended 2", "12 passed 0", "13 passed 0")
+    record.close("the input is wrong (exit code 2)")
+    record.log("11").write_text("".join(f"line {number}\n" for number in range(30)) + "hpczero: nowhere.h5 does not exist\n\n")
+    found = progress.of(record.run, [])
+    assert (found.state, found.reason) == ("failed", "the input is wrong (exit code 2)")
+    assert found.links[0].reason == "exit code 2 (the input is wrong)"
+    assert found.last_lines[-1] == "hpczero: nowhere.h5 does not exist"
+    assert len(found.last_lines) == 12
+
+
+@pytest.mark.parametrize(
+    ("code", "job", "reason"),
+    [
+        ("137", queued("11", "ended", "OUT_OF_MEMORY"), "exit code 137 (signal 9), OUT_OF_MEMORY"),
+        ("1", queued("11", "ended", "FAILED"), "exit code 1"),
+        ("", queued("11", "ended", "NODE_FAIL"), "NODE_FAIL"),
+        ("", None, "it ended without a word: killed, or its node failed"),
+    ],
+)
+def test_how_a_job_ended(record: Submission, code: str, job: Queued | None, reason: str) -> None:
+    links(record, "11 began none", *([f"11 ended {code}"] if code else []))
+    found = progress.of(record.run, [job] if job else [])
+    assert found.links[0].reason == reason
+    assert found.state == "failed"
+
+
+def test_a_scheduler_that_does_not_answer_has_not_ended_the_jobs(record: Submission) -> None:
+    links(record, "11 began none", "11 ended 75", "12 began step-00000020")
+    found = progress.of(record.run, [], silent={"slurm"})
+    assert (found.state, states(found)) == ("unknown", ["interrupted", "unknown", "unknown"])
+    assert progress.of(record.run, [], silent={"pbs"}).state == "failed"
+
+
+def test_a_job_that_was_requeued_runs_again(record: Submission) -> None:
+    links(record, "11 began none", "11 ended 143", "11 began step-00000005")
+    assert states(progress.of(record.run, [queued("11", "running")]))[0] == "running"
+    assert states(progress.of(record.run, [queued("11", "queued", "BeginTime")]))[0] == "queued"
+
+
+def test_files_that_are_half_written_or_nonsense(record: Submission) -> None:
+    for name in ("metrics.jsonl", "events.jsonl", "summary.json"):
+        (record.run / name).write_bytes(b'\xff\x00{"step":\n[1]\nnull\n')
+    (record.path / "links").write_bytes(b"\xff\n\n11 began\n")
+    (record.path / "spec.toml").write_text("= nothing")
+    found = progress.of(record.run, [])
+    assert (found.step, found.steps, found.loss) == (0, 0, None)
+
+
+def test_the_words_of_squeue() -> None:
+    text = """11|PENDING|Resources|2026-01-05T10:00:00|hpczero:ab12:0
+12|PENDING|JobHeldUser|N/A|hpczero:ab12:1
+13|RUNNING|None|2026-01-05T09:00:00|
+14|TIMEOUT|TimeLimit|2026-01-05T09:00:00|a|b
+slurm_load_jobs error: nonsense
+"""
+    first, second, third, fourth = slurm.parse(text)
+    assert (first.state, first.reason, first.start, first.tag) == ("queued", "Resources", "2026-01-05T10:00:00", "hpczero:ab12:0")
+    assert (second.state, second.reason, second.start) == ("held", "JobHeldUser", "")
+    assert (third.state, third.reason) == ("running", "")
+    assert (fourth.state, fourth.reason, fourth.tag) == ("ended", "TIMEOUT", "a|b")
+
+
+def test_a_folder_with_signs_of_slurms_own_in_its_name() -> None:
+    words = slurm.submission(Path("/a%j/job.sh"), Path("/a%j"), "tag", "", held=False)
+    assert "--output=/a%%j/log-%j" in words

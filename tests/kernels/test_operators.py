@@ -1,0 +1,181 @@
+"""Every operator in every precision and direction against fp64, beside PyTorch's own operations; on whatever `device` says.
+
+Legend: x [samples, rows, columns], flattened where an operator has rows only.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero_kernels import cross_entropy, dropout, gelu, norm, rotary, swiglu
+from tests.kernels.device import DEVICE, KERNELS, distance, drawn, size
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FLOOR = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # two roundings of fp32, a quarter of one of a half
+SMALL = [(1, 2, 24), (1, 3, 13), (1, 1, 1)]
+SHAPES = SMALL if KERNELS and DEVICE == "cpu" else [*SMALL, (5, 3, 123), (2, 4, 256), (3, 1, 1032), (1, 2, 4096)]
+KEY = 0xFEDCBA9876543210
+PLACE = dropout.Place(all_columns=8200, first_row=3, first_column=8)
+Operator = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`made`: what has a gradient, from shape, precision and offset; `own` and `torchs` take that."""
+
+    made: Callable[[tuple[int, int, int], torch.dtype, int], list[Tensor]]
+    own: Operator
+    torchs: Operator
+
+
+def rows_and_columns(*which: str) -> Callable[[tuple[int, int, int], torch.dtype, int], list[Tensor]]:
+    def made(shape: tuple[int, int, int], dtype: torch.dtype, offset: int) -> list[Tensor]:
+        shapes = {"x": shape, "column": shape[-1:], "both": (*shape[:-1], 2, shape[-1]), "heads": (*shape[:2], 2, 2 * shape[-1])}
+        return [drawn(shapes[name], number, dtype, offset) for number, name in enumerate(which, 1)]
+
+    return made
+
+
+def targets_for(logits: Tensor) -> Tensor:
+    targets = torch.arange(logits.shape[0]) * 7 % logits.shape[-1]
+    targets[1::3] = cross_entropy.IGNORED
+    return targets.to(logits.device)
+
+
+def torchs_losses(x: Tensor) -> Tensor:
+    x = x.flatten(0, 1)
+    return torch.nn.functional.cross_entropy(x if x.dtype == torch.float64 else x.float(), targets_for(x), reduction="sum")
+
+
+def samples_of(x: Tensor) -> Tensor:
+    return (torch.arange(x.shape[0]) * 1_000_000_007).to(x.device)
+
+
+def own_dropout(x: Tensor, *rest: Tensor) -> Tensor:
+    bias, residual = rest or (None, None)
+    return dropout.FusedDropout.apply(x, bias, residual, dropout.Chosen(0.3, KEY, samples_of(x), PLACE))
+
+
+def torchs_dropout(x: Tensor, *rest: Tensor) -> Tensor:
+    kept = dropout.keep_reference(KEY, 0.3, samples_of(x), x.shape, PLACE)
+    return (x + rest[0]) * kept / 0.7 + rest[1] if rest else x * kept / 0.7
+
+
+def turned(x: Tensor) -> tuple[Tensor, Tensor]:
+    return rotary.angles(torch.arange(5, 5 + x.shape[1], device=x.device), x.shape[-1])
+
+
+CASES = {
+    "layer_norm": Case(
+        rows_and_columns("x", "column", "column"), lambda x, w, b: norm.Norm.apply(x, None, w, b, norm.EPS, True), norm.layer_norm_reference
+    ),
+    "add_layer_norm": Case(
+        rows_and_columns("x", "x", "column", "column"), lambda x, r, w, b: norm.Norm.apply(x, r, w, b, norm.EPS, True), norm.add_layer_norm_reference
+    ),
+    "rms_norm": Case(rows_and_columns("x", "column"), lambda x, w: norm.Norm.apply(x, None, w, None, norm.EPS, False), norm.rms_norm_reference),
+    "add_rms_norm": Case(
+        rows_and_columns("x", "x", "column"), lambda x, r, w: norm.Norm.apply(x, r, w, None, norm.EPS, False), norm.add_rms_norm_reference
+    ),
+    "gelu_tanh": Case(rows_and_columns("x"), lambda x: gelu.Gelu.apply(x, None, True), gelu.gelu_reference),
+    "bias_gelu_tanh": Case(rows_and_columns("x", "column"), lambda x, b: gelu.Gelu.apply(x, b, True), gelu.gelu_reference),
+    "bias_gelu_erf": Case(
+        rows_and_columns("x", "column"), lambda x, b: gelu.Gelu.apply(x, b, False), lambda x, b: gelu.gelu_reference(x, b, by_tanh=False)
+    ),
+    "swiglu": Case(rows_and_columns("both"), swiglu.Swiglu.apply, swiglu.swiglu_reference),
+    "dropout": Case(rows_and_columns("x"), own_dropout, torchs_dropout),
+    "bias_dropout_residual": Case(rows_and_columns("x", "column", "x"), own_dropout, torchs_dropout),
+    "cross_entropy": Case(
+        rows_and_columns("x"), lambda x: cross_entropy.CrossEntropy.apply(x.flatten(0, 1) * 1, targets_for(x.flatten(0, 1))), torchs_losses
+    ),
+    "rotary": Case(rows_and_columns("heads"), lambda x: rotary.Rotary.apply(x, *turned(x)), lambda x: rotary.rotary_reference(x, *turned(x))),
+}
+OPERATORS = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """What is not written is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the simulator's infinities
+
+
+def carried_out(operator: Operator, given: list[Tensor], dtype: torch.dtype, seed: int = 100) -> list[Tensor]:
+    """Outputs, then gradients; the gradients of the outputs are drawn in the precision of `given`."""
+    inputs = [tensor.detach().to(dtype).requires_grad_() if dtype != tensor.dtype else tensor.detach().requires_grad_() for tensor in given]
+    made = operator(*inputs)
+    outputs = list(made) if isinstance(made, tuple) else [made]
+    above = [drawn(tuple(out.shape), seed + number, given[0].dtype).to(out.dtype) for number, out in enumerate(outputs)]
+    gradients = torch.autograd.grad(outputs, inputs, above)
+    return [*(out.detach() for out in outputs), *gradients]
+
+
+@OPERATORS
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_is_as_exact_as_torchs(case: Case, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    given = case.made(shape, dtype, 0)
+    exact = carried_out(case.torchs, given, torch.float64)
+    theirs, ours = carried_out(case.torchs, given, dtype), carried_out(case.own, given, dtype)
+    for number, (right, their, our) in enumerate(zip(exact, theirs, ours, strict=True)):
+        assert our.shape == right.shape
+        assert our.dtype == their.dtype
+        assert our.isfinite().all()
+        assert distance(our, right) <= 2 * distance(their, right) + FLOOR[dtype] * size(right), number
+
+
+@OPERATORS
+@pytest.mark.parametrize("shape", [(0, 2, 16), (2, 0, 16)], ids=str)
+def test_nothing_gives_nothing(case: Case, shape: tuple[int, int, int]) -> None:
+    given = case.made(shape, torch.bfloat16, 0)
+    expected, found = (carried_out(operator, given, torch.bfloat16) for operator in (case.torchs, case.own))
+    for theirs, ours in zip(expected, found, strict=True):
+        assert ours.shape == theirs.shape
+        assert not ours.any()
+
+
+@OPERATORS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_neither_alignment_nor_another_run_changes_a_bit(case: Case, dtype: torch.dtype) -> None:
+    shape = SHAPES[-1] if DEVICE == "cuda" else (1, 3, 24)
+    ways = [carried_out(case.own, case.made(shape, dtype, offset), dtype) for offset in (0, 0, 1, 3)]
+    for way in ways[1:]:
+        assert all(torch.equal(*pair) for pair in zip(ways[0], way, strict=True))
+
+
+@OPERATORS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_goes_where_torch_takes_it(case: Case, bad: float) -> None:
+    given = case.made((1, 3, 13), torch.float32, 0)
+    given[0][0, 2].flatten()[5] = bad
+    expected, found = carried_out(case.torchs, given, torch.float64), carried_out(case.own, given, torch.float32)
+    for right, ours in zip(expected, found, strict=True):
+        torch.testing.assert_close(ours.double(), right, equal_nan=True, rtol=1e-5, atol=1e-5)
+
+
+@OPERATORS
+@pytest.mark.skipif(KERNELS, reason="kernels have no fp64")
+def test_gradients_are_those_of_the_formula(case: Case) -> None:
+    given = [tensor.double().requires_grad_() for tensor in case.made((2, 2, 5), torch.float32, 0)]
+    if case is CASES["cross_entropy"]:
+        pytest.skip("its arithmetic is fp32 whatever comes")
+    if case is CASES["rotary"]:
+        given = [given[0][..., :6].detach().clone().requires_grad_()]
+    assert torch.autograd.gradcheck(case.own, given)
+
+
+@OPERATORS
+@pytest.mark.skipif(KERNELS and DEVICE == "cpu", reason="the simulator's kernels are no graph")
+def test_it_survives_the_compiler(case: Case) -> None:
+    given = case.made((2, 3, 24), torch.float32, 0)
+    plain = carried_out(case.own, given, torch.float32)
+    torch.compiler.reset()
+    compiled = carried_out(torch.compile(case.own, backend="aot_eager", fullgraph=True), given, torch.float32)
+    for left, right in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(left, right)

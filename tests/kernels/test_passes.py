@@ -1,0 +1,135 @@
+"""The passes of a step (sum, AdamW) as whatever `device` says has them: against their references, which other tests hold against torch."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpczero_kernels import adamw, reduce
+from hpczero_kernels.adamw import Rule, Scalars, State, adamw_reference, scalars_of_norm, scalars_of_step
+from hpczero_kernels.pool import BLOCK
+from hpczero_kernels.reduce import sum_pieces_reference
+from tests.kernels.device import DEVICE, KERNELS, drawn
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+COUNTS = [0, 1, 123, 2056] if KERNELS and DEVICE == "cpu" else [0, 1, 123, BLOCK, 3 * BLOCK + 77]
+NAN = float("nan")
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("dtype", "out_dtype"), [(dtype, out) for dtype in FLOATS for out in {dtype, torch.float32}], ids=str)
+def test_sums_equal_the_reference(dtype: torch.dtype, out_dtype: torch.dtype, offset: int, count: int) -> None:
+    for pieces, accumulate in ((1, False), (3, True)):
+        given = [drawn((count,), seed, dtype, offset) for seed in range(pieces)]
+        start = drawn((count,), 9, out_dtype, offset) if accumulate else torch.full((count + offset,), NAN, dtype=out_dtype, device=DEVICE)[offset:]
+        expected, out = start.clone(), start.clone()
+        squares, bad = torch.full((-(-count // BLOCK),), NAN, device=DEVICE), torch.zeros(1, device=DEVICE)
+        sum_pieces_reference(given, expected, accumulate, None)
+        reduce.sum_pieces(given, out, accumulate, squares, bad=bad)
+        assert same(out, expected)
+        blocks = [block.double().square().sum() for block in out.split(BLOCK)] if count else []
+        torch.testing.assert_close(squares.double(), torch.stack(blocks) if blocks else squares.double(), rtol=2e-6, atol=0)
+        assert not bad.any()
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+def test_a_sum_that_is_not_finite_is_told(value: float) -> None:
+    piece, squares, bad = torch.ones(100, device=DEVICE), torch.zeros(1, device=DEVICE), torch.zeros(1, device=DEVICE)
+    for place in (0, 57, 99):
+        piece[place] = value
+        for asked in (squares, None):
+            bad.zero_()
+            reduce.sum_pieces([piece], piece.clone(), False, asked, bad=bad)
+            assert bad == 1.0
+        assert not squares.isfinite().any()
+        piece[place] = 1.0
+    large = torch.full((100,), 1e30, device=DEVICE)
+    bad.zero_()
+    reduce.sum_pieces([large], large, False, squares, bad=bad)
+    assert squares.isinf().all()
+    assert not bad.any(), "large, and finite"
+
+
+def state_of(count: int, gradient: torch.dtype, weights: torch.dtype | None, offset: int = 0) -> State:
+    written = None if weights is None else torch.full((count + offset,), NAN, dtype=weights, device=DEVICE)[offset:]
+    moments = drawn((count,), 2, torch.float32, offset), drawn((count,), 3, torch.float32, offset).square_()
+    return State(drawn((count,), 1, torch.float32, offset), *moments, drawn((count,), 4, gradient, offset), written)
+
+
+def copy_of(state: State) -> State:
+    return State(*(None if buffer is None else buffer.clone() for buffer in vars(state).values()))
+
+
+def on_device(scalars: Scalars) -> Scalars:
+    return Scalars(scalars.values.to(DEVICE))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize(
+    ("gradient", "weights"),
+    [(torch.float32, None), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.bfloat16)],
+    ids=str,
+)
+def test_adamw_equals_the_reference(gradient: torch.dtype, weights: torch.dtype | None, offset: int, count: int) -> None:
+    state = state_of(count, gradient, weights, offset)
+    expected, scalars = copy_of(state), on_device(scalars_of_step(7, 0.01, (0.9, 0.95), 1e-8, 0.3))
+    adamw.adamw(state, 0.1, scalars)
+    adamw_reference(expected, 0.1, scalars)
+    for name in ("master", "moment1", "moment2", "gradient"):
+        torch.testing.assert_close(getattr(state, name), getattr(expected, name), rtol=1e-6, atol=3e-7)
+    if weights is not None:
+        assert torch.equal(state.weights, state.master.to(weights))
+
+
+def test_ten_steps_equal_torchs() -> None:
+    count = 123
+    state = State(drawn((count,), 0, torch.float32), *(torch.zeros(count, device=DEVICE) for _ in range(3)), None)
+    theirs = torch.nn.Parameter(state.master.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(1, 11):
+        theirs.grad = drawn((count,), step, torch.float32)
+        state.gradient.copy_(theirs.grad * 8)
+        optimizer.step()
+        adamw.adamw(state, 0.1, on_device(scalars_of_step(step, 0.01, (0.9, 0.95), 1e-8, 1 / 8)), zero_gradient=True)
+        torch.testing.assert_close(state.master, theirs.detach(), rtol=1e-6, atol=2e-7)
+        assert not state.gradient.any()
+
+
+@pytest.mark.parametrize("update", [adamw.adamw, adamw_reference])
+def test_a_step_that_is_skipped_changes_nothing_but_the_gradient_to_zero(update) -> None:
+    state, scalars = state_of(123, torch.bfloat16, torch.bfloat16), on_device(scalars_of_step(1, 0.1, (0.9, 0.95), 1e-8, 1.0))
+    scalars.values[-1] = 1.0
+    before = copy_of(state)
+    update(state, 0.1, scalars)
+    assert all(same(*pair) for pair in zip(vars(state).values(), vars(before).values(), strict=True))
+    update(state, 0.1, scalars, zero_gradient=True)
+    assert not state.gradient.any()
+    assert torch.equal(state.master, before.master)
+
+
+def test_gradients_become_zero_in_the_pass() -> None:
+    for dtype in FLOATS:
+        state = state_of(123, dtype, None)
+        expected, scalars = copy_of(state), on_device(scalars_of_step(1, 0.1, (0.9, 0.95), 1e-8, 1.0))
+        adamw.adamw(expected, 0.1, scalars)
+        adamw.adamw(state, 0.1, scalars, zero_gradient=True)
+        assert torch.equal(state.master, expected.master)
+        assert not state.gradient.any()
+
+
+@pytest.mark.parametrize(("clip", "scale"), [(1.0, 1.0), (0.0, 64.0), (0.5, 1024.0), (100.0, 8.0)])
+def test_scalars_made_on_a_device_are_those_of_the_host(clip: float, scale: float) -> None:
+    updates = torch.tensor(4.0, dtype=torch.float64, device=DEVICE)
+    squares, rule = torch.tensor((3.0 * scale) ** 2, device=DEVICE), Rule(0.01, (0.9, 0.95), 1e-8, clip)
+    made = scalars_of_norm(rule, updates, squares, scale)
+    coefficient = min(1.0, clip / (3.0 + 1e-6)) if clip else 1.0
+    torch.testing.assert_close(made.values.cpu(), scalars_of_step(5, 0.01, (0.9, 0.95), 1e-8, coefficient / scale).values)
+    assert updates == 5
+    skipped = scalars_of_norm(rule, updates, squares * NAN, scale)
+    assert updates == 5
+    assert skipped.values[-1] == 1.0

@@ -1,0 +1,134 @@
+"""Saving when something fails: it is SaveFailed, never a checkpoint with a part of it missing, and never the end of the process."""
+
+import errno
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from hpczero.checkpoint import folder, write
+from hpczero.checkpoint.manifest import State
+from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.shard import SLOTS
+from hpczero.checkpoint.table import Holding, Table, Tensor
+from hpczero.checkpoint.write import Job, SaveFailed, Saver
+from hpczero.comm.world import World
+from hpczero.parallel.layout import unit_layout
+from tests.checkpoints import parameters
+
+ELEMENTS = 300_000
+
+
+class Alone:
+    """A world of one rank, without MPI."""
+
+    rank, size, node, node_of_rank, hosts = 0, 1, 0, (0,), ("here",)
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def table() -> Table:
+    layers = parameters(weight=(ELEMENTS,))
+    holding = Holding([unit_layout(layer) for layer in layers], 0)
+    return Table.of([Tensor("weight", (ELEMENTS,))], 1, lambda _: holding)
+
+
+def saver(checkpoints: Path, asynchronous: bool = False) -> Saver:
+    job = Job(checkpoints, {"name": "saved"}, {"data": 1}, table, "node")
+    return Saver(cast(World, Alone()), job, ELEMENTS if asynchronous else None)
+
+
+def save(saver: Saver, step: int, asynchronous: bool = False) -> Path:
+    sources = [[np.full(ELEMENTS, slot + step, np.float32)] for slot in range(len(SLOTS))]
+    saver.begin(sources, State(step=step, updates=step, loss_scale=1.0, good_steps=0), {"seen": np.arange(3)}, asynchronous)
+    return saver.conclude().path
+
+
+class NoThreads(ThreadPoolExecutor):
+    def submit(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_writer_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    own = saver(tmp_path, asynchronous)
+    monkeypatch.setattr(write, "ThreadPoolExecutor", NoThreads)
+    with pytest.raises(SaveFailed, match="can't start new thread"):
+        save(own, 1, asynchronous)
+    assert not own.under_way
+    assert not folder.steps(tmp_path)
+    monkeypatch.undo()
+    with Checkpoint.open(save(own, 2, asynchronous)) as checkpoint:
+        assert np.array_equal(checkpoint["/optimizer/moment1/weight"].numpy(), np.full(ELEMENTS, 3, np.float32))
+
+
+def test_a_thread_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own = saver(tmp_path, asynchronous=True)
+    monkeypatch.setattr(write.threading.Thread, "start", refuse)
+    with pytest.raises(SaveFailed, match="can't start new thread"):
+        save(own, 1, asynchronous=True)
+    assert not folder.steps(tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    """What is said of it asks that file system once more."""
+
+    def stale(*_: Any) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    own = saver(tmp_path, asynchronous)
+    monkeypatch.setattr(write.Writer, "finish", stale)
+    monkeypatch.setattr(folder, "free_bytes", stale)
+    with pytest.raises(SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"):
+        save(own, 1, asynchronous)
+    assert not folder.steps(tmp_path)
+
+
+def full_disk(place: Path, size: int) -> str:
+    """What is said of a save on a disk of so many bytes, in a process of its own: HDF5 has ended processes here."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], check=True)
+    said = ""
+    try:
+        try:
+            save(saver(place / "checkpoints"), 1)
+        except SaveFailed as error:
+            said = str(error)
+        if said:
+            assert f"{place}/checkpoints" in said
+            assert "No space left on device" in said
+            assert not list((place / "checkpoints").glob("*"))
+        else:
+            with Checkpoint.open(place / "checkpoints" / "step-00000001") as checkpoint:
+                assert checkpoint["/model/weight"].numpy().shape == (ELEMENTS,)
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+    return said
+
+
+def test_a_disk_that_is_full_at_any_moment_is_a_save_that_failed(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a disk here")
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    pages = [*range(1, 40), *range(800, 940, 5)]  # while the structure is written; and around the end of the data, of some 880 pages
+    script = f"""
+from tests.unit.test_ckpt_write import *
+said = [full_disk(Path({str(tmp_path)!r}), size * 4096) for size in {pages}]
+assert said[0] and not said[-1], said
+print("all")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "all\n", (done.returncode, done.stderr)
+    assert not done.stderr
