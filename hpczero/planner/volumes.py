@@ -16,7 +16,7 @@ tensor    of every micro-batch: a block has two pairs of a column- and a row-par
           all_gather for each column-parallel layer, which keeps only its own part of the sequence, and an all_reduce of each norm's gradients.
 pipeline  of every micro-batch: S at each boundary of parts forward, and backward (with sequence_parallel the rank's own part of it). Tied
           embeddings: the first and the last stage have an all_reduce of the gradient's own shard, once, in fp32 where it is accumulated so.
-world     the loss, whether a save is still being written, and the requests to stop: 48 bytes, summed over all.
+world     the loss, whether a save is still being written, and the requests to stop: 56 bytes, summed over all.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 
 _NORM = 8
-_AGREEMENT = 48
+_AGREEMENT = 56
 _LOSS = (1, 2)  # fp32 numbers of each token that the tensor ranks agree on: the largest logit; the sum of exponentials with the target's logit
 # family -> kind of layer -> sums over tensor ranks in forward, in backward, and norms in it.
 _TENSOR = {"gpt": {"embedding": (1, 0, 0), "blocks": (2, 2, 2), "head": (0, 1, 1)}}
