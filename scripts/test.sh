@@ -21,7 +21,7 @@ done
 [ -t 1 ] || export NO_COLOR=1
 case $mode in
 quick) ranks=2 limit=900 slow= ;;
-usual) ranks=4 limit=1200 slow= ;;
+usual) ranks=4 limit=1800 slow= ;;
 all) ranks="8 32" limit=7200 slow=--slow ;;
 esac
 
