@@ -68,7 +68,7 @@ else
     # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
     for means in gloo queued; do
         launch $means 3 "--means $means tests/mpi/test_group.py tests/mpi/test_data_parallel.py tests/mpi/test_zero.py -k 3-ranks"
-        [ "$mode" != all ] || launch $means 4 "--means $means tests/mpi/test_grids.py tests/mpi/test_foreign.py -k 4-ranks"
+        [ "$mode" != all ] || launch $means 2 "--means $means tests/mpi/test_grids.py -k 2-ranks"
     done
     [ "$mode" != usual ] || launch mpich 8 "tests/mpi/test_grids.py::test_equals_the_serial_run -k 8-ranks"
     if [ "$mode" != quick ]; then
