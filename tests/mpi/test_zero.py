@@ -79,6 +79,7 @@ def nodes_of(ranks: int, everything: bool) -> list[dict[str, int]]:
     return [{"ranks_per_node": size, "accumulation": count} for size in ((1, 2) if ranks == 3 else (2,)) for count in (1, 3)]
 
 
+@pytest.mark.by_mpi_alone("what a node shares is in the CPU's memory")
 @pytest.mark.cases(of=nodes_of)
 def test_several_nodes(world: World, case: dict[str, int]) -> None:
     """2 x 2, 2 + 1 and 3 x 2 ranks on simulated nodes, and nodes of one rank."""
