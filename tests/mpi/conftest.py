@@ -93,7 +93,7 @@ class Distributed:
     def __init__(self, config: pytest.Config) -> None:
         torch.set_num_threads(1)  # there are as many ranks as cores, or more
         self.whole = World.start()
-        means = config.getoption("--means")
+        means = config.getoption("--means", "mpi")
         self.whole.use(Queued() if means == "queued" else CPU, "gloo" if means == "gloo" else "mpi")
         torch.set_num_threads(1)  # the launch's ranks share the cores already
         self.verdict = Verdict(self.whole)
@@ -154,7 +154,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         marker = item.get_closest_marker("by_mpi_alone")
-        if marker and config.getoption("--means") != "mpi":
+        if marker and config.getoption("--means", "mpi") != "mpi":
             item.add_marker(pytest.mark.skip(reason=marker.args[0]))
     if ranks_given(config) <= max(SIZES):
         return
