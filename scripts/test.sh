@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing but Python >= 3.11 to tests passed, in private virtual environments with their own MPI (MPICH, then Open MPI).
-#     scripts/test.sh            everything that fits in a few minutes
+#     scripts/test.sh            what a change has to pass: some 40 minutes on 2 cores
 #     scripts/test.sh --all      also the tests marked slow, all tests on up to 8 ranks under both, and launches of 32 (two hours)
 #     scripts/test.sh --quick    one launch of 2 ranks; without Open MPI and the system tests
 #     scripts/test.sh PATH...    only these, in one process
