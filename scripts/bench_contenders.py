@@ -64,7 +64,8 @@ def entries() -> dict[str, Entry]:
         "ddp-autocast": Entry(partial(DistributedDataParallel, torch.float32)),
         "ddp-bf16": Entry(partial(DistributedDataParallel, torch.bfloat16)),
         "fsdp2": Entry(FullySharded),
-        **{f"deepspeed-{stage}": Entry(partial(DeepSpeed, stage), missing=deepspeed) for stage in (1, 2, 3)},
+        **{f"deepspeed-{stage}": Entry(partial(DeepSpeed, stage, False), missing=deepspeed) for stage in (1, 2, 3)},
+        **{f"deepspeed-{stage}-own": Entry(partial(DeepSpeed, stage, True), missing=deepspeed) for stage in (1, 2, 3)},
     }
 
 
@@ -183,24 +184,28 @@ class FullySharded(Peer):
 
 
 class DeepSpeed:
-    def __init__(self, stage: int, job: Job) -> None:
+    """With torch's fused AdamW as all peers, or with the AdamW that it makes itself of its configuration."""
+
+    def __init__(self, stage: int, own: bool, job: Job) -> None:
         import deepspeed
 
         deepspeed.logger.setLevel("ERROR")
         optimizer = job.spec.optimizer
         model = materialised(job.spec, torch.float32)
-        own = torch.optim.AdamW(
-            decay_groups(model, optimizer.weight_decay), lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
-        )
-        config = {
+        groups = decay_groups(model, optimizer.weight_decay)
+        settings = {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps}
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": job.spec.train.micro_batch,
             "bf16": {"enabled": True},
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "gradient_clipping": job.spec.train.grad_clip,
         }
+        if own:
+            config["optimizer"] = {"type": "AdamW", "params": settings}
+        given = {"model_parameters": groups} if own else {"optimizer": torch.optim.AdamW(groups, fused=True, **settings)}
         self.job = job
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=config, dist_init_required=False)
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False, **given)
 
     def step(self) -> float:
         loss = self.engine(self.job.batch) / self.job.tokens

@@ -13,7 +13,6 @@ from hpczero.checkpoint.manifest import Content, ShardFile
 from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Extent, rest
 
 _KEPT = 16  # blocks that were read last
-_AHEAD = 16  # blocks that the system is asked to have ready
 _OPEN = 64  # files that are open at a time
 
 
@@ -39,9 +38,7 @@ class Shards:
         into, begin = out.view(np.uint8), first * WIDTH
         end = begin + len(into)
         blocks = range(begin // BLOCK, -(-end // BLOCK))
-        self._announce(shard, extent, slot, blocks[:_AHEAD])
-        for place, number in enumerate(blocks):
-            self._announce(shard, extent, slot, blocks[place + _AHEAD : place + _AHEAD + 1])
+        for number in blocks:
             low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
             part = into[low - begin : high - begin]
             if len(part) == BLOCK:
@@ -84,12 +81,6 @@ class Shards:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
-
-    def _announce(self, shard: ShardFile, extent: Extent, slot: int, blocks: range) -> None:
-        """That these will be read: a disk has more to do at once than a reader who waits for each of them."""
-        with contextlib.suppress(OSError):
-            for number in blocks:
-                os.posix_fadvise(self.open(shard), extent.data[slot] + number * BLOCK, BLOCK, os.POSIX_FADV_WILLNEED)
 
     def _kept_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, what: str) -> Array:
         key = extent.rank, slot, number

@@ -43,7 +43,7 @@ def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None
     """Cases in which every two values of two settings meet; with --slow all combinations of grid, schedule, sequence, stage and sharing."""
     spec = spec_of(case)
     expected = serial(world, spec)
-    assert expected.norms[0] > spec.train.grad_clip
+    assert expected is None or expected.norms[0] > spec.train.grad_clip
     assert_agrees(expected, on_grid(world, case, spec), world, spec)
 
 
@@ -51,7 +51,7 @@ def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None
 def test_twenty_steps_equal_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     spec = spec_of(case, steps=20, eval_every=7, eval_batches=3)
     expected = serial(world, spec)
-    assert expected.validation_losses[-1] < expected.validation_losses[0]
+    assert expected is None or expected.validation_losses[-1] < expected.validation_losses[0]
     assert_agrees(expected, on_grid(world, case, spec), world, spec)
 
 
