@@ -1,13 +1,15 @@
 # Sourced by test.sh: runs the parts of the tests, each with a time limit, and lets none leave a process behind.
 #
-# $results is a new folder that vanishes at the end. Every process of the tests has it in its environment as HPCZERO_TEST_RUN, and is
+# $results is a new folder that vanishes at the end. Every process of a part has "$results/NAME" in its environment as HPCZERO_TEST_RUN, and is
 # found by that wherever it has gone. The parts' temporary files and caches lie there too.
 
 results=$(mktemp -d)
 mkdir "$results/tmp"
-processes() { grep -lszxF "HPCZERO_TEST_RUN=$results" /proc/[0-9]*/environ | cut -d/ -f3 || true; }
-end_processes() { processes | xargs -r kill -KILL 2>/dev/null || true; }
-trap 'end_processes; rm -rf "$results"' EXIT
+lanes=()
+# processes [NAME]: the numbers of those that belong to the part, or to any.
+processes() { grep -lszE "^HPCZERO_TEST_RUN=$results/${1:-.*}\$" /proc/[0-9]*/environ | cut -d/ -f3 || true; }
+end_processes() { processes "$@" | xargs -r kill -KILL 2>/dev/null || true; }
+trap 'kill ${lanes[@]+"${lanes[@]}"} 2>/dev/null; end_processes; rm -rf "$results"' EXIT
 trap 'exit 130' INT TERM
 
 # part NAME SECONDS COMMAND...: enters a line into $results/parts: name, exit code, processes left running (after 5 s of grace), seconds.
@@ -16,16 +18,31 @@ part() {
     shift 2
     printf '\n== %s\n' "$name"
     set -m # in the background, so that a signal to this script counts at once; as a job, so that Ctrl-C is not ignored in there
-    env HPCZERO_TEST_RUN="$results" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE \
+    env HPCZERO_TEST_RUN="$results/$name" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE \
         timeout --kill-after=20 "$limit" "$@" </dev/null &
     set +m
     wait $! || code=$?
     [ "$code" -ne 124 ] && [ "$code" -ne 137 ] || echo "$name: ended after its limit of $limit s"
     for _ in {1..10}; do
-        left=$(processes | wc -l)
+        left=$(processes "$name" | wc -l)
         [ "$left" -gt 0 ] || break
         sleep 0.5
     done
-    end_processes
+    end_processes "$name"
     printf '%s\t%s\t%s\t%s\n' "$name" "$code" "$left" $((SECONDS - started)) >>"$results/parts"
+}
+
+# at_once LANE...: functions that run parts which need one core, each beside the others; what they print is shown when all have ended.
+at_once() {
+    local lane
+    printf '\n== at the same time: %s\n' "$*"
+    for lane in "$@"; do
+        "$lane" >"$results/$lane.log" 2>&1 &
+        lanes+=($!)
+    done
+    wait "${lanes[@]}" || true # how the parts ended is in $results/parts
+    lanes=()
+    for lane in "$@"; do
+        cat "$results/$lane.log"
+    done
 }

@@ -16,7 +16,7 @@ train = { steps = 1000000, global_batch = 4, micro_batch = 2, device = "cpu", pr
 """
 
 
-@pytest.mark.parametrize("name", ["HPCZERO_DEADLINE", "SLURM_JOB_END_TIME"])
+@pytest.mark.parametrize("name", [pytest.param("HPCZERO_DEADLINE", marks=pytest.mark.slow), "SLURM_JOB_END_TIME"])
 def test_it_stops_in_time_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     ended = launch([*mpirun(2), *hpczero("run", "spec.toml")], 240, tmp_path, {name: str(int(time.time()) + 30)})

@@ -66,7 +66,7 @@ def summary_of(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / "runs" / name / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_traced_run_has_the_losses_of_one_rank(folder: Path, stage: int) -> None:
     assert run(folder, *ALONE, "--set", "name=alone", ranks=0).code == 0
     done = run(folder, "--set", "train.trace=true", "--set", f"zero.stage={stage}", "--set", "parallel.sequence_parallel=true")
@@ -98,6 +98,7 @@ def test_any_rank_that_is_killed_ends_the_job(folder: Path) -> None:
     assert our_segments() <= segments
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_that_one_rank_gets_stops_all_after_the_same_step(folder: Path) -> None:
     """With a checkpoint, from where the run goes on, on fewer ranks."""
     with started(command(*ENDLESS), folder) as process:

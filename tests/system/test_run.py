@@ -114,6 +114,7 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     assert "\x1b" not in done.out
 
 
+@pytest.mark.slow
 def test_the_same_losses_on_any_number_of_ranks(folder: Path) -> None:
     losses = []
     for ranks in (0, 2, 4):
@@ -200,7 +201,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_rank_that_raises_says_so_and_ends_the_job(folder: Path, rank: int) -> None:
     (folder / "broken.py").write_text(RAISES.format(rank=rank))
     done = launch([*mpirun(3), sys.executable, "broken.py", "run", "spec.toml"], 40, folder)
@@ -214,7 +215,7 @@ def our_segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("hpczero*")}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(folder: Path, victim: int) -> None:
     segments = our_segments()
     with started(command(2, *ENDLESS), folder) as process:

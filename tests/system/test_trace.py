@@ -79,6 +79,7 @@ def test_a_traced_run(folder: Path, ranks: int) -> None:
     assert "steps_left_out=1-5" in said
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_finished_run_keeps_its_trace_until_there_is_another(folder: Path) -> None:
     run(folder, 0, "train.trace=true", "train.steps=2")
     path = folder / "runs" / "tiny" / "trace.json.gz"

@@ -271,6 +271,7 @@ def test_thousands_of_mistakes_are_cut_short(write: Write) -> None:
         ("data.validation_fraction = 0", "leaves no text for train.eval_batches = 8"),
         ("model = {heads = 16, hidden = 8}", "model.heads = 16 is more than model.hidden = 8"),
         ("parallel.order = 'data'\nparallel.tensor = 2", 'parallel.order = "data": must name each axis once'),
+        ("checkpoint.weights_only = true", 'checkpoint.resume = "auto" names no checkpoint'),
     ],
 )
 def test_contradictions_show_all_numbers(write: Write, text: str, expected: str) -> None:
