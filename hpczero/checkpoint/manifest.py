@@ -39,6 +39,10 @@ class RankData(_Part):
     data: Annotated[list[_Count], Field(min_length=len(SLOTS), max_length=len(SLOTS))]
     checksums: _Count
 
+    @classmethod
+    def of(cls, extent: Extent) -> "RankData":
+        return cls(rank=extent.rank, elements=extent.elements, data=list(extent.data), checksums=extent.checksums)
+
     @property
     def extent(self) -> Extent:
         return Extent(self.rank, self.elements, tuple(self.data), self.checksums)

@@ -99,8 +99,9 @@ class Saver:
         mine = {rank: count for rank, (leader, count) in enumerate(counts) if leader == self.world.rank}
         leaders = sorted({leader for leader, _ in counts})
         names = {leader: f"shard-{number:05d}.h5" for number, leader in enumerate(leaders)}
-        make = lambda: [_listed(e) for e in shard.make(path / f"{names[self.world.rank]}.new", mine)] if self._writes_file else []  # noqa: E731
-        extents = {extent.rank: extent for made in self._together(make, path) for extent in map(_extent, made)}
+        own = path / f"{names[self._leader]}.new"
+        made = self._together(lambda: [RankData.of(extent).model_dump() for extent in shard.make(own, mine)] if self._writes_file else [], path)
+        extents = {data["rank"]: RankData(**data).extent for of_leader in made for data in of_leader}
         files = {leader: [extents[rank] for rank, (led, _) in enumerate(counts) if led == leader] for leader in leaders}
         save = _Save(path, state, time.monotonic(), names, files, extents[self.world.rank])
         self._save = save
@@ -278,14 +279,4 @@ def _file_of(path: Path) -> IndexFile:
 
 
 def _shard_file(name: str, extents: Sequence[Extent], size: int = 0, rest: str = "0" * 16) -> ShardFile:
-    ranks = [RankData(rank=extent.rank, elements=extent.elements, data=list(extent.data), checksums=extent.checksums) for extent in extents]
-    return ShardFile(file=name, size=size, rest=rest, ranks=ranks)
-
-
-def _listed(extent: Extent) -> list[Any]:
-    return [extent.rank, extent.elements, list(extent.data), extent.checksums]
-
-
-def _extent(listed: Sequence[Any]) -> Extent:
-    rank, elements, data, checksums = listed
-    return Extent(rank, elements, tuple(data), checksums)
+    return ShardFile(file=name, size=size, rest=rest, ranks=[RankData.of(extent) for extent in extents])
