@@ -100,7 +100,7 @@ def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> Non
         assert process.returncode != 0
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [12, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 def test_killed_at_any_moment_it_goes_on_from_the_newest_complete_checkpoint(folder: Path, times: int) -> None:
     """Saves follow one another without a pause, so most kills meet one. What was lost are steps, and what is computed again is the same."""
     (folder / "spec.toml").write_text(SPEC.format(steps=100_000))
