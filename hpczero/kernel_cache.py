@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 
 from hpczero import env
+from hpczero.errors import InputError
+from hpczero_kernels import sources
 
 _USERS = "hpczero.train.run"  # imports every kernel that training needs on CPUs
 
@@ -37,15 +39,19 @@ def load(module: str) -> ModuleType:
 
 
 def of_gpu(capability: tuple[int, int]) -> None:
-    """Those for the GPU that this process has made its own, if its kernels can be had here."""
+    """Those for the GPU that this process has made its own, unless PyTorch does all their work."""
+    registry = importlib.import_module("hpczero_kernels.registry")
+    if not registry.on_gpus():
+        return
     folder = env.numba_cache()
     try:
         launch = importlib.import_module("hpczero_kernels.cuda.launch")
-    except ImportError:  # without numba-cuda PyTorch does their work
-        return
-    compile_all: Callable[[], object] = lambda: [kernel.compile() for kernel in launch.all_kernels()]  # noqa: E731
-    if folder:
-        once(Path(folder), f"cuda-{capability[0]}{capability[1]}", compile_all)
+        compile_all: Callable[[], object] = lambda: [kernel.compile() for kernel in launch.all_kernels()]  # noqa: E731
+        if folder:
+            once(Path(folder), f"cuda-{capability[0]}{capability[1]}", compile_all)
+    except Exception as error:  # whatever lacks: packages, the toolkit's libraries, a driver that fits
+        way_out = "numba-cuda wants CUDA's compiler (a toolkit that CUDA_HOME names, or pip install 'numba-cuda[cu13]', of the driver's release)"
+        raise InputError(f"the kernels for GPUs cannot be compiled: {error}; {way_out}; HPCZERO_KERNELS=torch does without them") from error
 
 
 def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
@@ -94,16 +100,14 @@ def _own_folder(key: str) -> Path | None:
 
 
 def _key() -> str:
-    """Names the machine code: numba itself only looks at the file that a kernel is in, not at what that imports."""
+    """Names the machine code."""
     binding = importlib.import_module("llvmlite.binding")
     facts = blake2b(digest_size=8)
-    for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), metadata.version("numba")):
+    versions = [metadata.version(name) for name in ("numba", "numba-cuda") if any(metadata.distributions(name=name))]
+    for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), *versions):
         facts.update(part.encode())
-    package = find_spec("hpczero_kernels")
-    for folder in package.submodule_search_locations or () if package else ():
-        facts.update(folder.encode())  # numba's own names have it, too
-        for source in sorted(Path(folder).rglob("*.py")):
-            facts.update(source.read_bytes())
+    facts.update(str(Path(sources.__file__).parent).encode())  # numba's own names have it, too
+    facts.update(sources.stamp().encode())
     return facts.hexdigest()
 
 

@@ -7,7 +7,7 @@ from numba import cuda, float32, uint32, uint64
 
 from hpczero_kernels import philox
 from hpczero_kernels.cuda.intrinsics import inner, load4
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, WORD, address_of, kernel, rows_aligned
+from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, WORD, address_of, contiguous, kernel, rows_aligned
 from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, threads_for
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
 from hpczero_kernels.dropout import Chosen, chosen_of, threshold
@@ -124,7 +124,7 @@ def _choice(chosen: Chosen) -> tuple[int | float, ...]:
 
 
 def dropout_forward(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, *chosen: Any) -> torch.Tensor:
-    x, residual, choice = x.contiguous(), None if residual is None else residual.contiguous(), chosen_of(*chosen)
+    x, bias, residual, choice = x.contiguous(), contiguous(bias), contiguous(residual), chosen_of(*chosen)
     count, of_sample, columns = x.shape
     y = torch.empty_like(x)
     forward.launch(

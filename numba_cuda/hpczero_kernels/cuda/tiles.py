@@ -13,7 +13,7 @@ _BLOCKS = 528  # where something is: four for each multiprocessor of the largest
 
 
 def threads_for(columns: int) -> int:
-    return min(THREADS, WARP * blocks(columns, WARP * EIGHT))
+    return min(THREADS, WARP * blocks(max(1, columns), WARP * EIGHT))
 
 
 def grid_over(rows: int, columns: int) -> Size:
