@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
@@ -104,15 +105,19 @@ def ours(spec: Spec, world: World, batch: MicroBatch) -> Iterator[Step]:
     engine.close()
 
 
+@lru_cache
+def initial_values(model: Model, seed: int) -> dict[str, torch.Tensor]:
+    parameters = [parameter for layer in shapes.layers(model) for parameter in layer.parameters]
+    made = {parameter.name: torch.empty(parameter.shape) for parameter in parameters}
+    for parameter in parameters:
+        build.initial_values(parameter, seed, 0, made[parameter.name])
+    return made
+
+
 def plain(spec: Spec, world: World, batch: MicroBatch, backend: str = "") -> Iterator[Step]:
     module = build.on_meta(spec.model.model_copy(update={"kernels": "torch"}))
-    parameters = {}
-    for layer in shapes.layers(spec.model):
-        for parameter in layer.parameters:
-            values = torch.empty(parameter.shape)
-            build.initial_values(parameter, spec.seed, 0, values)
-            parameters[parameter.name] = torch.nn.Parameter(values.to(world.device.torch))
-    build.adopt(module, parameters)
+    place = world.device.torch
+    build.adopt(module, {name: torch.nn.Parameter(values.to(place, copy=True)) for name, values in initial_values(spec.model, spec.seed).items()})
     optimizer = spec.optimizer
     groups = [
         {"params": [each for each in module.parameters() if (each.dim() > 1) == decays], "weight_decay": optimizer.weight_decay * decays}
