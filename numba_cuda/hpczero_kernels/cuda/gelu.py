@@ -5,7 +5,7 @@ from numba import cuda, float32, uint32, uint64
 
 from hpczero_kernels.cuda.intrinsics import erf, exp, inner
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, address_of, contiguous, kernel, rows_aligned
-from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, threads_for
+from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, own_column, threads_for
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
 from hpczero_kernels.precision import CODES, FP32
 
@@ -41,7 +41,7 @@ def _slope(x, by_tanh):
 @kernel(ADDRESS, ADDRESS, CODE, ADDRESS, CODE, COUNT, COUNT, CODE, CODE)
 def forward(x, bias, has_bias, y, precision, rows, columns, by_tanh, is_aligned):
     words, numbers, shift = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left = columns - column
@@ -68,7 +68,7 @@ def backward(gradient, x, bias, has_bias, of_x, of_bias, precision, rows, column
         cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
     )  # fmt: skip
     shift, sums = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left = columns - column

@@ -23,8 +23,7 @@ from hpczero_kernels.sources import named_by_sources
 if not SIMULATED:
     if getattr(cuda, "implementation", "") != "NVIDIA":
         raise ImportError(f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path")
-    from numba.cuda import dispatcher
-    from numba.cuda.cudadrv import driver
+    from cuda.core import LaunchConfig, Stream, launch
 
 THREADS = 256  # of a block, unless the kernel has a reason
 ADDRESS, COUNT, WORD, CODE, NUMBER = types.CPointer(types.uint8), types.uint64, types.uint32, types.int32, types.float32
@@ -55,7 +54,7 @@ class Kernel:
         if stream.device_index != self._device:
             raise RuntimeError(f"{self.name} was loaded for GPU {self._device} and is asked for on {stream.device_index}: a process has one GPU")
         converted = [convert(argument) for convert, argument in zip(self._converts, arguments, strict=True)]
-        dispatcher.launch(_STREAMS.of(stream.cuda_stream), _shape(grid, threads), self._loaded, *converted)
+        launch(_STREAMS.of(stream.cuda_stream), _shape(grid, threads), self._loaded, *converted)
 
     def compile(self) -> Any:
         """For the current device; fills numba's cache."""
@@ -130,9 +129,14 @@ class Streams(threading.local):
         return self._made[pointer]
 
 
-_STREAMS = Streams(lambda pointer: driver._to_core_stream(cuda.external_stream(pointer)))
+def _stream(pointer: int) -> Any:
+    cuda.current_context()  # is the thread's from now on
+    return Stream.from_handle(pointer)
+
+
+_STREAMS = Streams(_stream)
 
 
 @lru_cache(maxsize=1024)
 def _shape(grid: Size, threads: int) -> Any:
-    return dispatcher.LaunchConfig(grid=(*grid, 1), block=(threads, 1, 1))
+    return LaunchConfig(grid=(*grid, 1), block=(threads, 1, 1))
