@@ -46,9 +46,9 @@ def of_gpu(capability: tuple[int, int]) -> None:
     folder = env.numba_cache()
     try:
         launch = importlib.import_module("hpczero_kernels.cuda.launch")
-        compile_all: Callable[[], object] = lambda: [kernel.compile() for kernel in launch.all_kernels()]  # noqa: E731
         if folder:
-            once(Path(folder), f"cuda-{capability[0]}{capability[1]}", compile_all)
+            name = f"cuda-{capability[0]}{capability[1]}"
+            once(Path(folder), name, lambda: _fill_for_gpu(Path(folder), name, lambda: [kernel.compile() for kernel in launch.all_kernels()]))
     except Exception as error:  # whatever lacks: packages, the toolkit's libraries, a driver that fits
         way_out = "numba-cuda wants CUDA's compiler (a toolkit that CUDA_HOME names, or pip install 'numba-cuda[cu13]', of the driver's release)"
         raise InputError(f"the kernels for GPUs cannot be compiled: {error}; {way_out}; HPCZERO_KERNELS=torch does without them") from error
@@ -77,12 +77,37 @@ def _fill(folder: Path, kept: Path | None) -> None:
             shutil.copytree(kept, folder, dirs_exist_ok=True)
             return
     importlib.import_module(_USERS)
+    _keep(folder, kept)
+
+
+def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) -> None:
+    """As _fill, while others may read what is there already."""
+    kept = env.cache_folder() / "kernels" / f"{folder.name}-{name}" if folder.parent == env.node_folder() else None
+    if kept and kept.exists():
+        with suppress(OSError):
+            _copy_missing(kept, folder)
+            return
+    compile_all()
+    _keep(folder, kept)
+
+
+def _keep(folder: Path, kept: Path | None) -> None:
     if kept:
         made = kept.with_name(f".{kept.name}-{os.uname().nodename}-{os.getpid()}")
         with suppress(OSError):  # no room there, or another computer was faster
             shutil.copytree(folder, made, ignore=shutil.ignore_patterns("lock"))
             made.rename(kept)
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _copy_missing(source: Path, target: Path) -> None:
+    for path in [path for path in source.rglob("*") if path.is_file() and path.name != "lock"]:
+        copy = target / path.relative_to(source)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            made = copy.with_name(f".{copy.name}-{os.uname().nodename}-{os.getpid()}")
+            shutil.copyfile(path, made)
+            made.rename(copy)
 
 
 def _own_folder(key: str) -> Path | None:

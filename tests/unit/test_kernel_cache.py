@@ -106,6 +106,33 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     assert all(sources.stamp() in base for base in kept.values()), kept
 
 
+def test_kernels_for_gpus_are_kept_as_well(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second computer loads what the first has compiled, beside what it has itself."""
+    compiled = []
+
+    def compile_one() -> None:
+        compiled.append(1)
+        (folder / "gelu").mkdir(exist_ok=True)
+        (folder / "gelu" / "forward.nbc").write_text("code")
+
+    launch = SimpleNamespace(all_kernels=lambda: [SimpleNamespace(compile=compile_one)])
+    monkeypatch.setattr("hpczero_kernels.registry.on_gpus", lambda: True)
+    monkeypatch.setitem(sys.modules, "hpczero_kernels.cuda.launch", launch)
+    for computer in ("first", "second"):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / computer))
+        folder = tmp_path / computer / cache.name / "key"
+        folder.mkdir(parents=True)
+        (folder / "own.nbc").write_text(computer)
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
+        kernel_cache.of_gpu((9, 0))
+        assert (folder / "gelu" / "forward.nbc").read_text() == "code"
+        assert (folder / "own.nbc").read_text() == computer
+        assert (folder / "cuda-90").exists()
+    assert compiled == [1]
+    kernel_cache.of_gpu((8, 0))
+    assert compiled == [1, 1]
+
+
 @pytest.mark.parametrize(("broken", "said"), [("launch", "No module named 'cuda'"), ("compile", "libnvvm.so cannot be found")])
 def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_it() -> None:
