@@ -105,6 +105,8 @@ def test_a_step_is_captured_as_a_graph() -> None:
 def test_there_may_be_more_elements_than_32_bits_count(operation: str) -> None:
     columns = 4096
     rows = 2**32 // columns + 3
+    if torch.cuda.mem_get_info()[0] < 40e9:
+        pytest.skip("the GPU has not enough memory free")
     x, last = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda"), slice(rows - 2, rows)
     x[last] = torch.randn(2, columns, device="cuda")
     weight, targets = torch.ones(columns, dtype=torch.bfloat16, device="cuda"), torch.full((rows,), cross_entropy.IGNORED, device="cuda")
