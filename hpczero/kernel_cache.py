@@ -22,7 +22,6 @@ from types import ModuleType
 
 from hpczero import env
 from hpczero.errors import InputError
-from hpczero_kernels import sources
 
 _USERS = "hpczero.train.run"  # imports every kernel that training needs on CPUs
 
@@ -126,12 +125,12 @@ def _own_folder(key: str) -> Path | None:
 
 def _key() -> str:
     """Names the machine code."""
-    binding = importlib.import_module("llvmlite.binding")
+    binding, sources = importlib.import_module("llvmlite.binding"), importlib.import_module("hpczero_kernels.sources")
     facts = blake2b(digest_size=8)
     versions = [metadata.version(name) for name in ("numba", "numba-cuda") if any(metadata.distributions(name=name))]
     for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), *versions):
         facts.update(part.encode())
-    facts.update(str(Path(sources.__file__).parent).encode())  # numba's own names have it, too
+    facts.update(str(Path(str(sources.__file__)).parent).encode())  # numba's own names have it, too
     facts.update(sources.stamp().encode())
     return facts.hexdigest()
 

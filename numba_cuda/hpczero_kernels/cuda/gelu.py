@@ -1,10 +1,11 @@
 """Bias and GELU (`hpczero_kernels.gelu`) in one pass; backward computes what it needs of forward again."""
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.cuda.intrinsics import erf, exp, inner
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, address_of, contiguous, kernel, rows_aligned
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, own_column, threads_for
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
 from hpczero_kernels.precision import CODES, FP32

@@ -14,15 +14,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from numba import cuda, types
+from numba import types
 
 import hpczero_kernels.cuda
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.registry import SIMULATED
 from hpczero_kernels.sources import named_by_sources
 
 if not SIMULATED:
-    if getattr(cuda, "implementation", "") != "NVIDIA":
-        raise ImportError(f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path")
     from cuda.core import LaunchConfig, Stream, launch
 
 THREADS = 256  # of a block, unless the kernel has a reason

@@ -5,10 +5,11 @@ from functools import lru_cache
 from math import inf
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.cuda.intrinsics import block_sum, inner, moved
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, THREADS, aligned, blocks, kernel
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, put_element, whole_number, widen
 from hpczero_kernels.pool import BLOCK
 from hpczero_kernels.precision import CODES, FP32

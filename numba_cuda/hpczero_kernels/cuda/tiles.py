@@ -3,10 +3,11 @@
 A thread has eight neighbouring columns, so that what belongs to a column (a bias, the sum that is its gradient) stays in its registers.
 """
 
-from numba import cuda, uint64
+from numba import uint64
 
 from hpczero_kernels.cuda.intrinsics import WARP, inner
 from hpczero_kernels.cuda.launch import THREADS, Size, blocks
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT
 
 _ROWS = 4  # of a block, where nothing is summed over rows

@@ -5,7 +5,9 @@ import math
 
 import numpy as np
 import torch
-from numba import cuda, float32, uint32
+from numba import float32, uint32
+
+from hpczero_kernels.cuda.target import cuda
 
 inner = cuda.jit(device=True)
 _MOST = 1024  # threads of a block
