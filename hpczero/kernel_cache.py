@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 from hpczero import env
+from hpczero.errors import InputError
 
 _USERS = "hpczero.train.run"  # imports every kernel that training needs on CPUs
 
@@ -37,15 +38,19 @@ def load(module: str) -> ModuleType:
 
 
 def of_gpu(capability: tuple[int, int]) -> None:
-    """Those for the GPU that this process has made its own, if its kernels can be had here."""
+    """Those for the GPU that this process has made its own, unless PyTorch does all their work."""
+    registry = importlib.import_module("hpczero_kernels.registry")
+    if not registry.on_gpus():
+        return
     folder = env.numba_cache()
     try:
         launch = importlib.import_module("hpczero_kernels.cuda.launch")
-    except ImportError:  # without numba-cuda PyTorch does their work
-        return
-    compile_all: Callable[[], object] = lambda: [kernel.compile() for kernel in launch.all_kernels()]  # noqa: E731
-    if folder:
-        once(Path(folder), f"cuda-{capability[0]}{capability[1]}", compile_all)
+        if folder:
+            name = f"cuda-{capability[0]}{capability[1]}"
+            once(Path(folder), name, lambda: _fill_for_gpu(Path(folder), name, lambda: [kernel.compile() for kernel in launch.all_kernels()]))
+    except Exception as error:  # whatever lacks: packages, the toolkit's libraries, a driver that fits
+        way_out = "numba-cuda wants CUDA's compiler (a toolkit that CUDA_HOME names, or pip install 'numba-cuda[cu13]', of the driver's release)"
+        raise InputError(f"the kernels for GPUs cannot be compiled: {error}; {way_out}; HPCZERO_KERNELS=torch does without them") from error
 
 
 def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
@@ -71,12 +76,37 @@ def _fill(folder: Path, kept: Path | None) -> None:
             shutil.copytree(kept, folder, dirs_exist_ok=True)
             return
     importlib.import_module(_USERS)
+    _keep(folder, kept)
+
+
+def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) -> None:
+    """As _fill, while others may read what is there already."""
+    kept = env.cache_folder() / "kernels" / f"{folder.name}-{name}" if folder.parent == env.node_folder() else None
+    if kept and kept.exists():
+        with suppress(OSError):
+            _copy_missing(kept, folder)
+            return
+    compile_all()
+    _keep(folder, kept)
+
+
+def _keep(folder: Path, kept: Path | None) -> None:
     if kept:
         made = kept.with_name(f".{kept.name}-{os.uname().nodename}-{os.getpid()}")
         with suppress(OSError):  # no room there, or another computer was faster
             shutil.copytree(folder, made, ignore=shutil.ignore_patterns("lock"))
             made.rename(kept)
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _copy_missing(source: Path, target: Path) -> None:
+    for path in [path for path in source.rglob("*") if path.is_file() and path.name != "lock"]:
+        copy = target / path.relative_to(source)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            made = copy.with_name(f".{copy.name}-{os.uname().nodename}-{os.getpid()}")
+            shutil.copyfile(path, made)
+            made.rename(copy)
 
 
 def _own_folder(key: str) -> Path | None:
@@ -94,16 +124,14 @@ def _own_folder(key: str) -> Path | None:
 
 
 def _key() -> str:
-    """Names the machine code: numba itself only looks at the file that a kernel is in, not at what that imports."""
-    binding = importlib.import_module("llvmlite.binding")
+    """Names the machine code."""
+    binding, sources = importlib.import_module("llvmlite.binding"), importlib.import_module("hpczero_kernels.sources")
     facts = blake2b(digest_size=8)
-    for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), metadata.version("numba")):
+    versions = [metadata.version(name) for name in ("numba", "numba-cuda") if any(metadata.distributions(name=name))]
+    for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), *versions):
         facts.update(part.encode())
-    package = find_spec("hpczero_kernels")
-    for folder in package.submodule_search_locations or () if package else ():
-        facts.update(folder.encode())  # numba's own names have it, too
-        for source in sorted(Path(folder).rglob("*.py")):
-            facts.update(source.read_bytes())
+    facts.update(str(Path(str(sources.__file__)).parent).encode())  # numba's own names have it, too
+    facts.update(sources.stamp().encode())
     return facts.hexdigest()
 
 

@@ -66,6 +66,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of activations, gradients and weights")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=0, help="instead: the host's time of a call, of so many in a row on small tensors")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser.parse_args()
@@ -76,21 +77,23 @@ def main() -> int:
 
     arguments = options()
     device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    elements = arguments.elements or (1 << 28 if device == "cuda" else 1 << 24)
+    elements = arguments.elements or (1 << 16 if arguments.calls else 1 << 28 if device == "cuda" else 1 << 24)
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    sets = max(2, (1 << 28) // (2 * elements))
+    sets = 2 if arguments.calls else max(2, (1 << 28) // (2 * elements))
     setting = Setting(device, getattr(torch, arguments.dtype), elements, arguments.columns, sets, not arguments.no_compile)
-    clock = Clock(device, arguments.rounds, arguments.warmup)
-    copied = copy_speed(setting, clock)
+    clock = Clock(device, arguments.rounds, arguments.warmup, arguments.calls)
+    copied = 0.0 if arguments.calls else copy_speed(setting, clock)
     name = torch.cuda.get_device_name() if device == "cuda" else "one core"
-    print(f"{name}, torch {torch.__version__}: a copy of {4 * elements / 1e6:.0f} MB reaches {copied:.1f} GB/s (read and written)\n")
+    reached = "" if arguments.calls else f": a copy of {4 * elements / 1e6:.0f} MB reaches {copied:.1f} GB/s (read and written)"
+    print(f"{name}, torch {torch.__version__}{reached}\n")
     figures = []
     patterns = arguments.only.split(",")
     for name, made in works().items():
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             work = made(setting)
-            figures += show(work, clock.seconds(work.contenders, setting.sets), copied)
+            seconds = clock.seconds(work.contenders, setting.sets)
+            figures += show_calls(work, seconds) if arguments.calls else show(work, seconds, copied)
             del work
     if arguments.json:
         arguments.json.write_text(json.dumps({"device": name, "copy_gbs": copied, "figures": figures}, indent=1) + "\n")
@@ -104,8 +107,9 @@ def copy_speed(setting: Setting, clock: "Clock") -> float:
 
 
 class Clock:
-    def __init__(self, device: str, rounds: int, warmup: int) -> None:
-        self._cuda, self._rounds, self._warmup = device == "cuda", rounds, warmup
+    def __init__(self, device: str, rounds: int, warmup: int, calls: int) -> None:
+        """`calls`: what is timed is the host, in so many calls; 0: the device, in one."""
+        self._cuda, self._rounds, self._warmup, self._calls = device == "cuda", rounds, warmup, calls
 
     def seconds(self, contenders: dict[str, Run], sets: int) -> dict[str, float]:
         """The median of each; in every other round they take turns backwards."""
@@ -118,10 +122,15 @@ class Clock:
         return {name: median(each) for name, each in taken.items()}
 
     def _once(self, run: Run, number: int) -> float:
-        if not self._cuda:
+        if self._calls or not self._cuda:
+            calls = max(1, self._calls)
             began = time.perf_counter()
-            run(number)
-            return time.perf_counter() - began
+            for _ in range(calls):
+                run(number)
+            seconds = (time.perf_counter() - began) / calls
+            if self._cuda:
+                torch.cuda.synchronize()
+            return seconds
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         run(number)
@@ -140,6 +149,12 @@ def show(work: Work, seconds: dict[str, float], copied: float) -> Iterable[dict[
         print(f"  {name:22} {each * 1e3:9.3f} ms {speed:8.1f} GB/s {100 * speed / copied:5.0f} % of copy{against}")
         yield {"operation": work.name, "contender": name, "seconds": each, "gbs": speed, "of_copy": speed / copied}
     print()
+
+
+def show_calls(work: Work, seconds: dict[str, float]) -> Iterable[dict[str, Any]]:
+    for name, each in seconds.items():
+        print(f"{work.name:40} {name:22} {each * 1e6:8.1f} us a call")
+        yield {"operation": work.name, "contender": name, "seconds": each}
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 # and on two ranks that share it through MPI, and the kernels' speed.
 #     scripts/gpu_check.sh            with what is installed: python3 (or HPCZERO_PYTHON) with a torch for CUDA, and an MPI's mpirun
 #     scripts/gpu_check.sh WHEELS     what is missing comes as wheels from this folder; nothing else is asked for, nothing is left behind
+#     scripts/gpu_check.sh --only 'kernels|speed' [WHEELS]    only the parts with such names, where a machine is lent for minutes
 # Ends with a table, a line per part; the exit code is 0 if none failed. HPCZERO_GPU_CHECK_LIMIT: seconds for a part (300);
 # HPCZERO_GPU_CHECK_DEVICE=cpu tries the script itself where there is no GPU.
 set -uo pipefail
@@ -14,11 +15,27 @@ trap 'exit 130' INT TERM
 export PYTHONDONTWRITEBYTECODE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 NO_COLOR=1 TMPDIR="$work" XDG_CACHE_HOME="$work/cache" HYDRA_LAUNCHER=fork
 export PYTHONPATH="$PWD:$PWD/numba_cuda${PYTHONPATH:+:$PYTHONPATH}" OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 
+only=.
+if [ "${1:-}" = --only ]; then
+    only=$2
+    shift 2
+fi
+nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null)
+[ -z "$nvcc" ] || export CUDA_HOME="${CUDA_HOME:-$(dirname "$(dirname "$(readlink -f "$nvcc")")")}" # numba-cuda takes the compiler's libraries from there
+
 if [ $# -gt 0 ]; then
     # not --target, which leaves out the libraries of packages like mpich
     "$python" -m pip install -qq --no-index --no-deps --no-compile --no-cache-dir --ignore-installed --prefix "$work/site" "$1"/*.whl || exit 1
     packages=$(find "$work/site" -type d \( -name site-packages -o -name dist-packages \) | paste -sd:)
-    export PYTHONPATH="$PYTHONPATH:$packages" PATH="$work/site/bin:$PATH" LD_LIBRARY_PATH="$work/site/lib:${LD_LIBRARY_PATH:-}"
+    # as folders of Python's own: their .pth files count (numba-cuda takes numba.cuda's place by one), and libraries of CUDA are looked for in them
+    mkdir "$work/start"
+    cat >"$work/start/sitecustomize.py" <<PYTHON
+import site
+site.PREFIXES.append("$work/site")
+for folder in "$packages".split(":"):
+    site.addsitedir(folder)
+PYTHON
+    export PYTHONPATH="$work/start:$PYTHONPATH:$packages" PATH="$work/site/bin:$PATH" LD_LIBRARY_PATH="$work/site/lib:${LD_LIBRARY_PATH:-}"
     library=$(find "$work/site/lib" -maxdepth 1 -name 'libmpi.so.[0-9]*' | sort | head -n 1)
     [ -z "$library" ] || export MPI4PY_LIBMPI="$library"
 fi
@@ -29,11 +46,12 @@ export -f mpirun
 part() {
     local name=$1 started=$SECONDS code=0
     shift
+    [[ $name =~ $only ]] || return 0
     printf '\n== %s\n' "$name"
     (timeout --kill-after=20 "$limit" bash -c "$*") </dev/null 2>&1 | tee "$work/out"
     code=${PIPESTATUS[0]}
     local note verdict
-    note=$(grep -aE 'passed|failed|error|trained:|differ|GB/s|tokens/s|no tests' "$work/out" | tail -n 1 | cut -c1-90)
+    note=$(grep -aE 'passed|failed|error|trained:|differ|GB/s|us a call|tokens/s|no tests' "$work/out" | tail -n 1 | cut -c1-90)
     case $code in 0) verdict=ok ;; 124 | 137) verdict=LATE ;; *) verdict=FAIL ;; esac
     printf '%-26s %-5s %5s s  %s\n' "$name" "$verdict" $((SECONDS - started)) "$note" >>"$work/table"
 }
@@ -42,6 +60,8 @@ part() {
 train() {
     local name=$1 ranks=$2 settings=
     shift 2
+    [[ $name =~ $only ]] || return 0
+    [ -d "$work/runs/reference" ] || only=. part "reference on the CPU" "cd $work && $python -m hpczero run check.toml --fresh --progress lines --set train.device=cpu"
     for setting in "$@"; do settings+=" --set $setting"; done
     part "$name" "cd $work && mpirun -n $ranks $python -m hpczero run check.toml --fresh --progress lines --set name=${name// /-} $settings &&
         $python compare.py runs/reference runs/${name// /-}"
@@ -91,7 +111,6 @@ part "engine, preflight" "$python -m pytest -q -p no:cacheprovider tests/unit/te
 for ranks in 1 2 4; do
     part "collectives, $ranks ranks" "mpirun -n $ranks $python -m pytest -q --with-mpi -p no:cacheprovider tests/mpi/test_on_a_device.py"
 done
-part "reference on the CPU" "cd $work && $python -m hpczero run check.toml --fresh --progress lines --set train.device=cpu"
 for stage in 0 1 2 3; do
     train "zero $stage on 1 rank" 1 zero.stage=$stage
     train "zero $stage on 2 ranks" 2 zero.stage=$stage
@@ -101,10 +120,11 @@ train "pipeline on 2 ranks" 2 parallel.pipeline=2
 part "bf16 on 2 ranks" "cd $work && mpirun -n 2 $python -m hpczero run check.toml --fresh --progress lines --set train.precision=bf16 --set name=bf16"
 part "resume on 2 ranks" "cd $work && mpirun -n 2 $python -m hpczero run check.toml --resume --progress lines --set train.precision=bf16 --set name=bf16 \
     --set train.steps=30 && grep -q '\"resume\"' runs/bf16/events.jsonl"
-[ ! -f scripts/bench_kernels.py ] || part "speed of the kernels" "$python scripts/bench_kernels.py"
-[ $device = cpu ] || part "GPT 1.5 B on 1 rank" "cd $work && $python -m hpczero run check.toml --fresh --progress lines --set name=large --set train.precision=bf16 \
-    --set model.layers=48 --set model.hidden=1600 --set model.heads=25 --set model.vocab=50257 --set model.seq_len=1024 --set train.steps=10 \
-    --set train.global_batch=8 --set train.micro_batch=4 --set train.eval_batches=0 --set checkpoint.every=-1 --set train.log_every=5"
+if [ $device != cpu ]; then
+    part "step of GPT 1.5 B" "$python scripts/bench_gpu.py"
+    part "calls of the kernels" "$python scripts/bench_kernels.py --no-compile --calls 200"
+    part "speed of the kernels" "$python scripts/bench_kernels.py"
+fi
 
 printf '\n'
 cat "$work/table"

@@ -16,7 +16,8 @@ from hpczero_kernels.reduce import BLOCK
 
 Fill = Callable[[shapes.Parameter, int, torch.Tensor], None]  # writes the flattened logical parameter's elements from the given one on
 Dtypes = tuple[torch.dtype, torch.dtype]  # of the weights, and of what gradients gather in
-_NARROWED = 1 << 15  # elements that are turned into half precision at a time
+_NARROWED = 1 << 15  # elements that are turned into half precision at a time: they stay in a core's cache
+_NARROWED_BY_A_DEVICE = 1 << 24  # which would have hardly begun with fewer when they are done
 
 
 _METADATA = {"__get__", "__set__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "register_hook", "__hash__", "__repr__"}
@@ -206,6 +207,7 @@ def _gaps(layout: UnitLayout) -> list[slice]:
 
 def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     """fp32 to half precision in the same memory: `narrow` is the lower half of it, and is written behind what is read."""
-    for start in range(0, wide.numel(), _NARROWED):
-        part = slice(start, start + _NARROWED)
+    length = _NARROWED if wide.device.type == "cpu" else _NARROWED_BY_A_DEVICE
+    for start in range(0, wide.numel(), length):
+        part = slice(start, start + length)
         narrow[part] = wide[part].to(narrow.dtype)

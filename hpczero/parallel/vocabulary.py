@@ -15,7 +15,7 @@ from hpczero.comm.group import Group
 from hpczero.parallel.layout import share
 from hpczero.parallel.sequence import Residual
 from hpczero.parallel.tensor import sum_of_parts
-from hpczero_kernels.cross_entropy import IGNORED, part_gradient_, part_statistics
+from hpczero_kernels.cross_entropy import check_targets, losses, part_gradient_, part_statistics
 
 
 def own_tokens(vocab: int, group: Group) -> slice:
@@ -35,7 +35,8 @@ class VocabularyLookup(nn.Module):
         self._residual = residual
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        _check(tokens, self.vocab)
+        # as on one rank: a number that no rank has is an error, not a zero
+        torch._assert_async(((tokens >= 0) & (tokens < self.vocab)).all(), f"a token is outside of the vocabulary of {self.vocab}")
         own = own_tokens(self.vocab, self._residual.group)
         return sum_of_parts(part_of_lookup(tokens, self.tokens, own.start), self.positions[: tokens.shape[1]], self._residual)
 
@@ -48,9 +49,9 @@ class VocabularyCrossEntropy(nn.Module):
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The sum over all targets, in fp32, equal on all ranks. Backward writes the gradient over the logits."""
-        _check(torch.where(targets == IGNORED, 0, targets), self.vocab)
+        check_targets(targets, self.vocab)
         first = own_tokens(self.vocab, self._group).start
-        return _CrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), first, self._group)
+        return _CrossEntropy.apply(logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group)
 
 
 def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> torch.Tensor:
@@ -72,15 +73,10 @@ class _CrossEntropy(torch.autograd.Function):
         sums, of_targets = together
         context.save_for_backward(logits, targets, most, sums)
         context.first = first
-        return ((sums.log() + (most - of_targets)) * (targets != IGNORED)).sum()
+        return losses(most, sums, of_targets, targets).sum()
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, targets, most, sums = context.saved_tensors
         return part_gradient_(logits, targets, context.first, most, sums, gradient), None, None, None
-
-
-def _check(numbers: torch.Tensor, vocab: int) -> None:
-    """As on one rank: a number outside of the vocabulary, which no rank has, is an error, not a zero."""
-    torch._assert_async(((numbers >= 0) & (numbers < vocab)).all(), f"a token or target is outside of the vocabulary of {vocab}")

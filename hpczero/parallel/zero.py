@@ -206,7 +206,7 @@ class Engine:
             return StepResult(norm, scale, self.reduction.first_bad(self._others))
         self.updates += 1
         clip = min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0
-        scalars = Scalars(scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale).values.to(self.device.torch))
+        scalars = Scalars(self.device.put(scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale).values))
         self.weights_here()  # of layers that did not run since the last step
         for unit in self.units:
             self._update(unit, scalars)

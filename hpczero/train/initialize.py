@@ -39,12 +39,12 @@ def initialize(
     if own:
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
+    facts.use_kernels(inner)
     spec = place(inner, spec)
     grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
     layers = inner.together(lambda: [layer for _, layer in layers_of(module)])
     given = sum(own.nbytes for own in module.parameters() if not own.is_meta)
     preflight.refuse_what_does_not_fit(inner, _counted(spec, inner.size, accumulates), layers, given)
-    facts.use_kernels(inner)
     engine = adopt(module, spec, inner, grid, accumulates, facts.use_threads(inner))
     return Training(engine, spec, (own, whole) if own else ())
 

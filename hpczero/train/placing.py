@@ -20,7 +20,7 @@ def place(world: World, spec: Spec) -> Spec:
     world.use(own, backend)
     if not isinstance(own, Cuda):
         return spec
-    kernel_cache.of_gpu(own.capability)
+    world.together(lambda: kernel_cache.of_gpu(own.capability))
     return spec.model_copy(update={"zero": spec.zero.model_copy(update={"node_shared": False})})
 
 

@@ -72,6 +72,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
     whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
+    facts.use_kernels(world)
     spec = place(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     missing = unavailable(spec)
@@ -92,7 +93,6 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
         fits = preflight.fitting(world, spec, layers, given)
     world.together(lambda: look_ahead(spec) if first else None)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
-    facts.use_kernels(world)
     whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
     return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
 

@@ -17,6 +17,7 @@ from numba import float32, njit, uint64
 from hpczero_kernels.pool import INLINE, Pool
 from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, store
 from hpczero_kernels.registry import CUDA, NUMBA, choose
+from hpczero_kernels.sources import named_by_sources
 
 _SKIP = 9  # its place among the scalars
 _CHUNK = 1 << 15  # elements whose five buffers stay in a core's cache over the dozen torch operations
@@ -113,6 +114,7 @@ def _update(master, moment1, moment2, gradient, size, keep, scalars):
     "void(uint64, uint64, uint64, uint64, int64, boolean, uint64, int64, float32, float32[::1], uint64, uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
+@named_by_sources
 def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision, decay, scalars, start, stop):
     """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
     widened, zeros = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32)

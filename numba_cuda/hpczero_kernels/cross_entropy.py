@@ -92,10 +92,22 @@ def part_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor
 
 
 def part_gradient_(logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor) -> Tensor:
-    """As gradient_reference_; the logits, which are the gradient now. They are contiguous."""
+    """As gradient_reference_; the logits, which are the gradient now."""
+    assert logits.is_contiguous(), logits.stride()
     by_kernel = choose("cross_entropy", logits) == CUDA
     (_gradient_ if by_kernel else gradient_reference_)(logits, targets.contiguous(), first, most, sums, scale)
     return logits
+
+
+def losses(most: Tensor, sums: Tensor, of_targets: Tensor, targets: Tensor) -> Tensor:
+    """Of each row, from what is known of the whole vocabulary."""
+    return torch.where(targets == IGNORED, 0.0, sums.log() + (most - of_targets))
+
+
+def check_targets(targets: Tensor, vocabulary: int) -> None:
+    """One outside of the vocabulary is an error, as in PyTorch, and not a wrong loss. The host does not wait for a device to find that."""
+    fits = (targets == IGNORED) | ((targets >= 0) & (targets < vocabulary))
+    torch._assert_async(fits.all(), f"a target is outside of the vocabulary of {vocabulary}")
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -106,7 +118,7 @@ class CrossEntropy(torch.autograd.Function):
         logits = logits.contiguous()
         most, sums, of_targets = part_statistics(logits, targets, 0)
         context.save_for_backward(logits, targets, most, sums)
-        return ((sums.log() + (most - of_targets)) * (targets != IGNORED)).sum()
+        return losses(most, sums, of_targets, targets).sum()
 
     @staticmethod
     @once_differentiable
@@ -117,7 +129,9 @@ class CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum over rows, in fp32. logits [rows, columns] are used up: backward may write their gradient over them."""
-    if choose("cross_entropy", logits) == CUDA:
+    fits = logits.dim() == 2 and targets.dtype == torch.int64 and targets.shape == logits.shape[:1] and targets.device == logits.device
+    if choose("cross_entropy", logits, fits) == CUDA:
+        check_targets(targets, logits.shape[1])
         return CrossEntropy.apply(logits, targets)
     return cross_entropy_reference(logits, targets)
 

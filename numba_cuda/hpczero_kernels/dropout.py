@@ -15,9 +15,10 @@ from numba import njit, uint32, uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpczero_kernels.operators import empty, operator, wide
+from hpczero_kernels.operators import empty, is_like, is_of_columns, operator, wide
 from hpczero_kernels.philox import block_of_words, words_at
 from hpczero_kernels.registry import CUDA, NUMBA, TORCH, choose
+from hpczero_kernels.sources import named_by_sources
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ _backward = operator(
 
 
 @njit("void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])", nogil=True, cache=True, error_model="numpy")
+@named_by_sources
 def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
     for number in range(out.shape[0]):
         stream = uint64(samples[number])
@@ -171,9 +173,8 @@ def dropout(
     x [samples, rows, columns]; `samples`: int64 [samples]. What is dropped has no gradient, the residual has all of it. `implementation`: that
     one, whatever would be chosen.
     """
-    fits = all(other is None or other.dtype == x.dtype for other in (residual, bias))
-    implementation = implementation or choose("dropout", x, fits)
-    samples = samples.to(x.device).contiguous()
+    implementation = implementation or choose("dropout", x, is_like(x, residual) and is_of_columns(x, bias))
+    samples = samples.to(x.device, torch.int64).contiguous()
     chosen = Chosen(probability, key, samples, place or Place(all_columns=x.shape[-1]), implementation)
     if implementation == CUDA:
         return FusedDropout.apply(x, bias, residual, chosen)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hpczero_kernels.operators import empty, operator, wide
+from hpczero_kernels.operators import empty, is_of_columns, operator, wide
 from hpczero_kernels.registry import CUDA, choose
 
 
@@ -66,7 +66,7 @@ class Gelu(torch.autograd.Function):
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
-    if choose("gelu", x, bias is None or bias.dtype == x.dtype) == CUDA:
+    if choose("gelu", x, is_of_columns(x, bias)) == CUDA:
         return Gelu.apply(x, bias, by_tanh)
     return gelu_reference(x, bias, by_tanh)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hpczero_kernels.operators import empty, operator, wide
+from hpczero_kernels.operators import empty, is_like, is_of_columns, operator, wide
 from hpczero_kernels.registry import CUDA, choose
 
 EPS = 1e-5
@@ -85,7 +85,7 @@ class Norm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
-    if choose("norm", x, _fits(x, weight)) == CUDA:
+    if choose("norm", x, _fits(x, None, weight, bias)) == CUDA:
         return Norm.apply(x, None, weight, bias, eps, True)
     return layer_norm_reference(x, weight, bias, eps)
 
@@ -95,7 +95,7 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = E
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-    if choose("norm", x, _fits(x, weight)) == CUDA:
+    if choose("norm", x, _fits(x, None, weight)) == CUDA:
         return Norm.apply(x, None, weight, None, eps, False)
     return rms_norm_reference(x, weight, eps)
 
@@ -106,7 +106,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
 
 def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and this sum."""
-    if choose("norm", x, _fits(x, weight)) == CUDA:
+    if choose("norm", x, _fits(x, residual, weight, bias)) == CUDA:
         return Norm.apply(x, residual, weight, bias, eps, True)
     return add_layer_norm_reference(x, residual, weight, bias, eps)
 
@@ -117,7 +117,7 @@ def add_layer_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, bias: 
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
-    if choose("norm", x, _fits(x, weight)) == CUDA:
+    if choose("norm", x, _fits(x, residual, weight)) == CUDA:
         return Norm.apply(x, residual, weight, None, eps, False)
     return add_rms_norm_reference(x, residual, weight, eps)
 
@@ -127,5 +127,5 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return rms_norm_reference(total, weight, eps), total
 
 
-def _fits(x: Tensor, weight: Tensor) -> bool:
-    return weight.dtype == x.dtype and 0 < x.shape[-1] <= LONGEST
+def _fits(x: Tensor, residual: Tensor | None, *of_columns: Tensor) -> bool:
+    return 0 < x.shape[-1] <= LONGEST and is_like(x, residual) and all(is_of_columns(x, each) for each in of_columns)

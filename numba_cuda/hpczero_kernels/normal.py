@@ -10,6 +10,7 @@ import torch
 from numba import njit, uint64
 
 from hpczero_kernels.philox import block_of_words, words_reference
+from hpczero_kernels.sources import named_by_sources
 
 _UNIT = 2.0**-32
 
@@ -25,6 +26,7 @@ def normal_reference(key: int, first: int, count: int, std: float) -> torch.Tens
 
 
 @njit("void(uint64, uint64, float64, float32[::1])", nogil=True, cache=True)
+@named_by_sources
 def _fill_normal(key, first, std, out):
     block, words = uint64(0xFFFFFFFFFFFFFFFF), block_of_words(key, uint64(0), uint64(0))
     for index in range(out.size):

@@ -43,6 +43,16 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
+def is_like(x: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether a kernel may take it (None: nothing) element by element beside x. PyTorch's operations would stretch and convert."""
+    return other is None or (other.shape == x.shape and other.dtype == x.dtype and other.device == x.device)
+
+
+def is_of_columns(x: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """The same for one that has an element for each column of x."""
+    return other is None or (other.shape == x.shape[-1:] and other.dtype == x.dtype and other.device == x.device)
+
+
 def empty(like: torch.Tensor) -> torch.Tensor:
     """Of this shape and type, contiguous as what the kernels give."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)

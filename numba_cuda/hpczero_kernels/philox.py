@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from numba import njit, uint32, uint64
 
+from hpczero_kernels.sources import named_by_sources
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -45,6 +47,7 @@ def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tens
 
 
 @njit("UniTuple(uint32, 4)(uint64, uint64, uint64)", nogil=True, cache=True)
+@named_by_sources
 def block_of_words(key, stream, block):
     """The four words of one block: the twin of words_reference for numba kernels."""
     low_key, high_key = uint32(key), uint32(key >> uint64(32))
@@ -62,6 +65,7 @@ def block_of_words(key, stream, block):
 
 
 @njit("void(uint64, uint64, uint64, uint32[::1])", nogil=True, cache=True)
+@named_by_sources
 def _fill_words(key, stream, first, out):
     for index in range(out.size):
         position = first + uint64(index)

@@ -9,6 +9,7 @@ from numba import float32, njit, uint64
 from hpczero_kernels.pool import BLOCK, INLINE, Pool
 from hpczero_kernels.precision import CODES, STRETCH, add, address_of, load, pointer, store
 from hpczero_kernels.registry import CUDA, NUMBA, choose
+from hpczero_kernels.sources import named_by_sources
 
 
 def sum_pieces_reference(
@@ -36,6 +37,7 @@ def _squares_of(values, size):
 
 
 @njit("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)", nogil=True, cache=True, error_model="numpy")
+@named_by_sources
 def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
     """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
     total, squared = np.empty(STRETCH, np.float32), float32(0.0)

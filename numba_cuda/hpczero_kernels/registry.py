@@ -11,11 +11,12 @@ from functools import lru_cache
 import torch
 from numba.core import config
 
-from hpczero_kernels.table import CUDA, NUMBA, TABLE, TORCH, Implementation
+from hpczero_kernels.table import CUDA, FLOATS, NUMBA, TABLE, TORCH, Implementation
 
-__all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force"]
+__all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force", "on_gpus"]
 
 SIMULATED = bool(vars(config).get("ENABLE_CUDASIM"))  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
+_OLDEST = 8, 0  # compute capability: its conversions to bf16
 _LOG = logging.getLogger("hpczero_kernels")
 
 _forced: dict[str, str] = {}
@@ -48,6 +49,11 @@ def force(text: str) -> None:
     _decide.cache_clear()
 
 
+def on_gpus() -> bool:
+    """Whether any operation on this process's GPU is a kernel's."""
+    return any(_best(operation, "cuda", dtype)[0] == CUDA for operation in TABLE for dtype in FLOATS)
+
+
 def choices() -> dict[str, str]:
     """Those made so far: "norm on cpu in bfloat16" -> "torch"."""
     return dict(sorted(_chosen.items()))
@@ -60,15 +66,31 @@ def _choose(operation: str, device: str, dtype: torch.dtype, fits: bool) -> str:
 
 @lru_cache(maxsize=1024)
 def _decide(operation: str, device: str, dtype: str, fits: bool) -> str:
-    able = [each for each in map(_in_simulation, TABLE[operation]) if each.takes(device, dtype) and (fits or each.name == TORCH)]
-    lacking = {each.name: "" if SIMULATED else each.missing() for each in able}
-    there = [name for name, reason in lacking.items() if not reason]
-    forced = _forced.get(operation)
-    name = forced if forced in there else there[0]
-    what, why = f"{operation} on {device} in {dtype}", "; ".join(filter(None, lacking.values()))
+    name, why = _best(operation, device, dtype, fits)
+    what = f"{operation} on {device} in {dtype}"
     _chosen[what] = name
     _LOG.info("%s: %s%s", what, name, f" ({why})" if why else "")
     return name
+
+
+def _best(operation: str, device: str, dtype: str, fits: bool = True) -> tuple[str, str]:
+    """The name of an implementation, and what others lack."""
+    able = [each for each in map(_in_simulation, TABLE[operation]) if each.takes(device, dtype) and (fits or each.name == TORCH)]
+    lacking = {each.name: _lacking(each) for each in able}
+    there = [name for name, reason in lacking.items() if not reason]
+    forced = _forced.get(operation)
+    return forced if forced in there else there[0], "; ".join(filter(None, lacking.values()))
+
+
+def _lacking(implementation: Implementation) -> str:
+    if SIMULATED:
+        return ""
+    if implementation.name == CUDA and torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return "the kernels are for NVIDIA's GPUs"
+        if torch.cuda.get_device_capability() < _OLDEST:
+            return f"the kernels need a GPU of compute capability {_OLDEST[0]}.{_OLDEST[1]}"
+    return implementation.missing()
 
 
 def _in_simulation(implementation: Implementation) -> Implementation:

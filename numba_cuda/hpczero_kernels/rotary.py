@@ -46,7 +46,8 @@ class Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    if choose("rotary", x, x.shape[-1] % 2 == 0) == CUDA:
+    fits = x.shape[-1] % 2 == 0 and all(each.dtype == torch.float32 and each.device == x.device for each in (cosines, sines))
+    if choose("rotary", x, fits) == CUDA:
         return Rotary.apply(x, cosines, sines)
     return rotary_reference(x, cosines, sines)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hpczero_kernels import cross_entropy, dropout, gelu, norm, rotary, swiglu
+from hpczero_kernels.operations import OPERATIONS
 from tests.kernels.device import DEVICE, KERNELS, distance, drawn, size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -159,6 +160,52 @@ def test_what_is_not_finite_goes_where_torch_takes_it(case: Case, bad: float) ->
     for right, torchs, ours in zip(expected, same_dtype, found, strict=True):  # some of PyTorch's operations in fp32 make nan of inf
         agrees = [torch.isclose(ours.double(), other.double(), equal_nan=True, rtol=1e-5, atol=1e-5) for other in (right, torchs)]
         assert torch.logical_or(*agrees).all()
+
+
+ODD = {
+    "a residual of one row": lambda on, x, c: on.add_layer_norm(x, x[:1, :1], c, c),
+    "a residual of another precision": lambda on, x, c: on.add_rms_norm(x, x.double(), c)[1],
+    "every other element of a weight": lambda on, x, c: on.layer_norm(x[..., :12], c[::2], c[1::2]),
+    "a bias of another precision": lambda on, x, c: on.gelu(x, c.double()),
+    "a bias of one element": lambda on, x, c: on.gelu(x, c[:1]),
+    "every other element of a bias": lambda on, x, c: on.gelu(x[..., :12], c[::2]),
+    "no columns": lambda on, x, c: on.gelu(x[..., :0]),
+    "no gates": lambda on, x, c: on.swiglu(x[..., None, :0].expand(-1, -1, 2, -1)),
+    "a column": lambda on, x, c: on.layer_norm(x.transpose(-1, -2).contiguous().transpose(-1, -2), c, c),
+    "a dropped residual of one row": lambda on, x, c: on.dropout(x, 0.5, KEY, samples_of(x), None, x[:1, :1], c[:1]),
+    "samples of another precision": lambda on, x, c: on.dropout(x, 0.5, KEY, samples_of(x).int(), None, None, c),
+    "probabilities as targets": lambda on, x, c: on.cross_entropy(x[0] * 1, x[1].softmax(-1)),
+}
+
+
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD.keys())
+def test_what_no_kernel_takes_is_left_to_torch(odd: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+    """A kernel that is given it would read what does not belong to it."""
+    x, column = drawn((2, 3, 24), 1, torch.float32), drawn((24,), 2, torch.float32)
+    expected, found = (odd(OPERATIONS[word], x, column) for word in ("torch", "auto"))
+    pairs = zip(*(made if isinstance(made, tuple) else (made,) for made in (expected, found)), strict=True)
+    for theirs, ours in pairs:
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_that_do_not_count_may_hold_anything() -> None:
+    x = drawn((3, 13), 1, torch.float32)
+    x[1] = float("nan")
+    loss = cross_entropy.CrossEntropy.apply(x.clone(), targets_for(x))
+    torch.testing.assert_close(loss, torchs_losses(x[None]))
+    assert loss.isfinite()
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the process could not use the GPU any more")
+@pytest.mark.parametrize("wrong", [13, -1])
+def test_a_target_outside_of_the_vocabulary_is_an_error(wrong: int) -> None:
+    x = drawn((3, 13), 1, torch.float32)
+    with pytest.raises((RuntimeError, IndexError), match=r"a target is outside of the vocabulary of 13|out of bounds"):
+        OPERATIONS["auto"].cross_entropy(x, torch.tensor([1, wrong, cross_entropy.IGNORED]))
+    with pytest.raises(RuntimeError, match="a target is outside of the vocabulary of 13"):
+        cross_entropy.check_targets(torch.tensor([1, wrong, cross_entropy.IGNORED]), 13)
+    cross_entropy.check_targets(torch.tensor([0, 12, cross_entropy.IGNORED]), 13)
 
 
 @OPERATORS

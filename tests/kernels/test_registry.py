@@ -57,6 +57,28 @@ def test_a_folder_of_the_packages_name_is_not_the_package(tmp_path: Path, monkey
     assert "numba-cuda is not installed" in Implementation("cuda", "cuda").missing()
 
 
+@pytest.mark.parametrize(
+    ("capability", "cuda", "name", "reason"),
+    [
+        ((9, 0), "13.0", "cuda", ""),
+        ((8, 0), "13.0", "cuda", ""),
+        ((7, 5), "13.0", "torch", "the kernels need a GPU of compute capability 8.0"),
+        ((9, 4), None, "torch", "the kernels are for NVIDIA's GPUs"),
+    ],
+)
+def test_a_gpu_that_the_kernels_are_not_for_has_torchs(
+    capability: tuple[int, int], cuda: str | None, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Implementation, "missing", lambda self: "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert registry._best("gelu", "cuda", "bfloat16") == (name, reason)
+    assert registry.on_gpus() == (name == "cuda")
+    registry.force("torch")
+    assert not registry.on_gpus()
+
+
 def test_a_choice_can_be_forced_and_taken_back() -> None:
     x = torch.ones(3)
     usual = registry.choose("adamw", x)

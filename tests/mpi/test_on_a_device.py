@@ -1,12 +1,15 @@
 """Tensors in a device's memory: a GPU where there is one (several ranks may have it together), else one that is late in the computer's own."""
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from hpczero import device
-from hpczero.comm.group import shard
+from hpczero.comm.group import Group, shard
+from hpczero.comm.native import Rendezvous
 from hpczero.comm.world import World
 from hpczero.device import CPU, Device, of_rank
 from hpczero.spec.schema import Parallel, Spec
@@ -94,6 +97,31 @@ def test_what_is_asked_of_the_device_before_and_after_stays_before_and_after(wor
 
 def test_tensors_of_the_cpu_are_moved_as_well(world: World, there: World) -> None:
     assert there.everyone.stack(torch.tensor(there.rank)).tolist() == list(range(there.size))
+
+
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("nccl", marks=pytest.mark.skipif(not device.visible(), reason="NCCL wants a GPU"))])
+def test_what_torchs_backends_are_asked_for_they_can_do(world: World, kind: str) -> None:
+    """Each rank alone, as NCCL refuses ranks that share a GPU: what is called is the same."""
+    own = of_rank("cuda", world.local_rank, world.local_size) if kind == "nccl" else CPU
+    alone = world.part([world.rank])
+    alone.use(own, "mpi")
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    native = Rendezvous(kind, store, "127.0.0.1", own).group("alone", [0], 0, 1 << 16)
+    group = Group("alone", [0], 0, alone.node_of_rank, alone.everyone.connection, native)
+    for length in LENGTHS:
+        given = values(1, length, torch.bfloat16)
+        mine, output = put(own, given.clone()), put(own, torch.zeros_like(given))
+        group.all_reduce(mine)
+        group.broadcast(mine)
+        group.reduce_scatter(output, mine)
+        assert_same(output.cpu(), given)
+        group.all_gather(output.zero_(), mine)
+        assert_same(output.cpu(), given)
+        group.all_to_all([output.zero_()], [mine])
+        assert_same(output.cpu(), given)
+    assert native.buffered
+    native.close()
+    alone.close()
 
 
 def on_device(ranks: int, everything: bool) -> list[Case]:

@@ -17,7 +17,7 @@ ALLOWED = {
     "locations": {"errors"},
     "machine": {"errors", "env"},
     "device": {"errors", "machine"},
-    "kernel_cache": {"env"},
+    "kernel_cache": {"errors", "env"},
     "lock": {"errors", "env", "machine"},
     "cli": {"errors", ""},
     "__main__": {"cli"},
@@ -50,7 +50,7 @@ WITHOUT_TORCH = (
 )
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
-KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"}
+KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"} | {"cuda"}  # cuda.core, by which numba-cuda launches
 LONGEST_FUNCTION, LONGEST_FILE = 60, 400
 
 

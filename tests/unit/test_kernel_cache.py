@@ -1,13 +1,17 @@
 """Kernels are compiled once on a computer, whoever comes first, and lie where nobody else can write."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hpczero import kernel_cache
+from hpczero.errors import InputError
+from hpczero_kernels import sources
 
 pytest.importorskip("llvmlite")
 ONE = """
@@ -76,16 +80,78 @@ def test_a_new_computer_takes_what_another_has_compiled(cache: Path, tmp_path: P
     assert [path.name for path in kept.parent.iterdir()] == ["key"]
 
 
-def test_the_key_follows_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "hpczero_kernels").mkdir()
-    source = tmp_path / "hpczero_kernels" / "precision.py"
-    (tmp_path / "hpczero_kernels" / "__init__.py").touch()
-    spec = kernel_cache.find_spec("hpczero_kernels")
-    assert spec
-    spec.submodule_search_locations = [str(tmp_path / "hpczero_kernels")]
-    monkeypatch.setattr(kernel_cache, "find_spec", lambda name: spec)
-    source.write_text("one")
-    first = kernel_cache._key()
-    assert kernel_cache._key() == first
-    source.write_text("two")
-    assert kernel_cache._key() != first
+def test_the_key_and_the_kernels_names_follow_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "cuda" / "vectors.py"
+    source.parent.mkdir()
+    found = []
+    for text in ("one", "one", "two"):
+        source.write_text(text)
+        monkeypatch.setattr(sources, "stamp", lambda: sources.hash_of(tmp_path))
+
+        def kernel() -> None: ...
+
+        found.append((kernel_cache._key(), sources.named_by_sources(kernel).__qualname__))
+    assert found[0] == found[1]
+    assert all(first != last for first, last in zip(found[1], found[2], strict=True))
+
+
+def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
+    """numba looks at the file that a kernel is in alone: what an edit of another has changed would be taken from the cache."""
+    dispatcher = pytest.importorskip("numba.core.registry").CPUDispatcher
+    names = ["adamw", "dropout", "normal", "philox", "precision", "reduce"]
+    modules = [vars(importlib.import_module(f"hpczero_kernels.{name}")) for name in names]
+    made = [value for module in modules for value in module.values() if isinstance(value, dispatcher)]
+    kept = {kernel.py_func.__name__: kernel._cache._impl.filename_base for kernel in made if hasattr(kernel._cache, "_impl")}
+    assert {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"} == set(kept)
+    assert all(sources.stamp() in base for base in kept.values()), kept
+
+
+def test_kernels_for_gpus_are_kept_as_well(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second computer loads what the first has compiled, beside what it has itself."""
+    compiled = []
+
+    def compile_one() -> None:
+        compiled.append(1)
+        (folder / "gelu").mkdir(exist_ok=True)
+        (folder / "gelu" / "forward.nbc").write_text("code")
+
+    launch = SimpleNamespace(all_kernels=lambda: [SimpleNamespace(compile=compile_one)])
+    monkeypatch.setattr("hpczero_kernels.registry.on_gpus", lambda: True)
+    monkeypatch.setitem(sys.modules, "hpczero_kernels.cuda.launch", launch)
+    for computer in ("first", "second"):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / computer))
+        folder = tmp_path / computer / cache.name / "key"
+        folder.mkdir(parents=True)
+        (folder / "own.nbc").write_text(computer)
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
+        kernel_cache.of_gpu((9, 0))
+        assert (folder / "gelu" / "forward.nbc").read_text() == "code"
+        assert (folder / "own.nbc").read_text() == computer
+        assert (folder / "cuda-90").exists()
+    assert compiled == [1]
+    kernel_cache.of_gpu((8, 0))
+    assert compiled == [1, 1]
+
+
+@pytest.mark.parametrize(("broken", "said"), [("launch", "No module named 'cuda'"), ("compile", "libnvvm.so cannot be found")])
+def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_it() -> None:
+        raise OSError(said)
+
+    def imported(name: str) -> object:
+        if name.endswith("registry"):
+            return SimpleNamespace(on_gpus=lambda: True)
+        if broken == "launch":
+            raise ModuleNotFoundError(said)
+        return SimpleNamespace(all_kernels=lambda: [SimpleNamespace(compile=compile_it)])
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernel_cache.importlib, "import_module", imported)
+    with pytest.raises(InputError, match=f"cannot be compiled: {said}; .*CUDA_HOME.*HPCZERO_KERNELS=torch"):
+        kernel_cache.of_gpu((9, 0))
+
+
+def test_where_pytorch_does_the_work_nothing_of_cuda_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpczero_kernels.registry.on_gpus", lambda: False)
+    monkeypatch.setitem(sys.modules, "hpczero_kernels.cuda.launch", None)
+    kernel_cache.of_gpu((7, 0))

@@ -1,10 +1,12 @@
 """AdamW in one pass (`hpczero_kernels.adamw` has the formula): 28 bytes an element with a half-precision gradient and weights."""
 
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.adamw import Scalars, State
 from hpczero_kernels.cuda.intrinsics import inner, load4, number_of, sqrt
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, THREADS, aligned, blocks, kernel
+from hpczero_kernels.cuda.target import cuda
+from hpczero_kernels.cuda.tiles import own_column
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
 from hpczero_kernels.precision import CODES, FP32
 
@@ -18,7 +20,7 @@ def _scalar(scalars, number):
 
 @kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS, CODE, ADDRESS, CODE, ADDRESS, NUMBER, COUNT, CODE, CODE)
 def step(master, moment1, moment2, gradient, gradient_precision, weights, weights_precision, scalars, decay, count, is_aligned, zeroes):
-    index = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    index = own_column()
     if index >= count:
         return
     left = count - index

@@ -7,12 +7,13 @@ the last vector is taken one by one.
 from math import inf
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.cross_entropy import IGNORED
-from hpczero_kernels.cuda.intrinsics import WARP, block_max, block_sum, exp, inner, load4, moved
+from hpczero_kernels.cuda.intrinsics import WARP, block_max, block_sum, exp, inner, moved
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, blocks, kernel
-from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, widen
+from hpczero_kernels.cuda.target import cuda
+from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, whole_number, widen
 from hpczero_kernels.precision import CODES, FP32
 
 _MOST = 512  # threads
@@ -30,13 +31,6 @@ def _scaled_to(sum, most, new):
 def _shift(most):
     """What is subtracted: infinite ones would give NaN where the sum has a value."""
     return _NONE if most == _LEAST else most
-
-
-@inner
-def _target(targets, row):
-    """int64 number `row` of a tensor."""
-    place = row * uint64(8)
-    return uint64(load4(targets, place)) | uint64(load4(targets, place + uint64(4))) << uint64(32)
 
 
 @inner
@@ -80,7 +74,7 @@ def statistics(logits, address, targets, precision, columns, first, most_of, sum
     if thread == uint64(0):
         put_element(most_of, FP32, row, of_row)
         put_element(sum_of, FP32, row, total)
-        own = _target(targets, row) - first
+        own = whole_number(targets, row) - first
         put_element(target_of, FP32, row, element(logits, precision, start + own) if own < columns else _NONE)
 
 
@@ -92,7 +86,7 @@ def gradient(logits, address, targets, precision, columns, first, most_of, sum_o
     start, size = row * columns, uint64(4) if precision == FP32 else uint64(2)
     head = _before_vectors(address, start, columns, size)
     body = (columns - head) // uint64(EIGHT)
-    wanted = _target(targets, row)
+    wanted = whole_number(targets, row)
     most, scale, own = element(most_of, FP32, row), element(scales, FP32, uint64(0)), wanted - first
     if wanted == _IGNORED:
         scale = _NONE

@@ -3,24 +3,18 @@
 from typing import Any
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels import philox
-from hpczero_kernels.cuda.intrinsics import inner, load4
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, WORD, address_of, kernel, rows_aligned
-from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, threads_for
-from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
+from hpczero_kernels.cuda.intrinsics import inner
+from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, WORD, address_of, contiguous, kernel, rows_aligned
+from hpczero_kernels.cuda.target import cuda
+from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, own_column, threads_for
+from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, whole_number, widen
 from hpczero_kernels.dropout import Chosen, chosen_of, threshold
 from hpczero_kernels.precision import CODES, FP32
 
 _words = inner(philox.block_of_words.py_func)
-
-
-@inner
-def _stream(samples, number):
-    """int64 number `number` of a tensor."""
-    place = number * uint64(8)
-    return uint64(load4(samples, place)) | uint64(load4(samples, place + uint64(4))) << uint64(32)
 
 
 @inner
@@ -57,7 +51,7 @@ def forward(
         cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
     )  # fmt: skip
     others = cuda.local.array(EIGHT, float32)
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left = columns - column
@@ -76,7 +70,7 @@ def forward(
             numbers[i] += shift[i]
         sample = row // rows_of_sample
         position = (first_row + row - sample * rows_of_sample) * all_columns + first_column + column
-        _drop(numbers, uint64(key), _stream(samples, sample), position, limit, scale)
+        _drop(numbers, uint64(key), whole_number(samples, sample), position, limit, scale)
         if has_residual:
             widen(others, more, precision)
             for i in range(EIGHT):
@@ -93,7 +87,7 @@ def backward(
 ):  # fmt: skip
     """of_bias: fp32 [blocks along y, columns], what each of them has of it."""
     words, numbers, sums = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left, row = columns - column, uint64(cuda.blockIdx.y)
@@ -104,7 +98,7 @@ def backward(
         widen(numbers, words, precision)
         sample = row // rows_of_sample
         position = (first_row + row - sample * rows_of_sample) * all_columns + first_column + column
-        _drop(numbers, uint64(key), _stream(samples, sample), position, limit, scale)
+        _drop(numbers, uint64(key), whole_number(samples, sample), position, limit, scale)
         for i in range(EIGHT):
             sums[i] += numbers[i]
         narrow(words, numbers, precision)
@@ -124,7 +118,7 @@ def _choice(chosen: Chosen) -> tuple[int | float, ...]:
 
 
 def dropout_forward(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, *chosen: Any) -> torch.Tensor:
-    x, residual, choice = x.contiguous(), None if residual is None else residual.contiguous(), chosen_of(*chosen)
+    x, bias, residual, choice = x.contiguous(), contiguous(bias), contiguous(residual), chosen_of(*chosen)
     count, of_sample, columns = x.shape
     y = torch.empty_like(x)
     forward.launch(

@@ -1,11 +1,12 @@
 """Bias and GELU (`hpczero_kernels.gelu`) in one pass; backward computes what it needs of forward again."""
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.cuda.intrinsics import erf, exp, inner
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, address_of, kernel, rows_aligned
-from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, threads_for
+from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, address_of, contiguous, kernel, rows_aligned
+from hpczero_kernels.cuda.target import cuda
+from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, own_column, threads_for
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
 from hpczero_kernels.precision import CODES, FP32
 
@@ -41,7 +42,7 @@ def _slope(x, by_tanh):
 @kernel(ADDRESS, ADDRESS, CODE, ADDRESS, CODE, COUNT, COUNT, CODE, CODE)
 def forward(x, bias, has_bias, y, precision, rows, columns, by_tanh, is_aligned):
     words, numbers, shift = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left = columns - column
@@ -68,7 +69,7 @@ def backward(gradient, x, bias, has_bias, of_x, of_bias, precision, rows, column
         cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
     )  # fmt: skip
     shift, sums = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left = columns - column
@@ -95,7 +96,7 @@ def backward(gradient, x, bias, has_bias, of_x, of_bias, precision, rows, column
 
 
 def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, by_tanh: bool) -> torch.Tensor:
-    x, columns = x.contiguous(), x.shape[-1]
+    x, bias, columns = x.contiguous(), contiguous(bias), x.shape[-1]
     y, rows = torch.empty_like(x), x.numel() // max(1, columns)
     forward.launch(
         grid_over(rows, columns), threads_for(columns),
@@ -107,7 +108,7 @@ def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, by_tanh: bool) -> t
 
 def gelu_backward(gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, by_tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and of the bias (empty: there is none)."""
-    gradient, x, columns = gradient.contiguous(), x.contiguous(), x.shape[-1]
+    gradient, x, bias, columns = gradient.contiguous(), x.contiguous(), contiguous(bias), x.shape[-1]
     rows = x.numel() // max(1, columns)
     grid = grid_over(rows, columns) if bias is None else grid_with_sums(rows, columns)
     of_x, of_bias = torch.empty_like(x), x.new_empty((0, 0) if bias is None else (grid[1], columns), dtype=torch.float32)

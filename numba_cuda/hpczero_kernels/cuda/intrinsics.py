@@ -5,9 +5,9 @@ Addresses are those of tensors (`CPointer`, an int in the simulator), offsets co
 index adds wrap-around: hence the many float32(...) and uint64(...).
 """
 
-from numba import cuda
 from numba.core import types
 
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.registry import SIMULATED
 
 WARP = 32

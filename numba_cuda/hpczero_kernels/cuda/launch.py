@@ -7,22 +7,22 @@ each kernel has to have been launched once.
 
 import importlib
 import pkgutil
+import threading
 from collections.abc import Callable, Iterator
 from ctypes import c_float, c_int32, c_uint32, c_uint64
 from functools import lru_cache
 from typing import Any
 
 import torch
-from numba import cuda, types
+from numba import types
 
 import hpczero_kernels.cuda
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.registry import SIMULATED
+from hpczero_kernels.sources import named_by_sources
 
 if not SIMULATED:
-    if getattr(cuda, "implementation", "") != "NVIDIA":
-        raise ImportError(f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path")
-    from numba.cuda import dispatcher
-    from numba.cuda.cudadrv import driver
+    from cuda.core import LaunchConfig, Stream, launch
 
 THREADS = 256  # of a block, unless the kernel has a reason
 ADDRESS, COUNT, WORD, CODE, NUMBER = types.CPointer(types.uint8), types.uint64, types.uint32, types.int32, types.float32
@@ -53,14 +53,15 @@ class Kernel:
         if stream.device_index != self._device:
             raise RuntimeError(f"{self.name} was loaded for GPU {self._device} and is asked for on {stream.device_index}: a process has one GPU")
         converted = [convert(argument) for convert, argument in zip(self._converts, arguments, strict=True)]
-        dispatcher.launch(_stream(stream.cuda_stream), _shape(grid, threads), self._loaded, *converted)
+        launch(_STREAMS.of(stream.cuda_stream), _shape(grid, threads), self._loaded, *converted)
 
     def compile(self) -> Any:
         """For the current device; fills numba's cache."""
         if SIMULATED:
             return cuda.jit(self.function)
         options = {"max_registers": self.registers} if self.registers else {}
-        return cuda.jit(types.void(*self.signature), cache=True, **options)(self.function)
+        # not by LTO, which would be taken or not by what is installed: what runs is the PTX that the tests look at
+        return cuda.jit(types.void(*self.signature), cache=True, lto=False, **options)(named_by_sources(self.function))
 
     def _load(self) -> None:
         """numba's own launch converts each argument by asking for its type: 10 to 20 microseconds, most of a launch. What it ends in is called
@@ -105,15 +106,36 @@ def address_of(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
 def blocks(count: int, each: int) -> int:
     return -(-count // each)
 
 
-@lru_cache(maxsize=64)
+class Streams(threading.local):
+    """torch's, as a launch takes them, made anew in every thread: making one makes the device's context the thread's. A launch on the default stream
+    needs that, and in a thread of autograd a kernel of ours may be the first to call CUDA: torch sets a device there only if it is not the first.
+    """
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self._make, self._made = make, dict[int, Any]()
+
+    def of(self, pointer: int) -> Any:
+        if pointer not in self._made:
+            self._made[pointer] = self._make(pointer)
+        return self._made[pointer]
+
+
 def _stream(pointer: int) -> Any:
-    return driver._to_core_stream(cuda.external_stream(pointer))
+    cuda.current_context()  # is the thread's from now on
+    return Stream.from_handle(pointer)
+
+
+_STREAMS = Streams(_stream)
 
 
 @lru_cache(maxsize=1024)
 def _shape(grid: Size, threads: int) -> Any:
-    return dispatcher.LaunchConfig(grid=(*grid, 1), block=(threads, 1, 1))
+    return LaunchConfig(grid=(*grid, 1), block=(threads, 1, 1))

@@ -5,10 +5,11 @@ what is left to do is a sum over the blocks, in one order.
 """
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.cuda.intrinsics import WARP, block_sum, block_sums, inner, sqrt
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, address_of, blocks, kernel, rows_aligned
+from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, address_of, blocks, contiguous, kernel, rows_aligned
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, widen
 from hpczero_kernels.norm import LONGEST
 from hpczero_kernels.precision import CODES, FP32
@@ -167,9 +168,9 @@ def norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool
 ) -> tuple[torch.Tensor, ...]:
     """As hpczero_kernels.norm.forward_reference."""
-    x, columns = x.contiguous(), x.shape[-1]
+    x, weight, columns = x.contiguous(), weight.contiguous(), x.shape[-1]
     rows = x.numel() // columns
-    residual = None if residual is None else residual.contiguous()
+    residual, bias = contiguous(residual), contiguous(bias)
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
     y, (means, inverses) = torch.empty_like(x), (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
     forward.launch(
@@ -186,8 +187,8 @@ def norm_backward(
     centred: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """As hpczero_kernels.norm.backward_reference."""
-    gradient, x, columns = gradient.contiguous(), x.contiguous(), x.shape[-1]
-    of_total = None if of_total is None else of_total.contiguous()
+    gradient, x, weight, columns = gradient.contiguous(), x.contiguous(), weight.contiguous(), x.shape[-1]
+    of_total = contiguous(of_total)
     rows = x.numel() // columns
     parts = min(rows, _BLOCKS)
     of_x, of_weight, of_bias = torch.empty_like(x), *(x.new_empty(parts, columns, dtype=torch.float32) for _ in range(2))

@@ -5,11 +5,12 @@ from functools import lru_cache
 from math import inf
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
-from hpczero_kernels.cuda.intrinsics import block_sum, inner, load4, moved
+from hpczero_kernels.cuda.intrinsics import block_sum, inner, moved
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, THREADS, aligned, blocks, kernel
-from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, put_element, widen
+from hpczero_kernels.cuda.target import cuda
+from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, put_element, whole_number, widen
 from hpczero_kernels.pool import BLOCK
 from hpczero_kernels.precision import CODES, FP32
 
@@ -18,8 +19,7 @@ _EACH = BLOCK // (THREADS * EIGHT)  # vectors of a thread
 
 @inner
 def _piece(first, distances, number):
-    place = uint64(8 * (number - 1))
-    return moved(first, uint64(load4(distances, place)) | uint64(load4(distances, place + uint64(4))) << uint64(32))
+    return moved(first, whole_number(distances, uint64(number - 1)))
 
 
 @kernel(ADDRESS, ADDRESS, CODE, CODE, ADDRESS, CODE, CODE, ADDRESS, CODE, ADDRESS, CODE, COUNT, CODE)

@@ -1,9 +1,10 @@
 """Rotary embedding (`hpczero_kernels.rotary`): each thread turns eight pairs of a head, which lie half a head apart."""
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, THREADS, aligned, blocks, kernel
+from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
 from hpczero_kernels.precision import CODES, FP32
 

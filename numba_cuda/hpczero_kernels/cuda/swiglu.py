@@ -1,11 +1,12 @@
 """SwiGLU (`hpczero_kernels.swiglu`): gates and values lie side by side in one tensor [rows, 2, columns]."""
 
 import torch
-from numba import cuda, float32, uint32, uint64
+from numba import float32, uint32, uint64
 
 from hpczero_kernels.cuda.intrinsics import exp, inner
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, kernel, rows_aligned
-from hpczero_kernels.cuda.tiles import grid_over, threads_for
+from hpczero_kernels.cuda.target import cuda
+from hpczero_kernels.cuda.tiles import grid_over, own_column, threads_for
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
 from hpczero_kernels.precision import CODES
 
@@ -23,7 +24,7 @@ def forward(both, y, precision, rows, columns, is_aligned):
     words, more, gates, values = (
         cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
     )  # fmt: skip
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left, row = columns - column, uint64(cuda.blockIdx.y)
@@ -44,7 +45,7 @@ def forward(both, y, precision, rows, columns, is_aligned):
 def backward(gradient, both, of_both, precision, rows, columns, is_aligned):
     words, more, of_y = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32)
     gates, values, g = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-    column = (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    column = own_column()
     if column >= columns:
         return
     left, row = columns - column, uint64(cuda.blockIdx.y)

@@ -5,7 +5,9 @@ import math
 
 import numpy as np
 import torch
-from numba import cuda, float32, uint32
+from numba import float32, uint32
+
+from hpczero_kernels.cuda.target import cuda
 
 inner = cuda.jit(device=True)
 _MOST = 1024  # threads of a block
@@ -16,11 +18,11 @@ def moved(address, distance):
 
 
 def load16(address, offset):
-    return tuple(uint32(word) for word in (ctypes.c_uint32 * 4).from_address(int(address) + _multiple(offset, 16)))
+    return tuple(uint32(word) for word in (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16)))
 
 
 def store16(address, offset, words):
-    (ctypes.c_uint32 * 4).from_address(int(address) + _multiple(offset, 16))[:] = [int(word) for word in words]
+    (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16))[:] = [int(word) for word in words]
 
 
 def load4(address, offset):
@@ -102,6 +104,7 @@ def _packed(low, high, dtype):
     return uint32(int(halves[0]) & 0xFFFF | (int(halves[1]) & 0xFFFF) << 16)
 
 
-def _multiple(offset, size):
-    assert int(offset) % size == 0, f"offset {offset} of an access of {size} bytes"
-    return int(offset)
+def _multiple(address, size):
+    """As on a GPU, where another address is an error that ends the process's use of it."""
+    assert address % size == 0, f"an access of {size} bytes at address {address}"
+    return address

@@ -109,6 +109,13 @@ def put_element(address, precision, index, number):
 
 
 @inner
+def whole_number(address, index):
+    """One element of an int64 tensor, as uint64: negative ones are large."""
+    low, high = load4(address, index * uint64(8)), load4(address, index * uint64(8) + uint64(4))
+    return uint64(low) | uint64(high) << uint64(32)
+
+
+@inner
 def _low(word):
     return number_of(uint32(word << uint32(16)))
 
