@@ -9,12 +9,13 @@ MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
 
 # short option -> long one: both say the same thing
 _LONG = (
-    "A account|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus|H hold|J job-name|L licenses|M clusters|n ntasks|N nodes"
-    "|o output|p partition|q qos|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
+    "A account|a array|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus|H hold|J job-name|L licenses|M clusters"
+    "|n ntasks|N nodes|o output|p partition|q qos|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
 )
 _SLURM = {f"-{short}": f"--{long}" for short, long in (entry.split() for entry in _LONG.split("|"))}
 # what submission says itself
 _SAID_AT_SUBMISSION = {"slurm": ("--output", "--error", "--comment", "--open-mode"), "pbs": ("-o", "-e", "-h")}
+_SEVERAL_AT_ONCE = {"slurm": "--array", "pbs": "-J"}
 _SAY_THE_SAME = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
 
 
@@ -54,6 +55,8 @@ def refuse_duplicates(script: str, scheduler: str, extra: tuple[str, ...]) -> No
     said = [about for words in directives(script, scheduler) for about in subjects(words, scheduler)]
     for text in extra:
         for about in subjects(_split(text), scheduler):
+            if about == _SEVERAL_AT_ONCE[scheduler] or (len(about) > 3 and _SEVERAL_AT_ONCE[scheduler].startswith(about)):
+                raise InputError(f"batch.extra_directives: {shown(text)} makes several jobs of one run: they would write over each other")
             others = [other for other in said if other == about or (about.startswith("--") and other.startswith(about))]
             if len(others) > 1 or about in _SAID_AT_SUBMISSION[scheduler]:
                 way_out = "there is a key for it under [batch]"

@@ -86,7 +86,7 @@ def _state(run: Path, links: Sequence[Link], summary: dict[str, Any], records: S
         return "finished", ""
     if found := next((link for link in links if link.state == "unknown"), None):
         return "unknown", found.reason
-    over = _over(records[-1]) if records else ""
+    over = records[-1].over if records else ""
     ended = [link for link in links if link.state not in ("passed", "cancelled")]
     if ended and ended[-1].state in ("failed", "gone"):
         return "failed", over or ended[-1].reason
@@ -115,7 +115,7 @@ def _links(record: Submission, known: Sequence[Queued], silent: bool) -> list[Li
             found.append(Link(number, "unknown", "the scheduler does not answer"))
         elif own == "began":
             found.append(Link(number, "gone", job.reason if job else "it ended without a word: killed, or its node failed"))
-        elif _over(record):
+        elif record.over:
             found.append(Link(number, "cancelled"))
         else:
             found.append(Link(number, "gone", f"never began{f': {job.reason}' if job else ''}"))
@@ -127,13 +127,6 @@ def _why(code: str, job: Queued | None) -> str:
     meaning = " (the input is wrong)" if code == "2" else signal
     said = f", {job.reason}" if job and job.reason not in ("COMPLETED", "FAILED", "") and "exit status" not in job.reason else ""
     return f"exit code {code}{meaning}{said}"
-
-
-def _over(record: Submission) -> str:
-    try:
-        return (record.path / "over").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _node_hours(record: Submission, now: float) -> float:

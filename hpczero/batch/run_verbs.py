@@ -11,7 +11,7 @@ from pathlib import Path
 from hpczero.batch import progress, scheduler, submission
 from hpczero.batch.progress import Progress
 from hpczero.batch.queued import Queued
-from hpczero.batch.submit import living, still_living
+from hpczero.batch.submit import living_under, still_living
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
 from hpczero.spec.show import listed, printable, shown
@@ -37,17 +37,19 @@ def status(options: Namespace) -> int:
 
 
 def cancel(options: Namespace) -> int:
+    """The record is closed first, so that a job that begins meanwhile ends at once; but a full disk keeps no job in the queue."""
     run = _run(options.run)
-    alive = living(run, now=True)
+    alive = {name: [job.number for job in jobs] for name, jobs in living_under(run, now=True).items() if jobs}
     for record in submission.of_run(run):
-        if any(job.number in record.jobs for job in alive):
-            record.close("cancelled")
-    for name in sorted({record.scheduler for record in submission.of_run(run)}):
-        own = [number for record in submission.of_run(run) if record.scheduler == name for number in record.jobs]
-        numbers = [job.number for job in alive if job.number in own or name == "slurm"]
-        if numbers:
-            scheduler.cancel(name, numbers)
-    print(f"cancelled: {listed([job.number for job in alive])}" if alive else f"{run} has no job in the queue")
+        if record.scheduler in alive and not record.over:
+            try:
+                record.close("cancelled")
+            except HpczeroError as error:
+                print(f"hpczero: {error}", file=sys.stderr)
+    for name, numbers in alive.items():
+        scheduler.cancel(name, numbers)
+    cancelled = [number for numbers in alive.values() for number in numbers]
+    print(f"cancelled: {listed(cancelled)}" if cancelled else f"{run} has no job in the queue")
     return 0
 
 

@@ -32,7 +32,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", f"{tmp_path / 'pbs' / 'bin'}{os.pathsep}/usr/bin:/bin")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SECRET_OF_MINE", "hunter2-and-more")
-    monkeypatch.setattr(submit, "_BETWEEN", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(submit, "_BETWEEN", (0.0, 0.0, 0.0, 0.0))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.toml").write_text(SPEC)
     return queue
