@@ -3,6 +3,7 @@
 import shlex
 
 from hpczero.errors import InputError
+from hpczero.spec.schema import Batch
 from hpczero.spec.show import shown
 
 MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
@@ -50,17 +51,18 @@ def _of_pbs(word: str, following: str) -> list[str]:
     return [f"{option} {part.partition('=')[0]}" for part in value.split(",")] if option in ("-l", "-W") else [option]
 
 
-def refuse_duplicates(script: str, scheduler: str, extra: tuple[str, ...]) -> None:
-    """InputError if an extra directive is about what another one says already. (sbatch takes the beginning of an option for the whole.)"""
+def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
+    """InputError if one of the user's directives is about what another says already. (sbatch takes the beginning of an option for the whole.)"""
     said = [about for words in directives(script, scheduler) for about in subjects(words, scheduler)]
-    for text in extra:
-        for about in subjects(_split(text), scheduler):
-            if about == _SEVERAL_AT_ONCE[scheduler] or (len(about) > 3 and _SEVERAL_AT_ONCE[scheduler].startswith(about)):
-                raise InputError(f"batch.extra_directives: {shown(text)} makes several jobs of one run: they would write over each other")
+    several = _SEVERAL_AT_ONCE[scheduler]
+    of_user = [("extra_directives", text, text) for text in batch.extra_directives]
+    for key, text, directive in [*of_user, *(("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources)]:
+        for about in subjects(_split(directive), scheduler):
+            if about == several or (len(about) > 3 and several.startswith(about)):
+                raise InputError(f"batch.{key}: {shown(text)} makes several jobs of one run: they would write over each other")
             others = [other for other in said if other == about or (about.startswith("--") and other.startswith(about))]
             if len(others) > 1 or about in _SAID_AT_SUBMISSION[scheduler]:
-                way_out = "there is a key for it under [batch]"
-                raise InputError(f"batch.extra_directives: {shown(text)} says again what hpczero says itself ({about}): {way_out}")
+                raise InputError(f"batch.{key}: {shown(text)} says again what is said already ({about}): there is a key for it under [batch]")
 
 
 def _split(text: str) -> list[str]:

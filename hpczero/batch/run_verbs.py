@@ -79,12 +79,14 @@ def _run(name: str) -> Path:
 
 
 def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
-    """What the schedulers say of these runs' jobs, and which of them say nothing, and why."""
-    records = [record for run in runs for record in submission.of_run(run)]
+    """What the schedulers say of these runs' jobs, and which of them say nothing, and why. (Of all runs: another is no new question.)"""
+    records = [record for run in dict.fromkeys([*runs, *submission.remembered()]) for record in submission.of_run(run)]
     found: list[Queued] = []
     silent: dict[str, str] = {}
     for name in sorted({record.scheduler for record in records}):
-        numbers = sorted({number for record in records if record.scheduler == name for number in record.jobs})
+        numbers = [number for record in records if record.scheduler == name for number in record.unsettled()]
+        if not numbers:
+            continue
         try:
             found += scheduler.jobs(name, numbers)
         except HpczeroError as error:
@@ -124,7 +126,7 @@ def _in_full(one: Progress) -> list[str]:
         f"{one.run}: {one.state}" + (f" ({printable(one.reason)})" if one.reason else ""),
         f"  step        {step}, loss {loss}",
         f"  speed       {speed} tokens/s" + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
-        f"  time left   {left}" if left else "",
+        f"  time left   {left}" + (f"; of its job {_duration(one.job_seconds_left)}" if one.job_seconds_left is not None else "") if left else "",
         f"  last save   step {saved}" if saved else "  last save   none yet",
         f"  used        {hours} node-hours, {_size(one.run) / 1e6:,.1f} MB on disk",
     ]

@@ -71,6 +71,11 @@ class Submission:
         found = [line.split(" ", 3) for line in lines]
         return [(words[0], words[1], words[2], words[3]) for words in found if len(words) == 4]
 
+    def unsettled(self) -> list[str]:
+        """Its jobs of which only the scheduler can tell more: all but those that have said themselves how they ended, in order."""
+        told = {number: detail if event == "ended" else event for _, number, event, detail in self.events()}
+        return [number for number in self.jobs if told.get(number) not in ("0", "2", "75", "passed")]
+
     @property
     def over(self) -> str:
         """Why nothing is left to do; empty as long as something is."""

@@ -1,5 +1,5 @@
-"""Fake qsub, qstat, qrls and qdel over a folder that stands for the queue. Their answers have the form of PBS Professional's: they were written by hand,
-and held against records that users of PBS sites have published. `qstat -u` cuts the servers' names, as it does with long ones.
+"""Fake qsub, qstat, qrls and qdel over a folder that stands for the queue. Their answers have the form of PBS Professional's:
+they were written by hand, and held against records that users of PBS sites have published. `qstat -u` cuts the server's name.
 
 A job is a folder `<number>`: `words` (of qsub), `state`. Files in the folder of the queue change what they do: `lose` (the next qsub enters the job,
 then dies without an answer), `refuse` (its content is the error), `deaf` (nobody answers), `forgetful` (no history of ended jobs is kept).

@@ -153,3 +153,53 @@ def test_under_pbs_the_job_writes_its_log_itself(tmp_path: Path) -> None:
     process = machine.start("17.pbs")
     assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
     assert (machine.books / "log-17.pbs").read_text() == "words\nmore\n"
+
+
+def test_a_lock_in_the_name_of_a_job_that_was_killed_is_nobodys(machine: Machine) -> None:
+    """On a cluster it would count for ten minutes: the next job is on another computer, which cannot see that the process is gone."""
+    lock = machine.run / "lock"
+    asks = 'test -e "$RUN/lock" && echo locked; exit 1'
+    assert machine.job("1", 'echo \'{"host": "n7", "job": "1"}\' >"$RUN/lock"; kill -9 $$')[0] == 137
+    assert machine.job("2", asks)[1] == ""
+    lock.write_text('{"host": "n7", "job": "17"}')
+    machine.forgets()
+    assert machine.job("3", asks)[1] == "locked\n", "of somebody else's job"
+    lock.write_text('{"host": "n7", "job": null}')
+    machine.forgets()
+    assert machine.job("4", asks)[1] == "locked\n", "of no job"
+    lock.write_text('{"host": "n7", "job": "4"}')
+    assert machine.job("4", asks)[1] == "", "requeued"
+
+
+def test_a_spec_may_set_any_variable(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    machine = Machine(tmp_path, {"env": dict.fromkeys(("run", "books", "me", "code", "ranks", "end"), str(elsewhere)), "setup": ["books=/nowhere"]})
+    assert machine.job("1", "exit 2")[0] == 2
+    assert machine.links() == ["1 began none", "1 ended 2"]
+    assert machine.over() == "the input is wrong (exit code 2)"
+    assert not elsewhere.exists()
+
+
+def test_the_time_that_the_setup_takes_counts(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"site": "generic/pbs", "walltime": "30m", "setup": ["date +%s", "sleep 3"]})
+    machine.program("mpirun", 'echo "$HPCZERO_DEADLINE"')
+    machine.start("17.pbs").communicate(timeout=60)
+    begin, deadline = map(int, (machine.books / "log-17.pbs").read_text().split())
+    assert deadline <= begin + 1800 + 1
+
+
+def test_how_the_ranks_ended_is_known_though_a_signal_came_at_that_moment(machine: Machine) -> None:
+    """bash gives a wait that a signal interrupts another code, and may have forgotten the right one when it is asked again."""
+    codes = []
+    for number in range(8):
+        codes.append(machine.job(str(number), 'read -r _ _ _ job _ <"/proc/$PPID/stat"; kill -USR2 "$job"; exit 3')[0])
+        machine.forgets()
+    assert codes == [3] * 8
+
+
+def test_books_that_cannot_be_written_are_said(machine: Machine) -> None:
+    (machine.books / "links").mkdir()
+    code, said = machine.job("1", "echo started")
+    assert code == 2
+    assert f"hpczero job: {machine.books}/links cannot be written" in said
+    assert "started" not in said

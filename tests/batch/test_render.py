@@ -69,6 +69,10 @@ def test_only_what_was_asked_for_is_asked() -> None:
         ("generic/slurm", "--ntasks=4"),
         ("generic/slurm", "--output=/tmp/x"),
         ("generic/slurm", "--comment 'mine"),
+        ("generic/slurm", "--array=1-3"),
+        ("generic/slurm", "-a 1-3"),
+        ("generic/slurm", "--arr=1-3"),
+        ("generic/pbs", "-J 1-3"),
         ("generic/pbs", "-N other"),
         ("generic/pbs", "-l select=4"),
         ("generic/pbs", "-lwalltime=5"),
@@ -81,6 +85,12 @@ def test_an_extra_directive_may_not_say_again_what_is_said(site: str, extra: str
         script({"site": site, "extra_directives": [extra]}, tmp_path)
 
 
+@pytest.mark.parametrize("resources", [["walltime=5"], ["filesystems=home,select=9"], ["ngpus=1", "ngpus=2"]])
+def test_nor_may_a_resource(resources: list[str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"batch\.pbs_resources"):
+        script({"site": "generic/pbs", "pbs_resources": resources}, tmp_path)
+
+
 PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
     ({"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 4, "cpus_per_rank": 64}, ["4", "64", "256 CPUs", "128", "at most 2 ranks"]),
     ({"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 3}, ["3", "GPUs are not divisible", "1, 2, 4 ranks"]),
@@ -88,6 +98,8 @@ PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
     ({"site": "perlmutter/gpu", "account": "m1", "qos": "debug"}, ['"1h"', "30m", "debug"]),
     ({"site": "perlmutter/gpu", "account": "m1", "nodes": 5000}, ["5,000", "1,792", "debug, preempt and regular"]),
     ({"site": "frontier", "account": "m1", "nodes": 92, "walltime": "12h"}, ['"12h"', "6h", "92 nodes"]),
+    ({"site": "frontier", "account": "m1", "nodes": 9000, "walltime": "24h"}, ['"24h"', "12h", "9,000 nodes"]),
+    ({"site": "polaris", "account": "m1", "nodes": 2}, ["batch.nodes = 2", "at least 10 nodes", "debug-scaling"]),
     ({"site": "frontier"}, ["batch.account is missing"]),
     ({"site": "frontier", "account": "m1", "ranks_per_node": 4}, ['"closest"', "4 ranks and 8 GPUs"]),
     ({"site": "generic/pbs", "qos": "high", "constraint": "x"}, ["2 problems", "batch.qos", "batch.constraint", "slurm only"]),
