@@ -133,7 +133,7 @@ def test_nothing_of_a_hostile_spec_is_carried_out(folder: Path) -> None:
     for place in places:
         place.mkdir()
 
-    @settings(max_examples=600, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=900, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(batch=hostile(), place=st.sampled_from(places), argument=st.sampled_from(SHELL) | TEXTS, submitted=st.booleans())
     def attack(batch: dict[str, Any], place: Path, argument: str, submitted: bool) -> None:
         keys = "".join(f"{key} = {toml_value(value)}\n" for key, value in batch.items())
@@ -152,7 +152,7 @@ def test_nothing_of_a_hostile_spec_is_carried_out(folder: Path) -> None:
 
     attack()
     assert outcomes["rendered"] > 100, outcomes
-    assert outcomes["submitted"] > 100, outcomes
+    assert outcomes["submitted"] > 40, outcomes
     assert outcomes["refused"] > 100, outcomes
 
 
