@@ -142,6 +142,8 @@ def _resources(job: Job) -> Iterator[str]:
         yield f"{asked}, and a node has {part.cpus}: {fitting}"
     if job.batch.gpus_per_node > part.gpus and (part.gpus or part.cpus):
         yield f"batch.gpus_per_node = {job.batch.gpus_per_node}, and a node has {part.gpus}"
+    if job.batch.gpus_per_node and not gpus:
+        yield f'batch.gpus_per_node = {job.batch.gpus_per_node}, and train.device = "cpu" uses none: leave one of the two out'
     if gpus and per_node % gpus and gpus % per_node:
         fitting = ", ".join(str(count) for count in range(1, gpus + 1) if gpus % count == 0)
         yield f"batch.ranks_per_node = {per_node}, batch.gpus_per_node = {gpus}: GPUs are not divisible among them; {fitting} ranks would fit"

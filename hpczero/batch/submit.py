@@ -107,9 +107,10 @@ def _ready(job: Job) -> None:
     program = scheduler.SCHEDULERS[job.scheduler].PROGRAM
     if not command.is_here(program):
         raise command.missing(program)
-    missing = [name for name in job.batch.env_pass if env.variable(name) is None]
+    handed = env.for_scheduler()
+    missing = [name for name in job.batch.env_pass if not handed.get(name)]
     if missing:
-        raise InputError(f"batch.env_pass names {listed(missing)}, which is not set here: set it, or leave it out")
+        raise InputError(f"batch.env_pass names {listed(missing)}, which is not set here, or is the batch system's own: set it, or leave it out")
 
 
 def _claimed(run: Path) -> RunLock:

@@ -132,6 +132,11 @@ def test_ranks_that_make_no_grid_and_jobs_that_do_not_fit(tmp_path: Path) -> Non
         script({"site": "generic/slurm", "nodes": 1, "mem": "1G"}, _with(tmp_path, "model.layers = 60\nmodel.hidden = 2048"))
 
 
+def test_gpus_that_nobody_would_use(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r'batch.gpus_per_node = 2, and train.device = "cpu" uses none'):
+        script({"site": "generic/slurm", "gpus_per_node": 2}, _with(tmp_path, 'train.device = "cpu"'))
+
+
 def _with(folder: Path, text: str) -> Path:
     """A folder whose spec extends one with this text."""
     (folder / "base.toml").write_text(text)

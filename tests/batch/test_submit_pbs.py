@@ -43,6 +43,8 @@ def test_a_variable_that_is_not_there_cannot_be_handed_over(queue: Path, monkeyp
     monkeypatch.delenv("SECRET_OF_MINE")
     assert main(["submit", "spec.toml"]) == 2
     assert "SECRET_OF_MINE, which is not set here" in capsys.readouterr().err
+    monkeypatch.setenv("PBS_OF_MINE", "x")
+    assert main(["submit", "spec.toml", "--set", 'batch.env_pass=["PBS_OF_MINE"]']) == 2, "it would be left out"
     assert not fakes.calls(queue, "qsub")
 
 
