@@ -4,9 +4,10 @@
     spec.toml         the resolved spec        job.sh   the script
     log-<job>         what the job printed
     links             a line for each thing that happened to a job: time, job, `began` and the newest checkpoint, `ended` and the exit code, `passed`
+    code              how the ranks of the newest job ended
     over              why nothing is left to do (then the jobs that follow end at once)
 
-The environment is never kept, nor any value of batch.env_pass.
+Beside these folders lies `lock`, while somebody submits the run. The environment is never kept, nor any value of batch.env_pass.
 """
 
 import json

@@ -1,14 +1,17 @@
 """What the jobs of a chain do, one after the other: their script is run with launchers and schedulers that are fakes."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from hpczero.lock import Holder
 from tests.batch.golden import submitted
 
 BASH = shutil.which("bash") or "bash"
@@ -159,18 +162,18 @@ def test_under_pbs_the_job_writes_its_log_itself(tmp_path: Path) -> None:
 
 def test_a_lock_in_the_name_of_a_job_that_was_killed_is_nobodys(machine: Machine) -> None:
     """On a cluster it would count for ten minutes: the next job is on another computer, which cannot see that the process is gone."""
-    lock = machine.run / "lock"
+
+    def lock(job: str | None) -> str:
+        return json.dumps(asdict(Holder("n7", "another kernel", 1, 0.0, "ada", "today", job)))
+
     asks = 'test -e "$RUN/lock" && echo locked; exit 1'
-    assert machine.job("1", 'echo \'{"host": "n7", "job": "1"}\' >"$RUN/lock"; kill -9 $$')[0] == 137
+    assert machine.job("1", f"echo '{lock('1')}' >\"$RUN/lock\"; kill -9 $$")[0] == 137
     assert machine.job("2", asks)[1] == ""
-    lock.write_text('{"host": "n7", "job": "17"}')
-    machine.forgets()
-    assert machine.job("3", asks)[1] == "locked\n", "of somebody else's job"
-    lock.write_text('{"host": "n7", "job": null}')
-    machine.forgets()
-    assert machine.job("4", asks)[1] == "locked\n", "of no job"
-    lock.write_text('{"host": "n7", "job": "4"}')
-    assert machine.job("4", asks)[1] == "", "requeued"
+    for job, said in (("17", "locked\n"), (None, "locked\n"), ("4", "")):  # somebody else's, nobody's, this one's before it was requeued
+        machine.forgets()
+        (machine.books / "links").write_text("2026-01-05T10:00:00Z 4 began none\n")
+        (machine.run / "lock").write_text(lock(job))
+        assert machine.job("4", asks)[1] == said
 
 
 def test_a_spec_may_set_any_variable(tmp_path: Path) -> None:

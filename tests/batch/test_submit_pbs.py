@@ -165,10 +165,29 @@ def test_leftovers_of_a_job_do_not_reach_the_scheduler(monkeypatch: pytest.Monke
     assert handed["SLURM_CONF"] == "/etc/slurm.conf"
 
 
+QSTAT = """Job Id: 5.s-pbs
+    Job_Name = a-run
+    resources_used.walltime = 00:05:16
+    job_state = R
+    exec_vnode = (node-0100:ncpus=12:mem=94371840kb:jobfs=104857600kb:
+\tngpus=1)
+    Resource_List.walltime = 01:00:00
+    stime = Mon Jan  5 10:00:00 2026
+    Variable_List = PBS_O_SYSTEM=Linux,A=1,HPCZERO_TAG=hpczero:ab:
+\t0,B=2
+    comment = Job run at Mon Jan 05 at 10:00 on (node-0100:ncpus=12)
+
+Job Id: 6.s-pbs
+    job_state = U
+    Variable_List = NOT_HPCZERO_TAG=hpczero:ab:0
+"""
+
+
 def test_the_words_of_qstat() -> None:
-    text = "Job Id: 5.s\n    job_state = R\n    stime = Mon Jan  5 10:00:00 2026\n    Variable_List = A=1,HPCZERO_TAG=hpczero:ab:0,\n\tB=2\n"
-    (job,) = pbs.parse(text)
-    assert (job.number, job.state, job.tag, job.start) == ("5.s", "running", "hpczero:ab:0", "Mon Jan  5 10:00:00 2026")
+    """Long values go on behind a tab, wherever they happen to be cut."""
+    job, other = pbs.parse(QSTAT)
+    assert (job.number, job.state, job.tag, job.start) == ("5.s-pbs", "running", "hpczero:ab:0", "Mon Jan  5 10:00:00 2026")
+    assert (other.number, other.state, other.tag) == ("6.s-pbs", "running", ""), "pushed aside, and not ended"
 
 
 @pytest.mark.parametrize(("over", "code"), [("the run is finished", 0), ("no progress", 1), ("", 1)])
