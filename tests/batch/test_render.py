@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpczero.batch import header
+from hpczero.batch.job import Here
 from hpczero.errors import InputError
 from hpczero.spec.duration import clock, seconds
 from tests.batch.golden import FOLDER, cases, kept, script
@@ -130,6 +131,14 @@ def test_ranks_that_make_no_grid_and_jobs_that_do_not_fit(tmp_path: Path) -> Non
         script({"site": "generic/slurm", "nodes": 3, "ranks_per_node": 1}, _with(tmp_path, "parallel.tensor = 2"))
     with pytest.raises(InputError, match=r"needs .* GB on a node .*1\.0 GB are available"):
         script({"site": "generic/slurm", "nodes": 1, "mem": "1G"}, _with(tmp_path, "model.layers = 60\nmodel.hidden = 2048"))
+
+
+def test_the_systems_python_is_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder, put in front, would hide what the modules bring."""
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    assert Here.now().environment == ""
+    monkeypatch.setattr(sys, "prefix", "/home/ada/venv")
+    assert Here.now().environment == "/home/ada/venv"
 
 
 def test_gpus_that_nobody_would_use(tmp_path: Path) -> None:
