@@ -90,8 +90,9 @@ class Serial:
 
 
 def assert_agrees(serial: Record | None, found: Record, world: World, spec: Spec) -> None:
-    """All ranks with each other, to the bit, and rank 0 with the serial run. In fp32 the figures of design 11. In half precision every partial sum is rounded: a few roundings in a gradient, far less in what is
-    averaged over all tokens.
+    """All ranks with each other, to the bit, and rank 0 with the serial run. In fp32 the figures of design 11.
+
+    In half precision every partial sum is rounded: a few roundings in a gradient, far less in what is averaged over all tokens.
     """
     assert_all_ranks_say(world, found)
     if serial is None:
