@@ -104,7 +104,7 @@ def _submit(verbs: argparse._SubParsersAction) -> None:
     verb = _verb(verbs, "submit", "hpczero.batch.submit:submit", "hand a run over to Slurm or PBS, as one job or a chain of them")
     _takes_spec(verb)
     verb.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
-    verb.add_argument("--probe", action="store_true", help="only try it: the same layout for five steps, a save and a restore, as the run NAME.probe")
+    verb.add_argument("--probe", action="store_true", help="only try it: the same layout for five steps, a save and a restore, as a run of its own")
     verb.add_argument("--wait", action="store_true", help="come back when its jobs have ended; 0 if the run is finished then")
 
 

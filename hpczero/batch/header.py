@@ -3,18 +3,20 @@
 import shlex
 
 from hpczero.errors import InputError
+from hpczero.spec.schema import Batch
 from hpczero.spec.show import shown
 
 MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
 
 # short option -> long one: both say the same thing
 _LONG = (
-    "A account|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus|H hold|J job-name|L licenses|M clusters|n ntasks|N nodes"
-    "|o output|p partition|q qos|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
+    "A account|a array|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus|H hold|J job-name|L licenses|M clusters"
+    "|n ntasks|N nodes|o output|p partition|q qos|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
 )
 _SLURM = {f"-{short}": f"--{long}" for short, long in (entry.split() for entry in _LONG.split("|"))}
 # what submission says itself
 _SAID_AT_SUBMISSION = {"slurm": ("--output", "--error", "--comment", "--open-mode"), "pbs": ("-o", "-e", "-h")}
+_SEVERAL_AT_ONCE = {"slurm": "--array", "pbs": "-J"}
 _SAY_THE_SAME = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
 
 
@@ -49,15 +51,18 @@ def _of_pbs(word: str, following: str) -> list[str]:
     return [f"{option} {part.partition('=')[0]}" for part in value.split(",")] if option in ("-l", "-W") else [option]
 
 
-def refuse_duplicates(script: str, scheduler: str, extra: tuple[str, ...]) -> None:
-    """InputError if an extra directive is about what another one says already. (sbatch takes the beginning of an option for the whole.)"""
+def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
+    """InputError if one of the user's directives is about what another says already. (sbatch takes the beginning of an option for the whole.)"""
     said = [about for words in directives(script, scheduler) for about in subjects(words, scheduler)]
-    for text in extra:
-        for about in subjects(_split(text), scheduler):
+    several = _SEVERAL_AT_ONCE[scheduler]
+    of_user = [("extra_directives", text, text) for text in batch.extra_directives]
+    for key, text, directive in [*of_user, *(("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources)]:
+        for about in subjects(_split(directive), scheduler):
+            if about == several or (len(about) > 3 and several.startswith(about)):
+                raise InputError(f"batch.{key}: {shown(text)} makes several jobs of one run: they would write over each other")
             others = [other for other in said if other == about or (about.startswith("--") and other.startswith(about))]
             if len(others) > 1 or about in _SAID_AT_SUBMISSION[scheduler]:
-                way_out = "there is a key for it under [batch]"
-                raise InputError(f"batch.extra_directives: {shown(text)} says again what hpczero says itself ({about}): {way_out}")
+                raise InputError(f"batch.{key}: {shown(text)} says again what is said already ({about}): there is a key for it under [batch]")
 
 
 def _split(text: str) -> list[str]:

@@ -27,7 +27,7 @@ def of_sinfo(text: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         queue, cpus, memory, gres, limit, nodes = (part.strip() for part in line.split("|"))
-        here: dict[str, Any] = {"cpus": _number(cpus), "memory_gb": _number(memory) * 1048576 // 10**9, "gpus": _gpus(gres)}
+        here: dict[str, Any] = {"cpus": _number(cpus), "memory_gb": _number(memory) // 1024, "gpus": _gpus(gres)}
         before = found.get(queue)
         count = _number(nodes) + (before["nodes"] if before else 0)
         if before:

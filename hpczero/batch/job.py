@@ -19,6 +19,7 @@ from hpczero.spec.schema import Batch, Spec
 from hpczero.spec.show import shown
 
 _SUBMITS = {"slurm": "sbatch", "pbs": "qsub"}
+_OF_THE_SYSTEM = ("/usr", "/usr/local")
 _ONLY_FOR = {
     "slurm": ("qos", "constraint", "reservation", "exclude"),
     "pbs": ("pbs_chunk", "pbs_place", "pbs_resources"),
@@ -30,12 +31,13 @@ class Here:
     """What a job takes over from where it was rendered."""
 
     folder: str  # where the job works
-    environment: str  # the virtual environment (or Python's prefix)
+    environment: str  # the virtual environment (or a Python of its own folder; none in the system's, which would come before the modules' programs)
     schedulers: tuple[str, ...]  # that are installed
 
     @classmethod
     def now(cls) -> "Here":
-        return cls(str(Path.cwd()), sys.prefix, tuple(name for name, program in _SUBMITS.items() if shutil.which(program)))
+        environment = sys.prefix if sys.prefix not in _OF_THE_SYSTEM else ""
+        return cls(str(Path.cwd()), environment, tuple(name for name, program in _SUBMITS.items() if shutil.which(program)))
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ def _resources(job: Job) -> Iterator[str]:
         yield f"{asked}, and a node has {part.cpus}: {fitting}"
     if job.batch.gpus_per_node > part.gpus and (part.gpus or part.cpus):
         yield f"batch.gpus_per_node = {job.batch.gpus_per_node}, and a node has {part.gpus}"
+    if job.batch.gpus_per_node and not gpus:
+        yield f'batch.gpus_per_node = {job.batch.gpus_per_node}, and train.device = "cpu" uses none: leave one of the two out'
     if gpus and per_node % gpus and gpus % per_node:
         fitting = ", ".join(str(count) for count in range(1, gpus + 1) if gpus % count == 0)
         yield f"batch.ranks_per_node = {per_node}, batch.gpus_per_node = {gpus}: GPUs are not divisible among them; {fitting} ranks would fit"
@@ -150,10 +154,10 @@ def _resources(job: Job) -> Iterator[str]:
     if job.walltime == 0:
         yield f'batch.walltime = "{job.batch.walltime}": a job needs some time'
     queue = job.batch.queue if job.scheduler == "pbs" else job.batch.qos or job.batch.queue
-    longest, too_many = sites.limit(part, queue, job.nodes)
+    longest, refused = sites.limit(part, queue, job.nodes)
     named = f'the queue "{queue}"' if queue else "it"
-    if too_many:
-        yield f"batch.nodes = {job.nodes:,}: {named} {too_many} (queues: {sites.queues(part)})"
+    if refused:
+        yield f"batch.nodes = {job.nodes:,}: {named} {refused} (queues: {sites.queues(part)})"
     elif longest and job.walltime > seconds(longest):
         yield f'batch.walltime = "{job.batch.walltime}" is more than the {longest} that {named} allows for {job.nodes:,} nodes'
     if job.facts.account_required and not job.batch.account:

@@ -9,7 +9,8 @@ from hpczero.batch.queued import Queued, Refused, State, Transient
 
 PROGRAM = "qsub"
 _TRANSIENT = ("timed out", "cannot connect", "Connection refused", "No Permission to connect", "temporarily", "Server shutting down", "End of File")
-_STATES: dict[str, State] = {"Q": "queued", "W": "queued", "T": "queued", "M": "queued", "H": "held", "R": "running", "E": "running", "S": "running"}
+_STATES: dict[str, State] = {"Q": "queued", "W": "queued", "T": "queued", "M": "queued", "H": "held", "R": "running"}
+_STATES |= {"E": "running", "S": "running", "U": "running"}
 _VARIABLE = re.compile(r"(?:^|,)HPCZERO_TAG=([^,]*)")
 
 
@@ -36,11 +37,13 @@ def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
         listed = command.run(["qstat", "-u", user])
         if listed.code:
             raise Transient(f"qstat failed: {listed.complaint}")
-        numbers = re.findall(r"^(\d+(?:\[\])?\.[\w.-]+)", listed.out, re.MULTILINE)
+        numbers = re.findall(r"^\d+", listed.out, re.MULTILINE)  # the server's name behind it may be cut short
         if not numbers:
             return []
     answer = command.run(["qstat", "-x", "-f", *numbers])
-    if answer.code and not answer.out.strip() and not re.search(r"[Uu]nknown [Jj]ob", answer.err):
+    if "job history" in answer.err and not answer.out.strip():  # the site keeps none
+        answer = command.run(["qstat", "-f", *numbers])
+    if answer.code and not answer.out.strip() and not re.search(r"[Uu]nknown [Jj]ob|has finished", answer.err):
         raise Transient(f"qstat failed: {answer.complaint}")
     return parse(answer.out)
 

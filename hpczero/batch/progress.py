@@ -16,6 +16,7 @@ from hpczero.batch.submission import Submission
 
 _STALLED_AFTER = 10  # times the median step without another one
 _SHORTEST = 60.0  # seconds: a short step is no reason to worry soon
+_START = 600.0  # nor is the first one of a job, which comes after a checkpoint has been read
 _RECENT = 200  # steps that the pace is taken from
 _TAIL = 1 << 20  # bytes that are read of a file's end
 
@@ -40,7 +41,8 @@ class Progress:
     loss: float | None
     seconds_per_step: float | None
     tokens_per_second: float | None
-    seconds_left: float | None
+    seconds_left: float | None  # of the run, at its pace
+    job_seconds_left: float | None  # of the job that runs
     last_save: int | None
     node_hours: float
     links: list[Link] = field(default_factory=list)
@@ -57,8 +59,9 @@ def of(run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: fl
     median = statistics.median(float(one["step_seconds"]) for one in metrics[-_RECENT:]) if metrics else None
     state, reason = _state(run, links, summary, records)
     if state == "running" and median is not None and step < steps:
-        silence = now - (run / "metrics.jsonl").stat().st_mtime
-        if silence > max(_STALLED_AFTER * median, _SHORTEST) and _began(run) < (run / "metrics.jsonl").stat().st_mtime:
+        stepped, began = (run / "metrics.jsonl").stat().st_mtime, _began(run)
+        silence = now - max(stepped, began)
+        if silence > max(_STALLED_AFTER * median, _SHORTEST if stepped > began else _START):
             state, reason = "STALLED", f"no step for {silence:,.0f} s; one takes {median:.3g} s"
     failed = next((link for link in reversed(links) if link.state in ("failed", "gone")), None) if state == "failed" else None
     return Progress(
@@ -71,6 +74,7 @@ def of(run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: fl
         seconds_per_step=median,
         tokens_per_second=last.get("tokens_per_second"),
         seconds_left=median * (steps - step) if median is not None and step < steps else None,
+        job_seconds_left=_job_seconds_left(records, links, now),
         last_save=_last_save(run),
         node_hours=sum(_node_hours(record, now) for record in records),
         links=links,
@@ -86,7 +90,7 @@ def _state(run: Path, links: Sequence[Link], summary: dict[str, Any], records: S
         return "finished", ""
     if found := next((link for link in links if link.state == "unknown"), None):
         return "unknown", found.reason
-    over = _over(records[-1]) if records else ""
+    over = records[-1].over if records else ""
     ended = [link for link in links if link.state not in ("passed", "cancelled")]
     if ended and ended[-1].state in ("failed", "gone"):
         return "failed", over or ended[-1].reason
@@ -115,7 +119,7 @@ def _links(record: Submission, known: Sequence[Queued], silent: bool) -> list[Li
             found.append(Link(number, "unknown", "the scheduler does not answer"))
         elif own == "began":
             found.append(Link(number, "gone", job.reason if job else "it ended without a word: killed, or its node failed"))
-        elif _over(record):
+        elif record.over:
             found.append(Link(number, "cancelled"))
         else:
             found.append(Link(number, "gone", f"never began{f': {job.reason}' if job else ''}"))
@@ -127,13 +131,6 @@ def _why(code: str, job: Queued | None) -> str:
     meaning = " (the input is wrong)" if code == "2" else signal
     said = f", {job.reason}" if job and job.reason not in ("COMPLETED", "FAILED", "") and "exit status" not in job.reason else ""
     return f"exit code {code}{meaning}{said}"
-
-
-def _over(record: Submission) -> str:
-    try:
-        return (record.path / "over").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _node_hours(record: Submission, now: float) -> float:
@@ -150,6 +147,15 @@ def _node_hours(record: Submission, now: float) -> float:
         last = log.stat().st_mtime if log.exists() else begin
         seconds += min(max(0.0, last - begin), record.walltime)
     return seconds * record.nodes / 3600
+
+
+def _job_seconds_left(records: Sequence[Submission], links: Sequence[Link], now: float) -> float | None:
+    running = next((link.number for link in links if link.state == "running"), None)
+    for record in records:
+        began = [_seconds(moment) for moment, number, event, _ in record.events() if (number, event) == (running, "began")]
+        if began:
+            return max(0.0, began[-1] + record.walltime - now)
+    return None
 
 
 def _seconds(moment: str) -> float:

@@ -35,7 +35,7 @@ def render(job: Job) -> str:
         script = environment.get_template(template).render(job=job, launch=words(job), first=_first(job), **_context(job))
     except TemplateError as error:
         raise InputError(f"the template {printable(template)} of the site {job.site}: {printable(str(error))}") from error
-    header.refuse_duplicates(script, job.scheduler, job.batch.extra_directives)
+    header.refuse_duplicates(script, job.scheduler, job.batch)
     return script
 
 

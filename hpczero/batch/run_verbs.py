@@ -11,7 +11,7 @@ from pathlib import Path
 from hpczero.batch import progress, scheduler, submission
 from hpczero.batch.progress import Progress
 from hpczero.batch.queued import Queued
-from hpczero.batch.submit import living, still_living
+from hpczero.batch.submit import living_under, still_living
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
 from hpczero.spec.show import listed, printable, shown
@@ -37,17 +37,19 @@ def status(options: Namespace) -> int:
 
 
 def cancel(options: Namespace) -> int:
+    """The record is closed first, so that a job that begins meanwhile ends at once; but a full disk keeps no job in the queue."""
     run = _run(options.run)
-    alive = living(run, now=True)
+    alive = {name: [job.number for job in jobs] for name, jobs in living_under(run, now=True).items() if jobs}
     for record in submission.of_run(run):
-        if any(job.number in record.jobs for job in alive):
-            record.close("cancelled")
-    for name in sorted({record.scheduler for record in submission.of_run(run)}):
-        own = [number for record in submission.of_run(run) if record.scheduler == name for number in record.jobs]
-        numbers = [job.number for job in alive if job.number in own or name == "slurm"]
-        if numbers:
-            scheduler.cancel(name, numbers)
-    print(f"cancelled: {listed([job.number for job in alive])}" if alive else f"{run} has no job in the queue")
+        if record.scheduler in alive and not record.over:
+            try:
+                record.close("cancelled")
+            except HpczeroError as error:
+                print(f"hpczero: {error}", file=sys.stderr)
+    for name, numbers in alive.items():
+        scheduler.cancel(name, numbers)
+    cancelled = [number for numbers in alive.values() for number in numbers]
+    print(f"cancelled: {listed(cancelled)}" if cancelled else f"{run} has no job in the queue")
     return 0
 
 
@@ -77,12 +79,14 @@ def _run(name: str) -> Path:
 
 
 def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
-    """What the schedulers say of these runs' jobs, and which of them say nothing, and why."""
-    records = [record for run in runs for record in submission.of_run(run)]
+    """What the schedulers say of these runs' jobs, and which of them say nothing, and why. (Of all runs: another is no new question.)"""
+    records = [record for run in dict.fromkeys([*runs, *submission.remembered()]) for record in submission.of_run(run)]
     found: list[Queued] = []
     silent: dict[str, str] = {}
     for name in sorted({record.scheduler for record in records}):
-        numbers = sorted({number for record in records if record.scheduler == name for number in record.jobs})
+        numbers = [number for record in records if record.scheduler == name for number in record.unsettled()]
+        if not numbers:
+            continue
         try:
             found += scheduler.jobs(name, numbers)
         except HpczeroError as error:
@@ -122,7 +126,7 @@ def _in_full(one: Progress) -> list[str]:
         f"{one.run}: {one.state}" + (f" ({printable(one.reason)})" if one.reason else ""),
         f"  step        {step}, loss {loss}",
         f"  speed       {speed} tokens/s" + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
-        f"  time left   {left}" if left else "",
+        f"  time left   {left}" + (f"; of its job {_duration(one.job_seconds_left)}" if one.job_seconds_left is not None else "") if left else "",
         f"  last save   step {saved}" if saved else "  last save   none yet",
         f"  used        {hours} node-hours, {_size(one.run) / 1e6:,.1f} MB on disk",
     ]

@@ -1,5 +1,6 @@
 """The batch system of a run, asked at most once in 30 s whatever is wanted of it."""
 
+import contextlib
 import getpass
 import json
 import time
@@ -35,7 +36,8 @@ def cancel(name: str, numbers: Sequence[str]) -> None:
 
 
 def forget(name: str) -> None:
-    (env.state_folder() / f"{name}.json").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # then nothing could be remembered either
+        (env.state_folder() / f"{name}.json").unlink()
 
 
 def _carry_out(words: list[str]) -> None:
@@ -46,13 +48,11 @@ def _carry_out(words: list[str]) -> None:
 
 def _remember(name: str, numbers: Sequence[str], known: Sequence[Queued]) -> None:
     path = env.state_folder() / f"{name}.json"
-    try:
+    with contextlib.suppress(OSError):  # it is asked again then
         path.parent.mkdir(parents=True, exist_ok=True)
         answer = {"asked": time.time(), "numbers": list(numbers), "jobs": [asdict(job) for job in known]}
         path.with_suffix(".new").write_text(json.dumps(answer), encoding="utf-8")
         path.with_suffix(".new").replace(path)
-    except OSError as error:
-        raise HpczeroError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _remembered(name: str, numbers: Sequence[str]) -> list[Queued] | None:

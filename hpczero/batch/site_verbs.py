@@ -42,7 +42,8 @@ def show(options: Namespace) -> int:
     lines += [f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour"] if partition.charge else []
     lines += [f"  limit     {row.walltime:>4} for up to {row.nodes:,} nodes{f' in {row.queue}' if row.queue else ''}" for row in partition.limits]
     lines += ["  what a job has there, unless its spec says something else:"]
-    lines += [f"    {table}.{leaf} = {_value(value)}" for table, inner in spec.items() for leaf, value in inner.items()]
+    lines += [f"    {name} = {_value(value)}" for name, value in spec.items() if not isinstance(value, dict)]
+    lines += [f"    {table}.{leaf} = {_value(value)}" for table, inner in spec.items() if isinstance(inner, dict) for leaf, value in inner.items()]
     print("\n".join(lines))
     return 0
 
@@ -73,11 +74,10 @@ def _node(partition: Partition) -> str:
     return ", ".join(words for words, number in known.items() if number) or "not known"
 
 
-def _together(*specs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for spec in specs:
-        for table, inner in spec.items():
-            found.setdefault(table, {}).update(inner)
+def _together(of_site: dict[str, Any], of_partition: dict[str, Any]) -> dict[str, Any]:
+    found = {name: dict(inner) if isinstance(inner, dict) else inner for name, inner in of_site.items()}
+    for name, inner in of_partition.items():
+        found[name] = {**found.get(name, {}), **inner} if isinstance(inner, dict) else inner
     return found
 
 

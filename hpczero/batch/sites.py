@@ -14,9 +14,10 @@ _Name = Annotated[str, Field(pattern=VARIABLE)]
 
 
 class Limit(Table):
-    """A job of at most `nodes` in `queue` (empty: in all) may take so long. Of the rows for a queue the first with enough nodes counts."""
+    """A job of `least` to `nodes` nodes in `queue` (empty: in all) may take so long. Of the rows for a queue the first with enough nodes counts."""
 
     queue: str = ""
+    least: int = Field(default=1, ge=1)
     nodes: int = Field(ge=1)
     walltime: Annotated[str, Field(pattern=WALLTIME, min_length=1)]
 
@@ -27,7 +28,7 @@ class Partition(Table):
     description: str = ""
     support: Literal["tested", "rendered-only"] = "rendered-only"  # tested: jobs have run; rendered-only: scripts follow the site's manual
     cpus: int = Field(default=0, ge=0)  # of a node, as the scheduler counts them
-    memory_gb: int = Field(default=0, ge=0)  # of a node
+    memory_gb: int = Field(default=0, ge=0)  # of a node, as the scheduler counts it
     gpus: int = Field(default=0, ge=0)  # of a node
     gpu_memory_gb: int = Field(default=0, ge=0)  # of each
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"  # how Slurm is asked for them
@@ -71,9 +72,11 @@ def all_names() -> list[str]:
 
 
 def limit(partition: Partition, queue: str, nodes: int) -> tuple[str, str]:
-    """The longest walltime for so many nodes ("" where nothing is known), and else why so many are too many."""
+    """The longest walltime for so many nodes ("" where nothing is known), and else why they are too many or too few."""
     rows = [row for row in partition.limits if row.queue in ("", queue)]
     for row in rows:
+        if nodes < row.least:
+            return "", f"has at least {row.least:,} nodes for a job"
         if nodes <= row.nodes:
             return row.walltime, ""
     return "", f"has at most {max(row.nodes for row in rows):,} nodes for a job" if rows else ""

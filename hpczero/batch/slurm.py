@@ -8,8 +8,9 @@ from hpczero.batch import command
 from hpczero.batch.queued import Queued, Refused, State, Transient
 
 PROGRAM = "sbatch"
-_TRANSIENT = ("timed out", "Unable to contact", "not responding", "temporarily", "Connection refused", "Zero Bytes")
-_STATES: dict[str, State] = {"PENDING": "queued", "REQUEUED": "queued", "REQUEUE_HOLD": "held"}
+_TRANSIENT = ("timed out", "Unable to contact", "not responding", "temporarily", "Connection refused", "Zero Bytes", "receive failure")
+_STATES: dict[str, State] = {"PENDING": "queued", "REQUEUED": "queued", "REQUEUE_FED": "queued"}
+_STATES |= {"REQUEUE_HOLD": "held", "SPECIAL_EXIT": "held", "RESV_DEL_HOLD": "held"}
 _RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED")
 _FORMAT = "%i|%T|%r|%S|%k"
 

@@ -4,14 +4,16 @@
     spec.toml         the resolved spec        job.sh   the script
     log-<job>         what the job printed
     links             a line for each thing that happened to a job: time, job, `began` and the newest checkpoint, `ended` and the exit code, `passed`
+    code              how the ranks of the newest job ended
     over              why nothing is left to do (then the jobs that follow end at once)
 
-The environment is never kept, nor any value of batch.env_pass.
+Beside these folders lies `lock`, while somebody submits the run. The environment is never kept, nor any value of batch.env_pass.
 """
 
 import json
 import re
 import secrets
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,6 +53,9 @@ class Submission:
         """By which a job is found in the queue whose number was never heard of."""
         return f"hpczero:{self.id}:{link}"
 
+    def owns(self, tag: str) -> bool:
+        return tag.startswith(f"hpczero:{self.id}:")
+
     def with_job(self, number: str) -> "Submission":
         jobs = (*self.jobs, number)
         return replace(self, jobs=jobs, complete=len(jobs) == self.chain)
@@ -66,6 +71,19 @@ class Submission:
             return []
         found = [line.split(" ", 3) for line in lines]
         return [(words[0], words[1], words[2], words[3]) for words in found if len(words) == 4]
+
+    def unsettled(self) -> list[str]:
+        """Its jobs of which only the scheduler can tell more: all but those that have said themselves how they ended, in order."""
+        told = {number: detail if event == "ended" else event for _, number, event, detail in self.events()}
+        return [number for number in self.jobs if told.get(number) not in ("0", "2", "75", "passed")]
+
+    @property
+    def over(self) -> str:
+        """Why nothing is left to do; empty as long as something is."""
+        try:
+            return (self.path / "over").read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
 
     def close(self, reason: str) -> None:
         """Its jobs that have not begun will find nothing to do."""
@@ -100,14 +118,15 @@ def of_run(run: Path) -> list[Submission]:
 
 
 def remember(run: Path) -> None:
-    """Enters the run into the list of the user's runs."""
+    """Enters the run into the list of the user's runs. Its jobs are in the queue: that the list cannot be written must not look like a failure."""
     if run not in remembered():
         try:
             env.state_folder().mkdir(parents=True, exist_ok=True)
             with (env.state_folder() / "runs").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(str(run)) + "\n")
         except OSError as error:
-            raise HpczeroError(f"cannot write {env.state_folder() / 'runs'}: {error.strerror}") from error
+            without = f"hpczero status without an argument will not show {run}"
+            print(f"hpczero: cannot write {env.state_folder() / 'runs'}: {error.strerror}; {without}", file=sys.stderr)
 
 
 def remembered() -> list[Path]:

@@ -91,11 +91,13 @@ def layers(of_spec: Sequence[Layer]) -> list[Layer]:
 
 def _part(profile: Layer, tree: Mapping[str, Any], path: tuple[str, ...]) -> Layer:
     values = tree.get("spec", {})
-    wrong = [table for table, inner in values.items() if not isinstance(inner, dict)] if isinstance(values, dict) else [path[-1]]
-    wrong = wrong or [f"{table}.{leaf}" for table, inner in values.items() for leaf in inner if not _may_say(f"{table}.{leaf}")]
-    if wrong:
-        may = "a profile gives tables of keys whose role is site (hpczero spec)"
-        raise InputError(f"{profile.file}: [{'.'.join(path)}] says {printable(wrong[0], 100)}: {may}")
+    if not isinstance(values, dict):
+        raise InputError(f"{profile.file}: [{'.'.join(path)}] must be a table")
+    named = [name for name, inner in values.items() if not isinstance(inner, dict)]
+    named += [f"{table}.{leaf}" for table, inner in values.items() if isinstance(inner, dict) for leaf in inner]
+    if wrong := next((name for name in named if not _may_say(name)), ""):
+        may = "a profile gives keys whose role is site (hpczero spec)"
+        raise InputError(f"{profile.file}: [{'.'.join(path)}] says {printable(wrong, 100)}: {may}")
     lines = {place[len(path) :]: line for place, line in profile.lines.items() if place[: len(path)] == path and len(place) > len(path)}
     return Layer(values, profile.file, lines)
 

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from hpczero import env
 from hpczero.train import terminal
-from hpczero.train.output import Metrics, Pace, Tolerant, line, loss, number, shares, tokens_per_second
+from hpczero.train.output import Metrics, Pace, Tolerant, duration, line, loss, number, shares, tokens_per_second
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _STEPS_IN_AVERAGES = 20
@@ -69,7 +69,10 @@ class Live:
         progress.add_column(ratio=1)
         progress.add_column(no_wrap=True)
         progress.add_column(no_wrap=True)
-        progress.add_row(ProgressBar(steps, self._done), f"step {self._done}/{steps}", f"{self._pace.left()} left")
+        left = f"{self._pace.left()} left"
+        if (end := env.deadline()) is not None:
+            left += f", {duration(max(0.0, end - time.time()))} in the job"
+        progress.add_row(ProgressBar(steps, self._done), f"step {self._done}/{steps}", left)
         figures = Table.grid(padding=(0, 2))
         for name, text in self._figures().items():
             figures.add_row(Text(name, style="dim"), Text(text))

@@ -1,7 +1,8 @@
-"""Fake qsub, qstat, qrls and qdel over a folder that stands for the queue. Their answers have the form of PBS Professional's.
+"""Fake qsub, qstat, qrls and qdel over a folder that stands for the queue. Their answers have the form of PBS Professional's:
+they were written by hand, and held against records that users of PBS sites have published. `qstat -u` cuts the server's name.
 
 A job is a folder `<number>`: `words` (of qsub), `state`. Files in the folder of the queue change what they do: `lose` (the next qsub enters the job,
-then dies without an answer), `refuse` (its content is the error), `deaf` (nobody answers).
+then dies without an answer), `refuse` (its content is the error), `deaf` (nobody answers), `forgetful` (no history of ended jobs is kept).
 """
 
 import sys
@@ -41,12 +42,17 @@ elif program == "qstat" and "-u" in words:
     print("Job ID          Username Queue    Jobname    SessID NDS TSK Memory Time  S Time\\n--------------- -------- -------- ---")
     for job in jobs():
         if (job / "state").read_text() in "QHRE":
-            print(f"{{job.name:<15}} ada      workq    a-run         --    2   4    --  01:00 Q   --")
+            print(f"{{job.name.split('.')[0] + '.p*':<15}} ada      workq    a-run         --    2   4    --  01:00 Q   --")
 elif program == "qstat":
-    unknown = 0
-    for name in words[2:]:
+    unknown, forgetful = 0, (queue / "forgetful").exists()
+    if forgetful and "-x" in words:
+        end(1, "qstat: PBS is not configured to maintain job history")
+    for name in words:
+        if name.startswith("-"):
+            continue
+        name += "" if "." in name else ".pbs"
         job = queue / name
-        if not (job / "state").exists():
+        if not (job / "state").exists() or (forgetful and (job / "state").read_text() == "F"):
             unknown = 153
             print(f"qstat: Unknown Job Id {{name}}", file=sys.stderr)
             continue

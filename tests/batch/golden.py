@@ -48,6 +48,7 @@ ON_PBS = {
     "begin": "202601311200",
     "extra_directives": ["-k doe", "-r n"],
 }
+FEWEST = {"polaris/gpu": 10}  # nodes that a job has to have there
 CASES: dict[str, dict[str, Any]] = {
     "generic-slurm-everything": {**EVERYTHING, **ON_SLURM},
     "generic-pbs-everything": {**EVERYTHING, **ON_PBS},
@@ -56,13 +57,13 @@ CASES: dict[str, dict[str, Any]] = {
     "generic-slurm-apptainer": {"site": "generic/slurm", "container": "apptainer:/images/a b.sif", "container_options": ["--nv"]},
     "submitted-slurm": {"site": "generic/slurm", "chain": 3, "max_stalled": 2, "nodes": 2},
     "submitted-pbs": {"site": "generic/pbs", "chain": 3, "nodes": 2},
-    "polaris-cores": {"site": "polaris/gpu", "account": "proj1", "bind": "cores", "gpu_select": "visible"},
+    "polaris-cores": {"site": "polaris/gpu", "nodes": 10, "account": "proj1", "bind": "cores", "gpu_select": "visible"},
     "perlmutter-shifter": {"site": "perlmutter/gpu", "account": "m1_g", "container": "shifter:docker:nersc/pytorch:24.08"},
 }
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    sites = {name.replace("/", "-"): {"site": name, "nodes": 2} for name in all_names()}
+    sites = {name.replace("/", "-"): {"site": name, "nodes": FEWEST.get(name, 2)} for name in all_names()}
     return {name: batch | ({} if name.startswith("generic") else {"account": "proj1"}) for name, batch in sites.items()} | CASES
 
 
@@ -83,7 +84,7 @@ def _job(batch: dict[str, Any], folder: Path) -> Job:
     """Of a job with these keys, over the folder's base.toml if there is one; by way of a file, so that the site's profile counts."""
     extends = ['extends = "base.toml"'] if (folder / "base.toml").exists() else []
     keys = [f"batch.{key} = {toml_value(value)}" for key, value in batch.items()]
-    lines = [*extends, 'name = "a-run-with-a-long-name"', "train.global_batch = 32", *keys]
+    lines = [*extends, 'name = "a-run-with-a-long-name"', "train.global_batch = 48", *keys]
     (folder / "spec.toml").write_text("\n".join(lines))
     return plan(load(folder / "spec.toml").spec, HERE, ARGUMENTS)
 

@@ -1,14 +1,17 @@
 """What the jobs of a chain do, one after the other: their script is run with launchers and schedulers that are fakes."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from hpczero.lock import Holder
 from tests.batch.golden import submitted
 
 BASH = shutil.which("bash") or "bash"
@@ -45,7 +48,7 @@ class Machine:
 
     def forgets(self) -> None:
         for name in ("over", "links"):
-            (self.books / name).unlink()
+            (self.books / name).unlink(missing_ok=True)
 
     def links(self) -> list[str]:
         return [line.split(" ", 1)[1] for line in (self.books / "links").read_text().splitlines()]
@@ -95,12 +98,14 @@ def test_a_crash_is_tried_again_as_long_as_there_is_progress(machine: Machine) -
 def test_a_job_that_was_killed_outright_counts_too(machine: Machine) -> None:
     """Nothing is written at its end; the next one sees that it began."""
     for number in ("1", "2"):
-        process = machine.start(number) if machine.program("srun", "sleep 30") is None else None
-        assert process
+        machine.program("srun", 'while [ ! -e "$RUN/gone" ]; do sleep 0.05; done')
+        process = machine.start(number)
         while not (machine.books / "links").exists() or f"{number} began none" not in machine.links():
             time.sleep(0.05)
         process.kill()
+        (machine.run / "gone").touch()
         process.communicate(timeout=60)
+        (machine.run / "gone").unlink()
     assert machine.links() == ["1 began none", "2 began none"]
     assert "no progress" in machine.job("3", "exit 0")[1]
 
@@ -153,3 +158,53 @@ def test_under_pbs_the_job_writes_its_log_itself(tmp_path: Path) -> None:
     process = machine.start("17.pbs")
     assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
     assert (machine.books / "log-17.pbs").read_text() == "words\nmore\n"
+
+
+def test_a_lock_in_the_name_of_a_job_that_was_killed_is_nobodys(machine: Machine) -> None:
+    """On a cluster it would count for ten minutes: the next job is on another computer, which cannot see that the process is gone."""
+
+    def lock(job: str | None) -> str:
+        return json.dumps(asdict(Holder("n7", "another kernel", 1, 0.0, "ada", "today", job)))
+
+    asks = 'test -e "$RUN/lock" && echo locked; exit 1'
+    assert machine.job("1", f"echo '{lock('1')}' >\"$RUN/lock\"; kill -9 $$")[0] == 137
+    assert machine.job("2", asks)[1] == ""
+    for job, said in (("17", "locked\n"), (None, "locked\n"), ("4", "")):  # somebody else's, nobody's, this one's before it was requeued
+        machine.forgets()
+        (machine.books / "links").write_text("2026-01-05T10:00:00Z 4 began none\n")
+        (machine.run / "lock").write_text(lock(job))
+        assert machine.job("4", asks)[1] == said
+
+
+def test_a_spec_may_set_any_variable(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    machine = Machine(tmp_path, {"env": dict.fromkeys(("run", "books", "me", "code", "ranks", "end"), str(elsewhere)), "setup": ["books=/nowhere"]})
+    assert machine.job("1", "exit 2")[0] == 2
+    assert machine.links() == ["1 began none", "1 ended 2"]
+    assert machine.over() == "the input is wrong (exit code 2)"
+    assert not elsewhere.exists()
+
+
+def test_the_time_that_the_setup_takes_counts(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, {"site": "generic/pbs", "walltime": "30m", "setup": ["date +%s", "sleep 3"]})
+    machine.program("mpirun", 'echo "$HPCZERO_DEADLINE"')
+    machine.start("17.pbs").communicate(timeout=60)
+    begin, deadline = map(int, (machine.books / "log-17.pbs").read_text().split())
+    assert deadline <= begin + 1800 + 1
+
+
+def test_how_the_ranks_ended_is_known_though_a_signal_came_at_that_moment(machine: Machine) -> None:
+    """bash gives a wait that a signal interrupts another code, and may have forgotten the right one when it is asked again."""
+    codes = []
+    for number in range(8):
+        codes.append(machine.job(str(number), 'read -r _ _ _ job _ <"/proc/$PPID/stat"; kill -USR2 "$job"; exit 3')[0])
+        machine.forgets()
+    assert codes == [3] * 8
+
+
+def test_books_that_cannot_be_written_are_said(machine: Machine) -> None:
+    (machine.books / "links").mkdir()
+    code, said = machine.job("1", "echo started")
+    assert code == 2
+    assert f"hpczero job: {machine.books}/links cannot be written" in said
+    assert "started" not in said

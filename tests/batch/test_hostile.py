@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def dry_run(folder: Path, script: str) -> list[list[str]]:
     said = folder / "said"
     said.unlink(missing_ok=True)
     variables = {"PATH": str(folder / "bin"), "SAID": str(said), "HOME": str(folder)}
-    guard = f"touch() {{ : >{folder}/done; }}\nexport -f touch\n"
+    # the script's own touch has another argument
+    guard = f'touch() {{ case $1 in */links) ;; *) : >"{folder}/done" ;; esac; }}\nexport -f touch\n'
     path = folder / "script.sh"
     path.write_text(guard + script.replace("export PATH=", "export HPCZERO_OWN_PATH="), encoding="utf-8")
     subprocess.run([shutil.which("bash") or "bash", str(path)], cwd=folder, env=variables, capture_output=True, timeout=20, check=False)
@@ -109,10 +111,16 @@ def expected_directives(batch: dict[str, Any], script: str, scheduler: str) -> N
     assert len(marks) == len(found), "a directive below the first command"
 
 
-def rendered(spec: Path, place: Path, argument: str) -> tuple[Job | None, str, str]:
-    """The job and its script, or the refusal."""
+def rendered(spec: Path, place: Path, argument: str, output: str) -> tuple[Job | None, str, str]:
+    """The job and its script, or the refusal. `output`: of a submitted job, the folder of its run."""
     try:
         job = plan(load(spec).spec, Here(str(place), "/env", ()), ("run", argument))
+        if output:
+            books = f"{output}/batch/1"
+            Path(books).mkdir(parents=True, exist_ok=True)
+            for name in ("links", "over"):
+                Path(books, name).unlink(missing_ok=True)
+            job = replace(job, run=output, submission=books, tag="hpczero:ab:0")
         return job, render(job), ""
     except InputError as error:
         return None, "", str(error)
@@ -125,17 +133,17 @@ def test_nothing_of_a_hostile_spec_is_carried_out(folder: Path) -> None:
     for place in places:
         place.mkdir()
 
-    @settings(max_examples=600, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-    @given(batch=hostile(), place=st.sampled_from(places), argument=st.sampled_from(SHELL) | TEXTS)
-    def attack(batch: dict[str, Any], place: Path, argument: str) -> None:
+    @settings(max_examples=900, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(batch=hostile(), place=st.sampled_from(places), argument=st.sampled_from(SHELL) | TEXTS, submitted=st.booleans())
+    def attack(batch: dict[str, Any], place: Path, argument: str, submitted: bool) -> None:
         keys = "".join(f"{key} = {toml_value(value)}\n" for key, value in batch.items())
         (folder / "spec.toml").write_text("[batch]\n" + keys, encoding="utf-8", errors="surrogatepass")
-        job, script, refusal = rendered(folder / "spec.toml", place, argument)
+        job, script, refusal = rendered(folder / "spec.toml", place, argument, f"{place}/a run" if submitted else "")
         if job is None:
             outcomes["refused"] += 1
             assert all(line.isprintable() for line in refusal.split("\n"))
             return
-        outcomes["rendered"] += 1
+        outcomes["submitted" if submitted else "rendered"] += 1
         expected_directives(batch, script, job.scheduler)
         commands = dry_run(folder, script)
         loads = [["module", "load", *job.batch.modules]] if job.batch.modules else []
@@ -144,6 +152,7 @@ def test_nothing_of_a_hostile_spec_is_carried_out(folder: Path) -> None:
 
     attack()
     assert outcomes["rendered"] > 100, outcomes
+    assert outcomes["submitted"] > 40, outcomes
     assert outcomes["refused"] > 100, outcomes
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def test_a_run_that_runs(record: Submission) -> None:
     found = progress.of(record.run, [queued("12", "running"), queued("13", "queued", "Dependency")])
     assert (found.state, found.step, found.loss, found.seconds_per_step, found.seconds_left) == ("running", 40, 4.6, 2.0, 120.0)
     assert states(found) == ["interrupted", "running", "queued"]
+    assert found.job_seconds_left == 0.0
+    soon = progress.of(record.run, [queued("12", "running")], now=datetime(2026, 1, 5, 12, 40, tzinfo=UTC).timestamp())
+    assert soon.job_seconds_left == 1200.0, "of an hour that began at twelve"
     assert found.node_hours == pytest.approx(2.0), "of the first job; the second gave no sign of life"
 
 
@@ -74,6 +78,10 @@ def test_no_step_for_ten_times_the_median_is_said(record: Submission) -> None:
     steps(record, 40, ago=3000, seconds=10.0)
     (record.run / "events.jsonl").write_text(json.dumps({"event": "start", "time": "2099-01-01T00:00:00+00:00"}) + "\n")
     assert progress.of(record.run, running).state == "running", "it was started again since"
+    for ago, state in ((500, "running"), (700, "STALLED")):
+        moment = datetime.fromtimestamp(time.time() - ago, UTC).isoformat()
+        (record.run / "events.jsonl").write_text(json.dumps({"event": "start", "time": moment}) + "\n")
+        assert progress.of(record.run, running).state == state, "the first step after a start may take longer"
 
 
 def test_a_run_that_is_finished_and_forgotten_by_the_scheduler(record: Submission) -> None:
@@ -137,13 +145,15 @@ def test_files_that_are_half_written_or_nonsense(record: Submission) -> None:
 def test_the_words_of_squeue() -> None:
     text = """11|PENDING|Resources|2026-01-05T10:00:00|hpczero:ab12:0
 12|PENDING|JobHeldUser|N/A|hpczero:ab12:1
+15|SPECIAL_EXIT|None|N/A|
 13|RUNNING|None|2026-01-05T09:00:00|
 14|TIMEOUT|TimeLimit|2026-01-05T09:00:00|a|b
 slurm_load_jobs error: nonsense
 """
-    first, second, third, fourth = slurm.parse(text)
+    first, second, special, third, fourth = slurm.parse(text)
     assert (first.state, first.reason, first.start, first.tag) == ("queued", "Resources", "2026-01-05T10:00:00", "hpczero:ab12:0")
     assert (second.state, second.reason, second.start) == ("held", "JobHeldUser", "")
+    assert special.state == "held", "it may run again"
     assert (third.state, third.reason) == ("running", "")
     assert (fourth.state, fourth.reason, fourth.tag) == ("ended", "TIMEOUT", "a|b")
 

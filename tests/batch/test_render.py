@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpczero.batch import header
+from hpczero.batch.job import Here
 from hpczero.errors import InputError
 from hpczero.spec.duration import clock, seconds
 from tests.batch.golden import FOLDER, cases, kept, script
@@ -69,6 +70,10 @@ def test_only_what_was_asked_for_is_asked() -> None:
         ("generic/slurm", "--ntasks=4"),
         ("generic/slurm", "--output=/tmp/x"),
         ("generic/slurm", "--comment 'mine"),
+        ("generic/slurm", "--array=1-3"),
+        ("generic/slurm", "-a 1-3"),
+        ("generic/slurm", "--arr=1-3"),
+        ("generic/pbs", "-J 1-3"),
         ("generic/pbs", "-N other"),
         ("generic/pbs", "-l select=4"),
         ("generic/pbs", "-lwalltime=5"),
@@ -81,6 +86,12 @@ def test_an_extra_directive_may_not_say_again_what_is_said(site: str, extra: str
         script({"site": site, "extra_directives": [extra]}, tmp_path)
 
 
+@pytest.mark.parametrize("resources", [["walltime=5"], ["filesystems=home,select=9"], ["ngpus=1", "ngpus=2"]])
+def test_nor_may_a_resource(resources: list[str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"batch\.pbs_resources"):
+        script({"site": "generic/pbs", "pbs_resources": resources}, tmp_path)
+
+
 PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
     ({"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 4, "cpus_per_rank": 64}, ["4", "64", "256 CPUs", "128", "at most 2 ranks"]),
     ({"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 3}, ["3", "GPUs are not divisible", "1, 2, 4 ranks"]),
@@ -88,6 +99,8 @@ PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
     ({"site": "perlmutter/gpu", "account": "m1", "qos": "debug"}, ['"1h"', "30m", "debug"]),
     ({"site": "perlmutter/gpu", "account": "m1", "nodes": 5000}, ["5,000", "1,792", "debug, preempt and regular"]),
     ({"site": "frontier", "account": "m1", "nodes": 92, "walltime": "12h"}, ['"12h"', "6h", "92 nodes"]),
+    ({"site": "frontier", "account": "m1", "nodes": 9000, "walltime": "24h"}, ['"24h"', "12h", "9,000 nodes"]),
+    ({"site": "polaris", "account": "m1", "nodes": 2}, ["batch.nodes = 2", "at least 10 nodes", "debug-scaling"]),
     ({"site": "frontier"}, ["batch.account is missing"]),
     ({"site": "frontier", "account": "m1", "ranks_per_node": 4}, ['"closest"', "4 ranks and 8 GPUs"]),
     ({"site": "generic/pbs", "qos": "high", "constraint": "x"}, ["2 problems", "batch.qos", "batch.constraint", "slurm only"]),
@@ -118,6 +131,19 @@ def test_ranks_that_make_no_grid_and_jobs_that_do_not_fit(tmp_path: Path) -> Non
         script({"site": "generic/slurm", "nodes": 3, "ranks_per_node": 1}, _with(tmp_path, "parallel.tensor = 2"))
     with pytest.raises(InputError, match=r"needs .* GB on a node .*1\.0 GB are available"):
         script({"site": "generic/slurm", "nodes": 1, "mem": "1G"}, _with(tmp_path, "model.layers = 60\nmodel.hidden = 2048"))
+
+
+def test_the_systems_python_is_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder, put in front, would hide what the modules bring."""
+    monkeypatch.setattr(sys, "prefix", "/usr")
+    assert Here.now().environment == ""
+    monkeypatch.setattr(sys, "prefix", "/home/ada/venv")
+    assert Here.now().environment == "/home/ada/venv"
+
+
+def test_gpus_that_nobody_would_use(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r'batch.gpus_per_node = 2, and train.device = "cpu" uses none'):
+        script({"site": "generic/slurm", "gpus_per_node": 2}, _with(tmp_path, 'train.device = "cpu"'))
 
 
 def _with(folder: Path, text: str) -> Path:

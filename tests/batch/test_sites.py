@@ -62,6 +62,17 @@ def test_a_site_is_known_by_its_host_name_or_a_variable(moon: Path, monkeypatch:
     assert load(spec(moon, "")).spec.batch.site == "perlmutter/gpu"
 
 
+def test_a_profile_may_say_where_runs_lie(moon: Path) -> None:
+    (moon / "sites" / "moon.toml").write_text(MOON + '[spec]\noutput = "$SCRATCH/runs"\n[spec.paths]\ncache = "$SCRATCH/cache"\n')
+    spec_of_moon = load(spec(moon, 'batch.site = "moon"')).spec
+    assert (spec_of_moon.output, spec_of_moon.paths.cache) == ("$SCRATCH/runs", "$SCRATCH/cache")
+    shown = hpczero(moon, "site", "show", "moon")
+    assert '    output = "$SCRATCH/runs"' in shown.stdout.splitlines(), shown.stderr
+    (moon / "sites" / "moon.toml").write_text(MOON + '[spec]\nname = "theirs"\n')
+    with pytest.raises(InputError, match=r"\[spec\] says name"):
+        load(moon / "spec.toml")
+
+
 def test_folders_of_profiles_come_one_after_the_other(moon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("settings/hpczero/sites", "more"):
         (moon / name).mkdir(parents=True)
@@ -177,8 +188,8 @@ Queue: closed
 
 def test_what_schedulers_say_of_their_queues() -> None:
     found = interrogate.of_sinfo(SINFO)
-    assert found["short"] == {"cpus": 4, "memory_gb": 8, "gpus": 0, "nodes": 2, "walltime": "00:30:00"}
-    assert found["gpu"] == {"cpus": 32, "memory_gb": 269, "gpus": 2, "nodes": 16, "walltime": "36:00:00"}
+    assert found["short"] == {"cpus": 4, "memory_gb": 7, "gpus": 0, "nodes": 2, "walltime": "00:30:00"}
+    assert found["gpu"] == {"cpus": 32, "memory_gb": 250, "gpus": 2, "nodes": 16, "walltime": "36:00:00"}
     assert found["free*"]["walltime"] == ""
     assert interrogate.of_qstat(QSTAT) == {"workq": {"nodes": 64, "walltime": "24:00:00"}}
 

@@ -16,31 +16,8 @@ from hpczero.batch.queued import Refused
 from hpczero.cli import main
 from hpczero.errors import HpczeroError
 from tests.batch import fakes
+from tests.batch.conftest import SPEC, record
 from tests.system.test_check import BLOCKER
-
-SPEC = """
-name = "a-run"
-output = "runs"
-train.steps = 40
-batch = { site = "generic/pbs", nodes = 2, chain = 3, env_pass = ["SECRET_OF_MINE"] }
-"""
-
-
-@pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    queue = fakes.install(tmp_path / "pbs")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'pbs' / 'bin'}{os.pathsep}/usr/bin:/bin")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("SECRET_OF_MINE", "hunter2-and-more")
-    monkeypatch.setattr(submit, "_BETWEEN", (0.0, 0.0, 0.0))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "spec.toml").write_text(SPEC)
-    return queue
-
-
-def record(folder: Path) -> submission.Submission:
-    (found,) = submission.of_run(folder / "runs" / "a-run")
-    return found
 
 
 def test_every_link_is_in_the_queue_before_the_first_may_begin(queue: Path, tmp_path: Path) -> None:
@@ -66,6 +43,8 @@ def test_a_variable_that_is_not_there_cannot_be_handed_over(queue: Path, monkeyp
     monkeypatch.delenv("SECRET_OF_MINE")
     assert main(["submit", "spec.toml"]) == 2
     assert "SECRET_OF_MINE, which is not set here" in capsys.readouterr().err
+    monkeypatch.setenv("PBS_OF_MINE", "x")
+    assert main(["submit", "spec.toml", "--set", 'batch.env_pass=["PBS_OF_MINE"]']) == 2, "it would be left out"
     assert not fakes.calls(queue, "qsub")
 
 
@@ -186,10 +165,29 @@ def test_leftovers_of_a_job_do_not_reach_the_scheduler(monkeypatch: pytest.Monke
     assert handed["SLURM_CONF"] == "/etc/slurm.conf"
 
 
+QSTAT = """Job Id: 5.s-pbs
+    Job_Name = a-run
+    resources_used.walltime = 00:05:16
+    job_state = R
+    exec_vnode = (node-0100:ncpus=12:mem=94371840kb:jobfs=104857600kb:
+\tngpus=1)
+    Resource_List.walltime = 01:00:00
+    stime = Mon Jan  5 10:00:00 2026
+    Variable_List = PBS_O_SYSTEM=Linux,A=1,HPCZERO_TAG=hpczero:ab:
+\t0,B=2
+    comment = Job run at Mon Jan 05 at 10:00 on (node-0100:ncpus=12)
+
+Job Id: 6.s-pbs
+    job_state = U
+    Variable_List = NOT_HPCZERO_TAG=hpczero:ab:0
+"""
+
+
 def test_the_words_of_qstat() -> None:
-    text = "Job Id: 5.s\n    job_state = R\n    stime = Mon Jan  5 10:00:00 2026\n    Variable_List = A=1,HPCZERO_TAG=hpczero:ab:0,\n\tB=2\n"
-    (job,) = pbs.parse(text)
-    assert (job.number, job.state, job.tag, job.start) == ("5.s", "running", "hpczero:ab:0", "Mon Jan  5 10:00:00 2026")
+    """Long values go on behind a tab, wherever they happen to be cut."""
+    job, other = pbs.parse(QSTAT)
+    assert (job.number, job.state, job.tag, job.start) == ("5.s-pbs", "running", "hpczero:ab:0", "Mon Jan  5 10:00:00 2026")
+    assert (other.number, other.state, other.tag) == ("6.s-pbs", "running", ""), "pushed aside, and not ended"
 
 
 @pytest.mark.parametrize(("over", "code"), [("the run is finished", 0), ("no progress", 1), ("", 1)])
@@ -249,14 +247,18 @@ def test_on_a_login_node(queue: Path, tmp_path: Path) -> None:
 def test_a_probe_goes_where_short_jobs_begin_soon(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "spec.toml").write_text(
         'name = "big"\noutput = "runs"\ntrain = { steps = 100000, global_batch = 64 }\nschedule.warmup_steps = 900\n'
-        'batch = { site = "polaris", account = "a", nodes = 4, walltime = "3h", chain = 9 }\n'
+        'batch = { site = "polaris", account = "a", nodes = 4, walltime = "3h", chain = 9, after = "4711", begin = "1200" }\n'
     )
     assert main(["submit", "spec.toml", "--probe", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert {"#PBS -q debug-scaling", "#PBS -l walltime=00:15:00", "#PBS -l select=4:system=polaris", "#PBS -N big.probe"} <= set(lines)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert {"#PBS -q debug-scaling", "#PBS -l walltime=00:15:00", "#PBS -l select=4:system=polaris"} <= set(lines)
+    assert [line for line in lines if line.startswith("#PBS -N big.probe-")]
+    assert not [line for line in lines if "4711" in line or line.startswith("#PBS -a")], "it waits for nothing"
     first, second = [line for line in lines if line.startswith("mpiexec")]
     assert first.endswith("/spec.toml --set train.steps=3 </dev/null || exit")
-    assert second.endswith("/spec.toml </dev/null &")
+    assert second.endswith("/spec.toml </dev/null")
+    assert main(["submit", "spec.toml", "--probe", "--dry-run", "--set", "batch.nodes=16"]) == 0
+    assert "#PBS -q prod" in capsys.readouterr().out.splitlines(), "so many are not allowed there"
 
 
 def test_another_run_is_not_submitted_over_one(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

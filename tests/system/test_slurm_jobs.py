@@ -168,13 +168,13 @@ def test_a_submission_whose_answer_was_lost_is_one_submission(user: User, tmp_pa
 
 def test_a_probe_makes_five_steps_with_a_save_and_a_restore(user: User) -> None:
     user.does(*hpczero("submit", "spec.toml", "--probe", "--set", "name=big", "--set", "train.steps=100000", *LAUNCHERS["mpirun"]))
-    found = user.waits("big.probe", over, "the probe ends")
+    (run,) = (user.folder / "runs").iterdir()
+    found = user.waits(run.name, over, "the probe ends")
     assert (found["state"], found["step"], found["steps"]) == ("finished", 5, 5)
-    run = user.folder / "runs" / "big.probe"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert [(event["event"], event["step"]) for event in events if event["event"] in ("save", "resume")] == [("save", 3), ("resume", 3), ("save", 5)]
     assert json.loads((run / "summary.json").read_text())["memory"]
-    assert not (user.folder / "runs" / "big").exists()
+    assert run.name.startswith("big.probe-")
 
 
 def test_what_slurm_refuses_is_said(user: User) -> None:

@@ -22,6 +22,6 @@ export PATH="$VIRTUAL_ENV/bin:$PATH"
 cd /work/jobs || fail "the job's folder is not here"
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
-HPCZERO_DEADLINE=$(($(date +%s) + 3600))
+HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 3600)) # SECONDS: since the script began
 export HPCZERO_DEADLINE
 mpiexec -n 24 --ppn 12 --depth 8 --cpu-bind list:1-8:9-16:17-24:25-32:33-40:41-48:53-60:61-68:69-76:77-84:85-92:93-100 bash -c 'gpus=(0.0 0.1 1.0 1.1 2.0 2.1 3.0 3.1 4.0 4.1 5.0 5.1); rank=$PALS_LOCAL_RANKID; export ZE_AFFINITY_MASK=${gpus[rank % 12]}; exec "$@"' one-gpu python3 -m hpczero run /work/jobs/spec.toml </dev/null

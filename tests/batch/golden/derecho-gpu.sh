@@ -19,6 +19,6 @@ export PATH="$VIRTUAL_ENV/bin:$PATH"
 cd /work/jobs || fail "the job's folder is not here"
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
-HPCZERO_DEADLINE=$(($(date +%s) + 3600))
+HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 3600)) # SECONDS: since the script began
 export HPCZERO_DEADLINE
 mpiexec -n 8 --ppn 4 --depth 16 --cpu-bind depth bash -c 'gpus=(0 1 2 3); rank=$PALS_LOCAL_RANKID; export CUDA_VISIBLE_DEVICES=${gpus[rank % 4]}; exec "$@"' one-gpu python3 -m hpczero run /work/jobs/spec.toml </dev/null

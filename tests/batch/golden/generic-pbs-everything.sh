@@ -35,6 +35,6 @@ set +e
 cd /work/jobs || fail "the job's folder is not here"
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
-HPCZERO_DEADLINE=$(($(date +%s) + 131400))
+HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 131400)) # SECONDS: since the script began
 export HPCZERO_DEADLINE
 mpirun -n 12 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null

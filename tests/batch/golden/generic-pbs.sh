@@ -17,6 +17,6 @@ export PATH="$VIRTUAL_ENV/bin:$PATH"
 cd /work/jobs || fail "the job's folder is not here"
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
-HPCZERO_DEADLINE=$(($(date +%s) + 3600))
+HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 3600)) # SECONDS: since the script began
 export HPCZERO_DEADLINE
 mpirun -n 2 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null

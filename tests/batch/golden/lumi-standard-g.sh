@@ -24,6 +24,6 @@ cd /work/jobs || fail "the job's folder is not here"
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02
 [ -n "$end" ] || end=$(timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null | xargs -r date +%s -d 2>/dev/null)
-HPCZERO_DEADLINE=${end:-$(($(date +%s) + 3600))}
+HPCZERO_DEADLINE=${end:-$(($(date +%s) - SECONDS + 3600))} # SECONDS: since the script began
 export HPCZERO_DEADLINE
 srun --kill-on-bad-exit=1 --nodes=2 --ntasks=16 --ntasks-per-node=8 --cpus-per-task=7 --cpu-bind=mask_cpu:7e000000000000,7e00000000000000,7e0000,7e000000,7e,7e00,7e00000000,7e0000000000 --gpu-bind=none bash -c 'gpus=(0 1 2 3 4 5 6 7); rank=$SLURM_LOCALID; export ROCR_VISIBLE_DEVICES=${gpus[rank % 8]}; exec "$@"' one-gpu python3 -m hpczero run /work/jobs/spec.toml </dev/null

@@ -27,6 +27,6 @@ cd /work/jobs || fail "the job's folder is not here"
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02
 [ -n "$end" ] || end=$(timeout 20 squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e 2>/dev/null | xargs -r date +%s -d 2>/dev/null)
-HPCZERO_DEADLINE=${end:-$(($(date +%s) + 3600))}
+HPCZERO_DEADLINE=${end:-$(($(date +%s) - SECONDS + 3600))} # SECONDS: since the script began
 export HPCZERO_DEADLINE
 srun --kill-on-bad-exit=1 --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=32 --cpu-bind=cores --gpu-bind=none python3 -m hpczero run /work/jobs/spec.toml </dev/null

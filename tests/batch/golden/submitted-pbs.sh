@@ -13,59 +13,70 @@ fail() {
 }
 
 # a-run-with-a-long-name on generic/pbs: 2 x 1 ranks (nodes x ranks on each), started by mpirun
-run=/work/jobs/runs/a-run
-books=/work/jobs/runs/a-run/batch/1-ab
-me=$PBS_JOBID
-exec >>"$books/log-$PBS_JOBID" 2>&1
+# (a prefix, since batch.env and batch.setup may set any other variable)
+hpczero_run=/work/jobs/runs/a-run
+hpczero_books=/work/jobs/runs/a-run/batch/1-ab
+hpczero_job=$PBS_JOBID
+exec >>"$hpczero_books/log-$PBS_JOBID" 2>&1
 note() { # EVENT DETAIL
-    echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $me $1 $2" >>"$books/links"
+    echo "$(date -u +%Y-%m-%dT%H:%M:%SZ) $hpczero_job $1 $2" >>"$hpczero_books/links"
 }
 newest() { # checkpoint of the run
     local found=none one
-    for one in "$run"/checkpoints/step-*/MANIFEST.json; do
+    for one in "$hpczero_run"/checkpoints/step-*/MANIFEST.json; do
         [ ! -e "$one" ] || found=$(basename "$(dirname "$one")")
     done
     echo "$found"
 }
 
 # a job of the chain before this one may have left nothing to do
-touch "$books/links" || fail "$books cannot be written"
+touch "$hpczero_books/links" || fail "$hpczero_books cannot be written"
 before=$(newest)
-stalled=$(awk -v now="$before" '$3 == "began" { jobs = $4 == now ? jobs + 1 : 0 } END { print jobs + 0 }' "$books/links")
-if [ ! -e "$books/over" ] && [ "$stalled" -ge 3 ]; then
-    echo "no progress: $stalled jobs in a row ended without a new checkpoint" >"$books/over"
+stalled=$(awk -v now="$before" '$3 == "began" { jobs = $4 == now ? jobs + 1 : 0 } END { print jobs + 0 }' "$hpczero_books/links")
+if [ ! -e "$hpczero_books/over" ] && [ "$stalled" -ge 3 ]; then
+    echo "no progress: $stalled jobs in a row ended without a new checkpoint" >"$hpczero_books/over"
 fi
-if [ -e "$books/over" ]; then
-    echo "hpczero job: nothing is left to do: $(cat "$books/over")"
+if [ -e "$hpczero_books/over" ]; then
+    echo "hpczero job: nothing is left to do: $(cat "$hpczero_books/over")"
     note passed 0
     exit 0
 fi
-note began "$before"
-trap 'note ended "${code:-$?}"' EXIT
+# the jobs before this one have ended, and so has what this one did before it was requeued: a lock that names one of them is nobody's
+holder=$(sed -n 's/.*"job": "\([^"]*\)".*/\1/p' "$hpczero_run/lock" 2>/dev/null)
+if [ -n "$holder" ] && grep -qF " $holder began " "$hpczero_run"/batch/*/links; then
+    rm -f "$hpczero_run/lock"
+fi
+note began "$before" || fail "$hpczero_books/links cannot be written"
+trap 'note ended "${hpczero_code:-$?}"' EXIT
 export VIRTUAL_ENV=/work/venv
 export PATH="$VIRTUAL_ENV/bin:$PATH"
 cd /work/jobs || fail "the job's folder is not here"
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
-HPCZERO_DEADLINE=$(($(date +%s) + 3600))
+HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 3600)) # SECONDS: since the script began
 export HPCZERO_DEADLINE
 # asked to stop, the job asks the run, and waits for it to save and end
-trap 'touch "$run/stop" 2>/dev/null' TERM USR2
-mpirun -n 2 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null &
+trap 'touch "$hpczero_run/stop" 2>/dev/null' TERM USR2
+rm -f "$hpczero_books/code"
+{
+    trap : TERM USR2
+    mpirun -n 2 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null
+    echo $? >"$hpczero_books/code" # bash may forget what it waited for when a signal comes at the same moment
+} &
 ranks=$!
-while :; do
+while kill -0 "$ranks" 2>/dev/null; do
     wait "$ranks"
-    code=$?
-    kill -0 "$ranks" 2>/dev/null || break
 done
+hpczero_code=$(cat "$hpczero_books/code")
+hpczero_code=${hpczero_code:-137}
 # a launcher may tell how it ended the ranks instead of how the run ended
-if [ "$code" -gt 2 ] && [ "$run/summary.json" -nt "$books/links" ]; then
-    ! grep -q '"state": "finished"' "$run/summary.json" || code=0
-    ! grep -q '"state": "stopped"' "$run/summary.json" || code=75
+if [ "$hpczero_code" -gt 2 ] && [ "$hpczero_run/summary.json" -nt "$hpczero_books/links" ]; then
+    ! grep -q '"state": "finished"' "$hpczero_run/summary.json" || hpczero_code=0
+    ! grep -q '"state": "stopped"' "$hpczero_run/summary.json" || hpczero_code=75
 fi
-case $code in
-0) echo "the run is finished" >"$books/over" ;;
-2) echo "the input is wrong (exit code 2)" >"$books/over" ;;
+case $hpczero_code in
+0) echo "the run is finished" >"$hpczero_books/over" ;;
+2) echo "the input is wrong (exit code 2)" >"$hpczero_books/over" ;;
 75) exit 0 ;; # stopped with a checkpoint: the next job goes on
 esac
-exit "$code"
+exit "$hpczero_code"
