@@ -69,9 +69,11 @@ class Connection:
         """Messages of operations that do not fit together never meet: instead of wrong values there is a wait, which the watchdog ends."""
         return ((code % self._labels) * 2 + is_collective) * _NUMBERS + number % _NUMBERS
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> list[Any]:
+    def send(self, tensor: Tensor, to: int, tag: int, is_met: bool = False) -> list[Any]:
+        """`is_met`: done only when the receiver has begun to receive; MPI would otherwise be done with a small message at once."""
+
         def post(memory: Any) -> Any:
-            return self._communicator.Isend([memory, self._byte], to, tag)
+            return (self._communicator.Issend if is_met else self._communicator.Isend)([memory, self._byte], to, tag)
 
         return self._start(Outgoing, tensor, post)
 

@@ -135,7 +135,7 @@ class Group:
         assert to != self.rank, f"rank {self.rank} of {self.axis} cannot send to itself"
         place, tag = self._next_message("send", "to", to, tensor.nbytes)
         flat = self._flat(tensor)
-        steps = _once(lambda: self.connection.send(flat, to, tag))
+        steps = _once(lambda: self.connection.send(flat, to, tag, is_met=True))
         between = tensor.nbytes if self._elsewhere[to] else 0
         return self._start("send", steps, tensor.nbytes - between, between, place, tensors=(flat,), by_mpi=True)
 

@@ -39,6 +39,8 @@ from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
 from hpczero_kernels import registry
 
+_OR = " or "
+
 
 def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
@@ -157,9 +159,9 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     summary = _summary(job, outcome, (outcome.steps - first, seconds), parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
     kernels = world.collect(registry.choices())
     if voice:
-        summary["kernels"] = registry.choices()
-        if kernels and any(choices != kernels[0] for choices in kernels):
-            voice.event("WARN", what="the ranks do not all have the same kernels", kernels=list(map(str, kernels)))
+        summary["kernels"] = _kernels_of_all(kernels or [])
+        if several := [f"{what}: {names}" for what, names in summary["kernels"].items() if _OR in names]:
+            voice.event("WARN", what="the ranks do not all have the same kernels", kernels=several)
         if traced:
             summary["trace"] = traced
             _say_trace(voice, traced)
@@ -202,6 +204,15 @@ def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> No
 
 def _on_gpus(world: World) -> dict[str, str]:
     return {"device": world.device.name, "collectives": world.backend} if world.device.kind != "cpu" or world.backend != "mpi" else {}
+
+
+def _kernels_of_all(of_ranks: list[dict[str, str]]) -> dict[str, str]:
+    """What any rank used; the stages of a pipeline use different operations."""
+    found: dict[str, set[str]] = {}
+    for choices in of_ranks:
+        for what, name in choices.items():
+            found.setdefault(what, set()).add(name)
+    return {what: _OR.join(sorted(names)) for what, names in sorted(found.items())}
 
 
 def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:

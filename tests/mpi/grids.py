@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpczero.comm.world import World
+from hpczero.device import CPU
 from hpczero.parallel.zero import DTYPES
 from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
 from tests.covering import Case, covering
@@ -82,6 +83,7 @@ class Serial:
         name = spec.model_dump_json()
         if name not in self._records:
             alone = world.part([0])
+            alone.use(CPU)
             self._records[name] = train(alone, spec)
             alone.close()
         return self._records[name]

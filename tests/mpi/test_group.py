@@ -186,6 +186,22 @@ def test_blocking_send_and_receive(world: World) -> None:
             assert_same(tensor, values(receiver, LONG, torch.float32))
 
 
+@pytest.mark.ranks(2)
+def test_a_small_message_is_not_done_before_its_receiver_has_come(world: World) -> None:
+    group, tensor = world.everyone, torch.arange(3.0)
+    if group.rank == 0:
+        work = group.start_send(tensor, 1)
+        for _ in range(200):
+            group.connection.progress.advance()
+        assert not work.done
+    group.barrier()
+    if group.rank == 0:
+        work.wait()
+    else:
+        group.receive(tensor.zero_(), 0)
+    assert tensor.tolist() == [0, 1, 2]
+
+
 def test_nan_and_infinity_arrive(world: World, narrow: World) -> None:
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0])
     for where in (world, narrow):

@@ -12,9 +12,8 @@ from hpczero.comm.group import Group, shard
 from hpczero.comm.native import Rendezvous
 from hpczero.comm.world import World
 from hpczero.device import CPU, Device, of_rank
-from hpczero.spec.schema import Parallel, Spec
 from tests.covering import Case
-from tests.mpi.grids import PLAIN, assert_agrees, spec_of
+from tests.mpi.grids import PLAIN, Serial, assert_agrees, spec_of
 from tests.mpi.test_group import assert_same, everyones, reduced, values
 from tests.mpi.training import train
 from tests.queued import Queued
@@ -133,15 +132,7 @@ def on_device(ranks: int, everything: bool) -> list[Case]:
 @pytest.mark.cases(of=on_device)
 def test_a_run_is_that_of_one_cpu(world: World, there: World, case: Case) -> None:
     spec = spec_of(case)
-    alone = world.part([world.rank])
-    alone.use(CPU)
-    serial = train(alone, serial_of(spec))
-    alone.close()
-    assert_agrees(serial, train(there, spec), there, spec)
-
-
-def serial_of(spec: Spec) -> Spec:
-    return spec.model_copy(update={"parallel": Parallel(), "zero": spec.zero.model_copy(update={"stage": 0})})
+    assert_agrees(train(there, spec), Serial(), world, spec)
 
 
 def test_a_bad_gradient_is_skipped_and_its_tensor_named(world: World, there: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,8 @@ def test_a_traced_run_has_the_losses_of_one_rank(folder: Path, stage: int) -> No
     assert run(folder, *ALONE, "--set", "name=alone", ranks=0).code == 0
     done = run(folder, "--set", "train.trace=true", "--set", f"zero.stage={stage}", "--set", "parallel.sequence_parallel=true")
     assert done.code == 0, done
+    assert "WARN" not in done.out
+    assert "norm on cpu in float32" in summary_of(folder, "tiny")["kernels"]
     alone, grid = (lines_of(folder / "runs" / name / "metrics.jsonl") for name in ("alone", "tiny"))
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
         assert [line[key] for line in grid] == pytest.approx([line[key] for line in alone], rel=tolerance)
