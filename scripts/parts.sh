@@ -9,7 +9,7 @@ lanes=()
 # processes [NAME]: the numbers of those that belong to the part, or to any.
 processes() { grep -lszE "^HPCZERO_TEST_RUN=$results/${1:-.*}\$" /proc/[0-9]*/environ | cut -d/ -f3 || true; }
 end_processes() { processes "$@" | xargs -r kill -KILL 2>/dev/null || true; }
-trap 'kill ${lanes[@]+"${lanes[@]}"} 2>/dev/null; end_processes; rm -rf "$results"' EXIT
+trap '[ ${#lanes[@]} = 0 ] || kill "${lanes[@]}" 2>/dev/null || true; end_processes; rm -rf "$results"' EXIT # a failure in here would be the script's
 trap 'exit 130' INT TERM
 
 # part NAME SECONDS COMMAND...: enters a line into $results/parts: name, exit code, processes left running (after 5 s of grace), seconds.

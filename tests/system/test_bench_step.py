@@ -32,6 +32,7 @@ def report() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_all_contenders_train_the_same(tmp_path: Path) -> None:
     contenders = ["floor", "ours-0", "ours-3", "ours-2-shared", "ddp-autocast", "ddp-bf16", "fsdp2"]
     files = tmp_path / "step.json", tmp_path / "step.svg"

@@ -250,6 +250,7 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     assert max(complete(folder)) == 12
 
 
+@pytest.mark.slow
 def test_a_start_after_the_last_step_is_no_failure(folder: Path) -> None:
     """The run was killed before it could say that it is finished; or it is to do fewer steps than it has done."""
     for steps in (2, 2, 1):

@@ -55,7 +55,8 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_gloo_gives_the_losses_of_mpi_to_the_bit(folder: Path, stage: int) -> None:
     for backend in ("mpi", "gloo"):
         settings = [f"--set=comm.backend={backend}", f"--set=name={backend}", f"--set=zero.stage={stage}"]

@@ -87,6 +87,7 @@ def test_a_traced_run_has_the_losses_of_one_rank(folder: Path, stage: int) -> No
     assert {"forward", "backward", "wait tensor", "wait pipeline"} <= set(seconds)
 
 
+@pytest.mark.slow
 def test_any_rank_that_is_killed_ends_the_job(folder: Path) -> None:
     segments, victim = our_segments(), random.randrange(RANKS)
     with started(command(*ENDLESS), folder) as process:

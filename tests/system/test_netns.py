@@ -88,6 +88,7 @@ def test_the_link_limits_the_speed(name: str) -> None:
     assert float(done.out) > 0.9 * ((1 << 21) - 2 * 262144) / 5e6  # what each end lets pass at once comes on top
 
 
+@pytest.mark.slow
 def test_training_over_hosts_is_training_on_one(name: str, tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text('name = "run"\n')
     common = ["run", str(tmp_path / "spec.toml"), *SMALL]

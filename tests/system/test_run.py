@@ -153,7 +153,7 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
     assert [line["step"] for line in lines_of(finished / "runs" / "tiny" / "metrics.jsonl")] == list(range(1, 8))
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGUSR2", "stop file"])
+@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR2", "stop file"])
 def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
     """To one rank of two: both stop after the same step, with a checkpoint, from where the run goes on."""
     directory = folder / "runs" / "tiny"

@@ -166,6 +166,7 @@ def test_a_submission_whose_answer_was_lost_is_one_submission(user: User, tmp_pa
     assert states(user.status("lost")) == ["queued", "queued"]
 
 
+@pytest.mark.slow
 def test_a_probe_makes_five_steps_with_a_save_and_a_restore(user: User) -> None:
     user.does(*hpczero("submit", "spec.toml", "--probe", "--set", "name=big", "--set", "train.steps=100000", *LAUNCHERS["mpirun"]))
     (run,) = (user.folder / "runs").iterdir()

@@ -48,6 +48,7 @@ def test_status_says_what_there_is(slurm: dict[str, str]) -> None:
     assert the_script("status", name).code == 0, "which was left as it is"
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_though_a_job_runs(tmp_path: Path) -> None:
     with running() as slurm:
         (tmp_path / "job.sh").write_text("#!/bin/bash\ntrap '' TERM\nsrun sleep 600 &\nwhile :; do sleep 1; done\n")

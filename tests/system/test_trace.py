@@ -114,6 +114,7 @@ def fail(folder: Path, what: str) -> Path:
     return folder / "runs" / "tiny"
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_leaves_its_own_trace(folder: Path) -> None:
     directory = fail(folder, "raise ValueError('the disk of this node is on fire')")
     trace = read(directory / "trace-rank-1.json.gz")

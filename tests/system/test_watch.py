@@ -156,7 +156,8 @@ def test_a_rank_that_closes_early(tmp_path: Path) -> None:
     failed(tmp_path, "closed", r"not come: rank \d on .*waits since \d\.\d s in (close|all_reduce)", r"close \(number \d along world\)")
 
 
-@pytest.mark.parametrize("means", ["gloo", pytest.param("queued", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("means", ["gloo", "queued"])
 @pytest.mark.parametrize(
     ("case", "said"),
     [

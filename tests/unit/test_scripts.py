@@ -101,6 +101,21 @@ def test_a_part_enters_its_exit_code() -> None:
     assert [line.split("\t")[:3] for line in lines[-2:]] == [["good", "0", "0"], ["bad", "3", "0"]]
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_exit_code_is_that_of_the_last_command(code: int) -> None:
+    """With parts one after the other, and at the same time."""
+    assert bash(f"source scripts/parts.sh; part one 60 true; exit {code}").returncode == code
+    assert bash(f"source scripts/parts.sh; one() {{ part one 60 true; }}; at_once one; bash -c 'exit {code}'").returncode == code
+
+
+def test_parts_at_the_same_time_are_told_apart() -> None:
+    """What one lane leaves running is not another one's, and ends with its part."""
+    lanes = "one() { part a 60 sleep 1; part b 60 false; }; two() { part c 60 bash -c 'setsid sleep 300 & sleep 0.2; echo said'; }"
+    done = parts(f"{lanes}; at_once one two")
+    assert "said" in done.stdout
+    assert sorted(line.split("\t")[:3] for line in done.stdout.splitlines()[-3:]) == [["a", "0", "0"], ["b", "1", "0"], ["c", "0", "1"]]
+
+
 def test_a_part_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
     """Not even one that ignores the signal, in a session of its own."""
     stubborn = f'trap "" TERM; echo $$ >{tmp_path}/stubborn; sleep 300'
