@@ -1,6 +1,6 @@
 """One unit's states on this rank: flat buffers, and the gradients that arrive in them."""
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -53,12 +53,15 @@ class Run:
 
 
 class Unit:
-    """`own` are the elements that this rank steps: its shard, or all of them where optimizer states are not sharded.
+    """`take_moments` is to follow. `own` are the elements that this rank steps: its shard, or all of them where optimizer states are not sharded.
 
     The gradient of a backward pass gathers in `buffer`: the unit's own one, or a slot lent for the time from the first gradient to the end
     of the sum; `wire` is what is sent of it, in the weights' precision. `summed` is the gradient over all ranks for the shard, `squares` its
     sums of squares in blocks.
     """
+
+    moment1: torch.Tensor
+    moment2: torch.Tensor
 
     def __init__(self, layout: UnitLayout, rank: int, sharded: Sharded, dtypes: Dtypes, arena: Arena, written: slice) -> None:
         """`written`: the elements whose weights this rank writes after a step. The parameters made here are the module's, but for `take_over`. All
@@ -74,15 +77,13 @@ class Unit:
         self.weights = arena.take("weights", count if sharded.parameters else layout.size, dtype)
         self._separate = arena.sizes["master"] > 0
         self.master = arena.take("master", count, torch.float32) if self._separate else self._weights_at(self.own)
-        self.moment1 = arena.take("moments", count, torch.float32).zero_()
-        self.moment2 = arena.take("moments", count, torch.float32).zero_()
         self.nothing = self.weights.new_full((), float("nan"))  # what a parameter's values are while they are away
         self.parameters = [self._parameter(place) for place in layout.places]
         held = arena.take("gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype)
         self.buffer: torch.Tensor | None = None if sharded.gradients else held
         self.wire = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
         self.summed = held if sharded.gradients else self.wire[self.shard]
-        self.squares = self.moment1.new_zeros(-(-layout.shard_size // BLOCK))
+        self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
         self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
         self.missing = 0  # how many are still to come in this backward
         self._gaps = _gaps(layout)
@@ -211,3 +212,11 @@ def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     for start in range(0, wide.numel(), length):
         part = slice(start, start + length)
         narrow[part] = wide[part].to(narrow.dtype)
+
+
+def take_moments(units: Sequence[Unit], arena: Arena) -> None:
+    """First moments of all units, then the second ones: what a checkpoint copies lies in few long stretches."""
+    for unit in units:
+        unit.moment1 = arena.take("moments", unit.own.stop - unit.own.start, torch.float32).zero_()
+    for unit in units:
+        unit.moment2 = arena.take("moments", unit.own.stop - unit.own.start, torch.float32).zero_()

@@ -33,7 +33,7 @@ from hpczero.parallel.gather import Gatherer, used_around_others
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.parallel.reduction import BadGradient, Reduction
 from hpczero.parallel.states import SLOTS, Precision, Sharded, state_bytes
-from hpczero.parallel.unit import Fill, Unit
+from hpczero.parallel.unit import Fill, Unit, take_moments
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.adamw import Scalars, State, adamw, scalars_of_step
 from hpczero_kernels.pool import Pool
@@ -100,6 +100,7 @@ class Engine:
         dtypes = dtype, torch.float32 if settings.accumulates else dtype
         written = [axis.written(layout.size, self.sharded.optimizer) for layout in layouts]
         self.units = [Unit(layout, axis.rank, self.sharded, dtypes, self.arena, part) for layout, part in zip(layouts, written, strict=True)]
+        take_moments(self.units, self.arena)
         largest = max(layout.size for layout in layouts)
         slots = [self.arena.take("gradient slots", largest, dtype) for _ in range(SLOTS)] if self.sharded.gradients else []
         module_parameters = dict(module.named_parameters())

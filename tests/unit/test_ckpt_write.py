@@ -132,3 +132,30 @@ print("all")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "all\n", (done.returncode, done.stderr)
     assert not done.stderr
+
+
+class OnDevice:
+    """Elements that are no array of this process, of which only pieces are to be had."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values, self.longest = values, 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        self.longest = max(self.longest, part.stop - part.start)
+        return self.values[part].copy()
+
+
+def test_what_is_copied_is_what_the_sources_have_in_their_order() -> None:
+    """Neighbours in memory in one stretch; what only looks like one, an empty source, an order of its own, a device's memory."""
+    memory = np.arange(100, dtype=np.float32)
+    device = OnDevice(np.arange(5_000_000, dtype=np.float32))
+    neighbours = [memory[:10], memory[10:40], memory[40:40], memory[40:41]]
+    sources = [*neighbours, memory[50:60], memory[:10], device, memory[60:70], np.zeros(3, np.float32)]
+    assert list(map(len, write._joined(neighbours))) == [41]
+    kept = np.full(sum(map(len, sources)), np.nan, np.float32)
+    write._copy(sources, kept)
+    assert np.array_equal(kept, np.concatenate([source.values if isinstance(source, OnDevice) else source for source in sources]))
+    assert device.longest < 3_000_000
