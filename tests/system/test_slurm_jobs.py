@@ -186,17 +186,21 @@ def test_what_slurm_refuses_is_said(user: User) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_a_killed_step_costs_the_steps_since_the_last_checkpoint(user: User) -> None:
+@pytest.mark.parametrize("how", ["kill -9", "scancel"])
+def test_a_killed_job_costs_the_steps_since_the_last_checkpoint(user: User, how: str) -> None:
     user.submits("whole", "--set", "train.steps=200", launcher="mpirun")
     user.waits("whole", over, "the run without interruption ends")
     user.submits("killed", "--set", "train.steps=200", "--set", "batch.chain=4", launcher="srun")
-    user.waits("killed", lambda found: found["last_save"], "a checkpoint is there")
+    link = user.waits("killed", lambda found: found["last_save"], "a checkpoint is there")["links"][0]["number"]
     events = (user.folder / "runs" / "killed" / "events.jsonl").read_text().splitlines()
     start = [entry for entry in map(json.loads, events) if entry["event"] == "start"][-1]
-    os.kill(start["ranks"][1]["pid"], signal.SIGKILL)
+    if how == "scancel":
+        user.does("scancel", link)
+    else:
+        os.kill(start["ranks"][1]["pid"], signal.SIGKILL)
     found = user.waits("killed", over, "the chain ends")
     assert found["state"] == "finished"
-    assert states(found)[0] == "failed"
+    assert states(found)[0] in {"kill -9": ["failed"], "scancel": ["cancelled", "interrupted"]}[how]
     assert user.losses("killed") == user.losses("whole"), "bitwise"
 
 
