@@ -5,7 +5,7 @@ its own: `begins` puts what follows there behind all that was asked for so far, 
 from then on behind it. The CPU has done everything when a call returns; its queue and marks do nothing, and it is the base of the others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -76,6 +76,10 @@ class Device:
         """A tensor of the computer's, on the device."""
         return tensor
 
+    def later(self, values: Tensor) -> Callable[[], list[float]]:
+        """Reads what has been asked of the device: it is waited for when this is called, and what is asked of it after them is not."""
+        return values.tolist
+
     def memory(self) -> Memory | None:
         """None: its memory is the computer's."""
         return None
@@ -137,6 +141,18 @@ class Cuda(Device):
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(self.torch, non_blocking=True)
+
+    def later(self, values: Tensor) -> Callable[[], list[float]]:
+        here = torch.empty_like(values, device="cpu", pin_memory=True)
+        here.copy_(values, non_blocking=True)
+        made = torch.cuda.Event()
+        made.record()
+
+        def read() -> list[float]:
+            made.synchronize()
+            return here.tolist()
+
+        return read
 
     def memory(self) -> Memory | None:
         free, total = torch.cuda.mem_get_info(self.torch)

@@ -118,11 +118,11 @@ def step(spec: Any, world: Any, way: Any, batches: Any) -> float:
     import torch
 
     tokens = spec.train.global_batch * spec.model.seq_len
-    loss = way.train(batches, tokens, world.trace) * way.engine.losses_count
+    read_loss = way.train(batches, tokens, world.trace)
     with world.trace.span("optimizer step"):
         way.engine.finish_step(spec.optimizer.lr)
     with world.trace.span("loss agreement"):
-        total = torch.tensor(loss, dtype=torch.float64)
+        total = torch.tensor(read_loss() * way.engine.losses_count, dtype=torch.float64)
         world.everyone.all_reduce(total)
     return float(total) / tokens
 

@@ -189,12 +189,17 @@ class Progress:
             moved |= work.done
         return moved
 
-    def settle(self) -> None:
-        """The host waits until the device has done all operations started so far. To be called before a value is read there: that would wait,
-        too, but unseen by the watchdog.
+    def so_far(self) -> Callable[[], None]:
+        """The host waits until the device has done all operations started before now. To be called before a value is read that they are for:
+        that would wait, too, but unseen by the watchdog.
         """
-        for work in [work for work in self._under_way if work.queue]:
-            work.settle()
+        started = [work for work in self._under_way if work.queue]
+
+        def settle() -> None:
+            for work in started:
+                work.settle()
+
+        return settle
 
     def finish(self, work: Work, until_done: bool = False) -> None:
         """Until all of it has been asked for, or until it is done."""

@@ -13,6 +13,7 @@ from hpczero.parallel.unit import Unit
 from hpczero.parallel.zero import Engine
 
 Call = Callable[[Tensor, MicroBatch], Tensor]  # what a layer does
+Later = Callable[[], float]  # a number that the device may not have made yet
 
 
 class Alone:
@@ -21,7 +22,7 @@ class Alone:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> float:
+    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
         """The gradient of the losses' sum over `tokens`, the step's; the losses' sum. The loss is weighted by tokens, so that every way to cut the
         global batch gives the same gradient.
         """
@@ -35,7 +36,7 @@ class Alone:
         return _sum(losses, self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
-        return _sum([self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine)
+        return _sum([self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine)()
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step, by kind."""
@@ -54,13 +55,13 @@ class Staged:
         self._units = used if engine.sharded.gradients else [own - earlier for own, earlier in zip(used, before, strict=True)]
         self._tokens, self._trace = 1, Trace()
 
-    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> float:
+    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
         self._tokens, self._trace = tokens, trace
         return _sum(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         self._trace = Trace()
-        return _sum(self.pipeline.evaluate(self, _on_device(batches, self.engine)), self.engine)
+        return _sum(self.pipeline.evaluate(self, _on_device(batches, self.engine)), self.engine)()
 
     def memory(self) -> dict[str, int]:
         return self.engine.memory() | {"pipeline": self.pipeline.buffers.size}
@@ -84,10 +85,16 @@ def _on_device(batches: Sequence[MicroBatch], engine: Engine) -> list[MicroBatch
     return [batch.on(engine.device) for batch in batches]
 
 
-def _sum(losses: Sequence[Tensor], engine: Engine) -> float:
-    """Read at the end only: the host waits for the device."""
-    engine.axis.group.connection.progress.settle()
-    return sum(loss.item() for loss in losses)
+def _sum(losses: Sequence[Tensor], engine: Engine) -> Later:
+    if not losses:
+        return float
+    read, settle = engine.device.later(torch.stack(list(losses))), engine.axis.group.connection.progress.so_far()
+
+    def total() -> float:
+        settle()
+        return sum(read())
+
+    return total
 
 
 Way = Alone | Staged

@@ -56,10 +56,12 @@ class VocabularyCrossEntropy(nn.Module):
 
 def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> torch.Tensor:
     """[samples, seq, hidden]: the vectors of the tokens first, first + 1, ... that are here, zeros elsewhere."""
+    if not len(vectors):  # fewer tokens than ranks
+        return vectors.sum() + vectors.new_zeros(*tokens.shape, vectors.shape[1])
     index = tokens - first
     here = (index >= 0) & (index < vectors.shape[0])
-    found = functional.embedding(index[here], vectors)
-    return vectors.new_zeros(*tokens.shape, vectors.shape[1]).index_put((here,), found)
+    found = functional.embedding(index.where(here, 0), vectors)  # how many there are, the host would have to wait for
+    return found.masked_fill(~here.unsqueeze(-1), 0.0)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -7,8 +7,8 @@ One engine for all stages of ZeRO; what a stage shards is data (`states.Sharded`
 Without a hint which backward is the last, what has not been reduced by then is reduced in finish_step.
 
 Reduce pass (`reduction`): the units' gradients are summed over the data ranks while backward goes on.
-Step pass: the norm, clipping, AdamW on the own elements, the half-precision weights, which are then gathered; nothing is touched when the
-norm is not finite.
+Step pass: the norm, clipping, AdamW on the own elements, the half-precision weights, which are then gathered; nothing is changed when the
+norm is not finite. The host reads the norm when all of that has been asked of the device.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -199,33 +199,33 @@ class Engine:
             raise HpczeroError("a step without a gradient: backward comes before it")
         self.reduction.finish()
         self._had_backward.clear()
-        scale, train, optimizer = self.loss_scale.value, self.settings.train, self.settings.optimizer
-        norm = self._norm() / scale
-        finite = norm < float("inf")
-        self.loss_scale = self.loss_scale.after(overflow=not finite)
-        if not finite:
-            return StepResult(norm, scale, self.reduction.first_bad(self._others))
-        self.updates += 1
-        clip = min(1.0, train.grad_clip / (norm + 1e-6)) if train.grad_clip else 1.0
-        scalars = Scalars(self.device.put(scalars_of_step(self.updates, lr, optimizer.betas, optimizer.eps, clip / scale).values))
+        scale, optimizer = self.loss_scale.value, self.settings.optimizer
+        scalars = Scalars(self.device.put(scalars_of_step(self.updates + 1, lr, optimizer.betas, optimizer.eps).values))
+        of_gradient = self._norm() / scale
+        read, settle = self.device.later(of_gradient.view(1)), self.axis.group.connection.progress.so_far()
+        scalars.follow(of_gradient, self.settings.train.grad_clip, scale)
         self.weights_here()  # of layers that did not run since the last step
         for unit in self.units:
             self._update(unit, scalars)
             self._start_arriving(unit)
-        return StepResult(norm, scale)
+        settle()
+        (norm,) = read()
+        finite = norm < float("inf")
+        self.loss_scale = self.loss_scale.after(overflow=not finite)
+        self.updates += finite
+        return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
 
-    def _norm(self) -> float:
+    def _norm(self) -> torch.Tensor:
         """Of the loss-scaled gradient. Blocks, then shards, are added in a fixed order: the same on every rank and at every stage."""
         counted = [unit for unit in self.units if unit not in self.copies]
         nothing = torch.zeros((), dtype=torch.float64, device=self.device.torch)
         own = torch.stack([nothing, *(unit.squares.double().sum() for unit in counted)]).sum()
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
             own -= sum((unit.squares_held_by_all() for unit in counted), torch.zeros_like(own))
-        self.axis.group.connection.progress.settle()
-        total = self.axis.all_gather(own.cpu()).sum()
+        total = self.axis.all_gather(own).sum()
         for group in self._others:
             total = group.stack(total).sum()
-        return float(total.sqrt())
+        return total.sqrt()
 
     def _update(self, unit: Unit, scalars: Scalars) -> None:
         for run in unit.runs:

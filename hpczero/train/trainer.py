@@ -102,11 +102,11 @@ class Trainer:
                 micro_batches, waited = prefetcher.next()
             lr = learning_rate(self.spec, step)
             self.engine.module.train()
-            loss_sum = self.way.train(micro_batches, self.step_tokens, trace)
+            read_loss = self.way.train(micro_batches, self.step_tokens, trace)
             with trace.span("optimizer step"):
                 result = self.engine.finish_step(lr)
             with trace.span("loss agreement"):
-                loss, asked = self._agree(loss_sum, requests)
+                loss, asked = self._agree(read_loss(), requests)
         seconds = time.perf_counter() - began
         in_comm = self.world.ledger.seconds - communicated
         metrics: dict[str, Any] = {

@@ -19,13 +19,13 @@ from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, po
 from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
-_SKIP = 9  # its place among the scalars
+_SCALE, _SKIP = 0, 9  # their places among the scalars
 _CHUNK = 1 << 15  # elements whose five buffers stay in a core's cache over the dozen torch operations
 
 
 @dataclass(frozen=True)
 class Scalars:
-    """What is the same for all elements in a step: an fp32 buffer on the device of the state, so that a device may compute some of it (the clipping).
+    """What is the same for all elements in a step: an fp32 buffer on the device of the state, which may compute some of it (`follow`).
 
     [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1, 1 / correction2, skip]
 
@@ -33,6 +33,14 @@ class Scalars:
     """
 
     values: torch.Tensor
+
+    def follow(self, norm: torch.Tensor, clip: float, scale: float) -> None:
+        """Of gradients that are `scale` times too large: the step clips them to `clip` (0: not at all) by their true `norm`, one fp64 number, and is
+        skipped where that is not finite. No wait for the device.
+        """
+        clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+        self.values[_SCALE] = clipped / scale
+        self.values[_SKIP] = ~norm.isfinite()
 
 
 @dataclass(frozen=True)
@@ -46,35 +54,10 @@ class State:
     weights: torch.Tensor | None
 
 
-def scalars_of_step(step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float) -> Scalars:
+def scalars_of_step(step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float = 1.0) -> Scalars:
     """`step` counts the updates from 1."""
     (beta1, beta2), correction1, correction2 = betas, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
     return Scalars(torch.tensor([gradient_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, lr, lr / correction1, 1.0 / correction2, 0.0]))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a step follows; no clipping if `clip` is 0."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    clip: float
-
-
-def scalars_of_norm(rule: Rule, updates: torch.Tensor, squares: torch.Tensor, scale: float) -> Scalars:
-    """As scalars_of_step, from what is on a device, without waiting for it. `squares` (one number): the sum of squares of `scale` times the gradient;
-    `updates` (one fp64 number): those so far, and one more unless the squares are not finite; then nothing is to change.
-    """
-    norm = squares.double().reshape(()).sqrt() / scale
-    finite = norm.isfinite()
-    updates += finite
-    step = updates.reshape(()).clamp(min=1.0)
-    clipped = (rule.clip / (norm + 1e-6)).clamp(max=1.0) if rule.clip else torch.ones_like(norm)
-    (beta1, beta2), corrections = rule.betas, [1.0 - beta**step for beta in rule.betas]
-    known = [beta1, 1.0 - beta1, beta2, 1.0 - beta2, rule.eps, rule.lr]
-    computed = rule.lr / corrections[0], 1.0 / corrections[1], ~finite
-    return Scalars(torch.stack([clipped / scale, *(torch.full_like(norm, value) for value in known), *computed]).float())
 
 
 def adamw_reference(state: State, decay: float, scalars: Scalars, zero_gradient: bool = False) -> None:

@@ -56,22 +56,24 @@ def test_a_kernel_may_be_the_first_that_a_thread_asks_of_a_gpu() -> None:
     assert torch.equal(found[0], expected)
 
 
-def step(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, state: State, updates: torch.Tensor) -> torch.Tensor:
+def step(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, state: State, scalars: adamw.Scalars) -> torch.Tensor:
     """Forward, backward, and an update of what was computed of them alone."""
     normal, _ = norm.add_layer_norm(x, x, weight, weight)
     loss = cross_entropy.cross_entropy(gelu.gelu(normal, weight), targets)
     (of_x,) = torch.autograd.grad(loss, x)
     squares = torch.empty(1, device=x.device)
     reduce.sum_pieces([of_x.view(-1), of_x.view(-1)], state.gradient, False, squares)
-    adamw.adamw(state, 0.1, adamw.scalars_of_norm(adamw.Rule(0.01, (0.9, 0.95), 1e-8, 1.0), updates, squares, 1.0))
+    scalars.follow(squares.double().sum().sqrt(), 1.0, 1.0)
+    adamw.adamw(state, 0.1, scalars)
     return loss.detach()
 
 
-def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, State, torch.Tensor]:
+def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, State, adamw.Scalars]:
     torch.manual_seed(1)
     x, weight = torch.randn(8, 64, device="cuda", requires_grad=True), torch.randn(64, device="cuda")
     state = State(*(torch.zeros(512, device="cuda") for _ in range(4)), None)
-    return x, weight, torch.arange(8, device="cuda"), state, torch.zeros((), dtype=torch.float64, device="cuda")
+    scalars = adamw.scalars_of_step(1, 0.01, (0.9, 0.95), 1e-8)
+    return x, weight, torch.arange(8, device="cuda"), state, adamw.Scalars(scalars.values.cuda())
 
 
 @ON_A_GPU

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hpczero_kernels import adamw, reduce
-from hpczero_kernels.adamw import Rule, Scalars, State, adamw_reference, scalars_of_norm, scalars_of_step
+from hpczero_kernels.adamw import Scalars, State, adamw_reference, scalars_of_step
 from hpczero_kernels.pool import BLOCK
 from hpczero_kernels.reduce import sum_pieces_reference
 from tests.kernels.device import DEVICE, KERNELS, drawn
@@ -123,13 +123,14 @@ def test_gradients_become_zero_in_the_pass() -> None:
 
 
 @pytest.mark.parametrize(("clip", "scale"), [(1.0, 1.0), (0.0, 64.0), (0.5, 1024.0), (100.0, 8.0)])
-def test_scalars_made_on_a_device_are_those_of_the_host(clip: float, scale: float) -> None:
-    updates = torch.tensor(4.0, dtype=torch.float64, device=DEVICE)
-    squares, rule = torch.tensor((3.0 * scale) ** 2, device=DEVICE), Rule(0.01, (0.9, 0.95), 1e-8, clip)
-    made = scalars_of_norm(rule, updates, squares, scale)
+def test_clipping_on_a_device_is_that_of_the_host(clip: float, scale: float) -> None:
+    scalars = on_device(scalars_of_step(5, 0.01, (0.9, 0.95), 1e-8))
+    norm = torch.tensor(3.0, dtype=torch.float64, device=DEVICE)
+    scalars.follow(norm, clip, scale)
     coefficient = min(1.0, clip / (3.0 + 1e-6)) if clip else 1.0
-    torch.testing.assert_close(made.values.cpu(), scalars_of_step(5, 0.01, (0.9, 0.95), 1e-8, coefficient / scale).values)
-    assert updates == 5
-    skipped = scalars_of_norm(rule, updates, squares * NAN, scale)
-    assert updates == 5
-    assert skipped.values[-1] == 1.0
+    assert torch.equal(scalars.values.cpu(), scalars_of_step(5, 0.01, (0.9, 0.95), 1e-8, coefficient / scale).values)
+    for bad in (float("inf"), NAN):
+        scalars.follow(norm * bad, clip, scale)
+        assert scalars.values[-1] == 1.0
+    scalars.follow(norm, clip, scale)
+    assert scalars.values[-1] == 0.0

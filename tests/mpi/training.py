@@ -82,7 +82,7 @@ def train(world: World, spec: Spec) -> Record:
     update, first_gradients = engine._update, {}
 
     def keep_and_update(unit: Unit, scalars: Any) -> None:
-        if engine.updates == 1:
+        if engine.updates == 0:
             first_gradients[unit] = unit.gradient_to_step.float().clone()
         update(unit, scalars)
 
