@@ -6,7 +6,8 @@ Protocol:
 2. The file may have been removed between opening and locking: if the path no longer leads to what was locked, begin again.
 3. On a local file system the kernel's word is final. On a shared one its locks may end at the computer's edge (Lustre `localflock`)
    or not exist: then the record in the file counts too. A holder on this computer lives if its process does (same number, same
-   start time); one elsewhere lives if the file was touched within `STALE_AFTER` seconds, which `beat` does.
+   start time); one elsewhere lives if the file was touched within `STALE_AFTER` seconds, which a thread of the holder does, whatever
+   that itself is busy with.
 4. Write the own record. Where the kernel's word is not final, wait for `SETTLE` seconds and read it back: of two computers that
    got here at once the last one to write has won, the other one gives up.
 5. Release: remove the file while it is still locked, then close it.
@@ -21,6 +22,7 @@ import json
 import os
 import pwd
 import socket
+import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass
@@ -34,7 +36,7 @@ from hpczero import env, machine
 from hpczero.errors import HpczeroError, InputError
 
 STALE_AFTER = 600.0  # seconds without a beat after which a holder on another computer counts as dead
-BEAT_EVERY = 15.0
+BEAT_EVERY = TOUCH_EVERY = 15.0
 SETTLE = 1.0
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -79,18 +81,29 @@ class Holder:
 
 
 class RunLock:
-    """Holds the directory from `take` to `release`, or as a context; `beat` now and then says that the holder lives."""
+    """Holds the directory from `take` to `release`, or as a context; `beat` now and then makes sure of it."""
 
     def __init__(self, run_directory: Path | str) -> None:
         self.path = Path(run_directory) / "lock"
         self._descriptor: int | None = None
         self._beaten = 0.0
+        self._released = threading.Event()
 
     def take(self) -> "RunLock":
         self._take()
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+        self._released.clear()
+        threading.Thread(target=self._keep_touched, name="hpczero-lock", daemon=True).start()
         return self
+
+    def _keep_touched(self) -> None:
+        """In a thread. What fails is tried again: whether the lock is still held is for `beat` to say."""
+        while not self._released.wait(TOUCH_EVERY):
+            descriptor = self._descriptor
+            with contextlib.suppress(OSError):
+                if descriptor is not None and self._leads_here(descriptor):
+                    os.utime(self.path)
 
     def __enter__(self) -> "RunLock":
         return self.take()
@@ -99,7 +112,7 @@ class RunLock:
         self.release()
 
     def beat(self) -> None:
-        """Say that the holder lives (at most every `BEAT_EVERY` seconds: call it freely); take the lock again if its file was removed."""
+        """Take the lock again if its file was removed (looks at most every `BEAT_EVERY` seconds: call it freely)."""
         if self._descriptor is None or time.monotonic() - self._beaten < BEAT_EVERY:
             return
         if self._leads_here(self._descriptor):
@@ -113,6 +126,7 @@ class RunLock:
                 raise HpczeroError(str(error)) from error
 
     def release(self) -> None:
+        self._released.set()
         if self._descriptor is None:
             return
         if self._leads_here(self._descriptor):

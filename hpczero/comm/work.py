@@ -107,7 +107,7 @@ class Work:
                     self.requests = next(self._steps)
         except StopIteration:
             if self.queue is None or self._mark:
-                self.done = True
+                self.done, self.tensors = True, ()
             else:
                 self._mark = self.queue.mark()
                 self.requests = (self._mark,)
@@ -193,7 +193,8 @@ class Progress:
         """The host waits until the device has done all operations started before now. To be called before a value is read that they are for:
         that would wait, too, but unseen by the watchdog.
         """
-        started = [work for work in self._under_way if work.queue]
+        with self.lock:
+            started = [work for work in self._under_way if work.queue]
 
         def settle() -> None:
             for work in started:

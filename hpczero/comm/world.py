@@ -70,7 +70,6 @@ class World:
         self.backend: str = whole.backend if whole else "mpi"  # what carries the collectives
         self._rendezvous: Rendezvous | None = whole._rendezvous if whole else None
         self.ledger = Ledger()
-        self.beat: Callable[[], None] = lambda: None  # says that the run lives; called while ranks work on files (`patience`)
         self.library = _library(mpi)
         self.rank: int = communicator.rank
         self.size: int = communicator.size

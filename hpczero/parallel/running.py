@@ -23,8 +23,8 @@ class Alone:
         self.engine = engine
 
     def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
-        """The gradient of the losses' sum over `tokens`, the step's; the losses' sum. The loss is weighted by tokens, so that every way to cut the
-        global batch gives the same gradient.
+        """The gradient of the losses' sum over `tokens`, the step's; what reads the losses' sum. The loss is weighted by tokens, so that every way
+        to cut the global batch gives the same gradient.
         """
         losses, batches = [], _on_device(batches, self.engine)
         for number, batch in enumerate(batches):  # empty ones too: their collectives are the others' as well
@@ -87,8 +87,8 @@ def _on_device(batches: Sequence[MicroBatch], engine: Engine) -> list[MicroBatch
 
 def _sum(losses: Sequence[Tensor], engine: Engine) -> Later:
     if not losses:
-        return float
-    read, settle = engine.device.later(torch.stack(list(losses))), engine.axis.group.connection.progress.so_far()
+        return lambda: 0.0
+    read, settle = engine.device.later(torch.stack([loss.reshape(()) for loss in losses])), engine.axis.group.connection.progress.so_far()
 
     def total() -> float:
         settle()

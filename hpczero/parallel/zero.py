@@ -37,6 +37,7 @@ from hpczero.parallel.unit import Fill, Unit, take_moments
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.adamw import Scalars, State, adamw, scalars_of_step
 from hpczero_kernels.pool import Pool
+from hpczero_kernels.registry import CUDA, choose
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -205,6 +206,8 @@ class Engine:
         read, settle = self.device.later(of_gradient.view(1)), self.axis.group.connection.progress.so_far()
         scalars.follow(of_gradient, self.settings.train.grad_clip, scale)
         self.weights_here()  # of layers that did not run since the last step
+        if choose("adamw", self.units[0].master) != CUDA:
+            settle()  # the others read the scalars
         for unit in self.units:
             self._update(unit, scalars)
             self._start_arriving(unit)

@@ -219,7 +219,7 @@ class Batch(Table):
     begin: str = key("", "site", "not before this time, as the scheduler writes it", pattern=WORD)
     mail: str = key("", "site", "address that is told of the job's end", pattern=WORD)
     modules: tuple[_Word, ...] = key((), "site", "environment modules that the job loads", strict=False)
-    venv: str = key("auto", "site", 'virtual environment; "auto": the one that renders; empty: none', max_length=4096, pattern=PATH)
+    venv: str = key("auto", "site", 'virtual environment; "auto": the one that renders, if it is one; empty: none', max_length=4096, pattern=PATH)
     setup: tuple[_Line, ...] = key((), "site", "lines of shell that the job runs before it starts the ranks", strict=False)
     env: dict[_Variable, _Text] = key({}, "site", "variables that are set in the job (written into the script: no secrets)")
     env_pass: tuple[_Variable, ...] = key((), "site", "names of variables handed over as they are at submission; no value is written", strict=False)

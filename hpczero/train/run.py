@@ -108,8 +108,6 @@ def _layers(spec: Spec, found: Found | None) -> list[Layer] | None:
 def _train(job: Job, directory: RunDirectory | None, progress: str, began: float) -> int:
     train = job.spec.train
     voice = Voice(choose(progress, train.steps, train.log_every), directory) if directory else None
-    if directory:
-        job.world.beat = directory.beat
     try:
         outcome, summary = _carry_out(job, voice, began)
     finally:

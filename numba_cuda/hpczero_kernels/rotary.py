@@ -46,10 +46,15 @@ class Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    fits = x.shape[-1] % 2 == 0 and all(each.dtype == torch.float32 and each.device == x.device for each in (cosines, sines))
+    shape = (x.shape[1], x.shape[-1] // 2)
+    fits = x.dim() == 4 and x.shape[-1] % 2 == 0 and all(_is_table(each, shape, x.device) for each in (cosines, sines))
     if choose("rotary", x, fits) == CUDA:
         return Rotary.apply(x, cosines, sines)
     return rotary_reference(x, cosines, sines)
+
+
+def _is_table(table: Tensor, shape: tuple[int, int], device: torch.device) -> bool:
+    return table.shape == shape and table.dtype == torch.float32 and table.device == device
 
 
 def rotary_reference(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

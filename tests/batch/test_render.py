@@ -126,6 +126,13 @@ def test_what_cannot_be_is_refused_with_all_numbers(batch: dict[str, Any], said:
         assert words in str(refused.value)
 
 
+def test_memory_counts_as_schedulers_count_it(tmp_path: Path) -> None:
+    """A node of 235 GB."""
+    script({"site": "derecho/cpu", "account": "m1", "mem": f"{235 * 1024}M"}, tmp_path)
+    with pytest.raises(InputError, match="235 GB"):
+        script({"site": "derecho/cpu", "account": "m1", "mem": f"{235 * 1024 + 1}M"}, tmp_path)
+
+
 def test_ranks_that_make_no_grid_and_jobs_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"tensor\(2\) does not divide the 3 ranks.*batch.nodes = 3"):
         script({"site": "generic/slurm", "nodes": 3, "ranks_per_node": 1}, _with(tmp_path, "parallel.tensor = 2"))

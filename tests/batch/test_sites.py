@@ -146,6 +146,7 @@ def test_the_verbs_on_a_login_node(moon: Path) -> None:
     assert (shown.returncode, shown.stderr) == (0, "")
     assert '    batch.constraint = "nvme"' in shown.stdout.splitlines()
     assert "6h for up to 183 nodes in batch" in shown.stdout
+    assert "3h for 10 to 24 nodes in prod" in hpczero(moon, "site", "show", "polaris").stdout
     assert json.loads(hpczero(moon, "site", "show", "moon/far", "--json").stdout)["spec"]["batch"]["queue"] == "dark"
     assert hpczero(moon, "site", "show", "venus").returncode == 2
 

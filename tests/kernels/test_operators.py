@@ -173,6 +173,7 @@ ODD = {
     "no gates": lambda on, x, c: on.swiglu(x[..., None, :0].expand(-1, -1, 2, -1)),
     "a column": lambda on, x, c: on.layer_norm(x.transpose(-1, -2).contiguous().transpose(-1, -2), c, c),
     "a dropped residual of one row": lambda on, x, c: on.dropout(x, 0.5, KEY, samples_of(x), None, x[:1, :1], c[:1]),
+    "one angle for all positions": lambda on, x, c: on.rotary(x[..., None, :], c[None, :12].cos(), c[None, :12].sin()),
     "samples of another precision": lambda on, x, c: on.dropout(x, 0.5, KEY, samples_of(x).int(), None, None, c),
     "probabilities as targets": lambda on, x, c: on.cross_entropy(x[0] * 1, x[1].softmax(-1)),
 }

@@ -51,6 +51,7 @@ class Spoiler:
     steps: int = 0
     seen: list[str] = field(default_factory=list)
     done: bool = False
+    updates: list[int] = field(default_factory=list)  # so far, after each step
 
     def after_complete(self, unit: Unit, rank: int) -> None:
         if self.steps == 0 and unit.layout.name not in self.seen:
@@ -73,12 +74,15 @@ def test_what_one_rank_alone_sees_is_left_out_everywhere(world: World, case: Cas
 
         def counting(engine: Engine, lr: float, spoiler: Spoiler = spoiler) -> StepResult:
             spoiler.steps += 1
-            return finish(engine, lr)
+            result = finish(engine, lr)
+            spoiler.updates.append(engine.updates)
+            return result
 
         monkeypatch.setattr(Unit, "complete", spoiling)
         monkeypatch.setattr(Engine, "finish_step", counting)
         found = on_grid(world, case, spec)
         assert spoiler.done == (world.rank == bad_rank)
+        assert spoiler.updates == [1, 1, 2]
         assert_all_ranks_say(world, found)
         assert [metrics.get("skipped", False) for metrics in found.metrics_seen] == [False, True, False]
         (where,) = {values["where"] for name, values in found.events if name == "WARN"}

@@ -1,10 +1,7 @@
 """World: ranks, nodes, small values, parts of the world."""
 
-import threading
-
 import pytest
 
-from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
@@ -60,20 +57,6 @@ def test_the_group_asked_for_again_is_the_same(world: World) -> None:
 def test_a_group_without_the_own_rank_is_refused(world: World) -> None:
     with pytest.raises(AssertionError, match="without itself"):
         world.group("data", [world.rank + 1])
-
-
-def test_work_on_files_lets_the_run_beat_until_all_are_done(world: World) -> None:
-    tried, beats = world.part(range(world.size)), [0]
-
-    def beat() -> None:
-        beats[0] += 1
-
-    tried.beat = beat
-    late = threading.Event()
-    threading.Timer(0.7, late.set).start()
-    assert patiently(tried, lambda: world.rank < world.size - 1 or late.wait(30))
-    assert beats[0] > 1
-    tried.close()
 
 
 def test_the_library_is_named(world: World) -> None:

@@ -19,6 +19,9 @@ from hpczero.spec.schema import Model, Spec, Train, Zero  # noqa: E402
 MODEL = Model(layers=2, hidden=24, heads=3, seq_len=33, vocab=61, kernels="torch")
 
 
+happened: list[str] = []
+
+
 class Meta(Device):
     kind = "cuda"
     has_queues = True
@@ -29,7 +32,7 @@ class Meta(Device):
 
     def later(self, values: Any) -> Any:
         assert values.is_meta
-        return lambda: [1.0] * values.numel()
+        return lambda: happened.append("read") or [1.0] * values.numel()  # type: ignore[func-returns-value]
 
 
 class NothingUnderWay:
@@ -42,7 +45,7 @@ class NothingUnderWay:
     progress = connection
 
     def so_far(self) -> Any:
-        return lambda: None
+        return lambda: happened.append("settle")
 
 
 class OneRank:
@@ -80,10 +83,12 @@ class OneRank:
 def test_every_tensor_of_a_step_is_on_the_device(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[Any]] = []
     monkeypatch.setattr(reduction, "sum_pieces", lambda pieces, out, accumulate, squares, pool: given.append([*pieces, out, squares]))
-    monkeypatch.setattr(
-        zero, "adamw",
-        lambda state, decay, scalars, pool: given.append([state.master, state.moment1, state.moment2, state.gradient, scalars.values]),
-    )  # fmt: skip
+
+    def adamw(state: Any, decay: float, scalars: Any, pool: Any) -> None:
+        happened.append("adamw")
+        given.append([state.master, state.moment1, state.moment2, state.gradient, scalars.values])
+
+    monkeypatch.setattr(zero, "adamw", adamw)
     monkeypatch.setattr(Unit, "fill_own", lambda unit, fill: unit.weights_from_master())  # initial values are made on the CPU
     spec = Spec(model=MODEL, train=Train(precision=precision), zero=Zero(stage=stage))  # type: ignore[arg-type]
     module = build.on_meta(MODEL)
@@ -94,7 +99,11 @@ def test_every_tensor_of_a_step_is_on_the_device(stage: int, precision: str, mon
     for last in (False, True):
         loss = engine(MicroBatch(text[:, :-1], text[:, 1:], torch.arange(2), 0, 1).on(engine.device))
         engine.backward(loss / 66, last)
+    happened.clear()
     engine.finish_step(1e-3)
+    assert happened.count("adamw") >= len(engine.units)
+    assert happened[-2:] == ["settle", "read"]
+    assert happened.count("read") == 1
     assert len(given) > 2 * len(engine.units)
     states = [tensor for unit in engine.units for tensor in (unit.weights, unit.master, unit.moment1, unit.squares, unit.summed, *unit.parameters)]
     assert {tensor.device.type for tensors in (*given, states) for tensor in tensors} == {"meta"}

@@ -189,6 +189,20 @@ class TestWhereTheKernelsLockEndsAtThisComputer:
             held.beat()
             assert time.time() - held.path.stat().st_mtime < 100
 
+    def test_the_file_stays_young_while_its_holder_is_busy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lock, "TOUCH_EVERY", 0.02)
+        with RunLock(tmp_path) as held:
+            for _ in range(2):
+                os.utime(held.path, (0, 0))
+                until = time.monotonic() + 30
+                while held.path.stat().st_mtime < 100 and time.monotonic() < until:
+                    time.sleep(0.01)
+                assert time.time() - held.path.stat().st_mtime < 100
+        (tmp_path / "lock").touch()
+        os.utime(tmp_path / "lock", (0, 0))
+        time.sleep(0.1)
+        assert (tmp_path / "lock").stat().st_mtime == 0, "of nobody any more"
+
     def test_a_holder_here_is_dead_if_its_number_belongs_to_another_process_now(self, tmp_path: Path) -> None:
         here = Holder.this_process()
         self.left_by(tmp_path, seconds_ago=1, host=here.host, kernel=here.kernel, process_start=here.process_start - 1000)
