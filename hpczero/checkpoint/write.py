@@ -95,19 +95,27 @@ class Saver:
         """
         assert self._save is None, "a save is under way"
         elements = sum(map(len, sources[0]))
-        path = Path(self._together(lambda: str(folder.begin(self.job.checkpoints, state.step)) if self.world.rank == 0 else "")[0])
+        copies: list[list[Array]] = []
+
+        def copy(*slots: int) -> None:
+            """While files are made: that takes as long as their disk likes."""
+            if asynchronous:
+                copies.extend(_whole(_copy(sources[slot], self._copies[slot].view(np.float32))) for slot in slots)
+
+        begin = lambda: str(folder.begin(self.job.checkpoints, state.step)) if self.world.rank == 0 else ""  # noqa: E731
+        path = Path(self._together(begin, meanwhile=partial(copy, 0))[0])
         counts = self._gathered([self._leader, elements])
         mine = {rank: count for rank, (leader, count) in enumerate(counts) if leader == self.world.rank}
         leaders = sorted({leader for leader, _ in counts})
         names = {leader: f"shard-{number:05d}.h5" for number, leader in enumerate(leaders)}
         own = path / f"{names[self._leader]}.new"
-        made = self._together(lambda: [RankData.of(extent).model_dump() for extent in shard.make(own, mine)] if self._writes_file else [], path)
+        make = lambda: [RankData.of(extent).model_dump() for extent in shard.make(own, mine)] if self._writes_file else []  # noqa: E731
+        made = self._together(make, path, partial(copy, 1, 2))
         extents = {data["rank"]: RankData(**data).extent for of_leader in made for data in of_leader}
         files = {leader: [extents[rank] for rank, (led, _) in enumerate(counts) if led == leader] for leader in leaders}
         save = _Save(path, state, time.monotonic(), names, files, extents[self.world.rank])
         self._save = save
         if asynchronous:
-            copies = [_whole(_copy(of_slot, kept.view(np.float32))) for of_slot, kept in zip(sources, self._copies, strict=True)]
             save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, _REST), name="hpczero-checkpoint", daemon=True)
             try:
                 save.thread.start()
@@ -183,11 +191,11 @@ class Saver:
         manifest.write(save.path, content)
         return content.size
 
-    def _together(self, action: Callable[[], Any], path: Path | None = None) -> list[Any]:
+    def _together(self, action: Callable[[], Any], path: Path | None = None, meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
         """Every rank's result, of what JSON can carry; what fails on one fails on all."""
         result, error = None, ""
         try:
-            result = patiently(self.world, action)
+            result = patiently(self.world, action, meanwhile)
         except (OSError, RuntimeError, MemoryError) as problem:  # what HDF5 meets may be any of these
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
             error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({_free(Path(where))})"

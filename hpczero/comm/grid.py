@@ -67,6 +67,17 @@ class Grid:
         """How many of the groups along the axis have ranks on more than one node."""
         return sum(len({self.node_of_rank[rank] for rank in group}) > 1 for group in self.groups(axis))
 
+    @cached_property
+    def nodes_cut_data_alike(self) -> bool:
+        """Whether nodes divide the data ranks in the same places for all tensor ranks of a stage: then sums node by node are the same sums."""
+        cuts: dict[int, list[int]] = {}
+        for group in self.groups("data") if self.size("tensor") > 1 else ():
+            first: dict[int, int] = {}
+            cut = [first.setdefault(self.node_of_rank[rank], place) for place, rank in enumerate(group)]
+            if cuts.setdefault(self.coordinate(group[0], "pipeline"), cut) != cut:
+                return False
+        return True
+
     def describe(self) -> list[str]:
         """The layout in lines for people; of many groups the first few."""
         nodes = len(set(self.node_of_rank))

@@ -14,9 +14,10 @@ _ROUND = 0.2  # seconds between two meetings
 Result = TypeVar("Result")
 
 
-def patiently(world: World, action: Callable[[], Result]) -> Result:
-    """Collective. What the action returns or raises here; not before it has ended on all ranks."""
+def patiently(world: World, action: Callable[[], Result], meanwhile: Callable[[], object] = lambda: None) -> Result:
+    """Collective. What the action returns or raises here; not before it has ended on all ranks. `meanwhile`: work of this rank beside it."""
     done: Future[Result] = Future()
+    problem: BaseException | None = None
 
     def work() -> None:
         try:
@@ -28,7 +29,13 @@ def patiently(world: World, action: Callable[[], Result]) -> Result:
         threading.Thread(target=work, name="hpczero-files", daemon=True).start()
     except RuntimeError:  # no more threads are to be had: the others wait as long as they may
         work()
+    try:
+        meanwhile()
+    except BaseException as error:  # the others are met all the same
+        problem = error
     while True:
         wait([done], _ROUND)
         if all(world.share(world.collect(done.done()))):
+            if problem:
+                raise problem
             return done.result()

@@ -58,7 +58,8 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     tensor, pipeline = (world.group(axis, grid.ranks(world.rank, axis)) if grid.size(axis) > 1 else None for axis in ("tensor", "pipeline"))
     if tensor:
         apply_plan(layers, PLANS[spec.model.family], residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len))
-    axis, settings = data_axis(spec, world, _group(world, grid)), settings_of(spec, accumulates, threads, in_layers=True)
+    axis = data_axis(spec, world, _group(world, grid), grid.nodes_cut_data_alike)
+    settings = settings_of(spec, accumulates, threads, in_layers=True)
     if pipeline is None:
         return Alone(Engine(module, layers, axis, settings, tensor=tensor))
     described = [layer for _, layer in layers]
@@ -146,9 +147,9 @@ def settings_of(spec: Spec, accumulates: bool, threads: int, in_layers: bool = F
     return Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads, in_layers)
 
 
-def data_axis(spec: Spec, world: World, group: Group) -> DataAxis:
+def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool = True) -> DataAxis:
     ranks_on_nodes = Counter(world.node_of_rank[rank] for rank in group.ranks).values()
-    if shares_nodes(spec.zero, ranks_on_nodes):
+    if shares_nodes(spec.zero, ranks_on_nodes, cut_alike):
         return NodeGroup(world, group)
     return Messages(group, world.group("data", group.ranks, "gathers"))
 

@@ -41,11 +41,12 @@ class Precision:
         return 4 if self.accumulates else self.weight
 
 
-def shares_nodes(zero: Zero, ranks_on_nodes: Collection[int]) -> bool:
+def shares_nodes(zero: Zero, ranks_on_nodes: Collection[int], alike: bool = True) -> bool:
     """Whether the data ranks of a node keep their states together: if asked for, else wherever a node has more than one. At stage 3 that makes
-    a whole copy of the parameters per node: by itself it is chosen only where all ranks are on one node, and nothing is lost.
+    a whole copy of the parameters per node: by itself it is chosen only where all ranks are on one node, and nothing is lost. Never where nodes
+    divide the data ranks not `alike` for all tensor ranks (`Grid.nodes_cut_data_alike`): what these hold in common would no longer be equal.
     """
-    several = max(ranks_on_nodes) > 1
+    several = alike and max(ranks_on_nodes) > 1
     if zero.node_shared == "auto":
         return several and (zero.stage < 3 or len(ranks_on_nodes) == 1)
     return zero.node_shared and several

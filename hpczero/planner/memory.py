@@ -140,7 +140,8 @@ def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placeme
     """Node -> how its ranks stand among these data ranks, all of which have the same part of the model."""
     on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
     part = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
-    return {node: Placement(len(group), count, shares_nodes(spec.zero, on_nodes.values()), *part) for node, count in on_nodes.items()}
+    shared = shares_nodes(spec.zero, on_nodes.values(), grid.nodes_cut_data_alike)
+    return {node: Placement(len(group), count, shared, *part) for node, count in on_nodes.items()}
 
 
 def need(spec: Spec, layers: Sequence[Layer], placement: Placement) -> Need:

@@ -162,7 +162,7 @@ class Volumes:
         place = partial(grid.coordinate, group[0])
         key: tuple[object, ...]
         if axis == "data":
-            key = axis, place("pipeline"), place("tensor"), on_nodes
+            key = axis, place("pipeline"), place("tensor"), on_nodes, grid.nodes_cut_data_alike
         elif axis == "tensor":
             key = axis, place("pipeline"), self._batches(place("data")), on_nodes
         elif axis == "pipeline":
@@ -186,8 +186,8 @@ class Volumes:
         for count, nodes in _in_a_row(on_nodes):
             yield [{"all_reduce": Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))}], count * nodes
 
-    def _data(self, stage: int, tensor_rank: int, on_nodes: Sequence[int]) -> Iterator[Alike]:
-        shared = shares_nodes(self.spec.zero, on_nodes)
+    def _data(self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool) -> Iterator[Alike]:
+        shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
         sharded, ranks = Sharded.at_stage(self.spec.zero.stage, shared), self.data_ranks
         once = Counter(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
         reduced = {size: times * (self._micro_batches if sharded.gradients else 1) for size, times in once.items()}

@@ -86,6 +86,17 @@ def test_no_tensor_traffic_leaves_a_node(world: World) -> None:
     assert any(entry["between"] for entry in entries["data"].values())
 
 
+@pytest.mark.ranks(6)
+@pytest.mark.parametrize("stage", range(4))
+def test_nodes_that_divide_data_ranks_differently(world: World, stage: int, serial: Serial) -> None:
+    """3 ranks on a node and 2 tensor ranks: sums node by node would round differently (what tensor ranks have in common is compared)."""
+    nodes, case = world.part(range(6), 3), PLAIN | {"grid": (2, 1), "order": "tensor,data,pipeline", "stage": stage, "shared": True, "batch": (6, 1)}
+    spec = spec_of(case, steps=8)
+    found = train(nodes, spec)
+    nodes.close()
+    assert_agrees(found, serial, world, spec)
+
+
 @pytest.mark.ranks(3, 4, 6, 8)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_more_tensor_ranks_than_tokens_and_columns(world: World, sequence: bool, serial: Serial) -> None:

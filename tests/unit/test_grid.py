@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,21 @@ def test_sizes_multiply_to_the_number_of_ranks() -> None:
     grid = Grid.build(Parallel(tensor=2, pipeline=3), [0] * 24)
     assert (grid.size("tensor"), grid.size("data"), grid.size("pipeline")) == (2, 4, 3)
     assert grid.axes == ("tensor", "data", "pipeline")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "alike"),
+    [
+        ({"tensor": 2}, [0, 0, 0, 0, 1, 1], True),  # 0 2 | 4 and 1 3 | 5
+        ({"tensor": 2}, [0, 0, 0, 1, 1, 1], False),  # 0 2 | 4 and 1 | 3 5
+        ({"tensor": 2, "order": "data,tensor,pipeline"}, [0, 0, 0, 1, 1, 1], True),  # all of one node each
+        ({"tensor": 2, "pipeline": 3}, [0, 0, 0, 1, 1, 1], True),  # one data rank
+        ({}, [0, 0, 0, 1, 1], True),
+        ({"pipeline": 2, "order": "data,pipeline,tensor"}, [0, 0, 0, 0, 1, 1], True),  # stages have nothing in common
+    ],
+)
+def test_whether_nodes_cut_the_data_ranks_alike_for_all_tensor_ranks(sizes: dict[str, Any], nodes: list[int], alike: bool) -> None:
+    assert Grid.build(Parallel(**{"order": USUAL} | sizes), nodes).nodes_cut_data_alike == alike
 
 
 def test_default_order_is_tensor_then_data_then_pipeline() -> None:
