@@ -4,8 +4,8 @@
     mpirun -n 2 python scripts/bench_checkpoint.py --folder /scratch/bench
 
 Every round saves the same states (master weights and moments of the engine): with dd (from a copy of them in shared memory), as many writers, past
-the page cache (oflag=direct) and with fsync; with hpczero, synchronously; with torch.distributed.checkpoint (fsync too). Then what each wrote is
-read, from the disk, not the page cache.
+the page cache (oflag=direct) and with fsync; with hpczero, synchronously; with torch.distributed.checkpoint (fsync too). When all have written, what
+each wrote is read, from the disk, not the page cache. Every other round goes backwards.
 A round takes as long as its slowest rank. Asynchronous: steps without a save, the step that begins one, and the steps while it goes on, beside a
 copy of the states into memory that was used before.
 """
@@ -98,12 +98,12 @@ class Bench:
         }
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
         for number in range(self.arguments.rounds):
-            for name in list(ways)[:: -1 if number % 2 else 1]:
-                self.clear()
-                write, read = ways[name]
-                wrote = self.timed(write)
+            self.clear()
+            order = list(ways)[:: -1 if number % 2 else 1]
+            wrote = {name: self.timed(ways[name][0]) for name in order}
+            for name in order:
                 self.forget()
-                seconds[name].append((wrote, self.timed(read)))
+                seconds[name].append((wrote[name], self.timed(ways[name][1])))
         total = sum(self.world.collect(self.bytes) or [0])
         lines = [f"{total / 1e9:.2f} GB of states on {self.world.size} ranks, {self.arguments.rounds} rounds\n"]
         lines += ["| | write GB/s | / dd (range) | read GB/s | / dd (range) |", "| --- | ---: | ---: | ---: | ---: |"]
