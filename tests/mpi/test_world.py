@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
@@ -57,6 +58,18 @@ def test_the_group_asked_for_again_is_the_same(world: World) -> None:
 def test_a_group_without_the_own_rank_is_refused(world: World) -> None:
     with pytest.raises(AssertionError, match="without itself"):
         world.group("data", [world.rank + 1])
+
+
+def test_what_fails_beside_work_on_files_leaves_the_ranks_in_step(world: World) -> None:
+    def fails() -> None:
+        if world.rank == 0:
+            raise OSError("nothing of this kind")
+
+    try:
+        assert patiently(world, lambda: world.rank + 1, meanwhile=fails) == world.rank + 1 > 1
+    except OSError:
+        assert world.rank == 0
+    assert world.share(world.collect(world.rank)) == list(range(world.size))
 
 
 def test_the_library_is_named(world: World) -> None:
