@@ -37,6 +37,11 @@ def use_numba_cache(folder: Path) -> None:
     os.environ["NUMBA_CACHE_DIR"] = str(folder)
 
 
+def tells_malloc() -> bool:
+    """Whether somebody has said what glibc's malloc is to do."""
+    return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ)
+
+
 def config_folder() -> Path:
     """The user's settings: $XDG_CONFIG_HOME/hpczero, else ~/.config/hpczero."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "hpczero"

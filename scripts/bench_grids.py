@@ -10,7 +10,6 @@ timed ones, and is freed; every other round goes backwards. A step takes as long
 """
 
 import argparse
-import ctypes
 import os
 import sys
 import time
@@ -53,11 +52,9 @@ class Seen:
 
 def main() -> int:
     arguments = options()
-    from bench_step import set_malloc
+    from hpczero.memory.malloc import keep_free_memory
 
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        set_malloc(libc)
+    keep_free_memory()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 

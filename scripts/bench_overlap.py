@@ -9,7 +9,6 @@ started before its backward ended, and how much of the communication lay beside 
 """
 
 import argparse
-import ctypes
 import os
 import sys
 import time
@@ -35,11 +34,9 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     arguments = options()
-    libc = ctypes.CDLL(None)
-    from bench_step import set_malloc
+    from hpczero.memory.malloc import keep_free_memory
 
-    if hasattr(libc, "mallopt"):
-        set_malloc(libc)
+    keep_free_memory()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 

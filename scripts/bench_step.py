@@ -10,7 +10,6 @@ not favour anyone. A step takes as long as its slowest rank. Ratios are taken wi
 """
 
 import argparse
-import ctypes
 import fnmatch
 import gc
 import json
@@ -24,8 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-# glibc's parameters: the largest blocks come from the heap too, which is kept and grows by large steps: no page is given back and faulted in again.
-MALLOC = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, (1 << 31) - 1), "M_TOP_PAD": (-2, 64 << 20)}
+from hpczero.memory.malloc import give_back_free_memory, keep_free_memory
 
 
 def options() -> argparse.Namespace:
@@ -52,21 +50,10 @@ def options() -> argparse.Namespace:
     return arguments
 
 
-def set_malloc(libc: Any) -> dict[str, int]:
-    """What was accepted; older versions of glibc limit the threshold of mmap."""
-    accepted = {}
-    for name, (parameter, value) in MALLOC.items():
-        smaller = next((size for size in (value, 32 << 20) if libc.mallopt(parameter, size)), None)
-        if smaller is not None:
-            accepted[name] = smaller
-    return accepted
-
-
 class Memory:
     """This process's share of the node's memory. What a window holds is counted once per node: by PSS, each of n ranks has 1/n of it."""
 
-    def __init__(self, libc: Any) -> None:
-        self._libc = libc
+    def __init__(self) -> None:
         self._before = 0
 
     def begin(self) -> None:
@@ -82,8 +69,7 @@ class Memory:
 
     def _held(self) -> int:
         gc.collect()
-        if hasattr(self._libc, "malloc_trim"):
-            self._libc.malloc_trim(0)
+        give_back_free_memory()
         return pss()
 
 
@@ -96,8 +82,7 @@ def pss() -> int:
 
 def main() -> int:
     arguments = options()
-    libc = ctypes.CDLL(None)
-    malloc = set_malloc(libc) if hasattr(libc, "mallopt") else {}
+    malloc = keep_free_memory()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
@@ -117,7 +102,7 @@ def main() -> int:
         return 2
     chosen = ["floor"] + [name for name in entrants if name != "floor" and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
     with World.start(arguments.ranks_per_node) as world:
-        bench = Bench(arguments, world, Memory(libc))
+        bench = Bench(arguments, world, Memory())
         skipped = {name: entrants[name].missing for name in chosen if entrants[name].missing}
         running = {name: entrants[name] for name in chosen if name not in skipped}
         bench.run(running, skipped)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpczero.checkpoint import alone
 from hpczero.checkpoint.manifest import State
-from hpczero.checkpoint.shard import BLOCK, SLOTS, Array, aligned, bounce
+from hpczero.checkpoint.shard import BLOCK, SLOTS, Array, bounce, empty_chunks
 from hpczero.checkpoint.table import Holding, Table, Tensor, stored
 from hpczero.model.shapes import ZEROS, Layer, Parameter, layers
 from hpczero.parallel.layout import UnitLayout, unit_layout
@@ -60,7 +60,7 @@ def parameters(**shapes: tuple[int, ...]) -> list[Layer]:
 def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = None) -> Path:
     grid, wanted = grid or Grid(), wanted or Wanted()
     per_stage = -(-len(wanted.layers) // grid.pipeline)
-    room = [aligned(BLOCK), aligned(BLOCK)]
+    empty = empty_chunks(BLOCK)
 
     def units(stage: int, tensor_rank: int) -> list[UnitLayout]:
         own = wanted.layers[stage * per_stage : (stage + 1) * per_stage]
@@ -72,7 +72,7 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
 
     def read(rank: int, slot: int) -> Iterator[Array]:
         pieces = [wanted.values[slot][own.name][box].reshape(-1) for own in stored(holding(rank)) for box in own.rectangles]
-        return bounce(pieces, room)
+        return bounce(pieces, empty)
 
     table = Table.of([Tensor(p.name, p.shape) for layer in wanted.layers for p in layer.parameters], grid.ranks, holding)
     files = [range(first, min(first + grid.per_file, grid.ranks)) for first in range(0, grid.ranks, grid.per_file)]

@@ -15,7 +15,7 @@ from hpczero.checkpoint.manifest import State
 from hpczero.checkpoint.progress import Advance
 from hpczero.checkpoint.read import STRETCH
 from hpczero.checkpoint.safetensors_file import FLOATS, Entry, SafetensorsFile, to_float32
-from hpczero.checkpoint.shard import CHUNK, SLOTS, WIDTH, Array, aligned, bounce
+from hpczero.checkpoint.shard import CHUNK, SLOTS, WIDTH, Array, bounce, empty_chunks
 from hpczero.checkpoint.table import Holding, Table, Tensor
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter, known, layers
@@ -64,8 +64,8 @@ class Adoption:
         buffers = {name: _whole(one) for name, one in self.buffers.items()}
         state = State(step=0, updates=0, loss_scale=self.spec.train.loss_scale if self.spec.train.precision == "fp16" else 1.0, good_steps=0)
         made = alone.Made(state, self.spec.model_dump(mode="json"), {"pipeline": 1, "data": 1, "tensor": 1}, table, [[0]], buffers)
-        room, elements = [aligned(CHUNK), aligned(CHUNK)], table.elements(1)[0]
-        return alone.save(checkpoints, made, lambda _, slot: bounce(_zeros(elements) if slot else self._weights(advance), room))
+        empty, elements = empty_chunks(), table.elements(1)[0]
+        return alone.save(checkpoints, made, lambda _, slot: bounce(_zeros(elements) if slot else self._weights(advance), empty))
 
     def _weights(self, advance: Advance) -> Iterator[Array]:
         for parameter in self.parameters:

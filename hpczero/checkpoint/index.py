@@ -79,7 +79,7 @@ def read(folder: Path) -> tuple[Table, dict[str, Array]]:
             columns = [plain(file, f"pieces/{name}", "<u8", dims) for name, dims in _COLUMNS.items()]
             names, shapes = (json.loads(plain(file, f"pieces/{name}", "u1", 1).tobytes()) for name in ("names", "shapes"))
             tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
-            buffers = {name: plain(file, f"buffers/{name}") for name in datasets_below(file, "buffers")}
+            buffers = {name: plain(file, f"buffers/{name}") for name, _ in datasets_below(file, "buffers")}
             if problem := _problem(tensors, buffers):
                 raise ValueError(problem)
     except WRONG as error:

@@ -1,7 +1,7 @@
 """HDF5 files that a stranger may have made: what is taken from one lies in that file itself, and is no larger than it."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,26 +28,36 @@ def opened(path: Path) -> Iterator[h5py.File]:
         raise not_read(path, error) from error
 
 
-def inside(file: h5py.File, name: str) -> Any:
-    """What has this name (the root: ""), reached without a link that leads on, here or elsewhere: such a link is not even looked along."""
-    here = file["/"]
-    for part in name.split("/") if name else ():
-        if not _holds(here, part):
+def dataset(file: h5py.File, name: str) -> h5py.Dataset:
+    """What has this name, as h5py shows it."""
+    found = _inside(file, name)
+    if not isinstance(found, h5py.h5d.DatasetID):
+        raise ValueError(f"/{name} is no dataset")
+    return h5py.Dataset(found)
+
+
+def _inside(file: h5py.File, name: str) -> Any:
+    """What has this name (the root: ""), as h5py's low level has it: reached without a link that leads on, here or elsewhere; such a link is not even
+    looked along.
+    """
+    here = h5py.h5g.open(file.id, b"/")
+    for part in name.encode().split(b"/") if name else ():
+        if not isinstance(here, h5py.h5g.GroupID) or not here.links.exists(part):
             raise ValueError(f"/{name} is not in this file itself")
-        here = here[part]
+        _refuse_a_link(here, part, name)
+        here = h5py.h5o.open(here, part)
     return here
 
 
-def _holds(group: Any, name: str) -> bool:
-    if not isinstance(group, h5py.Group) or not group.id.links.exists(name.encode()):
-        return False
-    return bool(group.id.links.get_info(name.encode()).type == h5py.h5l.TYPE_HARD)
+def _refuse_a_link(group: h5py.h5g.GroupID, part: bytes, path: str) -> None:
+    if group.links.get_info(part).type != h5py.h5l.TYPE_HARD:
+        raise ValueError(f"/{path} is not in this file itself")
 
 
 def plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) -> Array:
     """A dataset of numbers, whole."""
-    found = inside(file, name)
-    if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external or found.chunks is not None:
+    found = dataset(file, name)
+    if found.is_virtual or found.external or found.chunks is not None:
         raise ValueError(f"/{name} is no plain dataset")
     if found.shape is None or found.dtype.kind not in "fiub" or found.dtype.names or found.dtype.subdtype:
         raise ValueError(f"/{name} has no numbers")
@@ -58,19 +68,22 @@ def plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) 
     return np.asarray(found[()])
 
 
-def datasets_below(file: h5py.File, name: str) -> Iterator[str]:
-    """The names of those in a group, and in groups in it. ValueError: there is a link that leads on, or a group twice."""
-    stack, seen = [("", inside(file, name))] if not name or file.id.links.exists(name.encode()) else [], set()
+def datasets_below(file: h5py.File, name: str, unopened: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+    """The names of those in a group, and in groups in it, and what has them (None: not opened, as it is among `unopened`). ValueError: there is a
+    link that leads on, or a group twice.
+    """
+    stack, seen = [("", _inside(file, name))] if not name or file.id.links.exists(name.encode()) else [], set()
     while stack:
         prefix, group = stack.pop()
-        address = h5py.h5o.get_info(group.id).addr
+        address = h5py.h5o.get_info(group).addr
         if address in seen or prefix.count("/") > _DEEPEST:
             raise ValueError(f"/{name}/{prefix} is too deep, or there twice")
         seen.add(address)
         for part in group:
-            if not _holds(group, part):
-                raise ValueError(f"/{name}/{prefix}{part} is not in this file itself")
-            if isinstance(found := group[part], h5py.Group):
-                stack.append((f"{prefix}{part}/", found))
+            path = prefix + part.decode()
+            _refuse_a_link(group, part, f"{name}/{path}")
+            found = None if path in unopened else h5py.h5o.open(group, part)
+            if isinstance(found, h5py.h5g.GroupID):
+                stack.append((f"{path}/", found))
             else:
-                yield prefix + part
+                yield path, found

@@ -33,15 +33,17 @@ class Checkpoint(Mapping[str, "Lazy"]):
         self._number = {tensor.name: number for number, tensor in enumerate(table.tensors)}
 
     @classmethod
-    def open(cls, folder: str | Path, checks_view: bool = True) -> "Checkpoint":
-        """`checks_view`: also that other programs, which go by the view, would read the same; of many ranks one may do that for all."""
+    def open(cls, folder: str | Path, view_part: tuple[int, int] | None = (0, 1)) -> "Checkpoint":
+        """`view_part`: (number, of how many) of the tensors whose view, which other programs go by, is held against the table; the ranks of a run
+        share them. None: not looked at.
+        """
         folder = Path(folder)
         content = manifest.read(folder)
         check_index(folder, content)
         table, buffers = index.read(folder)
         if problem := table.problem(manifest.elements_of_ranks(content.shards)):
             raise Damaged(f"{folder / INDEX}: {problem}")
-        if checks_view and (problem := next(view.problems(folder / INDEX, table, content.shards), "")):
+        if view_part and (problem := next(view.problems(folder / INDEX, table, content.shards, view_part), "")):
             raise Damaged(f"{folder / INDEX}: {problem}")
         return cls(folder, content, table, buffers)
 

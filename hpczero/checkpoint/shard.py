@@ -11,7 +11,8 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
@@ -28,6 +29,7 @@ SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
 BLOCK = 1 << 20  # bytes that have a checksum of their own
 PAGE = 4096  # bytes: what direct writing needs of addresses, offsets and lengths
 CHUNK = 8 << 20  # bytes that are written at a time
+CHUNKS = 3  # in memory: one is made, one waits, so that the disk does not, and one is written
 WIDTH = 4  # bytes of an element
 
 Array = np.ndarray[Any, Any]
@@ -111,38 +113,41 @@ class Writer:
         self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
         self._file = os.open(path, os.O_WRONLY)
+        self._disk, self._waiting = ThreadPoolExecutor(1), deque[Future[None]]()
 
     def write(self, slot: int, chunks: Iterable[Array]) -> None:
         """`chunks`: float32, together the slot with its padding. Each begins at a multiple of PAGE in memory and, but for the last one, is of a
-        multiple of BLOCK bytes; it stays what it is until the one after the next is asked for (`bounce`): one is written while the next is made.
+        multiple of BLOCK bytes; it stays what it is until CHUNKS more were asked for, in the next slot too (`empty_chunks`): when this returns some
+        are still to be written; `finish` waits for them.
         """
         place, block = self.extent.data[slot], 0
-        with ThreadPoolExecutor(1) as disk:
-            before: Future[None] | None = None
-            for chunk in chunks:
-                begun = time.monotonic()
-                data = memoryview(chunk.data).cast("B")
-                for start in range(0, len(data), BLOCK):
-                    self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
-                    block += 1
-                if before:
-                    before.result()
-                before = disk.submit(self._write_at, data, place)
-                place += len(data)
-                if self.rest:
-                    before.result()
-                    self._pause(self.rest * (time.monotonic() - begun))
-            if before:
-                before.result()
+        for chunk in chunks:
+            begun = time.monotonic()
+            data = memoryview(chunk.data).cast("B")
+            for start in range(0, len(data), BLOCK):
+                self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
+                block += 1
+            self._waiting.append(self._disk.submit(self._write_at, data, place))
+            place += len(data)
+            self._wait(0 if self.rest else CHUNKS - 1)
+            if self.rest:  # counts from when the chunk is written
+                self._pause(self.rest * (time.monotonic() - begun))
         assert place == self.extent.data[slot] + self.extent.length, f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"
+
+    def _wait(self, left: int) -> None:
+        """Until no more chunks than these are to be written."""
+        while len(self._waiting) > left:
+            self._waiting.popleft().result()
 
     def finish(self) -> None:
         """All is on the disk, the checksums too."""
+        self._wait(0)
         if self.checksums.size:
             write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
         os.fsync(self._file)
 
     def close(self) -> None:
+        self._disk.shutdown(cancel_futures=True)
         for file in (self._direct, self._file):
             if file is not None:
                 os.close(file)
@@ -172,24 +177,30 @@ def aligned(size: int) -> Array:
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
 
 
-def bounce(sources: Iterable[Source], buffers: Sequence[Array]) -> Iterator[Array]:
-    """The elements of the sources, one after the other, in pieces that `Writer` can write, in one of the two buffers after the other."""
-    rooms, filled = cycle(buffer.view(np.float32) for buffer in buffers), 0
-    room = next(rooms)
-    assert all(buffer.nbytes % BLOCK == 0 for buffer in buffers)
+def empty_chunks(size: int = CHUNK) -> Iterator[Array]:
+    """CHUNKS new buffers of so many bytes in turn, without end. All slots of a `Writer` go through the same ones."""
+    assert size % BLOCK == 0
+    return cycle([aligned(size).view(np.float32) for _ in range(CHUNKS)])
+
+
+def bounce(sources: Iterable[Source], empty: Iterator[Array]) -> Iterator[Array]:
+    """The elements of the sources, one after the other, in chunks that `Writer` can write."""
+    chunk, filled = np.empty(0, np.float32), 0
     for source in sources:
         begin = 0
         while begin < len(source):
-            count = min(len(source) - begin, len(room) - filled)
-            room[filled : filled + count] = source[begin : begin + count]
+            if not filled:  # not before it is needed: one that is left out brings the others back too early
+                chunk = next(empty)
+            count = min(len(source) - begin, len(chunk) - filled)
+            chunk[filled : filled + count] = source[begin : begin + count]
             begin, filled = begin + count, filled + count
-            if filled == len(room):
-                yield room
-                room, filled = next(rooms), 0
+            if filled == len(chunk):
+                yield chunk
+                filled = 0
     if filled:
         end = padded(filled * WIDTH) // WIDTH
-        room[filled:end] = 0
-        yield room[:end]
+        chunk[filled:end] = 0
+        yield chunk[:end]
 
 
 def rest(file: int, size: int, data: Iterable[Range]) -> str:

@@ -56,7 +56,7 @@ class Verification:
         self.unreadable = ""
         self.table: Table | None = None
         try:
-            with Checkpoint.open(folder, checks_view=False) as checkpoint:
+            with Checkpoint.open(folder, view_part=None) as checkpoint:
                 self.table = checkpoint.table
         except Damaged as error:
             self.unreadable = str(error).removeprefix(f"{folder / INDEX}: ")

@@ -4,45 +4,51 @@ hpczero itself reads neither: it goes by the manifest and the piece table. A str
 """
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 
 from hpczero.checkpoint.index import DATASETS, slots_in_view
-from hpczero.checkpoint.inside import WRONG, datasets_below, inside, opened
+from hpczero.checkpoint.inside import WRONG, dataset, datasets_below, opened
 from hpczero.checkpoint.manifest import RankData, ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.table import Table
 
 
-def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:
-    """What of the view in index.h5 does not say what the piece table says, and what is there besides."""
+def problems(path: Path, table: Table, shards: Sequence[ShardFile], part: tuple[int, int] = (0, 1)) -> Iterator[str]:
+    """What of the view in index.h5 does not say what the piece table says, and what is there besides. `part`: (number, of how many) of the tensors is
+    compared; what there is, and what is missing, is always looked at.
+    """
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
+    missing = {f"{slot}/{tensor.name}": (slot, number) for slot in slots_in_view(table) for number, tensor in enumerate(table.tensors)}
+    own, parts = part
+    of_other_parts = {name for name, (_, number) in missing.items() if number % parts != own}
     try:
         with opened(path) as file:
-            known = {f"{slot}/{tensor.name}" for slot in slots_in_view(table) for tensor in table.tensors} | DATASETS
-            for name in datasets_below(file, ""):
-                if name not in known and not name.startswith("buffers/"):
+            for name, found in datasets_below(file, "", of_other_parts):
+                place = missing.pop(name, None)
+                if place and found is not None and not _is_view(found, *place, table, file_of):
+                    yield f"/{name} is not a view of this tensor's pieces"
+                elif not place and name not in DATASETS and not name.startswith("buffers/"):
                     yield f"/{name} does not belong there"
-            for slot in slots_in_view(table):
-                for number in range(len(table.tensors)):
-                    if not _is_view(file, slot, number, table, file_of):
-                        yield f"/{slot}/{table.tensors[number].name} is not a view of this tensor's pieces"
     except WRONG as error:
         yield f"its view cannot be read: {error}"
+    else:
+        yield from (f"/{name} is not there" for name in missing)
 
 
-def _is_view(file: h5py.File, slot: str, number: int, table: Table, file_of: dict[int, str]) -> bool:
+def _is_view(found: Any, slot: str, number: int, table: Table, file_of: dict[int, str]) -> bool:
     tensor, rows = table.tensors[number], table.pieces(number)
     try:
-        found = inside(file, f"{slot}/{tensor.name}")
-        properties, fill = found.id.get_create_plist(), np.zeros(1, "<f4")
+        properties, fill = found.get_create_plist(), np.zeros(1, "<f4")
         properties.get_fill_value(fill)
         if properties.get_layout() == h5py.h5d.VIRTUAL:
             seen = {_source(properties, index) for index in range(properties.get_virtual_count())}
         else:
-            seen = {()} if found.size else set()
+            seen = {()} if prod(found.shape) else set()
         is_alike = found.shape == (tensor.shape or (1,)) and found.dtype == "<f4" and np.isnan(fill[0])
         return bool(is_alike) and seen == {_mapping(slot, piece, table, file_of) for piece in rows}
     except WRONG:
@@ -67,10 +73,10 @@ def problem_of_shard(path: Path, shard: ShardFile) -> str:
     known = {f"rank-{data.rank:05d}/{name}": (shape, dtype, place) for data in shard.ranks for name, shape, dtype, place in _datasets_of(data)}
     try:
         with opened(path) as file:
-            if other := next((name for name in datasets_below(file, "") if name not in known), ""):
+            if other := next((name for name, _ in datasets_below(file, "") if name not in known), ""):
                 return f"/{other} does not belong there"
             for name, (shape, dtype, place) in known.items():
-                found = inside(file, name)
+                found = dataset(file, name)
                 if found.is_virtual or found.external or found.chunks or found.shape != shape or found.dtype != np.dtype(dtype):
                     return f"/{name} is no plain dataset of {shape} {np.dtype(dtype).name} in this file"
                 if found.size and found.id.get_offset() != place:

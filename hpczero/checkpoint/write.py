@@ -12,11 +12,12 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from numpy.lib.stride_tricks import as_strided
 from hpczero import __version__
 from hpczero.checkpoint import folder, index, manifest, shard
 from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
-from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Source, Writer, aligned, bounce, padded
+from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Source, Writer, aligned, bounce, empty_chunks, padded
 from hpczero.checkpoint.table import Table
 from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 
-_REST = 2.0  # how long a background writer pauses after each chunk, in times of what that took
+_REST = 3.0  # how long a background writer pauses after each chunk, in times of what that took
 
 
 class SaveFailed(HpczeroError):
@@ -63,12 +64,19 @@ class Saved:
 class Saver:
     """Of one run, on every rank; at most one save is under way."""
 
-    def __init__(self, world: World, job: Job, copied: int | None = None) -> None:
-        """`copied`: how many elements this rank owns, if any save is asynchronous; their copies have memory from now on."""
+    def __init__(self, world: World, job: Job, sources: Sequence[Sequence[Source]], behind: bool) -> None:
+        """Collective. `sources`: for each slot the elements that this rank owns, as float32, in the order of `table.stored`: each save takes what
+        is in that memory then. `behind`: a save may be asynchronous; what it copies into has memory from now on.
+        """
         self.world, self.job = world, job
+        self.sources, self._alive = [_joined(of_slot) for of_slot in sources], sources  # what is joined keeps only its first array alive
+        elements = sum(map(len, self.sources[0]))
         self._leader = _leader(world, job.writers)
         self._writes_file = self._leader == world.rank
-        self._copies = [aligned(padded(copied * WIDTH)) for _ in SLOTS] if copied is not None else []
+        self._ranks = self._gathered([self._leader, elements])  # of each rank: who makes its file, how many elements it owns
+        leaders = sorted({leader for leader, _ in self._ranks})
+        self._names = {leader: f"shard-{number:05d}.h5" for number, leader in enumerate(leaders)}  # leader -> file
+        self._copies = [aligned(padded(elements * WIDTH)) for _ in SLOTS] if behind else []
         for copy in self._copies:
             copy.fill(0)  # the first use of memory takes long
         self._table: Table | None = None
@@ -89,31 +97,25 @@ class Saver:
         """Bytes of the memory that copies are kept in."""
         return sum(copy.nbytes for copy in self._copies)
 
-    def begin(self, sources: Sequence[Sequence[Source]], state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
-        """Collective. `sources`: for each slot the elements that this rank owns, as float32, in the order of `table.stored`; they are copied (or
-        written) when this returns. SaveFailed, on all ranks alike, if it cannot begin.
-        """
+    def begin(self, state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
+        """Collective. The sources are copied (or written) when this returns. SaveFailed, on all ranks alike, if it cannot begin."""
         assert self._save is None, "a save is under way"
-        elements = sum(map(len, sources[0]))
         copies: list[list[Array]] = []
 
         def copy(*slots: int) -> None:
             """While files are made: that takes as long as their disk likes."""
             if asynchronous:
-                copies.extend(_whole(_copy(sources[slot], self._copies[slot].view(np.float32))) for slot in slots)
+                copies.extend(_whole(_copy(self.sources[slot], self._copies[slot].view(np.float32))) for slot in slots)
 
         begin = lambda: str(folder.begin(self.job.checkpoints, state.step)) if self.world.rank == 0 else ""  # noqa: E731
         path = Path(self._together(begin, meanwhile=partial(copy, 0))[0])
-        counts = self._gathered([self._leader, elements])
-        mine = {rank: count for rank, (leader, count) in enumerate(counts) if leader == self.world.rank}
-        leaders = sorted({leader for leader, _ in counts})
-        names = {leader: f"shard-{number:05d}.h5" for number, leader in enumerate(leaders)}
-        own = path / f"{names[self._leader]}.new"
+        mine = {rank: count for rank, (leader, count) in enumerate(self._ranks) if leader == self.world.rank}
+        own = path / f"{self._names[self._leader]}.new"
         make = lambda: [RankData.of(extent).model_dump() for extent in shard.make(own, mine)] if self._writes_file else []  # noqa: E731
         made = self._together(make, path, partial(copy, 1, 2))
         extents = {data["rank"]: RankData(**data).extent for of_leader in made for data in of_leader}
-        files = {leader: [extents[rank] for rank, (led, _) in enumerate(counts) if led == leader] for leader in leaders}
-        save = _Save(path, state, time.monotonic(), names, files, extents[self.world.rank])
+        files = {leader: [extents[rank] for rank, (led, _) in enumerate(self._ranks) if led == leader] for leader in self._names}
+        save = _Save(path, state, time.monotonic(), files, extents[self.world.rank])
         self._save = save
         if asynchronous:
             save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, _REST), name="hpczero-checkpoint", daemon=True)
@@ -122,8 +124,16 @@ class Saver:
             except RuntimeError as error:  # no more threads: said on all ranks, by `conclude`
                 save.thread, save.error = None, f"{path}: {error}"
         else:
-            chunks = [aligned(shard.CHUNK) for _ in range(2)]
-            patiently(self.world, lambda: self._write(save, [bounce(of_slot, chunks) for of_slot in sources], buffers, rest=0.0))
+            empty = self._empty_chunks()
+            chunks = [bounce(of_slot, empty) for of_slot in self.sources]
+            patiently(self.world, lambda: self._write(save, chunks, buffers, rest=0.0))
+
+    def _empty_chunks(self) -> Iterator[Array]:
+        """Of the copies' memory, where there is any: its pages were used before. What is behind a copy's elements stays zero."""
+        assert len(SLOTS) >= shard.CHUNKS
+        if self._copies and self._copies[0].nbytes >= shard.CHUNK + shard.PAGE:
+            return cycle([copy[: shard.CHUNK].view(np.float32) for copy in self._copies])
+        return empty_chunks()
 
     def conclude(self) -> Saved:
         """Collective. Waits until all have written, and makes it a checkpoint. SaveFailed, on all ranks alike, if any of them failed."""
@@ -131,7 +141,7 @@ class Saver:
         assert save is not None, "no save is under way"
         save.hurried.set()
         patiently(self.world, lambda: save.thread.join() if save.thread else None)
-        self._agree(save.error, save.path)
+        self._agree(self._gathered(save.error), save.path)
         own = self._together(lambda: self._finish_file(save) if self._writes_file else None, save.path)
         shards = [ShardFile.model_validate_json(made) for made in own if made]
         size = self._together(lambda: self._commit(save, shards) if self.world.rank == 0 else 0, save.path)[0]
@@ -139,7 +149,7 @@ class Saver:
 
     def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], rest: float) -> None:
         """Without MPI."""
-        shard_path, index_path = save.path / f"{save.names[self._leader]}.new", save.path / f"{INDEX}.new"
+        shard_path, index_path = save.path / f"{self._names[self._leader]}.new", save.path / f"{INDEX}.new"
 
         def write_both() -> str:
             with ThreadPoolExecutor(1) as beside:
@@ -161,13 +171,13 @@ class Saver:
     def _write_index(self, path: Path, save: "_Save", buffers: Mapping[str, Array]) -> None:
         if self._table is None:
             self._table = self.job.table()
-        shards = [_shard_file(save.names[leader], extents) for leader, extents in save.files.items()]
+        shards = [_shard_file(self._names[leader], extents) for leader, extents in save.files.items()]
         attributes = {"format": FORMAT, "step": save.state.step, "spec": dict(self.job.spec), "grid": dict(self.job.grid)}
         index.write(path, self._table, shards, buffers, attributes)
         save.index = _file_of(path)
 
     def _finish_file(self, save: "_Save") -> str:
-        name = save.names[self.world.rank]
+        name = self._names[self.world.rank]
         temporary, extents = save.path / f"{name}.new", save.files[self.world.rank]
         handle = os.open(temporary, os.O_RDONLY)
         try:
@@ -199,11 +209,13 @@ class Saver:
         except (OSError, RuntimeError, MemoryError) as problem:  # what HDF5 meets may be any of these
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
             error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({_free(Path(where))})"
-        self._agree(error, path)
-        return self._gathered(result)
+        found = self._gathered([result, error])
+        self._agree([text for _, text in found], path)
+        return [own for own, _ in found]
 
-    def _agree(self, error: str, path: Path | None) -> None:
-        failed = [(rank, text) for rank, text in enumerate(self._gathered(error)) if text]
+    def _agree(self, errors: Sequence[str], path: Path | None) -> None:
+        """`errors`: of all ranks."""
+        failed = [(rank, text) for rank, text in enumerate(errors) if text]
         if not failed:
             return
         self._save = None
@@ -228,8 +240,7 @@ class _Save:
     path: Path
     state: State
     begun: float
-    names: Mapping[int, str]  # leader -> file
-    files: Mapping[int, Sequence[Extent]]  # leader -> what is in it
+    files: Mapping[int, Sequence[Extent]]  # leader -> what is in its file
     extent: Extent
     hurried: threading.Event = field(default_factory=threading.Event)  # it is waited for: no more pauses
     thread: threading.Thread | None = None
@@ -265,7 +276,7 @@ def _copy(sources: Sequence[Source], kept: Array) -> Array:
     stretches as long as can be: the C library copies a hundred megabytes past the caches, a fifth faster.
     """
     place = 0
-    for source in _joined(sources):
+    for source in sources:
         step = max(1, len(source)) if isinstance(source, np.ndarray) else shard.CHUNK // WIDTH
         for start in range(0, len(source), step):
             end = min(start + step, len(source))

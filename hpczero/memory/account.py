@@ -4,7 +4,6 @@ Pages that several processes share count in equal parts (the proportional set si
 from the node: each shared window once. Files' pages, which the kernel gives back when asked, are left out.
 """
 
-import ctypes
 import re
 import resource
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.comm.world import World
+from hpczero.memory.malloc import give_back_free_memory
 
 _OWN = Path("/proc/self/smaps_rollup")
 
@@ -26,13 +26,6 @@ def held(rollup: Path = _OWN) -> int:
     if "Pss_Anon" in sizes:
         return sizes["Pss_Anon"] + sizes["Pss_Shmem"] + sizes.get("SwapPss", 0)
     return sizes.get("Pss", 0) + sizes.get("SwapPss", 0)  # before Linux 5.4: with files
-
-
-def give_back_free_memory() -> None:
-    """What malloc keeps for later goes back to the kernel, where the C library can do that: it belongs to nothing."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
-        trim(0)
 
 
 def held_on_nodes(world: World) -> list[int] | None:

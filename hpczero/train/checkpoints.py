@@ -58,9 +58,8 @@ class Checkpoints:
             world.together(self._refuse_what_cannot_be_saved)
         self._buffer_shapes = self._shapes_of_buffers()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
-        owned = sum(map(len, _owned(engine, self.holding())[0]))
         job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers)
-        self.saver = Saver(world, job, owned if self.behind else None)
+        self.saver = Saver(world, job, _owned(engine, self.holding()), self.behind)
 
     # -- saving --------------------------------------------------------------------------------------------------------------------
 
@@ -71,7 +70,7 @@ class Checkpoints:
     def begin(self, step: int, ends: bool) -> None:
         """SaveFailed, on all ranks alike."""
         state = State(step=step, updates=self.engine.updates, loss_scale=self.engine.loss_scale.value, good_steps=self.engine.loss_scale.good_steps)
-        self.saver.begin(_owned(self.engine, self.holding()), state, self._buffers(), self.behind and not ends)
+        self.saver.begin(state, self._buffers(), self.behind and not ends)
 
     def conclude(self) -> tuple[Saved, str]:
         """Also drops what is not to be kept; with what could not be dropped. SaveFailed, on all ranks alike."""
@@ -145,7 +144,7 @@ class Checkpoints:
     def _tried(self, path: Path, only_weights: bool) -> tuple[str, Content | None]:
         """What is wrong with the checkpoint, or what it is."""
         try:
-            with Checkpoint.open(path, checks_view=self.world.rank == 0) as checkpoint:
+            with Checkpoint.open(path, view_part=(self.world.rank, self.world.size)) as checkpoint:
                 if not only_weights:
                     refuse_another_run(path, checkpoint.content, self.spec)
                 self._refuse_another_model(checkpoint)
@@ -156,8 +155,9 @@ class Checkpoints:
 
     def _read(self, checkpoint: Checkpoint, only_weights: bool) -> None:
         """What this rank steps, straight into the engine's states."""
-        for unit in self.engine.units:
-            _read_unit(checkpoint, unit, slots=1 if only_weights else len(SLOTS))
+        for slot in range(1 if only_weights else len(SLOTS)):  # as a rank's data lies: at the same layout it is read from its beginning to its end
+            for unit in self.engine.units:
+                _read_unit(checkpoint, slot, unit)
         own = dict(self.engine.module.named_buffers())
         for name, values in checkpoint.buffers.items():
             if name in own and tuple(own[name].shape) == values.shape:  # if not, rank 0 refuses it
@@ -270,7 +270,7 @@ def _owned(engine: Engine, holding: Holding) -> list[list[Source]]:
     for stretch in stored(holding):
         unit = engine.units[stretch.unit]
         own = slice(stretch.inside.start - unit.own.start, stretch.inside.stop - unit.own.start)
-        for of_slot, state in zip(found, (unit.master, unit.moment1, unit.moment2), strict=True):
+        for of_slot, state in zip(found, _states(unit), strict=True):
             of_slot.append(_of_tensor(state[own]))
     return found
 
@@ -292,16 +292,21 @@ def _of_tensor(values: torch.Tensor) -> Source:
     return values.numpy() if values.device.type == "cpu" else _OnDevice(values)
 
 
-def _read_unit(checkpoint: Checkpoint, unit: Unit, slots: int) -> None:
+def _states(unit: Unit) -> tuple[torch.Tensor, ...]:
+    """In the order of SLOTS."""
+    return unit.master, unit.moment1, unit.moment2
+
+
+def _read_unit(checkpoint: Checkpoint, slot: int, unit: Unit) -> None:
+    state = _states(unit)[slot]
     for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
         at = part.start - unit.own.start
         for wanted in place.rectangles(part.start, part.stop):
             count = prod(cut.stop - cut.start for cut in wanted)
-            for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)[:slots]):
-                own = state[at : at + count]
-                values = own.cpu()  # the same, but on another device
-                checkpoint.read(slot, place.parameter.name, wanted, values.numpy())
-                own.copy_(values)
+            own = state[at : at + count]
+            values = own.cpu()  # the same, but on another device
+            checkpoint.read(slot, place.parameter.name, wanted, values.numpy())
+            own.copy_(values)
             at += count
 
 

@@ -13,6 +13,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.work import Limits
 from hpczero.comm.world import World
 from hpczero.errors import InputError
+from hpczero.memory.malloc import keep_free_memory
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.apply import adopt
 from hpczero.parallel.foreign import layers_of
@@ -40,6 +41,7 @@ def initialize(
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
     facts.use_kernels(inner)
+    keep_free_memory()
     spec = place(inner, spec)
     grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
     layers = inner.together(lambda: [layer for _, layer in layers_of(module)])

@@ -19,6 +19,7 @@ from hpczero.data.sampler import micro_batch_sizes
 from hpczero.data.source import Source, open_source
 from hpczero.errors import InputError, Stopped
 from hpczero.memory import account
+from hpczero.memory.malloc import keep_free_memory
 from hpczero.model import build, shapes
 from hpczero.model.shapes import Layer
 from hpczero.parallel.apply import Found, assemble, find
@@ -75,6 +76,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     spec = Spec.model_validate_json(world.share(text))
     whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
     facts.use_kernels(world)
+    keep_free_memory()
     spec = place(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     missing = unavailable(spec)

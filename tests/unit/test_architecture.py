@@ -28,7 +28,7 @@ ALLOWED = {
     "spec.rules": {"errors", "model.shapes"},
     "comm": {"errors", "env", "machine", "device", "spec"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
-    "memory": {"comm", "device"},
+    "memory": {"comm", "device", "env"},
     "planner": {"errors", "spec", "comm.grid", "comm.ledger", "model.shapes", "data.sampler", "memory.gaps"}
     | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.messages", "parallel.stages", "parallel.held"},
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors", "device"},

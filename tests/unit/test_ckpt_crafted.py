@@ -16,6 +16,7 @@ import xxhash
 
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
+from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import rest
 from hpczero.cli import main
 from tests.checkpoints import Grid, Wanted, make, memory_at_most, parameters
@@ -252,6 +253,24 @@ def test_an_index_that_cannot_be_is_refused(crafted: Path, capsys: pytest.Captur
         WRONG[way](file)
     seal(crafted)
     refused(crafted, capsys, "index.h5")
+
+
+def finds_damage(checkpoint: Path, part: int, parts: int) -> bool:
+    try:
+        Checkpoint.open(checkpoint, (part, parts)).close()
+    except Damaged:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("way", [way for way in WRONG if way.startswith("view") or way in ("no view", "something else", "another tensor")])
+def test_ranks_that_each_look_at_a_part_of_the_view_find_what_is_wrong(crafted: Path, way: str) -> None:
+    assert not any(finds_damage(crafted, part, 3) for part in range(3))
+    with h5py.File(crafted / "index.h5", "r+") as file:
+        WRONG[way](file)
+    seal(crafted)
+    found = [finds_damage(crafted, part, 3) for part in range(3)]
+    assert sum(found) == (1 if way.startswith("view") else 3)  # one compares a tensor's view, all look at the names
 
 
 def shard(content: dict[str, Any]) -> dict[str, Any]:

@@ -4,17 +4,19 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
+import h5py
 import numpy as np
 import pytest
 
 from hpczero.checkpoint import folder, write
 from hpczero.checkpoint.manifest import State
 from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.shard import SLOTS
+from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Writer, bounce, empty_chunks, make
 from hpczero.checkpoint.table import Holding, Table, Tensor
 from hpczero.checkpoint.write import Job, SaveFailed, Saver
 from hpczero.comm.world import World
@@ -44,12 +46,13 @@ def table() -> Table:
 
 def saver(checkpoints: Path, asynchronous: bool = False) -> Saver:
     job = Job(checkpoints, {"name": "saved"}, {"data": 1}, table, "node")
-    return Saver(cast(World, Alone()), job, ELEMENTS if asynchronous else None)
+    return Saver(cast(World, Alone()), job, [[np.zeros(ELEMENTS, np.float32)] for _ in SLOTS], asynchronous)
 
 
 def save(saver: Saver, step: int, asynchronous: bool = False) -> Path:
-    sources = [[np.full(ELEMENTS, slot + step, np.float32)] for slot in range(len(SLOTS))]
-    saver.begin(sources, State(step=step, updates=step, loss_scale=1.0, good_steps=0), {"seen": np.arange(3)}, asynchronous)
+    for slot, (source,) in enumerate(saver.sources):
+        cast(Array, source).fill(slot + step)
+    saver.begin(State(step=step, updates=step, loss_scale=1.0, good_steps=0), {"seen": np.arange(3)}, asynchronous)
     return saver.conclude().path
 
 
@@ -159,3 +162,25 @@ def test_what_is_copied_is_what_the_sources_have_in_their_order() -> None:
     write._copy(sources, kept)
     assert np.array_equal(kept, np.concatenate([source.values if isinstance(source, OnDevice) else source for source in sources]))
     assert device.longest < 3_000_000
+
+
+def test_a_disk_that_is_slow_gets_what_was_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers come again, also where one slot ends and the next begins: none before what it had is written."""
+    at_once = Writer._write_at
+
+    def slowly(writer: Writer, data: memoryview, place: int) -> None:
+        time.sleep(0.01)
+        at_once(writer, data, place)
+
+    monkeypatch.setattr(Writer, "_write_at", slowly)
+    elements = 4 * BLOCK // WIDTH + 5
+    (extent,) = make(tmp_path / "shard.h5", {0: elements})
+    empty, values = empty_chunks(BLOCK), [np.arange(elements, dtype=np.float32) + slot for slot in range(len(SLOTS))]
+    writer = Writer(tmp_path / "shard.h5", extent, direct=True)
+    for slot, of_slot in enumerate(values):
+        writer.write(slot, bounce([of_slot[:7], of_slot[7:]], empty))
+    writer.finish()
+    writer.close()
+    with h5py.File(tmp_path / "shard.h5") as file:
+        for slot, of_slot in zip(SLOTS, values, strict=True):
+            assert np.array_equal(file[f"rank-00000/{slot}"][:elements], of_slot)

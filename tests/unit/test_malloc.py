@@ -1,0 +1,44 @@
+"""Memory that is freed is there for the next step: in a process of its own, as nothing takes back what malloc was told."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource
+from hpczero.memory.malloc import give_back_free_memory, keep_free_memory
+accepted = keep_free_memory()
+def step():
+    blocks = [b"x" * (size << 20) for size in (3, 40, 90)]
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+step()
+print(len(accepted), faults(), (give_back_free_memory(), faults())[1])
+"""
+PAGES = 133 << 8  # of a step
+
+
+def counted(**environment: str) -> list[int]:
+    run = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=60, env=dict(os.environ, **environment))
+    return [int(word) for word in run.stdout.split()]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc is told")
+def test_freed_memory_is_kept_until_it_is_given_back() -> None:
+    accepted, next_step, after = counted()
+    assert accepted == 3
+    assert next_step < PAGES / 50
+    assert after > PAGES / 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("MALLOC_TOP_PAD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.top_pad=131072")])
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc is told")
+def test_what_the_environment_says_stays(name: str, value: str) -> None:
+    accepted, next_step, _ = counted(**{name: value})
+    assert accepted == 0
+    assert next_step > PAGES / 2
