@@ -1,6 +1,7 @@
 """Reading a checkpoint, whatever grid wrote it: any rectangle of any tensor, through the piece table."""
 
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from math import prod
@@ -33,19 +34,26 @@ class Checkpoint(Mapping[str, "Lazy"]):
         self._number = {tensor.name: number for number, tensor in enumerate(table.tensors)}
 
     @classmethod
-    def open(cls, folder: str | Path, view_part: tuple[int, int] | None = (0, 1)) -> "Checkpoint":
-        """`view_part`: (number, of how many) of the tensors whose view, which other programs go by, is held against the table; the ranks of a run
-        share them. None: not looked at.
-        """
+    def open(cls, folder: str | Path, looks_at_view: bool = True) -> "Checkpoint":
         folder = Path(folder)
         content = manifest.read(folder)
         check_index(folder, content)
         table, buffers = index.read(folder)
         if problem := table.problem(manifest.elements_of_ranks(content.shards)):
             raise Damaged(f"{folder / INDEX}: {problem}")
-        if view_part and (problem := next(view.problems(folder / INDEX, table, content.shards, view_part), "")):
-            raise Damaged(f"{folder / INDEX}: {problem}")
-        return cls(folder, content, table, buffers)
+        checkpoint = cls(folder, content, table, buffers)
+        if looks_at_view:
+            deque(checkpoint.look_at_view(), maxlen=0)
+        return checkpoint
+
+    def look_at_view(self, part: tuple[int, int] = (0, 1)) -> Iterator[None]:
+        """Whether what other programs go by says what is read here; Damaged if not. Some microseconds a look, so that it can be done between
+        readings, while the disk reads ahead. `part`: (number, of how many) of the tensors, which the ranks of a run share.
+        """
+        for problem in view.problems(self.folder / INDEX, self.table, self.content.shards, part):
+            if problem:
+                raise Damaged(f"{self.folder / INDEX}: {problem}")
+            yield
 
     @property
     def step(self) -> int:

@@ -56,7 +56,7 @@ class Verification:
         self.unreadable = ""
         self.table: Table | None = None
         try:
-            with Checkpoint.open(folder, view_part=None) as checkpoint:
+            with Checkpoint.open(folder, looks_at_view=False) as checkpoint:
                 self.table = checkpoint.table
         except Damaged as error:
             self.unreadable = str(error).removeprefix(f"{folder / INDEX}: ")
@@ -90,7 +90,7 @@ class Verification:
     def _of_index(self) -> list[Damage]:
         if self.table is None:
             return [Damage(INDEX, self.unreadable)]
-        return [Damage(INDEX, problem) for problem in view.problems(self.folder / INDEX, self.table, self.content.shards)]
+        return [Damage(INDEX, problem) for problem in view.problems(self.folder / INDEX, self.table, self.content.shards) if problem]
 
     def _of_file(self, shard: ShardFile, file: int) -> list[Damage]:
         problem = problem_outside_data(shard, file) or view.problem_of_shard(self.folder / shard.file, shard)

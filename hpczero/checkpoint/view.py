@@ -19,8 +19,8 @@ from hpczero.checkpoint.table import Table
 
 
 def problems(path: Path, table: Table, shards: Sequence[ShardFile], part: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """What of the view in index.h5 does not say what the piece table says, and what is there besides. `part`: (number, of how many) of the tensors is
-    compared; what there is, and what is missing, is always looked at.
+    """One look after the other at the view in index.h5: what is found there that the piece table does not say, empty if nothing. `part`: (number, of
+    how many) of the tensors is compared; what there is, and what is missing, is always looked at.
     """
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
     missing = {f"{slot}/{tensor.name}": (slot, number) for slot in slots_in_view(table) for number, tensor in enumerate(table.tensors)}
@@ -34,6 +34,8 @@ def problems(path: Path, table: Table, shards: Sequence[ShardFile], part: tuple[
                     yield f"/{name} is not a view of this tensor's pieces"
                 elif not place and name not in DATASETS and not name.startswith("buffers/"):
                     yield f"/{name} does not belong there"
+                else:
+                    yield ""
     except WRONG as error:
         yield f"its view cannot be read: {error}"
     else:

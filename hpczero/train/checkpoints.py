@@ -1,8 +1,10 @@
 """The checkpoints of a run: when one is saved, what the engine gives and gets back, where the run begins again."""
 
 import base64
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from hpczero.train.rundir import path_of
 Shapes = Mapping[str, tuple[int, ...]]
 Described = list[list[Any]]  # units of a stage: name, parameters (name, shape, split, grain)
 _SHOWN = 5
+_LOOKS = 16  # at the view, after each unit that was read: a millisecond or two, in which the disk reads ahead
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Checkpoints:
     def _tried(self, path: Path, only_weights: bool) -> tuple[str, Content | None]:
         """What is wrong with the checkpoint, or what it is."""
         try:
-            with Checkpoint.open(path, view_part=(self.world.rank, self.world.size)) as checkpoint:
+            with Checkpoint.open(path, looks_at_view=False) as checkpoint:
                 if not only_weights:
                     refuse_another_run(path, checkpoint.content, self.spec)
                 self._refuse_another_model(checkpoint)
@@ -155,9 +158,12 @@ class Checkpoints:
 
     def _read(self, checkpoint: Checkpoint, only_weights: bool) -> None:
         """What this rank steps, straight into the engine's states."""
+        looks = checkpoint.look_at_view((self.world.rank, self.world.size))
         for slot in range(1 if only_weights else len(SLOTS)):  # as a rank's data lies: at the same layout it is read from its beginning to its end
             for unit in self.engine.units:
                 _read_unit(checkpoint, slot, unit)
+                deque(islice(looks, _LOOKS), maxlen=0)
+        deque(looks, maxlen=0)
         own = dict(self.engine.module.named_buffers())
         for name, values in checkpoint.buffers.items():
             if name in own and tuple(own[name].shape) == values.shape:  # if not, rank 0 refuses it
