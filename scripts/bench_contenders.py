@@ -59,6 +59,7 @@ def entries() -> dict[str, Entry]:
     return {
         "floor": Entry(partial(Floor, "auto"), peer=False, trains=False),
         "floor-torch": Entry(partial(Floor, "torch"), peer=False, trains=False),
+        "floor-memory": Entry(FloorAndMemory, peer=False, trains=False),
         **{f"ours-{stage}": Entry(partial(Ours, stage, False), peer=False) for stage in range(4)},
         **{f"ours-{stage}-shared": Entry(partial(Ours, stage, True), peer=False) for stage in range(4)},
         "ddp-autocast": Entry(partial(DistributedDataParallel, torch.float32)),
@@ -97,6 +98,27 @@ class Floor:
 
     def close(self) -> None:
         pass
+
+
+class FloorAndMemory(Floor):
+    """And after it, what any step with bf16 gradients and fp32 states must read and write, moved by PyTorch's plainest operations. Of the rank's
+    share: two pieces of the gradient are read and their sum is written; it is read, the weights are written; master weights and both moments are read
+    and written.
+    """
+
+    def __init__(self, job: Job) -> None:
+        super().__init__("auto", job)
+        own = sum(parameter.numel() for parameter in self.module.parameters()) // job.world.size // 4 * 4
+        self.sum, self.piece, self.weights = (torch.zeros(own, dtype=torch.bfloat16).view(torch.int64) for _ in range(3))
+        self.states = [torch.zeros(own) for _ in range(3)]
+
+    def step(self) -> float:
+        loss = super().step()
+        torch.bitwise_or(self.sum, self.piece, out=self.sum)
+        for state in self.states:
+            state.neg_()
+        self.weights.copy_(self.sum)
+        return loss
 
 
 def drop(parameter: torch.Tensor) -> None:
