@@ -92,7 +92,7 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
     ]
     for place, (name, value) in enumerate(values):
         y = top + step * place
-        colour = "#888888" if name == "floor" else "#1f6fb4" if name.startswith("ours") else "#d9822b"
+        colour = "#888888" if name.startswith("floor") else "#1f6fb4" if name.startswith("ours") else "#d9822b"
         parts.append(f'<text x="{label - 8}" y="{y + 14}" text-anchor="end">{escape(name)}</text>')
         parts.append(f'<rect x="{label}" y="{y}" width="{value * scale:.1f}" height="{step - 8}" fill="{colour}"/>')
         parts.append(f'<text x="{label + value * scale + 6:.1f}" y="{y + 14}">{value:.2f}</text>')

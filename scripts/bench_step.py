@@ -3,7 +3,8 @@
 
     mpirun -n 2 python scripts/bench_step.py --micro-batch 1 --json result.json --plot result.svg
 
-The floor is the same forward and backward in as many processes at once, without communication or optimizer: nobody can be faster. All contenders
+The floor is the same forward and backward in as many processes at once, without communication or optimizer: nobody can be faster, and where the
+memory is slow nobody can be as fast (floor-memory). All contenders
 run in the same processes, with one thread each and the same malloc settings. In every round each contender is built, takes `--warmup` steps (whose
 losses must follow the others'), `--steps` timed ones, and is freed; every other round goes backwards, so that a machine that becomes slower does
 not favour anyone. A step takes as long as its slowest rank. Ratios are taken within a round, and their median and range are given.

@@ -1,6 +1,7 @@
 """Checkpoints for tests: of any grid, made of random numbers by one process."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from hpczero.checkpoint import alone
 from hpczero.checkpoint.manifest import State
@@ -92,3 +94,13 @@ def memory_at_most(size: int) -> Iterator[None]:
 
 def _peak() -> int:
     return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+
+
+def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
+    """The manifest says what is there now."""
+    content = json.loads((folder / "MANIFEST.json").read_text())["content"]
+    index = (folder / "index.h5").read_bytes()
+    content["index"] = {"size": len(index), "checksum": xxhash.xxh3_64_hexdigest(index)}
+    change(content)
+    checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    (folder / "MANIFEST.json").write_text(json.dumps({"content": content, "checksum": checksum}, indent=1, sort_keys=True) + "\n")

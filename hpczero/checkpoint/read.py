@@ -1,7 +1,6 @@
 """Reading a checkpoint, whatever grid wrote it: any rectangle of any tensor, through the piece table."""
 
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from math import prod
@@ -35,6 +34,7 @@ class Checkpoint(Mapping[str, "Lazy"]):
 
     @classmethod
     def open(cls, folder: str | Path, looks_at_view: bool = True) -> "Checkpoint":
+        """Who says `looks_at_view=False` looks at it when there is time (`look_at_view`)."""
         folder = Path(folder)
         content = manifest.read(folder)
         check_index(folder, content)
@@ -43,12 +43,14 @@ class Checkpoint(Mapping[str, "Lazy"]):
             raise Damaged(f"{folder / INDEX}: {problem}")
         checkpoint = cls(folder, content, table, buffers)
         if looks_at_view:
-            deque(checkpoint.look_at_view(), maxlen=0)
+            for _ in checkpoint.look_at_view():
+                pass
         return checkpoint
 
     def look_at_view(self, part: tuple[int, int] = (0, 1)) -> Iterator[None]:
-        """Whether what other programs go by says what is read here; Damaged if not. Some microseconds a look, so that it can be done between
-        readings, while the disk reads ahead. `part`: (number, of how many) of the tensors, which the ranks of a run share.
+        """Whether what other programs go by says what is read here; Damaged if not. A look is short, some tenths of a millisecond at most, so
+        that looks can be taken between readings, while the disk reads ahead. `part`: (number, of how many) of the tensors, which the ranks of a run
+        share.
         """
         for problem in view.problems(self.folder / INDEX, self.table, self.content.shards, part):
             if problem:

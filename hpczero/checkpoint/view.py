@@ -19,7 +19,7 @@ from hpczero.checkpoint.table import Table
 
 
 def problems(path: Path, table: Table, shards: Sequence[ShardFile], part: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """One look after the other at the view in index.h5: what is found there that the piece table does not say, empty if nothing. `part`: (number, of
+    """After each look at the view in index.h5: what is there that the piece table does not say, empty if nothing. `part`: (number, of
     how many) of the tensors is compared; what there is, and what is missing, is always looked at.
     """
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}

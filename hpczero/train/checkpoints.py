@@ -1,7 +1,6 @@
 """The checkpoints of a run: when one is saved, what the engine gives and gets back, where the run begins again."""
 
 import base64
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -36,7 +35,7 @@ from hpczero.train.rundir import path_of
 Shapes = Mapping[str, tuple[int, ...]]
 Described = list[list[Any]]  # units of a stage: name, parameters (name, shape, split, grain)
 _SHOWN = 5
-_LOOKS = 16  # at the view, after each unit that was read: a millisecond or two, in which the disk reads ahead
+_LOOKS = 16  # at the view, after each unit that was read: a few milliseconds at most, in which the disk reads ahead
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,10 @@ class Checkpoints:
         for slot in range(1 if only_weights else len(SLOTS)):  # as a rank's data lies: at the same layout it is read from its beginning to its end
             for unit in self.engine.units:
                 _read_unit(checkpoint, slot, unit)
-                deque(islice(looks, _LOOKS), maxlen=0)
-        deque(looks, maxlen=0)
+                for _ in islice(looks, _LOOKS):
+                    pass
+        for _ in looks:
+            pass
         own = dict(self.engine.module.named_buffers())
         for name, values in checkpoint.buffers.items():
             if name in own and tuple(own[name].shape) == values.shape:  # if not, rank 0 refuses it

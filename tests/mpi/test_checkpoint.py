@@ -24,6 +24,7 @@ from hpczero.parallel.unit import Unit
 from hpczero.parallel.whole import gathered
 from hpczero.parallel.zero import Engine
 from hpczero.spec.schema import Spec
+from tests.checkpoints import seal
 from tests.mpi.saving import GRIDS, divided, engine_on, spec_of
 
 pytestmark = pytest.mark.mpi
@@ -125,6 +126,27 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
         resumed = checkpoints.resume()
         assert resumed.step == 1
         assert "shard-00000.h5: damaged at bytes" in resumed.warnings[0]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_view_that_is_none_is_passed_over_by_all(world: World, shared_folder: str, number: int) -> None:
+    """Each rank looks at the views of some of the tensors."""
+    with engine_on(world, divided(shared_folder)) as (_, checkpoints):
+        for step in (1, 2):
+            checkpoints.begin(step, ends=True)
+            checkpoints.conclude()
+        path = checkpoints.path / folder.name_of(2)
+        if world.rank == 0:
+            with Checkpoint.open(path) as checkpoint:
+                tensor = checkpoint.table.tensors[number]
+            with h5py.File(path / "index.h5", "r+") as file:
+                del file[f"model/{tensor.name}"]
+                file[f"model/{tensor.name}"] = np.zeros(tensor.shape, "<f4")
+            seal(path)
+        world.everyone.barrier()
+        resumed = checkpoints.resume()
+        assert resumed.step == 1
+        assert f"/model/{tensor.name} is not a view" in resumed.warnings[0] if world.rank == 0 else resumed.warnings
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

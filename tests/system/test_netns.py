@@ -111,7 +111,7 @@ def test_a_command_that_fails_is_reported_and_everything_removed(name: str) -> N
 
 
 def test_a_signal_removes_everything(name: str) -> None:
-    busy = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"  # in one go: an unbuffered print writes the end of the line on its own
+    busy = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"  # in one go: an unbuffered print writes the end of its line after another rank's
     process = start([SCRIPT, "run", "--name", name, sys.executable, "-c", busy], environment=PATH)
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"

@@ -12,14 +12,13 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import xxhash
 
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
 from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.shard import rest
 from hpczero.cli import main
-from tests.checkpoints import Grid, Wanted, make, memory_at_most, parameters
+from tests.checkpoints import Grid, Wanted, make, memory_at_most, parameters, seal
 
 WANTED = Wanted(layers=parameters(a=(30, 7), b=(11,)), spec={"name": "crafted"})
 _OPENED = 0x20  # inotify's IN_OPEN
@@ -58,16 +57,6 @@ def test_the_watch_of_this_test_sees_what_is_opened(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     assert struct.unpack_from("iI", os.read(watch, 4096))[1] & _OPENED
     os.close(watch)
-
-
-def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
-    """The manifest says what is there now."""
-    content = json.loads((folder / "MANIFEST.json").read_text())["content"]
-    index = (folder / "index.h5").read_bytes()
-    content["index"] = {"size": len(index), "checksum": xxhash.xxh3_64_hexdigest(index)}
-    change(content)
-    checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
-    (folder / "MANIFEST.json").write_text(json.dumps({"content": content, "checksum": checksum}, indent=1, sort_keys=True) + "\n")
 
 
 def refused(folder: Path, capsys: pytest.CaptureFixture[str], word: str, code: int = 1) -> None:

@@ -17,8 +17,7 @@ import hpczero.checkpoint
 from hpczero.checkpoint import Damaged, Unreadable, index, shards
 from hpczero.cli import main
 from hpczero.errors import InputError
-from tests.checkpoints import Grid, Wanted, make, parameters
-from tests.unit.test_ckpt_crafted import seal
+from tests.checkpoints import Grid, Wanted, make, parameters, seal
 
 RANKS = 100
 WANTED = Wanted(layers=parameters(a=(RANKS * 64,)))
