@@ -1,7 +1,9 @@
 """Reading a checkpoint, whatever grid wrote it: any rectangle of any tensor, through the piece table."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from math import prod
 from pathlib import Path
@@ -19,6 +21,21 @@ from hpczero.checkpoint.table import Table, Tensor
 from hpczero.parallel.layout import Slices, rectangles
 
 STRETCH = (32 << 20) // WIDTH  # elements that are taken at a time of a tensor that may be larger than memory
+
+Wanted = tuple[int, str, Slices]  # from which element on, of which tensor, what
+
+
+@dataclass
+class Run:
+    """Rectangles of tensors that follow each other where they are wanted, from element `at` on, and in a rank's data, from element `first` on; or one
+    that lies in several places (rank -1). Each with where it is wanted.
+    """
+
+    at: int
+    size: int
+    rank: int
+    first: int
+    rectangles: list[Wanted]
 
 
 class Checkpoint(Mapping[str, "Lazy"]):
@@ -79,6 +96,38 @@ class Checkpoint(Mapping[str, "Lazy"]):
         if found != out.size:
             raise Damaged(f"{self.folder}: {found} of {out.size} elements of {SLOTS[slot]}/{name} are there")
         return out
+
+    def runs(self, wanted: Iterable[Wanted]) -> list[Run]:
+        """How this is read in few goes; the same for all slots."""
+        found: list[Run] = []
+        for at, name, box in wanted:
+            size = _size(box)
+            rank, first = self._in_one_place(name, box)
+            last = found[-1] if found else None
+            if last and rank >= 0 and (at, rank, first) == (last.at + last.size, last.rank, last.first + last.size):
+                last.size += size
+                last.rectangles.append((at, name, box))
+            else:
+                found.append(Run(at, size, rank, first, [(at, name, box)]))
+        return found
+
+    def _in_one_place(self, name: str, box: Slices) -> tuple[int, int]:
+        """Rank and first element, if one rank has all of it without a gap."""
+        for part in self.table.parts(self._number[name], box):
+            first, last = _hull(part.shape, part.of_piece)
+            if last - first == _size(part.of_piece) == _size(box):
+                return part.rank, part.offset + first
+        return -1, 0
+
+    def read_runs(self, slot: int, runs: Sequence[Run], out: Array) -> None:
+        """What is wanted, at its places in `out`."""
+        for run in runs:
+            if run.rank >= 0:
+                with suppress(Damaged):
+                    self.shards.read(run.rank, slot, run.first, out[run.at : run.at + run.size], run.rectangles[0][1])
+                    continue
+            for at, name, box in run.rectangles:  # one by one, which says what of it is damaged
+                self.read(slot, name, box, out[at : at + _size(box)])
 
     def __getitem__(self, name: str) -> "Lazy":
         for slot, prefix in enumerate(SLOTS):
@@ -158,6 +207,10 @@ def check_index(folder: Path, content: Content) -> None:
         raise not_read(path, error) from error
     finally:
         os.close(file)
+
+
+def _size(box: Slices) -> int:
+    return prod(cut.stop - cut.start for cut in box)
 
 
 def _hull(shape: tuple[int, ...], box: Slices) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """The checkpoints of a run: when one is saved, what the engine gives and gets back, where the run begins again."""
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from math import prod
@@ -14,7 +14,7 @@ import torch
 from hpczero.checkpoint import folder, storable
 from hpczero.checkpoint.files import Damaged
 from hpczero.checkpoint.manifest import Content, State
-from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.read import Checkpoint, Wanted
 from hpczero.checkpoint.shard import SLOTS, Array, Source
 from hpczero.checkpoint.table import Holding, Table, Tensor, stored
 from hpczero.checkpoint.write import Job, Saved, Saver
@@ -157,10 +157,14 @@ class Checkpoints:
 
     def _read(self, checkpoint: Checkpoint, only_weights: bool) -> None:
         """What this rank steps, straight into the engine's states."""
+        units = [(unit, checkpoint.runs(_wanted(unit))) for unit in self.engine.units]
         looks = checkpoint.look_at_view((self.world.rank, self.world.size))
         for slot in range(1 if only_weights else len(SLOTS)):  # as a rank's data lies: at the same layout it is read from its beginning to its end
-            for unit in self.engine.units:
-                _read_unit(checkpoint, slot, unit)
+            for unit, runs in units:
+                held = _states(unit)[slot]
+                here = held.cpu()  # the same, but on another device
+                checkpoint.read_runs(slot, runs, here.numpy())
+                held.copy_(here)
                 for _ in islice(looks, _LOOKS):
                     pass
         for _ in looks:
@@ -304,17 +308,13 @@ def _states(unit: Unit) -> tuple[torch.Tensor, ...]:
     return unit.master, unit.moment1, unit.moment2
 
 
-def _read_unit(checkpoint: Checkpoint, slot: int, unit: Unit) -> None:
-    state = _states(unit)[slot]
+def _wanted(unit: Unit) -> Iterator[Wanted]:
+    """What the elements that this rank steps are of the tensors."""
     for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
         at = part.start - unit.own.start
-        for wanted in place.rectangles(part.start, part.stop):
-            count = prod(cut.stop - cut.start for cut in wanted)
-            own = state[at : at + count]
-            values = own.cpu()  # the same, but on another device
-            checkpoint.read(slot, place.parameter.name, wanted, values.numpy())
-            own.copy_(values)
-            at += count
+        for box in place.rectangles(part.start, part.stop):
+            yield at, place.parameter.name, box
+            at += prod(cut.stop - cut.start for cut in box)
 
 
 def _lacking(there: Shapes, here: Shapes) -> list[str]:
