@@ -113,7 +113,7 @@ class Checkpoint(Mapping[str, "Lazy"]):
 
     def _in_one_place(self, name: str, box: Slices) -> tuple[int, int]:
         """Rank and first element, if one rank has all of it without a gap."""
-        for part in self.table.parts(self._number[name], box):
+        if part := next(self.table.parts(self._number[name], box), None):
             first, last = _hull(part.shape, part.of_piece)
             if last - first == _size(part.of_piece) == _size(box):
                 return part.rank, part.offset + first

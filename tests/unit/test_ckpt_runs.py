@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.files import Damaged, Unreadable
 from hpczero.checkpoint.read import Checkpoint, Wanted
 from hpczero.checkpoint.shard import Array
 from hpczero.checkpoint.table import Table, Tensor
@@ -26,6 +26,8 @@ BOXES = {
     "as rank 1 has them": [("a", [(0, 4), (5, 8)]), ("b", [(4, 6)]), ("c", [(0, 3), (0, 2)])],
     "a part with gaps that is as long as what is wanted": [("a", [(0, 4), (4, 8)])],  # in rank 0's piece: every fifth of 16 elements
     "rows": [("a", [(1, 3), (0, 5)]), ("a", [(3, 4), (0, 5)]), ("c", [(1, 3), (0, 2)])],
+    "one after the other, of two ranks": [("a", [(2, 3), (0, 2)]), ("b", [(4, 6)])],  # rank 0 up to element 12, rank 1 from there
+    "a row left out": [("a", [(0, 1), (0, 5)]), ("a", [(2, 3), (0, 5)])],
     "nothing": [("b", [(2, 2)])],
 }
 
@@ -33,14 +35,14 @@ BOXES = {
 class Data:
     """What two ranks have; counts readings."""
 
-    def __init__(self, damaged: int = -1) -> None:
-        self.damaged, self.readings = damaged, 0
+    def __init__(self, damaged: int = -1, error: type[Exception] = Damaged) -> None:
+        self.damaged, self.error, self.readings = damaged, error, 0
         self.of_rank = [np.arange(24, dtype=np.float32), 100 + np.arange(20, dtype=np.float32)]
 
     def read(self, rank: int, slot: int, first: int, out: Array, what: str) -> None:
         self.readings += 1
         if rank == 1 and first <= self.damaged < first + out.size:
-            raise Damaged(f"damaged, in {what}")
+            raise self.error(f"damaged, in {what}")
         out[:] = self.of_rank[rank][first : first + out.size]
 
 
@@ -85,3 +87,10 @@ def test_damage_in_a_run_names_the_tensor_that_has_it() -> None:
     checkpoint = opened(Data(damaged=13))
     with pytest.raises(Damaged, match="in b"):
         checkpoint.read_runs(0, checkpoint.runs(wanted_of("as rank 1 has them", 0)), np.empty(100, np.float32))
+
+
+def test_what_cannot_be_read_is_not_tried_again() -> None:
+    checkpoint = opened(data := Data(damaged=13, error=Unreadable))
+    with pytest.raises(Unreadable):
+        checkpoint.read_runs(0, checkpoint.runs(wanted_of("as rank 1 has them", 0)), np.empty(100, np.float32))
+    assert data.readings == 1
