@@ -15,7 +15,7 @@ import torch
 from numba import float32, njit, uint64
 
 from hpczero_kernels.pool import INLINE, Pool
-from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, store
+from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, store, store_past_the_caches, wait_for_stores
 from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
@@ -100,7 +100,7 @@ def _update(master, moment1, moment2, gradient, size, keep, scalars):
 @named_by_sources
 def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision, decay, scalars, start, stop):
     """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
-    widened, zeros = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32)
+    widened, zeros, halves = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32), np.empty(STRETCH, np.uint16)
     keep = float32(1.0) - scalars[6] * decay
     while start < stop:
         size = min(stop - start, uint64(STRETCH))
@@ -112,8 +112,9 @@ def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weigh
         _update(master_values, pointer(moment1 + offset, float32), pointer(moment2 + offset, float32), widened, size, keep, scalars)
         if weights:
             load(widened, size, master, FP32, start)
-            store(widened, size, weights, weights_precision, start)
+            store_past_the_caches(widened, size, weights, weights_precision, start, halves)
         start += uint64(STRETCH)
+    wait_for_stores()
 
 
 def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zero_gradient: bool = False) -> None:

@@ -9,12 +9,15 @@ process that loads both caches runs one closure in place of the other.
 """
 
 import torch
+from llvmlite import ir
 from numba import float32, njit, types, uint16, uint32, uint64
 from numba.extending import intrinsic
 
 FP32, BF16, FP16 = 0, 1, 2
 STRETCH = 512  # elements: short enough for the reading of one stretch to overlap with the arithmetic of the last
 CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+
+_LINE = 64  # bytes that go past the caches at a time: a cache line
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
 
@@ -43,6 +46,37 @@ def pointer(context, address, to):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(to.instance_type)(types.uint64, to), generate
+
+
+@intrinsic
+def _line_past_the_caches(context, to, source):
+    """A cache line of memory becomes what is at `source`, without being read first."""
+    half = ir.VectorType(ir.IntType(32), _LINE // 8)
+
+    def generate(context, builder, signature, arguments):
+        target, origin = (builder.inttoptr(address, half.as_pointer()) for address in arguments)
+        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        for number in range(2):
+            place = [ir.Constant(ir.IntType(32), number)]
+            written = builder.store(builder.load(builder.gep(origin, place), align=2), builder.gep(target, place), align=_LINE // 2)
+            written.set_metadata("nontemporal", hint)
+        return context.get_dummy_value()
+
+    return types.void(types.uint64, types.uint64), generate
+
+
+@intrinsic
+def wait_for_stores(context):
+    """What has gone past the caches is there for other cores before what is written next."""
+
+    def generate(context, builder, signature, arguments):
+        if builder.module.triple.startswith("x86_64"):  # where a fence of LLVM's may be a locked instruction, which is for ordinary stores
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), ir.FunctionType(ir.VoidType(), ())), ())
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @inner
@@ -128,3 +162,18 @@ def store(stretch, size, address, precision, start):
         for i in range(size):
             halves[i] = to_fp16(stretch[i])
             stretch[i] = from_fp16(halves[i])
+
+
+@inner
+def store_past_the_caches(stretch, size, address, precision, start, halves):
+    """As `store`, of elements that nobody needs soon: whole cache lines are not read before they are written. `halves`: room for a stretch of
+    half precision. `wait_for_stores` is to follow before others may look.
+    """
+    to, source = address + uint64(2) * start, uint64(halves.ctypes.data)
+    if precision == FP32 or to % uint64(_LINE) or size % uint64(_LINE // 2):
+        store(stretch, size, address, precision, start)
+    else:
+        store(stretch, size, source, precision, uint64(0))
+        for line in range(size // uint64(_LINE // 2)):
+            offset = uint64(_LINE) * uint64(line)
+            _line_past_the_caches(to + offset, source + offset)

@@ -7,7 +7,7 @@ import torch
 from numba import float32, njit, uint64
 
 from hpczero_kernels.pool import BLOCK, INLINE, Pool
-from hpczero_kernels.precision import CODES, STRETCH, add, address_of, load, pointer, store
+from hpczero_kernels.precision import CODES, STRETCH, add, address_of, load, pointer, store, store_past_the_caches, wait_for_stores
 from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
@@ -40,7 +40,10 @@ def _squares_of(values, size):
 @named_by_sources
 def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
     """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
-    total, squared = np.empty(STRETCH, np.float32), float32(0.0)
+    total, halves, squared = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.uint16), float32(0.0)
+    read = accumulate  # what is written has been read before, and is in the caches
+    for piece in pieces:
+        read |= piece == out
     while start < stop:
         size = min(stop - start, uint64(STRETCH))
         load(total, size, pieces[0], precision, start)
@@ -48,13 +51,17 @@ def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop
             add(total, size, pieces[number], precision, start)
         if accumulate:
             add(total, size, out, out_precision, start)
-        store(total, size, out, out_precision, start)
+        if read:
+            store(total, size, out, out_precision, start)
+        else:
+            store_past_the_caches(total, size, out, out_precision, start, halves)
         if squares:
             if start % uint64(BLOCK) == 0:
                 squared = float32(0.0)
             squared += _squares_of(total, size)
             pointer(squares, float32)[start // uint64(BLOCK)] = squared
         start += uint64(STRETCH)
+    wait_for_stores()
 
 
 def sum_pieces(

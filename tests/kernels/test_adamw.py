@@ -86,7 +86,7 @@ def test_the_kernel_equals_its_reference(gradient_dtype):
         torch.testing.assert_close(getattr(state, name), getattr(expected, name), rtol=1e-6, atol=3e-7)
 
 
-@pytest.mark.parametrize("offset", [1, 3])
+@pytest.mark.parametrize("offset", [1, 3, 32])
 def test_neither_cut_nor_alignment_changes_a_bit(offset):
     count = 2 * BLOCK + 777
     scalars = scalars_of_step(3, 0.01, (0.9, 0.95), 1e-8, 0.3)
@@ -126,6 +126,7 @@ def test_buffers_that_do_not_fit_together_are_refused():
 
 def test_the_kernel_is_vectorised_and_releases_the_lock():
     text = assembly_of(module._adamw)
-    for operation in ("sqrtps", "divps", "mulps", "pmovzxwd"):
+    for operation in ("sqrtps", "divps", "mulps", "pmovzxwd", "movnt"):
         assert is_vectorised(text, operation), operation
+    assert text.count("sfence") == ("%rsp" in text)  # others read what has gone past the caches
     assert module._adamw.targetoptions["nogil"]

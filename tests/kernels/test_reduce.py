@@ -124,6 +124,20 @@ def test_neither_cut_nor_alignment_changes_a_bit(offset):
     assert not cut[offset + count :].any()
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("offset", [1, 16, 32])
+def test_cache_lines_that_are_not_read_first_hold_the_same(dtype, offset):
+    """Sums of whole lines, of parts of them, and what lies around, which must stay."""
+    count = 3 * BLOCK + 1000
+    given = [values(count, dtype, seed) for seed in range(2)]
+    expected, around = poisoned(count, dtype), torch.ones(count + 2 * offset, dtype=dtype)
+    sum_pieces_reference(given, expected, False, None)
+    sum_pieces(given, around[offset : offset + count], False, None)
+    assert same(around[offset : offset + count], expected)
+    assert (around[:offset] == 1).all()
+    assert (around[offset + count :] == 1).all()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_no_bit(threads):
     count = 100 * BLOCK + 7
@@ -156,4 +170,6 @@ def test_the_kernel_is_vectorised_and_releases_the_lock():
     text = assembly_of(reduce._sum)
     assert is_vectorised(text, "addps")
     assert is_vectorised(text, "pmovzxwd")
+    assert is_vectorised(text, "movnt")  # past the caches
+    assert text.count("sfence") == ("%rsp" in text)
     assert reduce._sum.targetoptions["nogil"]
