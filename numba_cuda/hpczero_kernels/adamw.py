@@ -15,7 +15,7 @@ import torch
 from numba import float32, njit, uint64
 
 from hpczero_kernels.pool import INLINE, Pool
-from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, store, store_past_the_caches, wait_for_stores
+from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, room_for_halves, store, store_past_the_caches, wait_for_stores
 from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
@@ -100,7 +100,7 @@ def _update(master, moment1, moment2, gradient, size, keep, scalars):
 @named_by_sources
 def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision, decay, scalars, start, stop):
     """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
-    widened, zeros, halves = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32), np.empty(STRETCH, np.uint16)
+    widened, zeros, halves = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32), room_for_halves()
     keep = float32(1.0) - scalars[6] * decay
     while start < stop:
         size = min(stop - start, uint64(STRETCH))

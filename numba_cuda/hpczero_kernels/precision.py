@@ -11,6 +11,7 @@ process that loads both caches runs one closure in place of the other.
 import torch
 from llvmlite import ir
 from numba import float32, njit, types, uint16, uint32, uint64
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 FP32, BF16, FP16 = 0, 1, 2
@@ -49,17 +50,26 @@ def pointer(context, address, to):
 
 
 @intrinsic
-def _line_past_the_caches(context, to, source):
-    """A cache line of memory becomes what is at `source`, without being read first."""
-    half = ir.VectorType(ir.IntType(32), _LINE // 8)
+def room_for_halves(context):
+    """The address of memory of the kernel's own, for a stretch of half precision."""
 
     def generate(context, builder, signature, arguments):
-        target, origin = (builder.inttoptr(address, half.as_pointer()) for address in arguments)
-        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        for number in range(2):
-            place = [ir.Constant(ir.IntType(32), number)]
-            written = builder.store(builder.load(builder.gep(origin, place), align=2), builder.gep(target, place), align=_LINE // 2)
-            written.set_metadata("nontemporal", hint)
+        room = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(16), STRETCH))
+        room.align = _LINE
+        return builder.ptrtoint(room, ir.IntType(64))
+
+    return types.uint64(), generate
+
+
+@intrinsic
+def _line_past_the_caches(context, to, source):
+    """A cache line of memory becomes the one at `source`, without being read first."""
+    line = ir.VectorType(ir.IntType(32), _LINE // 4)
+
+    def generate(context, builder, signature, arguments):
+        target, origin = (builder.inttoptr(address, line.as_pointer()) for address in arguments)
+        written = builder.store(builder.load(origin, align=_LINE), target, align=_LINE)
+        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
         return context.get_dummy_value()
 
     return types.void(types.uint64, types.uint64), generate
@@ -166,14 +176,14 @@ def store(stretch, size, address, precision, start):
 
 @inner
 def store_past_the_caches(stretch, size, address, precision, start, halves):
-    """As `store`, of elements that nobody needs soon: whole cache lines are not read before they are written. `halves`: room for a stretch of
-    half precision. `wait_for_stores` is to follow before others may look.
+    """As `store`, of elements that are not computed with soon: whole cache lines are not read before they are written. `halves` is
+    `room_for_halves()` of the kernel, which lets `wait_for_stores` follow before others may look.
     """
-    to, source = address + uint64(2) * start, uint64(halves.ctypes.data)
+    to = address + uint64(2) * start
     if precision == FP32 or to % uint64(_LINE) or size % uint64(_LINE // 2):
         store(stretch, size, address, precision, start)
     else:
-        store(stretch, size, source, precision, uint64(0))
+        store(stretch, size, halves, precision, uint64(0))
         for line in range(size // uint64(_LINE // 2)):
             offset = uint64(_LINE) * uint64(line)
-            _line_past_the_caches(to + offset, source + offset)
+            _line_past_the_caches(to + offset, halves + offset)

@@ -7,7 +7,7 @@ import torch
 from numba import float32, njit, uint64
 
 from hpczero_kernels.pool import BLOCK, INLINE, Pool
-from hpczero_kernels.precision import CODES, STRETCH, add, address_of, load, pointer, store, store_past_the_caches, wait_for_stores
+from hpczero_kernels.precision import CODES, STRETCH, add, address_of, load, pointer, room_for_halves, store, store_past_the_caches, wait_for_stores
 from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
@@ -40,7 +40,7 @@ def _squares_of(values, size):
 @named_by_sources
 def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
     """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
-    total, halves, squared = np.empty(STRETCH, np.float32), np.empty(STRETCH, np.uint16), float32(0.0)
+    total, halves, squared = np.empty(STRETCH, np.float32), room_for_halves(), float32(0.0)
     read = accumulate  # what is written has been read before, and is in the caches
     for piece in pieces:
         read |= piece == out
