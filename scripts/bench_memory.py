@@ -2,7 +2,7 @@
 
     python scripts/bench_memory.py [--ranks 2 4] [--mpirun PATH]
 
-The model has 210 million parameters. `formula` is that of docs/zero.md per parameter, `allocated` what the engine counts (padding, slots and
+The model has 286 million parameters. `formula` is that of docs/zero.md per parameter, `allocated` what the engine counts (padding, slots and
 buffers included), `measured` the growth of the node's memory (sum of PSS over its ranks) from before the engine until after the last step. Nothing
 is saved: that leaves another 4 MB a rank behind, of the libraries that do it.
 """
@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-MODEL = {"layers": 16, "hidden": 1024, "heads": 16, "vocab": 8192, "seq_len": 128}
+MODEL = {"layers": 22, "hidden": 1024, "heads": 16, "vocab": 8192, "seq_len": 128}
 
 
 def main() -> None:

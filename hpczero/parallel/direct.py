@@ -10,6 +10,7 @@ Where there is no place for a gradient yet, it is made as ever, by the same arit
 """
 
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,11 @@ class Sums(Protocol):
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0"}
 
 
+def among_ourselves() -> AbstractContextManager[None]:
+    """Inside, no mode looks at what is computed: a mode's look takes longer than a small tensor operation."""
+    return torch._C.DisableTorchFunction()
+
+
 class DirectGradients(TorchFunctionMode):
     def __init__(self, parameters: Container[Tensor], sums: Sums) -> None:
         super().__init__()
@@ -38,8 +44,10 @@ class DirectGradients(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = _REPLACED.get(function)
+        if other is None:
+            return function(*args, **(kwargs or {}))
         usual = not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling()
-        if other is None or usual or torch._C._are_functorch_transforms_active():
+        if usual or torch._C._are_functorch_transforms_active():
             return function(*args, **(kwargs or {}))
         return other(self, *args, **(kwargs or {}))
 
@@ -116,12 +124,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = context.saved_tensors
+        x, weight = context.saved_tensors  # which may be computed again here, in the way that forward went
+        own = context.mode.is_own() and not torch.is_grad_enabled()
+        with among_ourselves() if own else nullcontext():
+            return _Linear._gradients(context, gradient, x, weight, own)
+
+    @staticmethod
+    def _gradients(context: Any, gradient: Tensor, x: Tensor, weight: Tensor, own: bool) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         own_weight, own_bias = context.parameters
         of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
-        if torch.is_grad_enabled() or not context.mode.is_own():  # it may be differentiated again, or is somebody else's
+        if not own:  # it may be differentiated again, or is somebody else's
             of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
             return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
 

@@ -28,7 +28,7 @@ from hpczero.model import build, shapes
 from hpczero.optim.loss_scale import LossScale
 from hpczero.parallel import whole
 from hpczero.parallel.axis import DataAxis
-from hpczero.parallel.direct import DirectGradients
+from hpczero.parallel.direct import DirectGradients, among_ourselves
 from hpczero.parallel.gather import Gatherer, used_around_others
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.parallel.reduction import BadGradient, Reduction
@@ -190,7 +190,8 @@ class Engine:
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """The gradient of a backward is in `parameter.grad`: the only entry from backward."""
-        self.reduction.gradient_ready(parameter, may_be_last=self._direct.is_own())  # in a backward inside ours, autograd calls for each use
+        with among_ourselves():
+            self.reduction.gradient_ready(parameter, may_be_last=self._direct.is_own())  # in a backward inside ours, autograd calls for each use
 
     # -- step pass -----------------------------------------------------------------------------------------------------------------
 
