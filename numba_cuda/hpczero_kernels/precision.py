@@ -141,6 +141,22 @@ def load(stretch, size, address, precision, start):
 
 
 @inner
+def load_sum(stretch, size, one, other, precision, start):
+    """stretch[:size] becomes the sums of two tensors' elements from `start` on."""
+    singles, other_singles = pointer(one + uint64(4) * start, float32), pointer(other + uint64(4) * start, float32)
+    halves, other_halves = pointer(one + uint64(2) * start, uint16), pointer(other + uint64(2) * start, uint16)
+    if precision == FP32:
+        for i in range(size):
+            stretch[i] = singles[i] + other_singles[i]
+    elif precision == BF16:
+        for i in range(size):
+            stretch[i] = from_bf16(halves[i]) + from_bf16(other_halves[i])
+    else:
+        for i in range(size):
+            stretch[i] = from_fp16(halves[i]) + from_fp16(other_halves[i])
+
+
+@inner
 def add(stretch, size, address, precision, start):
     """The elements of the tensor from `start` on are added to stretch[:size]."""
     singles = pointer(address + uint64(4) * start, float32)
