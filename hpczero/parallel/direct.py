@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -31,7 +31,9 @@ _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "Unsq
 
 
 def among_ourselves() -> AbstractContextManager[None]:
-    """Inside, no mode looks at what is computed: a mode's look takes longer than a small tensor operation."""
+    """Inside, no function mode or tensor subclass looks at what is computed: a look takes longer than a small tensor operation. Weights that are
+    away are not fetched.
+    """
     return torch._C.DisableTorchFunction()
 
 
@@ -125,17 +127,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = context.saved_tensors  # which may be computed again here, in the way that forward went
-        own = context.mode.is_own() and not torch.is_grad_enabled()
-        with among_ourselves() if own else nullcontext():
-            return _Linear._gradients(context, gradient, x, weight, own)
+        in_own_backward = context.mode.is_own() and not torch.is_grad_enabled()
+        with among_ourselves() if in_own_backward and type(weight) in (Tensor, nn.Parameter) else nullcontext():
+            return _Linear._gradients(context, gradient, x, weight, in_own_backward)
 
     @staticmethod
-    def _gradients(context: Any, gradient: Tensor, x: Tensor, weight: Tensor, own: bool) -> tuple[Tensor | None, ...]:
+    def _gradients(context: Any, gradient: Tensor, x: Tensor, weight: Tensor, in_own_backward: bool) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         own_weight, own_bias = context.parameters
         of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
-        if not own:  # it may be differentiated again, or is somebody else's
+        if not in_own_backward:  # it may be differentiated again, or is somebody else's
             of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
             return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
 

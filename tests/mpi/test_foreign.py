@@ -232,6 +232,35 @@ def test_a_layer_that_runs_may_leave_a_parameter_without_gradient(world: World, 
         assert len(set(world.everyone.stack(torch.tensor(norms)).sum(1).tolist())) == 1
 
 
+class Again(nn.Module):
+    """While backward goes on it computes with its layer once more, and keeps what comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        out.register_hook(lambda _: self.keep(x))
+        return out.square().mean()
+
+    def keep(self, x: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self.kept = self.layer(torch.tanh(self.layer(x))).square().mean()
+
+
+def test_what_was_computed_inside_a_backward_has_a_gradient(world: World) -> None:
+    norms = set()
+    for stage, shared in WAYS:
+        with hpczero.initialize(made(Again), spec_of(stage, shared), world) as engine:
+            engine.backward(engine(torch.ones(2, 16)))
+            engine.backward(engine.module.kept)
+            norms.add(f"{engine.step().grad_norm:.5g}")
+    assert len(norms) == 1, norms
+    assert "nan" not in norms
+
+
 def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
     for (stage, shared), precision in product(WAYS, ("fp32", "bf16")):
         with hpczero.initialize(made(lambda: Convolutions(True), world.rank), spec_of(stage, shared, precision), world) as engine:
