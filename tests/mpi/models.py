@@ -227,3 +227,21 @@ class Twice(Layered):
 def layered_on_meta(model: Model) -> nn.Module:
     with torch.device("meta"):
         return Layered(model)
+
+
+class Again(nn.Module):
+    """While backward goes on it computes with its layer once more, and keeps what comes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        out.register_hook(lambda _: self.keep(x))
+        return out.square().mean()
+
+    def keep(self, x: torch.Tensor) -> None:
+        with torch.enable_grad():
+            self.kept = self.layer(torch.tanh(self.layer(x))).square().mean()

@@ -16,7 +16,7 @@ from hpczero.memory.region import Region
 from hpczero.parallel.foreign import layers_of
 from hpczero.spec.schema import Model, Spec
 from hpczero.train.initialize import Training
-from tests.mpi.models import CLASSES, SIDE, Convolutions, Odd, Pair, Positions, TextModel, Tower
+from tests.mpi.models import CLASSES, SIDE, Again, Convolutions, Odd, Pair, Positions, TextModel, Tower
 from tests.mpi.training import train
 
 pytestmark = pytest.mark.mpi
@@ -232,24 +232,6 @@ def test_a_layer_that_runs_may_leave_a_parameter_without_gradient(world: World, 
         assert len(set(world.everyone.stack(torch.tensor(norms)).sum(1).tolist())) == 1
 
 
-class Again(nn.Module):
-    """While backward goes on it computes with its layer once more, and keeps what comes of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.kept = torch.zeros(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layer(x)
-        out.register_hook(lambda _: self.keep(x))
-        return out.square().mean()
-
-    def keep(self, x: torch.Tensor) -> None:
-        with torch.enable_grad():
-            self.kept = self.layer(torch.tanh(self.layer(x))).square().mean()
-
-
 def test_what_was_computed_inside_a_backward_has_a_gradient(world: World) -> None:
     norms = set()
     for stage, shared in WAYS:
@@ -257,8 +239,8 @@ def test_what_was_computed_inside_a_backward_has_a_gradient(world: World) -> Non
             engine.backward(engine(torch.ones(2, 16)))
             engine.backward(engine.module.kept)
             norms.add(f"{engine.step().grad_norm:.5g}")
-    assert len(norms) == 1, norms
-    assert "nan" not in norms
+    (norm,) = norms
+    assert float(norm) > 0
 
 
 def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
