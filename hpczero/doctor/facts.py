@@ -16,7 +16,7 @@ import psutil
 
 from hpczero import __version__, env, locations, machine
 from hpczero.comm.library import Library, installed_wheels
-from hpczero_kernels.table import available
+from hpczero_kernels.table import OLDEST, available
 
 PACKAGES = ("torch", "mpi4py", "numba", "numba-cuda", "h5py", "numpy", "pydantic")
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "srun", "aprun", "palsd")
@@ -63,6 +63,7 @@ class Report:
     gpu_driver: bool
     gpus: list[str]
     gpu_error: str
+    gpu_capability: list[int]  # major, minor: of the oldest of them
     kernels: dict[str, dict[str, str]]  # device -> operation -> implementation
     storage: Storage
     sees_all: bool
@@ -86,6 +87,7 @@ def report() -> Report:
     memory = machine.memory()
     shm = machine.shared_memory()
     gpus, gpu_error = _gpus()
+    capability = _oldest_capability() if gpus else OLDEST
     return Report(
         host=socket.gethostname(),
         python=".".join(map(str, sys.version_info[:3])),
@@ -105,7 +107,8 @@ def report() -> Report:
         gpu_driver=machine.gpu_driver(),
         gpus=gpus,
         gpu_error=gpu_error,
-        kernels={device: available(device) for device in ("cpu", "cuda")},
+        gpu_capability=list(capability) if gpus else [],
+        kernels={"cpu": available("cpu"), "cuda": available("cuda", capability)},
         storage=_storage(),
         sees_all=machine.sees_all_users_of(),
         wheels=installed_wheels(),
@@ -166,6 +169,12 @@ def _gpus() -> tuple[list[str], str]:
         return names, "" if names else f"torch {torch.__version__} finds none"
     except Exception as error:  # a driver that does not fit can raise anything, and the others' facts still count
         return [], f"{type(error).__name__}: {error}"
+
+
+def _oldest_capability() -> tuple[int, int]:
+    import torch
+
+    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
 
 
 def _storage() -> Storage:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hpczero import machine
 from hpczero.doctor.facts import Report
+from hpczero_kernels.table import OLDEST
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -282,6 +283,11 @@ def _gpus(reports: Sequence[Report]) -> Found:
     for node in _by_node(reports)[:_NODES_SHOWN]:
         if node[0].gpus:
             yield OK, f"{node[0].host}: {', '.join(sorted(set(node[0].gpus)))} ({len(node[0].gpus)} visible to a rank)", ""
+    old = next((report for report in reports if report.gpus and tuple(report.gpu_capability) < OLDEST), None)
+    if old:
+        needed, there = (".".join(map(str, capability)) for capability in (OLDEST, old.gpu_capability))
+        what = f"a GPU of {old.host} has compute capability {there}, and the kernels need {needed}: PyTorch's operations are taken there"
+        yield WARN, what, "nodes with newer GPUs, where the site has them"
     library = reports[0].library
     if library and any(report.gpus for report in reports):
         aware = {True: "is CUDA-aware", False: "is not CUDA-aware", None: "does not say whether it is CUDA-aware"}[library.cuda_aware]

@@ -1,5 +1,6 @@
 """Who holds what, on which node, and what is sent: for people, and as data (pure)."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -9,9 +10,10 @@ from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.parallel.held import Units, chunks_of_stages, layers_that_run
 from hpczero.parallel.layout import rectangles
+from hpczero.parallel.states import shares_nodes
 from hpczero.planner.volumes import Volumes
-from hpczero.spec.schema import Spec
-from hpczero.spec.show import in_bytes
+from hpczero.spec.schema import Spec, Zero
+from hpczero.spec.show import in_bytes, shown
 
 _SHOWN = 8  # lines of a list before it is cut short
 _CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis
@@ -29,6 +31,15 @@ def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
         }
         for chunks in chunks_of_stages(spec, layers)
     ]
+
+
+def sharing_left_out(zero: Zero, grid: Grid) -> str:
+    """Why the ranks of a node keep no states together where they otherwise would; "" where they do, or have none to keep."""
+    per_node = (Counter(grid.node_of_rank[rank] for rank in group).values() for group in grid.groups("data"))
+    if grid.nodes_cut_data_alike or not any(shares_nodes(zero, counts) for counts in per_node):
+        return ""
+    what = f"zero.node_shared = {shown(zero.node_shared)} shares nothing: nodes divide the data ranks of the tensor ranks differently"
+    return f"{what}, which would then round differently; a number of ranks per node that parallel.tensor divides makes it possible"
 
 
 def nodes(grid: Grid) -> list[dict[str, Any]]:

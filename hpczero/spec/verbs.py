@@ -29,7 +29,7 @@ def check(options: Namespace) -> int:
         print(json.dumps(_explained(loaded, options.explain), indent=2) if options.json else _explanation(loaded, options.explain))
         return 0
     layout = _lay_out(loaded.spec, options.ranks, options.ranks_per_node)
-    notes = unavailable(loaded.spec) + without_effect(loaded.spec) + _idle(loaded.spec, layout) + _unknown(loaded.spec)
+    notes = unavailable(loaded.spec) + without_effect(loaded.spec) + _of_layout(loaded.spec, layout) + _unknown(loaded.spec)
     print(json.dumps(_as_data(loaded, layout, notes), indent=2) if options.json else _as_text(options.spec, loaded, layout, notes))
     return 0
 
@@ -73,6 +73,7 @@ class Layout:
     stages: list[dict[str, Any]] | None  # the layers of each
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
     memory: dict[str, Any] | None  # of the fullest node: its ranks, bytes by kind of one of them and of all, and bytes in shared windows
+    sharing_left_out: str  # why the ranks of a node keep no states together where they otherwise would
 
 
 def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
@@ -102,15 +103,17 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         stages, sent = topology.stages(spec, model), topology.sent(spec, model, grid)
         fullest = max(needs_on_grid(spec, model, grid).values(), key=lambda need: sum(need.node.values()))
         memory = {"ranks_on_node": fullest.ranks, "rank": fullest.rank, "node": fullest.node, "windows": fullest.windows}
-    axes = dict(zip(grid.axes, grid.sizes, strict=True))
-    return Layout(grid.describe(), ranks, parallel.order, axes, data_ranks, *sizes, topology.nodes(grid), stages, sent, memory)
+    axes, left_out = dict(zip(grid.axes, grid.sizes, strict=True)), topology.sharing_left_out(spec.zero, grid)
+    return Layout(grid.describe(), ranks, parallel.order, axes, data_ranks, *sizes, topology.nodes(grid), stages, sent, memory, left_out)
 
 
-def _idle(spec: Spec, layout: Layout | None) -> list[str]:
-    batch = spec.train.global_batch
-    if not layout or batch >= layout.data_ranks:
+def _of_layout(spec: Spec, layout: Layout | None) -> list[str]:
+    if not layout:
         return []
-    return [f"train.global_batch = {batch} leaves {layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks without a sequence"]
+    batch, idle = spec.train.global_batch, ""
+    if batch < layout.data_ranks:
+        idle = f"train.global_batch = {batch} leaves {layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks without a sequence"
+    return list(filter(None, (idle, layout.sharing_left_out)))
 
 
 def _unknown(spec: Spec) -> list[str]:

@@ -25,6 +25,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.apply import Found, assemble, find
 from hpczero.parallel.foreign import layers_of
 from hpczero.planner.memory import need, placement
+from hpczero.planner.topology import sharing_left_out
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
@@ -134,9 +135,9 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
         voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
-    if voice and spec.zero.node_shared is True and not job.grid.nodes_cut_data_alike:
-        what = "zero.node_shared = true is left out: nodes divide the data ranks of the tensor ranks differently, which would then round differently"
-        voice.event("WARN", what=f"{what}; a number of ranks per node that parallel.tensor divides makes it possible")
+    left_out = sharing_left_out(spec.zero, job.grid)
+    if voice and left_out:
+        voice.event("WARN", what=left_out)
     if voice and job.no_room_for_copy:
         voice.event("WARN", what="no room for a copy of the states: training waits while a checkpoint is saved")
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None

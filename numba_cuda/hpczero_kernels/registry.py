@@ -11,12 +11,11 @@ from functools import lru_cache
 import torch
 from numba.core import config
 
-from hpczero_kernels.table import CUDA, FLOATS, NUMBA, TABLE, TORCH, Implementation
+from hpczero_kernels.table import CUDA, FLOATS, NUMBA, OLDEST, TABLE, TORCH, Implementation
 
 __all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force", "on_gpus"]
 
 SIMULATED = bool(vars(config).get("ENABLE_CUDASIM"))  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
-_OLDEST = 8, 0  # compute capability: its conversions to bf16
 _LOG = logging.getLogger("hpczero_kernels")
 
 _forced: dict[str, str] = {}
@@ -88,8 +87,8 @@ def _lacking(implementation: Implementation) -> str:
     if implementation.name == CUDA and torch.cuda.is_available():
         if torch.version.cuda is None:
             return "the kernels are for NVIDIA's GPUs"
-        if torch.cuda.get_device_capability() < _OLDEST:
-            return f"the kernels need a GPU of compute capability {_OLDEST[0]}.{_OLDEST[1]}"
+        if torch.cuda.get_device_capability() < OLDEST:
+            return f"the kernels need a GPU of compute capability {OLDEST[0]}.{OLDEST[1]}"
     return implementation.missing()
 
 

@@ -10,6 +10,7 @@ from importlib import util
 
 TORCH, NUMBA, CUDA = "torch", "numba", "cuda"
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
+OLDEST = 8, 0  # compute capability of a GPU: its conversions to bf16
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
 }
 
 
-def available(device: str) -> dict[str, str]:
-    """What is taken for each operation on a device ("cpu", "cuda"), if the shape fits and nothing else is asked for."""
-    return {operation: next(each.name for each in TABLE[operation] if each.takes(device, "float32") and not each.missing()) for operation in TABLE}
+def available(device: str, capability: tuple[int, int] = OLDEST) -> dict[str, str]:
+    """What is taken for each operation on a device ("cpu", "cuda": a GPU of this capability), if the shape fits and nothing else is asked for."""
+
+    def can(implementation: Implementation) -> bool:
+        old = implementation.name == CUDA and capability < OLDEST
+        return implementation.takes(device, "float32") and not old and not implementation.missing()
+
+    return {operation: next(filter(can, implementations)).name for operation, implementations in TABLE.items()}

@@ -41,6 +41,10 @@ def test_every_operation_can_be_had_everywhere() -> None:
     assert table.available("cpu").keys() == table.available("cuda").keys() == TABLE.keys()
 
 
+def test_a_gpu_that_is_too_old_gets_no_kernel() -> None:
+    assert set(table.available("cuda", (7, 5)).values()) == {"torch"}
+
+
 def test_what_is_missing_is_passed_over_and_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(Implementation, "missing", lambda self: "the package numba-cuda is not installed" if self.name == "cuda" else "")
     with caplog.at_level(logging.INFO, "hpczero_kernels"):

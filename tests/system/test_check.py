@@ -132,6 +132,14 @@ def test_a_layout_that_cannot_be_and_one_that_cannot_run_yet(hpczero: Hpczero, t
         assert hpczero("check", "job.toml", *arguments).returncode == 2, arguments
 
 
+@pytest.mark.parametrize(("per_node", "shared", "said"), [("3", "true", True), ("3", "auto", True), ("3", "false", False), ("4", "true", False)])
+def test_why_the_ranks_of_a_node_keep_nothing_together(hpczero: Hpczero, tmp_path: Path, per_node: str, shared: str, said: bool) -> None:
+    (tmp_path / "job.toml").write_text("parallel = {tensor = 2, order = 'tensor,data,pipeline'}\n")
+    result = hpczero("check", "job.toml", "--ranks", "6", "--ranks-per-node", per_node, "--set", f"zero.node_shared={shared}")
+    assert result.returncode == 0
+    assert ("shares nothing: nodes divide the data ranks of the tensor ranks differently" in result.stdout) == said
+
+
 TOPOLOGY = """
 model = {layers = 7, hidden = 48, heads = 6, seq_len = 33}
 train = {global_batch = 5, micro_batch = 2}

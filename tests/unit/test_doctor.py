@@ -1,6 +1,7 @@
 """The doctor's judgement: from facts of recorded ranks to verdicts and fixes."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def rank(number: int = 0, size: int = 1, **changes: Any) -> Report:
         gpu_driver=False,
         gpus=[],
         gpu_error="",
+        gpu_capability=[],
         kernels={"cpu": {"adamw": "numba", "norm": "torch"}, "cuda": {"adamw": "cuda", "norm": "cuda"}},
         storage=Storage("1.14", None, "", "/work", "ext4"),
         sees_all=True,
@@ -170,12 +172,14 @@ def test_the_kernels_are_named() -> None:
 
 
 def test_gpus() -> None:
-    gpus = ["A100"] * 4
-    packages = rank().packages | {"numba-cuda": "0.20"}
-    assert complaints(rank(gpu_driver=True, gpus=gpus, packages=packages, library=replace(MPICH, cuda_aware=True))) == []
-    assert "not CUDA-aware" in the_complaint(rank(gpu_driver=True, gpus=gpus, packages=packages)).what
+    packages, aware = rank().packages | {"numba-cuda": "0.20"}, replace(MPICH, cuda_aware=True)
+    gpus = partial(rank, gpu_driver=True, gpus=["A100"] * 4, gpu_capability=[8, 0])
+    assert complaints(gpus(packages=packages, library=aware)) == []
+    assert "not CUDA-aware" in the_complaint(gpus(packages=packages)).what
     assert "torch finds none" in the_complaint(rank(gpu_driver=True, gpu_error="torch finds none")).what
-    built_in = the_complaint(rank(gpu_driver=True, gpus=gpus, library=replace(MPICH, cuda_aware=True)))
+    old = the_complaint(gpus(packages=packages, library=aware), gpus(1, 2, gpu_capability=[7, 5], host="n2", packages=packages, library=aware))
+    assert old.what == "a GPU of n2 has compute capability 7.5, and the kernels need 8.0: PyTorch's operations are taken there"
+    built_in = the_complaint(gpus(library=aware))
     assert built_in.fix == "/venv/bin/python -m pip install 'hpczero[cuda]'"
 
 
