@@ -8,9 +8,8 @@ Legend: [samples, seq, hidden], heads x head_dim = inner.
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from hpczero.model import shapes
+from hpczero.model import maps, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
 from hpczero_kernels.dropout import Place
@@ -72,7 +71,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        return maps.linear(x, self.weight, self.bias)
 
 
 class StackedLinear(nn.Module):
@@ -85,7 +84,7 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., maps, outputs]"""
-        return functional.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(-1, self.bias.shape)
+        return maps.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(-1, self.bias.shape)
 
 
 class Lookup(nn.Module):
@@ -97,7 +96,7 @@ class Lookup(nn.Module):
         self.positions = nn.Parameter(torch.empty(seq_len, hidden))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(tokens, self.tokens) + self.positions[: tokens.shape[1]]
+        return maps.embedding(tokens, self.tokens) + self.positions[: tokens.shape[1]]
 
 
 class CrossEntropy(nn.Module):

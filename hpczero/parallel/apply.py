@@ -59,7 +59,7 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
     if tensor:
         apply_plan(layers, PLANS[spec.model.family], residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len))
     axis = data_axis(spec, world, _group(world, grid), grid.nodes_cut_data_alike)
-    settings = settings_of(spec, accumulates, threads, in_layers=True)
+    settings = settings_of(spec, accumulates, threads, own_model=True)
     if pipeline is None:
         return Alone(Engine(module, layers, axis, settings, tensor=tensor))
     described = [layer for _, layer in layers]
@@ -143,8 +143,8 @@ def _axis_of_foreign(module: nn.Module, spec: Spec, world: World, group: Group) 
     return axis
 
 
-def settings_of(spec: Spec, accumulates: bool, threads: int, in_layers: bool = False) -> Settings:
-    return Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads, in_layers)
+def settings_of(spec: Spec, accumulates: bool, threads: int, own_model: bool = False) -> Settings:
+    return Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads, own_model)
 
 
 def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool = True) -> DataAxis:

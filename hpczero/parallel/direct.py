@@ -3,20 +3,23 @@
 Autograd makes the gradient of a weight in memory of its own, from where it would be copied into the unit's buffer; that of an embedding is a whole
 tensor of zeros but for a few rows, to which that of a tied head is added. Inside `DirectGradients` linear maps and embeddings of the engine's
 parameters, whatever module calls them, go another way: the product that is a weight's gradient is written into the buffer at once, and an
-embedding's gradient is its rows alone (summed in fp32, rounded once). To autograd the former is an empty sparse tensor, which it adds up with
+embedding's gradient is its rows alone (summed in fp32, rounded once). hpczero's own models ask for them (`model.maps`); in others every operation
+is looked at, which takes some 10 µs each. To autograd the former is an empty sparse tensor, which it adds up with
 what else the parameter is used for, and which tells the engine at the right time that the gradient is there.
 
 Where there is no place for a gradient yet, it is made as ever, by the same arithmetic: the results do not depend on it.
 """
 
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from hpczero.model import maps
 
 
 class Sums(Protocol):
@@ -37,23 +40,21 @@ def among_ourselves() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
-class DirectGradients(TorchFunctionMode):
-    def __init__(self, parameters: Container[Tensor], sums: Sums) -> None:
-        super().__init__()
+class DirectGradients:
+    def __init__(self, parameters: Container[Tensor], sums: Sums, watches: bool = True) -> None:
+        """`watches`: modules that do not ask, too."""
         self.sums = sums
-        self._parameters = parameters
+        self._parameters, self._watches = parameters, watches
         self._task = -1  # autograd's number of the backward that is the engine's own
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        other = _REPLACED.get(function)
-        if other is None:
-            return function(*args, **(kwargs or {}))
-        usual = not torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda") or torch.compiler.is_compiling()
-        if usual or torch._C._are_functorch_transforms_active():
-            return function(*args, **(kwargs or {}))
-        return other(self, *args, **(kwargs or {}))
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        with maps.done_by(self), _Watch(self) if self._watches else nullcontext():
+            yield
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _usual():
+            return functional.linear(input, weight, bias)
         own_weight, own_bias = self._parameter(weight), None if bias is None else self._parameter(bias)
         known = own_weight is not None and (bias is None) == (own_bias is None)
         plain = type(input) is Tensor and input.layout is torch.strided and input.dim() >= 2 and input.dtype == weight.dtype and weight.numel() > 0
@@ -66,7 +67,7 @@ class DirectGradients(TorchFunctionMode):
         self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
         scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Tensor:  # fmt: skip
-        special = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
+        special = _usual() or padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
         special |= input.device.type != "cpu"  # which rows there are, the host would have to wait for
         if special or type(input) is not Tensor or self._parameter(weight) is not weight:
             return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -106,7 +107,19 @@ class DirectGradients(TorchFunctionMode):
         return base if ends_there and tensor.is_contiguous() and tensor.numel() == base.numel() and not tensor._backward_hooks else None
 
 
-_REPLACED: dict[Any, Callable[..., Tensor]] = {functional.linear: DirectGradients.linear, functional.embedding: DirectGradients.embedding}
+class _Watch(TorchFunctionMode):
+    def __init__(self, way: DirectGradients) -> None:
+        super().__init__()
+        self._replaced: dict[Any, Callable[..., Tensor]] = {functional.linear: way.linear, functional.embedding: way.embedding}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._replaced.get(function, function)(*args, **(kwargs or {}))
+
+
+def _usual() -> bool:
+    """Whether no gradient of a plain kind is to be made of what is computed here."""
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return not torch.is_grad_enabled() or autocast or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 class _Linear(torch.autograd.Function):

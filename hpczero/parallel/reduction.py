@@ -60,7 +60,7 @@ class Reduction:
         self._sums = 0  # the same since the beginning
         self._reduced: set[Unit] = set()  # that have sums of this step already
         self._reducing = False
-        self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward are autograd's
+        self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward wait in `parameter.grad`
         self._completed: list[Unit] | None = []  # in the first step, as they come
         self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
         self._place_of: dict[torch.Tensor, tuple[Unit, int]] = {}
@@ -102,40 +102,46 @@ class Reduction:
             self._collect()
             while self._started < len(self._order) and self._order[self._started].missing == 0 and self._has_buffer(self._order[self._started]):
                 self._start(self._order[self._started])  # without waiting for another rank, which may wait for what follows here
-            self._collect()
+                self._collect()
 
     def write(self, parameter: torch.Tensor, into: Callable[[torch.Tensor], None]) -> bool:
-        """Lets `into` write the gradient of one use of a parameter, in a tensor of its shape, and adds it up where it is summed over the ranks. False
-        where there is no place for it: then all gradients of this backward go the usual way, so that their order does not depend on when there
-        is one. `gradient_ready` follows in either case.
+        """Lets `into` write the gradient of one use of a parameter, in a tensor of its shape, and adds it up where it is summed over the ranks. While
+        there is no place for it, that is `parameter.grad`, for all gradients of this backward, so that their order does not depend on when there is
+        one. False where they gather in another precision: it is autograd's then. `gradient_ready` follows in either case.
         """
         unit, index = self._place_of[parameter]
         place = self._place_for(unit, index)
-        if place is None or place.dtype != parameter.dtype:
+        if place is not None and place.dtype != parameter.dtype:
             return False
-        if index in unit.arrived:
-            made = torch.empty_like(place)
-            into(made)
-            place.add_(made)
-        else:
+        if place is not None and index not in unit.arrived:
             into(place)
             unit.arrived.add(index)
+            return True
+        made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        into(made)
+        before = parameter.grad if place is None else place
+        if before is None:
+            parameter.grad = made
+        else:
+            before.add_(made)
         return True
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         """As `write`, of a gradient that has been made."""
         unit, index = self._place_of[parameter]
-        if self._place_for(unit, index) is None:
+        if self._place_for(unit, index) is not None:
+            unit.add_gradient(index, gradient)
+        elif parameter.grad is not None:
+            parameter.grad.add_(gradient)
+        else:
             return False
-        unit.add_gradient(index, gradient)
         return True
 
     def _place_for(self, unit: Unit, index: int) -> torch.Tensor | None:
         if (unit, index) in self._elsewhere or not self._has_buffer(unit):
             self._elsewhere.add((unit, index))
             return None
-        assert unit.buffer is not None
-        return unit.part(unit.buffer, unit.layout.places[index])
+        return unit.gradient_of(index)
 
     def _has_buffer(self, unit: Unit) -> bool:
         if unit.buffer is None:

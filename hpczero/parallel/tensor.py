@@ -21,6 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from hpczero.comm.group import Group
+from hpczero.model import maps
 from hpczero.parallel.sequence import Residual
 from hpczero_kernels.dropout import Place
 
@@ -48,7 +49,7 @@ class RowLinear(_PartOfLinear):
     """Of a linear map: this rank's inputs; the residual stream goes out, as this rank has it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum_of_parts(functional.linear(x, self.weight), self.bias, self._residual)
+        return sum_of_parts(maps.linear(x, self.weight), self.bias, self._residual)
 
 
 class OnOwnRows(nn.Module):

@@ -1,6 +1,6 @@
 """One unit's states on this rank: flat buffers, and the gradients that arrive in them."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,6 +12,7 @@ from hpczero.memory.arena import Arena
 from hpczero.model import shapes
 from hpczero.parallel.layout import Place, UnitLayout
 from hpczero.parallel.states import Sharded
+from hpczero_kernels.adamw import State
 from hpczero_kernels.reduce import BLOCK
 
 Fill = Callable[[shapes.Parameter, int, torch.Tensor], None]  # writes the flattened logical parameter's elements from the given one on
@@ -44,12 +45,11 @@ class ShardedParameter(nn.Parameter):
 
 
 @dataclass(frozen=True)
-class Run:
-    """A stretch of a unit's own elements; `weights` is where it is written back to, where this rank does that."""
+class Stepped:
+    """A stretch of a unit's own elements that is stepped in one go."""
 
-    elements: slice
+    state: State
     decays: bool
-    weights: torch.Tensor | None
 
 
 class Unit:
@@ -81,13 +81,14 @@ class Unit:
         self.parameters = [self._parameter(place) for place in layout.places]
         held = arena.take("gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype)
         self.buffer: torch.Tensor | None = None if sharded.gradients else held
+        self._views: dict[int, list[torch.Tensor]] = {}  # address of a buffer -> the parameters' parts of it
         self.wire = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
         self.summed = held if sharded.gradients else self.wire[self.shard]
         self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
         self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
         self.missing = 0  # how many are still to come in this backward
         self._gaps = _gaps(layout)
-        self._runs: dict[frozenset[str], list[Run]] = {}  # of the parameters that are trained now
+        self._stepped: dict[frozenset[str], list[Stepped]] = {}  # of the parameters that are trained now
 
     def _parameter(self, place: Place) -> nn.Parameter:
         if self.sharded.parameters:
@@ -117,22 +118,22 @@ class Unit:
                 self.parameters[index] = parameter
 
     @property
-    def runs(self) -> list[Run]:
-        """The own elements in stretches that are stepped alike; frozen parameters are left out."""
+    def stepped(self) -> list[Stepped]:
+        """The own elements; frozen parameters are left out."""
         trained = frozenset(place.parameter.name for place, own in zip(self.layout.places, self.parameters, strict=True) if own.requires_grad)
-        if trained not in self._runs:
-            self._runs = {trained: self._runs_of(trained)}
-        return self._runs[trained]
+        if trained not in self._stepped:
+            self._stepped = {trained: list(self._stretches(trained))}
+        return self._stepped[trained]
 
-    def _runs_of(self, trained: Container[str]) -> list[Run]:
+    def _stretches(self, trained: Container[str]) -> Iterator[Stepped]:
         first, written = self.own.start, self.written
-        runs = []
         for begin, end in ((first, written.start), (written.start, written.stop), (written.stop, self.own.stop)):
             for place, part in self.layout.stretches(begin, end):
                 if place.parameter.name in trained:
                     weights = self._weights_at(part) if self._separate and begin == written.start else None
-                    runs.append(Run(slice(part.start - first, part.stop - first), place.parameter.decays, weights))
-        return runs
+                    own = slice(part.start - first, part.stop - first)
+                    state = State(self.master[own], self.moment1[own], self.moment2[own], self.gradient_to_step[own], weights)
+                    yield Stepped(state, place.parameter.decays)
 
     def fill_own(self, fill: Fill) -> None:
         """The own elements get these values of the parameters that lie there."""
@@ -172,17 +173,24 @@ class Unit:
                 total += self.summed[part.start - self.shard.start : part.stop - self.shard.start].double().square().sum()
         return total
 
-    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+    def gradient_of(self, index: int) -> torch.Tensor:
+        """Where the parameter's gradient lies in the buffer."""
         assert self.buffer is not None
-        part = self.part(self.buffer, self.layout.places[index])
+        views = self._views.get(self.buffer.data_ptr())
+        if views is None:
+            views = self._views[self.buffer.data_ptr()] = [self.part(self.buffer, place) for place in self.layout.places]
+        return views[index]
+
+    def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
+        is_sparse = gradient.is_sparse
         if index not in self.arrived:
             self.arrived.add(index)
-            if not gradient.is_sparse:
-                part.copy_(gradient)
+            if not is_sparse:
+                self.gradient_of(index).copy_(gradient)
                 return
-            part.zero_()
-        if not gradient.is_sparse or gradient._nnz():
-            part.add_(gradient)
+            self.gradient_of(index).zero_()
+        if not is_sparse or gradient._nnz():
+            self.gradient_of(index).add_(gradient)
 
     def complete(self) -> None:
         """Makes the gradient ready to be sent: parameters without one, and the padding, count as zero."""
@@ -191,9 +199,9 @@ class Unit:
             if parameter.grad is not None:  # it came when there was no buffer
                 self.add_gradient(index, parameter.grad)
                 parameter.grad = None
-        for index, place in enumerate(self.layout.places):
+        for index in range(len(self.parameters)):
             if index not in self.arrived:
-                self.part(self.buffer, place).zero_()
+                self.gradient_of(index).zero_()
         for gap in self._gaps:
             self.buffer[gap].zero_()
         self.arrived.clear()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from hpczero.comm.group import Group
+from hpczero.model import maps
 from hpczero.parallel.layout import share
 from hpczero.parallel.sequence import Residual
 from hpczero.parallel.tensor import sum_of_parts
@@ -60,7 +60,7 @@ def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> t
         return vectors.sum() + vectors.new_zeros(*tokens.shape, vectors.shape[1])
     index = tokens - first
     here = (index >= 0) & (index < vectors.shape[0])
-    found = functional.embedding(index.where(here, 0), vectors)  # how many there are, the host would have to wait for
+    found = maps.embedding(index.where(here, 0), vectors)  # how many there are, the host would have to wait for
     return found.masked_fill(~here.unsqueeze(-1), 0.0)
 
 

@@ -35,7 +35,7 @@ from hpczero.parallel.reduction import BadGradient, Reduction
 from hpczero.parallel.states import SLOTS, Precision, Sharded, state_bytes
 from hpczero.parallel.unit import Fill, Unit, take_moments
 from hpczero.spec.schema import Optimizer, Train, Zero
-from hpczero_kernels.adamw import Scalars, State, adamw, scalars_of_step
+from hpczero_kernels.adamw import Scalars, adamw, scalars_of_step
 from hpczero_kernels.pool import Pool
 from hpczero_kernels.registry import CUDA, choose
 
@@ -52,7 +52,8 @@ class StepResult:
 @dataclass(frozen=True)
 class Settings:
     """What the engine does with the gradients; `accumulates`: a step has several micro-batches (their sum is kept in fp32).
-    `in_layers`: a layer's parameters are used while it runs, and by nobody else.
+    `own_model`: the module is one of `hpczero.model`, where a layer's parameters are used while it runs and by nobody else, and linear maps and
+    lookups are those of `model.maps`.
     """
 
     train: Train
@@ -61,7 +62,7 @@ class Settings:
     seed: int
     accumulates: bool
     threads: int = 1
-    in_layers: bool = False
+    own_model: bool = False
 
 
 class Engine:
@@ -110,7 +111,7 @@ class Engine:
         self._unit_of: dict[torch.Tensor, Unit] = {parameter: unit for unit in self.units for parameter in unit.parameters}
         self.reduction = Reduction(self.units, axis, self.sharded, slots, self.pool)
         self._had_backward: set[Unit] = set()  # in this step
-        self._direct = DirectGradients(self._unit_of, self.reduction)
+        self._direct = DirectGradients(self._unit_of, self.reduction, watches=not settings.own_model)
         self._hooks = [_when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.names = [place.parameter.name for unit in self.units for place in unit.layout.places]
         build.adopt(module, dict(zip(self.names, (own for unit in self.units for own in unit.parameters), strict=True)))
@@ -119,7 +120,7 @@ class Engine:
         if self.gatherer:
             self.reduction.on_all_there = self.gatherer.forget
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
-        if self.settings.in_layers:
+        if self.settings.own_model:
             self._hooks += [part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer))) for part, layer in layers]
         for unit in self.units:
             unit.fill_own(values(unit.layout) if values else self._initial_values)
@@ -136,9 +137,9 @@ class Engine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, the module or its layers may run forward."""
-        if not self.settings.in_layers:
+        if not self.settings.own_model:
             self.weights_here()
-        with self._direct, self.gatherer.forward() if self.gatherer else nullcontext():
+        with self._direct.here(), self.gatherer.forward() if self.gatherer else nullcontext():
             yield
 
     def _sharded_parameters(self, layers: Sequence[tuple[nn.Module, shapes.Layer]], around: Iterable[str]) -> Gatherer:
@@ -179,7 +180,7 @@ class Engine:
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
         self.reduction.begin(last, units)
         self._had_backward.update(chosen)
-        with self._direct, self.gatherer.backward() if self.gatherer else nullcontext(), self._in_this_thread():
+        with self._direct.here(), self.gatherer.backward() if self.gatherer else nullcontext(), self._in_this_thread():
             if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
                 self._direct.backward(output, gradient)
         self.reduction.end()
@@ -232,10 +233,8 @@ class Engine:
         return total.sqrt()
 
     def _update(self, unit: Unit, scalars: Scalars) -> None:
-        for run in unit.runs:
-            part = run.elements
-            state = State(unit.master[part], unit.moment1[part], unit.moment2[part], unit.gradient_to_step[part], run.weights)
-            adamw(state, self.settings.optimizer.weight_decay if run.decays else 0.0, scalars, self.pool)
+        for stretch in unit.stepped:
+            adamw(stretch.state, self.settings.optimizer.weight_decay if stretch.decays else 0.0, scalars, self.pool)
 
     def _start_arriving(self, unit: Unit) -> None:
         """The own part of a unit's weights is new: the others get it, and this rank theirs."""

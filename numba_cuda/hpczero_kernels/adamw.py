@@ -12,10 +12,10 @@ from math import sqrt
 
 import numpy as np
 import torch
-from numba import float32, njit, uint64
+from numba import float32, njit, uint16, uint64
 
 from hpczero_kernels.pool import INLINE, Pool
-from hpczero_kernels.precision import CODES, FP32, STRETCH, address_of, load, pointer, room_for_halves, store, store_past_the_caches, wait_for_stores
+from hpczero_kernels.precision import BF16, CODES, FP32, STRETCH, address_of, from_bf16, inner, load, pointer, store, to_bf16
 from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
@@ -80,17 +80,31 @@ def adamw_reference(state: State, decay: float, scalars: Scalars, zero_gradient:
             state.gradient[part].zero_()
 
 
-@njit(error_model="numpy", nogil=True)
-def _update(master, moment1, moment2, gradient, size, keep, scalars):
-    """One stretch of pointers `master`, `moment1`, `moment2` beside the fp32 stretch `gradient`; keep = 1 - lr decay."""
+@inner
+def _updated(weight, moment1, moment2, gradient, keep, scalars):
+    """One element; keep = 1 - lr decay."""
     gradient_scale, beta1, rest1, beta2, rest2 = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
     eps, step, spread = scalars[5], scalars[7], scalars[8]
+    scaled = gradient * gradient_scale
+    mean = beta1 * moment1 + rest1 * scaled
+    square = beta2 * moment2 + rest2 * scaled * scaled
+    return keep * weight - step * mean / (sqrt(square * spread) + eps), mean, square
+
+
+@inner
+def _update(master, moment1, moment2, stretch, size, keep, scalars):
+    """Of pointers `master`, `moment1`, `moment2`; the stretch has the gradient, and then the new weights."""
     for i in range(size):
-        scaled = gradient[i] * gradient_scale
-        mean = beta1 * moment1[i] + rest1 * scaled
-        square = beta2 * moment2[i] + rest2 * scaled * scaled
-        moment1[i], moment2[i] = mean, square
-        master[i] = keep * master[i] - step * mean / (sqrt(square * spread) + eps)
+        weight, moment1[i], moment2[i] = _updated(master[i], moment1[i], moment2[i], stretch[i], keep, scalars)
+        master[i] = stretch[i] = weight
+
+
+@inner
+def _update_bf16(master, moment1, moment2, gradient, weights, size, keep, scalars):
+    """All are pointers. In one loop memory is read and written all the time: a seventh faster."""
+    for i in range(size):
+        weight, moment1[i], moment2[i] = _updated(master[i], moment1[i], moment2[i], from_bf16(gradient[i]), keep, scalars)
+        master[i], weights[i] = weight, to_bf16(weight)
 
 
 @njit(
@@ -100,21 +114,21 @@ def _update(master, moment1, moment2, gradient, size, keep, scalars):
 @named_by_sources
 def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision, decay, scalars, start, stop):
     """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
-    widened, zeros, halves = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32), room_for_halves()
-    keep = float32(1.0) - scalars[6] * decay
+    stretch, zeros = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32)
+    keep, both_bf16 = float32(1.0) - scalars[6] * decay, weights and gradient_precision == weights_precision == BF16
     while start < stop:
-        size = min(stop - start, uint64(STRETCH))
-        offset = uint64(4) * start
-        load(widened, size, gradient, gradient_precision, start)
+        size, single, half = min(stop - start, uint64(STRETCH)), uint64(4) * start, uint64(2) * start
+        states = pointer(master + single, float32), pointer(moment1 + single, float32), pointer(moment2 + single, float32)
+        if both_bf16:
+            _update_bf16(*states, pointer(gradient + half, uint16), pointer(weights + half, uint16), size, keep, scalars)
+        else:
+            load(stretch, size, gradient, gradient_precision, start)
+            _update(*states, stretch, size, keep, scalars)
+            if weights:
+                store(stretch, size, weights, weights_precision, start)
         if zeroes:
             store(zeros, size, gradient, gradient_precision, start)
-        master_values = pointer(master + offset, float32)
-        _update(master_values, pointer(moment1 + offset, float32), pointer(moment2 + offset, float32), widened, size, keep, scalars)
-        if weights:
-            load(widened, size, master, FP32, start)
-            store_past_the_caches(widened, size, weights, weights_precision, start, halves)
         start += uint64(STRETCH)
-    wait_for_stores()
 
 
 def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zero_gradient: bool = False) -> None:

@@ -27,8 +27,11 @@ class Pool:
 
     def run(self, kernel: Callable[[int, int], None], count: int) -> None:
         """kernel(start, stop) for slices that together are range(count); what a slice raises is raised here, once all have ended."""
+        if self._others is None:
+            kernel(0, count)
+            return
         mine, *theirs = slices_of(count, self.threads)
-        started = [self._others.submit(kernel, *part) for part in theirs] if self._others else []
+        started = [self._others.submit(kernel, *part) for part in theirs]
         try:
             kernel(*mine)
         finally:

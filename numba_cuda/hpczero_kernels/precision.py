@@ -9,16 +9,12 @@ process that loads both caches runs one closure in place of the other.
 """
 
 import torch
-from llvmlite import ir
 from numba import float32, njit, types, uint16, uint32, uint64
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 FP32, BF16, FP16 = 0, 1, 2
-STRETCH = 512  # elements: short enough for the reading of one stretch to overlap with the arithmetic of the last
+STRETCH = 256  # elements: short enough for the reading of one stretch to overlap with the arithmetic of the last
 CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-
-_LINE = 64  # bytes that go past the caches at a time: a cache line
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
 
@@ -47,46 +43,6 @@ def pointer(context, address, to):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(to.instance_type)(types.uint64, to), generate
-
-
-@intrinsic
-def room_for_halves(context):
-    """The address of memory of the kernel's own, for a stretch of half precision."""
-
-    def generate(context, builder, signature, arguments):
-        room = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(16), STRETCH))
-        room.align = _LINE
-        return builder.ptrtoint(room, ir.IntType(64))
-
-    return types.uint64(), generate
-
-
-@intrinsic
-def _line_past_the_caches(context, to, source):
-    """A cache line of memory becomes the one at `source`, without being read first."""
-    line = ir.VectorType(ir.IntType(32), _LINE // 4)
-
-    def generate(context, builder, signature, arguments):
-        target, origin = (builder.inttoptr(address, line.as_pointer()) for address in arguments)
-        written = builder.store(builder.load(origin, align=_LINE), target, align=_LINE)
-        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-
-    return types.void(types.uint64, types.uint64), generate
-
-
-@intrinsic
-def wait_for_stores(context):
-    """What has gone past the caches is there for other cores before what is written next."""
-
-    def generate(context, builder, signature, arguments):
-        if builder.module.triple.startswith("x86_64"):  # where a fence of LLVM's may be a locked instruction, which is for ordinary stores
-            builder.call(builder.module.declare_intrinsic("llvm.x86.sse.sfence", (), ir.FunctionType(ir.VoidType(), ())), ())
-        else:
-            builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @inner
@@ -174,7 +130,7 @@ def add(stretch, size, address, precision, start):
 
 @inner
 def store(stretch, size, address, precision, start):
-    """The elements of the tensor from `start` on become stretch[:size], rounded; stretch[:size] becomes what was stored."""
+    """The elements of the tensor from `start` on become stretch[:size], rounded."""
     singles = pointer(address + uint64(4) * start, float32)
     halves = pointer(address + uint64(2) * start, uint16)
     if precision == FP32:
@@ -183,23 +139,29 @@ def store(stretch, size, address, precision, start):
     elif precision == BF16:
         for i in range(size):
             halves[i] = to_bf16(stretch[i])
-            stretch[i] = from_bf16(halves[i])
     else:
         for i in range(size):
             halves[i] = to_fp16(stretch[i])
-            stretch[i] = from_fp16(halves[i])
 
 
-@inner
-def store_past_the_caches(stretch, size, address, precision, start, halves):
-    """As `store`, of elements that are not computed with soon: whole cache lines are not read before they are written. `halves` is
-    `room_for_halves()` of the kernel, which lets `wait_for_stores` follow before others may look.
-    """
-    to = address + uint64(2) * start
-    if precision == FP32 or to % uint64(_LINE) or size % uint64(_LINE // 2):
-        store(stretch, size, address, precision, start)
+@njit(error_model="numpy", nogil=True, fastmath={"reassoc", "contract"})
+def store_and_square(stretch, size, address, precision, start):
+    """As `store`; the sum of squares of what was stored, in any order, so that it can be vectorised: the same one in every call."""
+    singles = pointer(address + uint64(4) * start, float32)
+    halves = pointer(address + uint64(2) * start, uint16)
+    squares = float32(0.0)
+    if precision == FP32:
+        for i in range(size):
+            singles[i] = stretch[i]
+            squares += stretch[i] * stretch[i]
+    elif precision == BF16:
+        for i in range(size):
+            bits = to_bf16(stretch[i])
+            halves[i], value = bits, from_bf16(bits)
+            squares += value * value
     else:
-        store(stretch, size, halves, precision, uint64(0))
-        for line in range(size // uint64(_LINE // 2)):
-            offset = uint64(_LINE) * uint64(line)
-            _line_past_the_caches(to + offset, halves + offset)
+        for i in range(size):
+            bits = to_fp16(stretch[i])
+            halves[i], value = bits, from_fp16(bits)
+            squares += value * value
+    return squares

@@ -7,19 +7,7 @@ import torch
 from numba import float32, njit, uint64
 
 from hpczero_kernels.pool import BLOCK, INLINE, Pool
-from hpczero_kernels.precision import (
-    CODES,
-    STRETCH,
-    add,
-    address_of,
-    load,
-    load_sum,
-    pointer,
-    room_for_halves,
-    store,
-    store_past_the_caches,
-    wait_for_stores,
-)
+from hpczero_kernels.precision import BF16, CODES, STRETCH, add, address_of, inner, load, load_sum, pointer, store_and_square
 from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
@@ -39,23 +27,9 @@ def sum_pieces_reference(
         bad.copy_(torch.where(out.isfinite().all(), bad, 1.0))
 
 
-@njit(error_model="numpy", nogil=True, fastmath={"reassoc", "contract"})
-def _squares_of(values, size):
-    """In any order, so that it can be vectorised; the order is the same in every call."""
-    total = float32(0.0)
-    for i in range(size):
-        total += values[i] * values[i]
-    return total
-
-
-@njit("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)", nogil=True, cache=True, error_model="numpy")
-@named_by_sources
-def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
-    """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
-    total, halves, squared = np.empty(STRETCH, np.float32), room_for_halves(), float32(0.0)
-    read = accumulate  # what is written has been read before, and is in the caches
-    for piece in pieces:
-        read |= piece == out
+@inner
+def _stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop):
+    total, squared = np.empty(STRETCH, np.float32), float32(0.0)
     while start < stop:
         size = min(stop - start, uint64(STRETCH))
         if pieces.size == 1:
@@ -66,17 +40,22 @@ def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop
             add(total, size, pieces[number], precision, start)
         if accumulate:
             add(total, size, out, out_precision, start)
-        if read:
-            store(total, size, out, out_precision, start)
-        else:
-            store_past_the_caches(total, size, out, out_precision, start, halves)
+        if start % uint64(BLOCK) == 0:
+            squared = float32(0.0)
+        squared += store_and_square(total, size, out, out_precision, start)
         if squares:
-            if start % uint64(BLOCK) == 0:
-                squared = float32(0.0)
-            squared += _squares_of(total, size)
             pointer(squares, float32)[start // uint64(BLOCK)] = squared
         start += uint64(STRETCH)
-    wait_for_stores()
+
+
+@njit("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)", nogil=True, cache=True, error_model="numpy")
+@named_by_sources
+def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
+    """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
+    if precision == out_precision == BF16:  # written with constants, the usual case is compiled for itself: a twentieth faster
+        _stretches(pieces, BF16, out, BF16, accumulate, squares, start, stop)
+    else:
+        _stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop)
 
 
 def sum_pieces(

@@ -126,7 +126,6 @@ def test_buffers_that_do_not_fit_together_are_refused():
 
 def test_the_kernel_is_vectorised_and_releases_the_lock():
     text = assembly_of(module._adamw)
-    for operation in ("sqrtps", "divps", "mulps", "pmovzxwd", "movnt"):
+    for operation in ("sqrtps", "divps", "mulps", "pmovzxwd"):
         assert is_vectorised(text, operation), operation
-    assert ("sfence" in text) == ("%rsp" in text)  # others read what has gone past the caches
     assert module._adamw.targetoptions["nogil"]

@@ -72,7 +72,7 @@ def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) ->
     for parameter in net.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(calls.append)
-    with mode:
+    with mode.here():
         loss = net(tokens)
         mode.backward(loss, torch.ones_like(loss))
     assert len(calls) == len(expected) == len({id(parameter) for parameter in calls}), "each is said to be there once"
@@ -88,7 +88,7 @@ def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) ->
 
 def test_without_gradients_nothing_changes() -> None:
     layer = nn.Linear(3, 3)
-    with DirectGradients(set(layer.parameters()), Places([])), torch.no_grad():
+    with DirectGradients(set(layer.parameters()), Places([])).here(), torch.no_grad():
         assert layer(torch.ones(2, 3)).grad_fn is None
-    with DirectGradients(set(), Places([])):
+    with DirectGradients(set(), Places([])).here():
         assert "Addmm" in type(layer(torch.ones(2, 3)).grad_fn).__name__

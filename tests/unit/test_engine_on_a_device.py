@@ -94,7 +94,7 @@ def test_every_tensor_of_a_step_is_on_the_device(stage: int, precision: str, mon
     module = build.on_meta(MODEL)
     module.register_buffer("kept", torch.zeros(3))
     layers = list(zip(module.layers(), shapes.layers(MODEL), strict=True))
-    engine = Engine(module, layers, OneRank(), Settings(spec.train, spec.optimizer, spec.zero, 1, True, in_layers=True))  # type: ignore[arg-type]
+    engine = Engine(module, layers, OneRank(), Settings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True))  # type: ignore[arg-type]
     text = torch.zeros(2, MODEL.seq_len + 1, dtype=torch.int64)
     for last in (False, True):
         loss = engine(MicroBatch(text[:, :-1], text[:, 1:], torch.arange(2), 0, 1).on(engine.device))
