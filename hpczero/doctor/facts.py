@@ -86,8 +86,7 @@ class Report:
 def report() -> Report:
     memory = machine.memory()
     shm = machine.shared_memory()
-    gpus, gpu_error = _gpus()
-    capability = _oldest_capability() if gpus else OLDEST
+    gpus, gpu_error, capability = _gpus()
     return Report(
         host=socket.gethostname(),
         python=".".join(map(str, sys.version_info[:3])),
@@ -158,23 +157,20 @@ def _launcher() -> Launcher | None:
     return None
 
 
-def _gpus() -> tuple[list[str], str]:
-    """Names of the GPUs that torch offers this rank; torch (seconds to import) is asked only where there is a driver."""
+def _gpus() -> tuple[list[str], str, tuple[int, int]]:
+    """Names of the GPUs that torch offers this rank, what is wrong with them, and the oldest one's compute capability; torch (seconds to import) is
+    asked only where there is a driver.
+    """
     if not machine.gpu_driver():
-        return [], ""
+        return [], "", OLDEST
     try:
         import torch
 
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        return names, "" if names else f"torch {torch.__version__} finds none"
+        visible = range(torch.cuda.device_count())
+        names, capabilities = map(torch.cuda.get_device_name, visible), map(torch.cuda.get_device_capability, visible)
+        return list(names), "" if visible else f"torch {torch.__version__} finds none", min(capabilities, default=OLDEST)
     except Exception as error:  # a driver that does not fit can raise anything, and the others' facts still count
-        return [], f"{type(error).__name__}: {error}"
-
-
-def _oldest_capability() -> tuple[int, int]:
-    import torch
-
-    return min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+        return [], f"{type(error).__name__}: {error}", OLDEST
 
 
 def _storage() -> Storage:

@@ -60,7 +60,7 @@ def _software(reports: Sequence[Report]) -> Found:
         target = (
             f"NVIDIA's numba-cuda {first.packages['numba-cuda']}" if first.packages["numba-cuda"] else "numba's built-in, deprecated one"
         )
-        needed = any(report.gpus for report in reports) and not first.packages["numba-cuda"]
+        needed = any(report.gpus and not _too_old(report) for report in reports) and not first.packages["numba-cuda"]
         yield (WARN if needed else OK), f"kernels' CUDA target: {target}", _install(first, "cuda") if needed else ""
     yield OK, "; ".join(_kernels(first)), ""
 
@@ -272,6 +272,10 @@ def _bytes(number: int) -> str:
     return f"{number / _GIB:.1f} GiB" if number >= _GIB else f"{number / _MIB:.1f} MiB"
 
 
+def _too_old(report: Report) -> bool:
+    return bool(report.gpus) and tuple(report.gpu_capability) < OLDEST
+
+
 def _gpus(reports: Sequence[Report]) -> Found:
     broken = next((report for report in reports if report.gpu_driver and not report.gpus), None)
     if broken:
@@ -283,7 +287,7 @@ def _gpus(reports: Sequence[Report]) -> Found:
     for node in _by_node(reports)[:_NODES_SHOWN]:
         if node[0].gpus:
             yield OK, f"{node[0].host}: {', '.join(sorted(set(node[0].gpus)))} ({len(node[0].gpus)} visible to a rank)", ""
-    old = next((report for report in reports if report.gpus and tuple(report.gpu_capability) < OLDEST), None)
+    old = next(filter(_too_old, reports), None)
     if old:
         needed, there = (".".join(map(str, capability)) for capability in (OLDEST, old.gpu_capability))
         what = f"a GPU of {old.host} has compute capability {there}, and the kernels need {needed}: PyTorch's operations are taken there"

@@ -1,13 +1,14 @@
 """Gradients that are written where they are summed.
 
 Autograd makes the gradient of a weight in memory of its own, from where it would be copied into the unit's buffer; that of an embedding is a whole
-tensor of zeros but for a few rows, to which that of a tied head is added. Inside `DirectGradients` linear maps and embeddings of the engine's
-parameters, whatever module calls them, go another way: the product that is a weight's gradient is written into the buffer at once, and an
-embedding's gradient is its rows alone (summed in fp32, rounded once). hpczero's own models ask for them (`model.maps`); in others every operation
-is looked at, which takes some 10 µs each. To autograd the former is an empty sparse tensor, which it adds up with
-what else the parameter is used for, and which tells the engine at the right time that the gradient is there.
+tensor of zeros but for a few rows, to which that of a tied head is added. Where `DirectGradients.here()` is, linear maps and embeddings of the
+engine's parameters go another way: the product that is a weight's gradient is written into the buffer at once, and an embedding's gradient is its
+rows alone (summed in fp32, rounded once). To autograd such a gradient is an empty sparse tensor, which it adds up with what else the parameter is
+used for, and which tells the engine at the right time that the gradient is there.
 
-Where there is no place for a gradient yet, it is made as ever, by the same arithmetic: the results do not depend on it.
+hpczero's own models ask for these maps (`model.maps`). In others every operation is looked at, which takes some 10 microseconds each.
+
+What gathers in another precision is made as ever, by the same arithmetic: the results do not depend on it.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -23,11 +24,11 @@ from hpczero.model import maps
 
 
 class Sums(Protocol):
-    """Where gradients are added up; False: there is no place, autograd is to do it."""
+    """Where gradients are added up. False: not there, autograd is to do it."""
 
     def write(self, parameter: Tensor, into: Callable[[Tensor], None]) -> bool: ...
 
-    def add(self, parameter: Tensor, gradient: Tensor) -> bool: ...
+    def add(self, parameter: Tensor, rows: Tensor) -> None: ...
 
 
 _VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0"}
@@ -117,7 +118,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _usual() -> bool:
-    """Whether no gradient of a plain kind is to be made of what is computed here."""
+    """Whether autograd's own way is taken: without gradients, inside autocast, compilation and function transforms."""
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return not torch.is_grad_enabled() or autocast or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
@@ -126,9 +127,9 @@ class _Linear(torch.autograd.Function):
     """x [..., inputs] -> [..., outputs]; the weight is [outputs, inputs] and the bias [outputs], in whatever shape they have as parameters."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, mode: DirectGradients) -> Tensor:
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: DirectGradients) -> Tensor:
         context.save_for_backward(x, weight)
-        context.parameters, context.mode = (weight, bias), mode
+        context.parameters, context.way = (weight, bias), way
         rows, matrix = x.reshape(-1, x.shape[-1]), weight.view(-1, x.shape[-1])
         out = x.new_empty(*x.shape[:-1], len(matrix))  # no view of anything: what follows may work in place
         if bias is None:
@@ -140,7 +141,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = context.saved_tensors  # which may be computed again here, in the way that forward went
-        in_own_backward = context.mode.is_own() and not torch.is_grad_enabled()
+        in_own_backward = context.way.is_own() and not torch.is_grad_enabled()
         with among_ourselves() if in_own_backward and type(weight) in (Tensor, nn.Parameter) else nullcontext():
             return _Linear._gradients(context, gradient, x, weight, in_own_backward)
 
@@ -160,7 +161,7 @@ class _Linear(torch.autograd.Function):
         def write_bias(out: Tensor) -> None:
             torch.sum(rows, 0, out=out.view(-1))
 
-        sums = context.mode.sums
+        sums = context.way.sums
         of_weight = _gradient(own_weight, write_weight, sums) if needs_weight else None
         return of_x, of_weight, _gradient(own_bias, write_bias, sums) if needs_bias else None, None
 
@@ -179,20 +180,21 @@ def _nothing(parameter: Tensor) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, tokens: Tensor, weight: Tensor, mode: DirectGradients) -> Tensor:
+    def forward(context: Any, tokens: Tensor, weight: Tensor, way: DirectGradients) -> Tensor:
         context.save_for_backward(tokens)
-        context.parameter, context.mode = weight, mode
+        context.parameter, context.way = weight, way
         return functional.embedding(tokens, weight)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         (tokens,) = context.saved_tensors
         shape = context.parameter.shape
-        if torch.is_grad_enabled() or not context.mode.is_own():
+        if torch.is_grad_enabled() or not context.way.is_own():
             zeros = gradient.new_zeros(shape)
             return None, zeros.index_add(0, tokens.flatten(), gradient.reshape(-1, shape[1])), None
         rows, row_of_token = tokens.flatten().unique(return_inverse=True)
         sums = torch.zeros(rows.numel(), shape[1], device=gradient.device)
         sums.index_add_(0, row_of_token, gradient.reshape(-1, shape[1]).float())
         made = torch.sparse_coo_tensor(rows[None], sums.to(gradient.dtype), shape, is_coalesced=True, check_invariants=False)
-        return None, _nothing(context.parameter) if context.mode.sums.add(context.parameter, made) else made, None
+        context.way.sums.add(context.parameter, made)
+        return None, _nothing(context.parameter), None

@@ -90,6 +90,11 @@ class Reduction:
         unit, index = self._place_of[parameter]
         gradient = parameter.grad
         assert gradient is not None
+        if self._reducing and self._place_in_order.get(unit, self._started) < self._started:
+            raise HpczeroError(
+                f"a gradient of {unit.layout.places[index].parameter.name} came when the sum of its unit had begun: of a backward inside this one, as"
+                " checkpoint(..., use_reentrant=True) makes it, for what is used outside of the checkpoint too. Give use_reentrant=False"
+            )
         if self._has_buffer(unit):
             unit.add_gradient(index, gradient)
             parameter.grad = None
@@ -119,23 +124,19 @@ class Reduction:
             return True
         made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
         into(made)
-        before = parameter.grad if place is None else place
-        if before is None:
-            parameter.grad = made
+        if place is not None:
+            place.add_(made)
         else:
-            before.add_(made)
+            _let_wait(parameter, made)
         return True
 
-    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        """As `write`, of a gradient that has been made."""
+    def add(self, parameter: torch.Tensor, rows: torch.Tensor) -> None:
+        """As `write`, of a gradient of which some rows have been made (sparse)."""
         unit, index = self._place_of[parameter]
         if self._place_for(unit, index) is not None:
-            unit.add_gradient(index, gradient)
-        elif parameter.grad is not None:
-            parameter.grad.add_(gradient)
+            unit.add_gradient(index, rows)
         else:
-            return False
-        return True
+            _let_wait(parameter, rows)
 
     def _place_for(self, unit: Unit, index: int) -> torch.Tensor | None:
         if (unit, index) in self._elsewhere or not self._has_buffer(unit):
@@ -200,7 +201,7 @@ class Reduction:
             self._start(unit)
 
     def _lend_slot(self, unit: Unit) -> None:
-        """Units take turns, so that a unit lies in the same slot on every rank; gradients that come before their unit's turn wait with autograd."""
+        """Units take turns, so that a unit lies in the same slot on every rank; what comes before its unit's turn waits in `parameter.grad`."""
         if not self._slots:
             return
         place = self._place_in_order[unit]
@@ -246,6 +247,15 @@ class Reduction:
         rest = [unit for unit in self._everyone if unit not in completed]
         places = torch.tensor([self._everyone.index(unit) for unit in completed + rest])
         self._everyone = [self._everyone[place] for place in self.axis.all_gather(places)[0].tolist()]
+
+
+def _let_wait(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Adds up as it would in the buffer. The rows of an embedding stay sparse while nothing else comes."""
+    waiting = parameter.grad
+    if waiting is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad = waiting.to_dense().add_(gradient)  # the same tensor, if it is dense
 
 
 def _ordered(units: list[Unit]) -> tuple[list[Unit], dict[Unit, int]]:

@@ -52,8 +52,8 @@ class StepResult:
 @dataclass(frozen=True)
 class Settings:
     """What the engine does with the gradients; `accumulates`: a step has several micro-batches (their sum is kept in fp32).
-    `own_model`: the module is one of `hpczero.model`, where a layer's parameters are used while it runs and by nobody else, and linear maps and
-    lookups are those of `model.maps`.
+    `own_model`: the module is one of `hpczero.model`, where a layer's parameters are used while it runs and by nobody else, and linear maps
+    whose gradients autograd would make are those of `model.maps`.
     """
 
     train: Train

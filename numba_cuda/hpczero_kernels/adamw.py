@@ -115,7 +115,7 @@ def _update_bf16(master, moment1, moment2, gradient, weights, size, keep, scalar
 def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision, decay, scalars, start, stop):
     """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
     stretch, zeros = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32)
-    keep, both_bf16 = float32(1.0) - scalars[6] * decay, weights and gradient_precision == weights_precision == BF16
+    keep, both_bf16 = float32(1.0) - scalars[6] * decay, weights != 0 and gradient_precision == weights_precision == BF16
     while start < stop:
         size, single, half = min(stop - start, uint64(STRETCH)), uint64(4) * start, uint64(2) * start
         states = pointer(master + single, float32), pointer(moment1 + single, float32), pointer(moment2 + single, float32)

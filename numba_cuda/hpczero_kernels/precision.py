@@ -13,7 +13,7 @@ from numba import float32, njit, types, uint16, uint32, uint64
 from numba.extending import intrinsic
 
 FP32, BF16, FP16 = 0, 1, 2
-STRETCH = 256  # elements: short enough for the reading of one stretch to overlap with the arithmetic of the last
+STRETCH = 256  # elements: short enough for the end of a stretch and the reading of the next to overlap
 CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it

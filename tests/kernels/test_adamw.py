@@ -1,5 +1,7 @@
 """AdamW on flat buffers, reference and kernel, against torch.optim.AdamW; the scaling of the gradient, halves, cuts and threads."""
 
+import re
+
 import pytest
 import torch
 
@@ -128,4 +130,5 @@ def test_the_kernel_is_vectorised_and_releases_the_lock():
     text = assembly_of(module._adamw)
     for operation in ("sqrtps", "divps", "mulps", "pmovzxwd"):
         assert is_vectorised(text, operation), operation
+    assert "%rsp" not in text or len(re.findall("sqrtps.*%[yz]mm", text)) >= 2  # both loops
     assert module._adamw.targetoptions["nogil"]

@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Places:
-    """Sums that lie in tensors of their own; parameters without one are autograd's."""
+    """Sums that lie in tensors of their own; those without one wait in `parameter.grad`, or are autograd's."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.of = {parameter: torch.full_like(parameter, float("nan")) for parameter in parameters}
@@ -45,17 +45,18 @@ class Places:
             return False
         made = torch.empty_like(parameter)
         into(made)
-        return self.add(parameter, made)
+        self.add(parameter, made)
+        return True
 
-    def add(self, parameter: Tensor, gradient: Tensor) -> bool:
+    def add(self, parameter: Tensor, rows: Tensor) -> None:
         if parameter not in self.of:
-            return False
+            parameter.grad = rows if parameter.grad is None else parameter.grad + rows
+            return
         place = self.of[parameter]
         if parameter not in self.there:
             self.there.add(parameter)
             place.zero_()
-        place.add_(gradient)
-        return True
+        place.add_(rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
