@@ -11,8 +11,8 @@ hpczero's own models ask for these maps (`model.maps`). In others every operatio
 What gathers in another precision is made as ever, by the same arithmetic: the results do not depend on it.
 """
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -48,10 +48,8 @@ class DirectGradients:
         self._parameters, self._watches = parameters, watches
         self._task = -1  # autograd's number of the backward that is the engine's own
 
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        with maps.done_by(self), _Watch(self) if self._watches else nullcontext():
-            yield
+    def here(self) -> AbstractContextManager[object]:
+        return _Watch(self) if self._watches else maps.done_by(self)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _usual():

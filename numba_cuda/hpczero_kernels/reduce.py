@@ -29,6 +29,7 @@ def sum_pieces_reference(
 
 @inner
 def _stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop):
+    """As `_sum`; the squares of a block are complete once its last stretch has been added."""
     total, squared = np.empty(STRETCH, np.float32), float32(0.0)
     while start < stop:
         size = min(stop - start, uint64(STRETCH))
