@@ -70,7 +70,7 @@ done
 hpczero_code=$(cat "$hpczero_books/code")
 hpczero_code=${hpczero_code:-137}
 # a launcher may tell how it ended the ranks instead of how the run ended
-if [ "$hpczero_code" -gt 2 ] && [ "$hpczero_run/summary.json" -nt "$hpczero_books/links" ]; then
+if [ "$hpczero_code" -ne 2 ] && [ "$hpczero_run/summary.json" -nt "$hpczero_books/links" ]; then
     ! grep -q '"state": "finished"' "$hpczero_run/summary.json" || hpczero_code=0
     ! grep -q '"state": "stopped"' "$hpczero_run/summary.json" || hpczero_code=75
 fi
