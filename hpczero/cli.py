@@ -5,15 +5,17 @@ the verbs for login nodes start at once and need neither MPI nor torch.
 """
 
 import argparse
+import errno
 import importlib
 import io
 import sys
 from collections.abc import Sequence
 
-from hpczero import __version__
-from hpczero.errors import HpczeroError
+from hpczero import __version__, job_note, locations
+from hpczero.errors import HpczeroError, InputError, for_terminal
 
 _FOR_TRAINING = ("torch", "mpi4py", "numba")
+_OF_PATHS = {errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EACCES}
 _WHAT_IT_IS = "Trains large transformers over MPI from one TOML spec."
 _EXIT_CODES = "exit codes: 0 done, 1 failed, 2 the input is wrong, 75 stopped with a checkpoint, to be continued"
 
@@ -22,7 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character shows its number
-    options = _parser().parse_args(arguments)
+    code = _carry_out(_parser().parse_args(arguments))
+    if code == InputError.exit_code:
+        job_note.wrong_input()
+    return code
+
+
+def _carry_out(options: argparse.Namespace) -> int:
     module, function = options.carried_out_by.split(":")
     try:
         return int(getattr(importlib.import_module(module), function)(options) or 0)
@@ -32,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _FOR_TRAINING:
             raise
-        print(f"hpczero: this needs the package {error.name}, which is not installed: pip install 'hpczero[train]'", file=sys.stderr)
+        way_out = locations.install("train")
+        print(f"hpczero: this needs the package {error.name}, which is not installed: {way_out}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("hpczero: interrupted", file=sys.stderr)
@@ -40,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output went away (`hpczero spec | head`)
         sys.stderr.close()
         return 1
+    except OSError as error:  # of a path that nobody has asked about before: too long, gone, no right
+        if error.errno is None:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"hpczero: {for_terminal(f'{where}{error.strerror}')}", file=sys.stderr)
+        return InputError.exit_code if error.errno in _OF_PATHS else HpczeroError.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -110,9 +125,25 @@ def _submit(verbs: argparse._SubParsersAction) -> None:
 
 def _submitted(verbs: argparse._SubParsersAction) -> None:
     which = "the run's directory, its name, or its spec"
-    status = _verb(verbs, "status", "hpczero.batch.run_verbs:status", "how the runs that were submitted stand")
-    status.add_argument("run", nargs="?", metavar="RUN", help=f"{which} (default: all runs, a row each)")
+    status = _verb(
+        verbs,
+        "status",
+        "hpczero.batch.run_verbs:status",
+        "how a run stands, or all that were submitted",
+    )
+    all_of_them = "default: all that were submitted, a row each"
+    status.add_argument("run", nargs="?", metavar="RUN", help=f"{which} ({all_of_them})")
     status.add_argument("--json", action="store_true", help="print JSON")
+    runs = _verb(
+        verbs,
+        "runs",
+        "hpczero.batch.listing:runs",
+        "all runs below a folder, a row each, also those started by hand",
+    )
+    runs.add_argument(
+        "folder", nargs="?", metavar="FOLDER", default="runs", help="the folder (default: runs)"
+    )
+    runs.add_argument("--json", action="store_true", help="print JSON")
     cancel = _verb(verbs, "cancel", "hpczero.batch.run_verbs:cancel", "take a run's jobs out of the queue, and end those that run")
     cancel.add_argument("run", metavar="RUN", help=which)
     logs = _verb(verbs, "logs", "hpczero.batch.run_verbs:logs", "what a run's newest job has printed")
@@ -126,12 +157,15 @@ def _data(verbs: argparse._SubParsersAction) -> None:
     kinds = data.add_subparsers(title="verbs", metavar="VERB", required=True)
     build = _verb(kinds, "build", "hpczero.data.verbs:build", "turn text files into a token file")
     build.add_argument("-o", "--output", required=True, help="the token file to write (.h5)")
-    build.add_argument("paths", nargs="+", metavar="PATH", help="files, folders or globs; .txt .md .py .jsonl")
+    build.add_argument("paths", nargs="+", metavar="PATH", help="files, folders or globs; .txt .md .py .jsonl, also as .gz")
     build.add_argument("--tokenizer", default="byte", choices=["byte"], help="how text becomes tokens")
     build.add_argument("--validation-fraction", type=float, default=0.05, help="share of the text kept for validation (default: 0.05)")
+    build.add_argument("--field", default="text", metavar="NAME", help='where the text stands in a line of .jsonl (default: "text")')
     show = _verb(kinds, "show", "hpczero.data.verbs:show", "say what is in a token file")
-    show.add_argument("path", help="the token file")
-    show.add_argument("--json", action="store_true", help="print JSON")
+    verify = _verb(kinds, "verify", "hpczero.data.verbs:verify", "read all of a token file and hold it against its checksums")
+    for verb in (show, verify):
+        verb.add_argument("path", help="the token file")
+        verb.add_argument("--json", action="store_true", help="print JSON")
 
 
 _WHICH = "a checkpoint's folder, or a run's directory (then its newest complete one)"

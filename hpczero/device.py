@@ -127,7 +127,7 @@ class Cuda(Device):
     def __init__(self, number: int) -> None:
         self.torch = torch.device("cuda", number)
         torch.cuda.set_device(self.torch)
-        torch.empty(1, device=self.torch)  # from now on what CUDA itself takes of its memory is not free
+        torch.empty(1, dtype=torch.float32, device=self.torch)  # from now on what CUDA itself takes of its memory is not free
         found = torch.cuda.get_device_properties(self.torch)
         self.name = f"{found.name} (cuda:{number})"
         self.capability = found.major, found.minor

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from importlib import util
 from pathlib import Path
 
 # name of the launcher -> (variable with the rank, variable with the number of ranks)
@@ -85,6 +86,18 @@ def launched_tasks() -> dict[str, tuple[int, int]]:
 def forced_kernels() -> str:
     """Implementations of operations that are to be taken, as in HPCZERO_KERNELS=norm=torch,adamw=torch (docs/kernels.md)."""
     return os.environ.get("HPCZERO_KERNELS", "")
+
+
+def has_package(name: str) -> bool:
+    """Return whether Python finds this package. A folder of the name, as in a checkout, is none."""
+    found = util.find_spec(name)
+    return found is not None and found.origin is not None
+
+
+def wrong_input_note() -> Path | None:
+    """Where a rank of a job notes that the input is wrong: its launcher may say something else."""
+    note = variable("HPCZERO_WRONG_INPUT")
+    return Path(note) if note else None
 
 
 def batch_job() -> str | None:

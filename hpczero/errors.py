@@ -1,10 +1,39 @@
 """What can go wrong, and the exit code that each kind of failure ends the program with."""
 
 
+import re
+
+_LONG = re.compile(r"\S{501,}")
+_LONGEST_LINE = 4000  # characters
+
+
+def for_terminal(text: str) -> str:
+    """Lines that a terminal shows as they are, whatever a file's names and values have in them.
+
+    What it would act on is written as an escape; a value of more than 500 characters is cut.
+    """
+    cut = _LONG.sub(lambda found: found.group()[:499] + "…", text)
+    return "\n".join(map(_line_for_terminal, cut.split("\n")))
+
+
+def _line_for_terminal(line: str) -> str:
+    cut = line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
+    if cut.isprintable():
+        return cut
+    return "".join(one if one.isprintable() else _escape(one) for one in cut)
+
+
+def _escape(one: str) -> str:
+    return one.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
 class HpczeroError(Exception):
     """A failure with one clear message: all the numbers, and the way out."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return for_terminal(super().__str__())
 
 
 class InputError(HpczeroError):

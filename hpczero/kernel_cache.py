@@ -9,7 +9,6 @@ machine code depends on: processor, versions, the kernels' sources. NUMBA_CACHE_
 import fcntl
 import importlib
 import os
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
-from hpczero import env
+from hpczero import env, safe_files
 from hpczero.errors import InputError
 
 _USERS = "hpczero.train.run"  # imports every kernel that training needs on CPUs
@@ -57,23 +56,23 @@ def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
     """The first process on this computer to come here carries the action out, others wait for it; whether this is it. `name`: of the file that says
     that it was done.
     """
-    if (folder / name).exists():
+    if _is_there(folder / name):
         return False
     with _locked(folder / "lock"):
-        if (folder / name).exists():
+        if _is_there(folder / name):
             return False
         action()
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
+            safe_files.make_folders(folder)
+            safe_files.touch(folder / name)
     return True
 
 
 def _fill(folder: Path, kept: Path | None) -> None:
     """`kept`: the same in the user's cache."""
-    if kept and kept.exists():
+    if kept and _is_there(kept):
         with suppress(OSError):
-            shutil.copytree(kept, folder, dirs_exist_ok=True)
+            safe_files.copy_folder(kept, folder)
             return
     importlib.import_module(_USERS)
     _keep(folder, kept)
@@ -82,7 +81,7 @@ def _fill(folder: Path, kept: Path | None) -> None:
 def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) -> None:
     """As _fill, while others may read what is there already."""
     kept = env.cache_folder() / "kernels" / f"{folder.name}-{name}" if folder.parent == env.node_folder() else None
-    if kept and kept.exists():
+    if kept and _is_there(kept):
         with suppress(OSError):
             _copy_missing(kept, folder)
             return
@@ -90,35 +89,45 @@ def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) ->
     _keep(folder, kept)
 
 
+def _is_there(path: Path) -> bool:
+    """A home that cannot be read has nothing."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def _keep(folder: Path, kept: Path | None) -> None:
     if kept:
         made = kept.with_name(f".{kept.name}-{os.uname().nodename}-{os.getpid()}")
         with suppress(OSError):  # no room there, or another computer was faster
-            shutil.copytree(folder, made, ignore=shutil.ignore_patterns("lock"))
-            made.rename(kept)
-        shutil.rmtree(made, ignore_errors=True)
+            safe_files.copy_folder(folder, made, leave_out="lock")
+            safe_files.rename(made, kept)
+        with suppress(OSError):
+            safe_files.remove_tree(made)
 
 
 def _copy_missing(source: Path, target: Path) -> None:
     for path in [path for path in source.rglob("*") if path.is_file() and path.name != "lock"]:
         copy = target / path.relative_to(source)
         if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
+            safe_files.make_folders(copy.parent)
             made = copy.with_name(f".{copy.name}-{os.uname().nodename}-{os.getpid()}")
-            shutil.copyfile(path, made)
-            made.rename(copy)
+            safe_files.remove(made)
+            safe_files.copy(path, made)
+            safe_files.rename(made, copy)
 
 
 def _own_folder(key: str) -> Path | None:
     """On this computer. Code is loaded from there: None if it could be anybody else's."""
     whole = env.node_folder()
     try:
-        whole.mkdir(mode=0o700, exist_ok=True)
+        safe_files.own_folder(whole, mode=0o700)
         found = whole.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
             return None
-        (whole / key).mkdir(exist_ok=True)
-    except OSError:
+        safe_files.own_folder(whole / key)
+    except (OSError, InputError):
         return None
     return whole / key
 
@@ -139,7 +148,7 @@ def _key() -> str:
 def _locked(path: Path) -> Iterator[None]:
     """Where no lock can be had, everybody compiles."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = safe_files.open_lock(path)
     except OSError:
         yield
         return

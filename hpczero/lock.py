@@ -19,9 +19,11 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import pwd
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -34,11 +36,20 @@ import psutil
 
 from hpczero import env, machine
 from hpczero.errors import HpczeroError, InputError
+from hpczero.safe_files import open_lock, remove
 
+_LONGEST_TEXT = 500  # characters of a value in a record
 STALE_AFTER = 600.0  # seconds without a beat after which a holder on another computer counts as dead
 BEAT_EVERY = TOUCH_EVERY = 15.0
 SETTLE = 1.0
+PATIENCE = STALE_AFTER + 2 * BEAT_EVERY  # seconds that a batch job waits for a holder
+LOOK_EVERY = 5.0
+_LAST_MOMENTS = 30.0  # seconds before a job's end in which it waits no longer
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class Held(InputError):
+    """Somebody else writes there."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +74,19 @@ class Holder:
     def parse(cls, text: str) -> "Holder | None":
         """The record in a lock file; None for an empty file or anything that no version of hpczero wrote."""
         try:
-            return cls(**json.loads(text))
-        except (ValueError, TypeError):
+            found = cls(**json.loads(text))
+        except (ValueError, TypeError, RecursionError):
             return None
+        return found if found._is_a_record() else None
+
+    def _is_a_record(self) -> bool:
+        """Return False if anything but a process could have been written so."""
+        texts = [self.host, self.kernel, self.user, self.since, self.job or ""]
+        if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts):
+            return False
+        if type(self.pid) is not int or not 0 < self.pid < 1 << 31:
+            return False
+        return type(self.process_start) in (int, float) and abs(self.process_start) < 1 << 62
 
     def lives(self, seconds_since_beat: float) -> bool:
         if self.kernel == machine.boot_identity():
@@ -73,7 +94,7 @@ class Holder:
                 return abs(psutil.Process(self.pid).create_time() - self.process_start) < 1
             except psutil.Error:
                 return False
-        return seconds_since_beat < STALE_AFTER
+        return abs(seconds_since_beat) < STALE_AFTER  # a beat from the future is none: clocks differ
 
     def __str__(self) -> str:
         job = f", batch job {self.job}" if self.job else ""
@@ -97,13 +118,35 @@ class RunLock:
         threading.Thread(target=self._keep_touched, name="hpczero-lock", daemon=True).start()
         return self
 
+    def take_in_job(self) -> "RunLock":
+        """Take it; in a batch job wait for the holder, as nobody is there to stop it by hand.
+
+        A holder on a node that was cut off counts as dead after `STALE_AFTER` seconds without a
+        beat. One that lives on is a failure of this job (HpczeroError), and no wrong input.
+        """
+        began, said = time.time(), False
+        until = min(began + PATIENCE, (env.deadline() or math.inf) - _LAST_MOMENTS)
+        while True:
+            try:
+                return self.take()
+            except Held as error:
+                if not env.batch_job():
+                    raise
+                if time.time() >= until:
+                    waited = f"this job waited {time.time() - began:,.0f} s for it"
+                    raise HpczeroError(f"{error}; {waited}") from error
+                if not said:
+                    print(f"hpczero: waiting: {error}", file=sys.stderr, flush=True)
+                said = True
+                time.sleep(min(LOOK_EVERY, max(0.0, until - time.time())))
+
     def _keep_touched(self) -> None:
         """In a thread. What fails is tried again: whether the lock is still held is for `beat` to say."""
         while not self._released.wait(TOUCH_EVERY):
             descriptor = self._descriptor
             with contextlib.suppress(OSError):
                 if descriptor is not None and self._leads_here(descriptor):
-                    os.utime(self.path)
+                    os.utime(descriptor)
 
     def __enter__(self) -> "RunLock":
         return self.take()
@@ -131,7 +174,7 @@ class RunLock:
             return
         if self._leads_here(self._descriptor):
             with contextlib.suppress(OSError):  # a directory made read-only meanwhile: a record without a living holder holds nothing
-                self.path.unlink()
+                remove(self.path)
         self._forget()
 
     def _forget(self) -> None:
@@ -154,7 +197,7 @@ class RunLock:
 
     def _open(self) -> int:
         try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+            return open_lock(self.path)
         except OSError as error:
             raise InputError(f"cannot write in the run directory {self.path.parent}: {error.strerror}") from error
 
@@ -184,7 +227,7 @@ class RunLock:
             os.pwrite(descriptor, text, 0)
             os.ftruncate(descriptor, len(text))
         except OSError as error:
-            self.path.unlink(missing_ok=True)
+            remove(self.path)
             raise InputError(f"cannot write in the run directory {self.path.parent}: {error.strerror}") from error
         if not final:
             time.sleep(SETTLE)
@@ -195,7 +238,7 @@ class RunLock:
     def _leads_here(self, descriptor: int) -> bool:
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(descriptor))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _record(self, descriptor: int) -> Holder | None:
@@ -207,7 +250,7 @@ class RunLock:
             time.sleep(0.05)
         return None
 
-    def _held(self, holder: Holder | None, silence: float | None = None) -> InputError:
+    def _held(self, holder: Holder | None, silence: float | None = None) -> Held:
         who = str(holder) if holder is not None else "another process that has not yet said who it is"
         message = f"the run directory {self.path.parent} is in use by {who}: wait for it or stop it, or give this run another name"
         if holder is not None and silence is not None and holder.kernel != machine.boot_identity():
@@ -215,7 +258,19 @@ class RunLock:
                 f" (its last sign of life was {silence:.0f} s ago; after {STALE_AFTER:.0f} s it counts as dead; "
                 f"if you know that it has ended, remove {self.path})"
             )
-        return InputError(message)
+        return Held(message)
+
+
+def living_holder(run_directory: Path) -> Holder | None:
+    """Who writes there now, by the record in the lock's file; takes nothing."""
+    path = run_directory / "lock"
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            return None
+        holder = Holder.parse(path.read_text(encoding="utf-8", errors="replace"))
+        return holder if holder and holder.lives(time.time() - path.stat().st_mtime) else None
+    except OSError:
+        return None
 
 
 def _read(descriptor: int) -> Holder | None:

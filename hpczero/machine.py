@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from hpczero import safe_files
+
 ROOT = Path("/")
 
 # ---------------------------------------------------------------------------------------------------------------- identity
@@ -227,6 +229,22 @@ def stale_segments(folder: Path = ROOT / "dev/shm", proc: Path = ROOT / "proc") 
         return []
     in_use = set(_files_in_use(proc))
     return [segment for segment, identity in found if identity not in in_use]
+
+
+def remove_stale_segments(
+    makers: Set[str] | None = None, folder: Path = ROOT / "dev/shm", proc: Path = ROOT / "proc"
+) -> tuple[list[Segment], list[Segment]]:
+    """Remove those that these (None: all) have made, if all who may use them can be seen.
+
+    Return what stays and what is gone. One that cannot be removed stays on the list.
+    """
+    stale, gone = stale_segments(folder, proc), []
+    for segment in stale if sees_all_users_of(folder, proc) else ():
+        if makers is None or segment.made_by in makers:
+            with contextlib.suppress(OSError):
+                safe_files.remove(segment.path)
+                gone.append(segment)
+    return [segment for segment in stale if segment not in gone], gone
 
 
 def sees_all_users_of(folder: Path = ROOT / "dev/shm", proc: Path = ROOT / "proc") -> bool:

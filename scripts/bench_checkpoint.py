@@ -6,24 +6,28 @@
 Every round saves the same states (master weights and moments of the engine): with dd (from a copy of them in shared memory), as many writers, past
 the page cache (oflag=direct) and with fsync; with hpczero, synchronously; with torch.distributed.checkpoint (fsync too). When all have written, what
 each wrote is read, from the disk, not the page cache, each after a pause and a first reading by dd. Every other round goes backwards.
-A round takes as long as its slowest rank. Asynchronous: steps without a save, the step that begins one, and the steps while it goes on, beside a
+A round takes as long as its slowest rank. Then the processor-seconds of a load, and of its parts done by themselves: reading
+a file from the disk into one small buffer and into the states, the same into memory that was never touched, checksums.
+Asynchronous: steps without a save, the step that begins one, and the steps while it goes on, beside a
 copy of the states, after a step as well, into memory that was used before.
 """
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hpczero import safe_files
+
 CHUNK = 8 << 20
+BLOCK = 1 << 20
 SETTLES = 4.0  # seconds
 
 
@@ -52,12 +56,12 @@ def main() -> int:
     with World.start() as world:
         bench = Bench(arguments, world)
         try:
-            lines = bench.table() + bench.behind()
+            lines = bench.table() + bench.parts() + bench.behind()
         finally:
-            bench.raw.unlink()
+            safe_files.remove(bench.raw)
             world.everyone.barrier()
             if world.rank == 0:
-                shutil.rmtree(arguments.folder, ignore_errors=True)
+                safe_files.remove_tree(Path(arguments.folder))
         if world.rank == 0:
             print("\n".join(lines))
     return 0
@@ -87,7 +91,7 @@ class Bench:
         start_gloo(world, "127.0.0.1")
         self.number = 0
         self.raw = Path(f"/dev/shm/hpczero-bench-{os.getpid()}")
-        with self.raw.open("wb") as file:
+        with os.fdopen(safe_files.create(self.raw), "wb") as file:
             for tensor in self.states:
                 file.write(tensor.numpy().data)
 
@@ -116,6 +120,48 @@ class Bench:
                 cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})" if self.world.rank == 0 else "")
             lines.append(f"| {' | '.join(cells)} |")
         return lines
+
+    def parts(self) -> list[str]:
+        """Processor-seconds a GB (10^9 bytes) of a load and of what it consists of."""
+        import numpy as np
+        import xxhash
+
+        small = np.zeros(BLOCK, np.uint8)
+        whole = [tensor.numpy().reshape(-1).view(np.uint8) for tensor in self.states]
+        file = os.open(self.raw_on_disk(), os.O_RDONLY)
+
+        def read_into(targets: Iterable[Any]) -> None:
+            at = 0
+            for target in targets:
+                at += os.preadv(file, [target], at)
+
+        def blocks(memory: Iterable[Any]) -> Iterable[Any]:
+            return (one[at : at + BLOCK] for one in memory for at in range(0, len(one), BLOCK))
+
+        ways = {
+            "a load": self.load,
+            "read": lambda: read_into(small[: len(block)] for block in blocks(whole)),
+            "read into the states": lambda: read_into(blocks(whole)),
+            "read into untouched memory": lambda: read_into(blocks(np.empty(len(one), np.uint8) for one in whole)),
+            "checksums": lambda: [xxhash.xxh3_64_intdigest(block) for block in blocks(whole)] and None,
+        }
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(self.arguments.rounds):
+            for name, way in ways.items():
+                self.forget()
+                begun = time.process_time()
+                way()
+                found[name].append((time.process_time() - begun) / self.bytes * 1e9)
+        os.close(file)
+        if self.world.rank:
+            return []
+        cells = (f"{name} {median(seconds):.3f} ({min(seconds):.3f}–{max(seconds):.3f})" for name, seconds in found.items())
+        return [f"\nprocessor-seconds a GB on rank 0: {'; '.join(cells)}"]
+
+    def raw_on_disk(self) -> str:
+        path = f"{self.folder}/dd-{self.world.rank}"
+        self.dd(f"if={self.raw}", f"of={path}", f"bs={CHUNK}", "conv=fsync")
+        return path
 
     def behind(self) -> list[str]:
         """Steps without a save, the one that begins it, those while it goes on."""
@@ -157,8 +203,8 @@ class Bench:
     def clear(self) -> None:
         self.world.everyone.barrier()
         if self.world.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            Path(self.folder).mkdir(parents=True)
+            safe_files.remove_tree(Path(self.folder))
+            safe_files.make_folders(Path(self.folder))
         self.world.everyone.barrier()
 
     def forget(self) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as gloo
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own, wherever it is called from
 
+from hpczero import safe_files
 from hpczero.comm.world import World
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -153,7 +154,7 @@ def main() -> None:
         if world.rank == 0:
             print("\n".join(lines))
             if options.json:
-                options.json.write_text(json.dumps(kept))
+                safe_files.write_text(options.json, json.dumps(kept))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ same clipping. The losses of the first steps must agree. FLOPs a token are count
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +25,13 @@ import torch  # noqa: E402
 
 from hpczero.comm.grid import Grid  # noqa: E402
 from hpczero.comm.world import World  # noqa: E402
+from hpczero.errors import InputError  # noqa: E402
 from hpczero.model import build, shapes  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.apply import assemble  # noqa: E402
 from hpczero.spec.schema import Model, Optimizer, Spec, Train, Zero  # noqa: E402
 from hpczero.train.placing import place  # noqa: E402
+from hpczero_kernels.pool import Pool  # noqa: E402
 
 TOLERANCE = 0.02  # of the loss: roundings to bf16 are at other places
 Step = Callable[[], torch.Tensor]  # the summed loss before it, on the device
@@ -93,7 +96,8 @@ def measured(
 
 
 def ours(spec: Spec, world: World, batch: MicroBatch) -> Iterator[Step]:
-    engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False).engine
+    grid, threads = Grid.build(spec.parallel, world.node_of_rank), len(os.sched_getaffinity(0))
+    engine = assemble(spec, world, grid, accumulates=False, threads=threads).engine
 
     def step() -> torch.Tensor:
         loss = engine(batch)
@@ -109,8 +113,9 @@ def ours(spec: Spec, world: World, batch: MicroBatch) -> Iterator[Step]:
 def initial_values(model: Model, seed: int) -> dict[str, torch.Tensor]:
     parameters = [parameter for layer in shapes.layers(model) for parameter in layer.parameters]
     made = {parameter.name: torch.empty(parameter.shape) for parameter in parameters}
-    for parameter in parameters:
-        build.initial_values(parameter, seed, 0, made[parameter.name])
+    with Pool(len(os.sched_getaffinity(0))) as pool:
+        for parameter in parameters:
+            build.initial_values(parameter, seed, 0, made[parameter.name], pool)
     return made
 
 
@@ -140,4 +145,7 @@ def plain(spec: Spec, world: World, batch: MicroBatch, backend: str = "") -> Ite
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except InputError as error:
+        sys.exit(f"bench_gpu.py: {error}")

@@ -16,6 +16,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hpczero import safe_files
+
 MODEL = {"layers": 22, "hidden": 1024, "heads": 16, "vocab": 8192, "seq_len": 128}
 
 
@@ -47,7 +51,7 @@ def run(mpirun: str, ranks: int, stage: int, shared: bool) -> dict[str, Any]:
         model = "\n".join(f"{key} = {value}" for key, value in MODEL.items())
         train = f"steps = 3\nglobal_batch = {ranks}\nmicro_batch = 1\neval_batches = 0"
         zero = f"stage = {stage}\nnode_shared = {str(shared).lower()}\n[checkpoint]\nevery = -1"
-        spec.write_text(f'output = "{folder}"\n[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\n{zero}\n')
+        safe_files.write_new(spec, f'output = "{folder}"\n[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\n{zero}\n')
         command = [mpirun, "-n", str(ranks), sys.executable, "-m", "hpczero", "run", str(spec)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:

@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from hpczero import safe_files
 from hpczero.memory.malloc import give_back_free_memory, keep_free_memory
 
 
@@ -226,10 +227,10 @@ def conclude(bench: Bench, skipped: dict[str, str], malloc: dict[str, int]) -> i
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if isinstance(value, int | str)}
         whole = {"settings": settings | {"ranks": bench.world.size, "malloc": malloc}, "figures": bench.figures, "skipped": skipped}
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
+        safe_files.write_text(arguments.json, json.dumps(whole, indent=1) + "\n")
     if arguments.plot:
         title = f"{bench.world.size} ranks, micro-batch {arguments.micro_batch}: one step's time over that of forward and backward alone"
-        arguments.plot.write_text(bars(title, [(row.name, median(row.to_floor)) for row in found]))
+        safe_files.write_text(arguments.plot, bars(title, [(row.name, median(row.to_floor)) for row in found]))
     wrong = differing(found)
     for text in wrong:
         print(f"bench_step.py: {text}", file=sys.stderr)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A real Slurm of two nodes on this one machine, in a folder of its own, with ports and a munge of its own.
-#     eval "$(scripts/slurm_testbed.sh up)"     start it; sbatch, squeue and hpczero then use it in this shell (SLURM_CONF)
+#     eval "$(scripts/slurm_testbed.sh up)"     start it, or take the one that is up; sbatch, squeue and hpczero then use it in this shell (SLURM_CONF)
 #     scripts/slurm_testbed.sh status           what there is
 #     scripts/slurm_testbed.sh down             end its jobs and daemons, and remove all of it
 #     --name NAME (hz), for several at once     --cpus N (4) and --memory MB (2000) of each node; nothing holds the jobs to them
@@ -84,7 +84,10 @@ END
 up() {
     local ports
     check_machine
-    mkdir -m 755 "$(folder)" 2>/dev/null || fail 1 "there is a testbed in $(folder) already: '$self down --name $name' removes it, --name makes another"
+    if ! mkdir -m 755 "$(folder)" 2>/dev/null; then
+        take_up
+        return
+    fi
     trap down EXIT
     trap 'exit 130' INT TERM HUP
     mkdir "$(folder)/state" "$(folder)"/n{1,2}.spool
@@ -96,6 +99,17 @@ up() {
     start_daemons >"$(folder)/start.log" 2>&1 || fail 3 "a daemon did not start: $(tail -n 3 "$(folder)/start.log")"
     await_nodes || fail 3 "the nodes did not come up: $(tail -qn 3 "$(folder)"/*.log)"
     trap - EXIT
+    echo "export SLURM_CONF=$(conf)"
+}
+
+# The one of this name that is there: it has to answer, and to be what is asked for.
+take_up() {
+    local way_out="'$self down --name $name' removes it, --name makes another"
+    [ -O "$(folder)" ] && [ ! -L "$(folder)" ] || fail 1 "$(folder) is not yours: --name makes another"
+    [ ! -s "$(conf)" ] || grep -q " CPUs=$cpus RealMemory=$memory\$" "$(conf)" ||
+        fail 1 "the testbed in $(folder) has other nodes: $way_out"
+    SLURM_CONF=$(conf) timeout 20 sinfo --noheader >/dev/null 2>&1 ||
+        fail 1 "there is a testbed in $(folder), and it does not answer: $way_out"
     echo "export SLURM_CONF=$(conf)"
 }
 

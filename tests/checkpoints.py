@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import xxhash
 
-from hpczero.checkpoint import alone
+from hpczero.checkpoint import alone, apart
 from hpczero.checkpoint.manifest import State
 from hpczero.checkpoint.shard import BLOCK, SLOTS, Array, bounce, empty_chunks
 from hpczero.checkpoint.table import Holding, Table, Tensor, stored
@@ -87,12 +88,12 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
 def memory_at_most(size: int) -> Iterator[None]:
     """What is done inside takes no more than so many bytes beyond what this process has now, whatever it had at its peak before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
-    before = _peak()
+    before = peak_of_memory()
     yield
-    assert _peak() - before < size
+    assert peak_of_memory() - before < size
 
 
-def _peak() -> int:
+def peak_of_memory() -> int:
     return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 
 
@@ -104,3 +105,15 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content:
     change(content)
     checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
     (folder / "MANIFEST.json").write_text(json.dumps({"content": content, "checksum": checksum}, indent=1, sort_keys=True) + "\n")
+
+
+def look_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the HDF5 library asked in this process: a process of its own takes half a second, and
+    the files of these tests do the library no harm.
+    """
+
+    def problems(self: apart.Apart, shard: int = -1) -> list[str]:
+        return apart.answer(self.folder, self.content, shard)
+
+    monkeypatch.setattr(apart.Apart, "problems", problems)
+    monkeypatch.setattr(apart, "limited", lambda size: None)

@@ -13,6 +13,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--means", choices=["mpi", "gloo", "queued"], default="mpi",
         help="what the ranks of tests/mpi talk by: MPI; torch.distributed; MPI, from the memory of a device that does things later",
     )  # fmt: skip
+    parser.addoption("--gpu", action="store_true", help="end with an error where PyTorch sees no GPU")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """End once all tests have been imported: without a GPU they would run on the CPU, and pass."""
+    if session.config.getoption("--gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.exit(f"no GPU: torch {torch.__version__} finds none", returncode=3)
 
 
 @pytest.hookimpl(tryfirst=True)

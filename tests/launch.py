@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import shutil
 import signal
 import struct
@@ -24,15 +25,28 @@ _MARK = "HPCZERO_TEST_LAUNCH"
 _LEAVE = 5  # seconds that processes get to go away after the command itself has ended
 
 
+_LOAD = re.compile(r'^\S+Z load spec=\S+ what="torch, MPI and kernels"\n', re.MULTILINE)
+_REMOVED = re.compile(r"^hpczero: .* killed MPICH jobs left in /dev/shm.*\n", re.MULTILINE)
+
+
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended. `code` is None if it had to be killed after its time; `left` are processes that outlived it."""
+    """How a command ended. `code` is None if it had to be killed after its time; `left` are processes that outlived it.
+
+    `removed` is what a run says of files that jobs killed before it left on this machine: it is no part of `err`.
+    """
 
     code: int | None
     out: str
     err: str
     seconds: float
     left: list[str]
+    removed: str = ""
+
+
+def after_load(out: str) -> str:
+    """Return what a run has printed behind its first line."""
+    return _LOAD.sub("", out)
 
 
 def hpczero(*arguments: str) -> list[str]:
@@ -64,7 +78,9 @@ def launch(command: Sequence[str], seconds: float, folder: Path = CHECKOUT, envi
         out, err = process.communicate()
         code = None
     taken = time.monotonic() - started
-    return Finished(code, out.decode(errors="replace"), err.decode(errors="replace"), taken, _await_the_end(mark))
+    said = err.decode(errors="replace")
+    removed = "".join(_REMOVED.findall(said))
+    return Finished(code, out.decode(errors="replace"), _REMOVED.sub("", said), taken, _await_the_end(mark), removed)
 
 
 def start(

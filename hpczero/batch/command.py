@@ -1,5 +1,6 @@
 """A scheduler's command, run with a time limit and without a shell."""
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -7,9 +8,10 @@ from dataclasses import dataclass
 
 from hpczero import env
 from hpczero.errors import HpczeroError
-from hpczero.spec.show import printable
+from hpczero.spec.show import first_few, printable
 
 SECONDS = 60.0
+_JOB = re.compile(r"\d+(\[\d*\])?(\.[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,25 @@ class Answer:
 
     @property
     def complaint(self) -> str:
-        return printable(" ".join((self.err or self.out).split())) or f"exit code {self.code}"
+        said = merged((self.err or self.out).splitlines())
+        return printable(" ".join(said)) or f"exit code {self.code}"
 
 
 class NoAnswer(HpczeroError):
     """The command did not come back: what it did is not known."""
+
+
+def merged(lines: Sequence[str]) -> list[str]:
+    """Each thing once that is said of several jobs; a job's number is a word of its own."""
+    said: dict[tuple[str, ...], list[str]] = {}
+    for words in filter(None, map(str.split, lines)):
+        number = next((word for word in words if _JOB.fullmatch(word)), "")
+        numbers = said.setdefault(tuple("" if word == number else word for word in words), [])
+        if number and number not in numbers:
+            numbers.append(number)
+    return [
+        " ".join(word or first_few(numbers) for word in words) for words, numbers in said.items()
+    ]
 
 
 def missing(program: str) -> HpczeroError:

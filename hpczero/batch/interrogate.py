@@ -2,12 +2,13 @@
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpczero.batch import command
 from hpczero.errors import HpczeroError
 from hpczero.spec.duration import clock
+from hpczero.spec.show import printable
 from hpczero.spec.write import toml_value
 
 _SINFO = ["sinfo", "--noheader", "--format=%R|%c|%m|%G|%l|%D"]
@@ -15,11 +16,23 @@ _QSTAT = ["qstat", "-Qf"]
 
 
 def profile(name: str) -> str:
+    """Ask the first scheduler that answers: commands of one that does not run may be installed."""
+    failed = []
     if shutil.which("sinfo"):
-        return _written(name, "slurm", of_sinfo(command.output(_SINFO)))
+        try:
+            return _written(name, "slurm", of_sinfo(command.output(_SINFO)), [])
+        except HpczeroError as error:
+            failed.append(str(error))
     if shutil.which("qstat"):
-        return _written(name, "pbs", of_qstat(command.output(_QSTAT)))
-    raise HpczeroError("neither sinfo (Slurm) nor qstat (PBS) is on this computer: go where jobs are submitted")
+        try:
+            text = command.output(_QSTAT)
+            return _written(name, "pbs", of_qstat(text), left_out(text))
+        except HpczeroError as error:
+            failed.append(str(error))
+    nowhere = (
+        "neither sinfo (Slurm) nor qstat (PBS) is on this computer: go where jobs are submitted"
+    )
+    raise HpczeroError("; ".join(failed) or nowhere)
 
 
 def of_sinfo(text: str) -> dict[str, dict[str, Any]]:
@@ -37,18 +50,44 @@ def of_sinfo(text: str) -> dict[str, dict[str, Any]]:
 
 
 def of_qstat(text: str) -> dict[str, dict[str, Any]]:
-    """Queue -> its longest walltime and most nodes; only those that jobs run in and that are open."""
+    """Queue -> its longest walltime and most nodes; only those that a user's jobs run in."""
     found = {}
-    for block in re.split(r"^Queue: ", text, flags=re.MULTILINE)[1:]:
-        queue, _, rest = block.partition("\n")
-        values = dict(line.strip().partition(" = ")[::2] for line in rest.splitlines() if " = " in line)
-        if values.get("queue_type") == "Execution" and values.get("enabled") == "True":
+    for queue, values in _queues(text).items():
+        if not _closed(values):
             walltime = values.get("resources_max.walltime", "")
-            found[queue.strip()] = {
+            found[queue] = {
                 "nodes": _number(values.get("resources_max.nodect", "")),
                 "walltime": walltime if re.fullmatch(r"\d{1,5}:\d\d:\d\d", walltime) else "",
             }
     return found
+
+
+def left_out(text: str) -> list[str]:
+    """The queues of `qstat -Qf` that have no place in a profile, and why."""
+    return [
+        f"{queue} ({why})" for queue, values in _queues(text).items() if (why := _closed(values))
+    ]
+
+
+def _queues(text: str) -> dict[str, dict[str, str]]:
+    found = {}
+    for block in re.split(r"^Queue: ", text, flags=re.MULTILINE)[1:]:
+        queue, _, rest = block.partition("\n")
+        found[queue.strip()] = dict(
+            line.strip().partition(" = ")[::2] for line in rest.splitlines() if " = " in line
+        )
+    return found
+
+
+def _closed(values: Mapping[str, str]) -> str:
+    """Why no job of a user's runs in this queue."""
+    if values.get("queue_type") != "Execution":
+        return "hands jobs on to others"
+    if values.get("enabled") != "True":
+        return "takes no jobs"
+    if values.get("started") != "True":
+        return "stopped"
+    return "takes jobs from another queue only" if values.get("from_route_only") == "True" else ""
 
 
 def _number(text: str) -> int:
@@ -70,10 +109,13 @@ def _slurm_limit(text: str) -> str:
     return clock(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _written(name: str, scheduler: str, partitions: Mapping[str, Mapping[str, Any]]) -> str:
+def _written(
+    name: str, scheduler: str, partitions: Mapping[str, Mapping[str, Any]], missing: Sequence[str]
+) -> str:
     if not partitions:
         raise HpczeroError("the scheduler names no partition or queue that is open")
     lines = ["# Made from what the scheduler said: hpczero site new. What it did not say is 0 or missing; docs/batch.md has all keys."]
+    lines += [f"# left out: {printable(', '.join(missing))}"] if missing else []
     lines += [f"description = {toml_value(name)}", "hosts = [] # patterns of host names by which this site is known"]
     lines += ["", "[spec.batch]", f"scheduler = {toml_value(scheduler)}"]
     for queue, known in partitions.items():

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from hpczero import env
 from hpczero.batch import sites
-from hpczero.batch.sites import Partition, Site
+from hpczero.batch.sites import Partition, Site, gigabytes, hardware
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
 from hpczero.model.shapes import known, layers
 from hpczero.planner import fit
+from hpczero.planner.platform import as_run
 from hpczero.planner.volumes import resolved
 from hpczero.spec.duration import clock, seconds
 from hpczero.spec.schema import Batch, Spec
@@ -149,7 +150,7 @@ def _resources(job: Job) -> Iterator[str]:
         yield f"batch.ranks_per_node = {per_node}, batch.gpus_per_node = {gpus}: GPUs are not divisible among them; {fitting} ranks would fit"
     if gpus and job.gpu_select == "closest" and (per_node != gpus or job.launcher != "srun"):
         yield f'batch.gpu_select = "closest" needs srun and one rank for each GPU: here {job.launcher}, {per_node} ranks and {gpus} GPUs on a node'
-    if part.memory_gb and job.batch.mem and _gigabytes(job.batch.mem) > part.memory_gb:
+    if part.memory_gb and job.batch.mem and gigabytes(job.batch.mem) > part.memory_gb:
         yield f'batch.mem = "{job.batch.mem}", and a node has {part.memory_gb} GB'
     if job.walltime == 0:
         yield f'batch.walltime = "{job.batch.walltime}": a job needs some time'
@@ -184,21 +185,20 @@ def _words(job: Job) -> Iterator[str]:
 def _layout(job: Job, spec: Spec) -> Iterator[str]:
     """Whether the ranks make a grid, and whether what they hold fits the nodes."""
     node_of_rank = [rank // job.ranks_per_node for rank in range(job.ranks)]
+    node = hardware(job.batch, job.partition)
+    platform = sites.platform(spec, node.gpus)
+    if platform.on_gpus and job.partition.cpus and not node.gpus:
+        way_out = 'take another partition, or train.device = "auto" or "cpu"'
+        yield f'train.device = "cuda", and a node of {job.site} has no GPU: {way_out}'
+        return
+    spec = as_run(spec, platform.device)
     try:
         Grid.build(resolved(spec, node_of_rank), node_of_rank)
     except InputError as error:
         yield f"{error} (batch.nodes = {job.nodes} x batch.ranks_per_node = {job.ranks_per_node})"
         return
-    part, gpus = job.partition, job.gpus_per_node
-    free = part.gpu_memory_gb * gpus if gpus else _gigabytes(job.batch.mem) if job.batch.mem else part.memory_gb
-    if free and known(spec.model):
+    if known(spec.model):
         on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
-        place = f"on a node's {gpus} GPUs" if gpus else "on a node"
-        bounds = tuple(fit.Bound({node: job.ranks_per_node}, int(free * 1e9), place) for node in on_nodes)
-        if refusal := fit.refusal(spec, layers(spec.model), fit.Site(on_nodes, bounds)):
+        site = fit.Site.planned(on_nodes, node, platform)
+        if refusal := fit.final_refusal(spec, layers(spec.model), site):
             yield refusal
-
-
-def _gigabytes(text: str) -> float:
-    """As schedulers count: 512000M are 500G."""
-    return int(text[:-1]) * {"M": 1 / 1024, "G": 1, "T": 1024}[text[-1]]

@@ -1,6 +1,7 @@
 """How a run stands, from its own files: the scheduler may have forgotten its jobs long ago."""
 
 import json
+import math
 import statistics
 import time
 import tomllib
@@ -10,15 +11,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from hpczero import lock
 from hpczero.batch import submission
 from hpczero.batch.queued import Queued
 from hpczero.batch.submission import Submission
+from hpczero.lock import Holder
 
 _STALLED_AFTER = 10  # times the median step without another one
 _SHORTEST = 60.0  # seconds: a short step is no reason to worry soon
 _START = 600.0  # nor is the first one of a job, which comes after a checkpoint has been read
 _RECENT = 200  # steps that the pace is taken from
 _TAIL = 1 << 20  # bytes that are read of a file's end
+_WRITTEN = ("metrics.jsonl", "events.jsonl", "summary.json", "spec.toml", "batch")
+_WITHOUT_A_WORD = "it ended without a word: killed, or its node failed"
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,9 @@ class Link:
 @dataclass(frozen=True)
 class Progress:
     run: Path
-    state: str  # "queued", "running", "STALLED", "finished", "stopped", "failed", "unknown", "new"
+    # "queued", "running", "STALLED", "finished", "continues", "stopped", "cancelled", "failed",
+    # "unknown", "new" (docs/batch.md)
+    state: str
     reason: str
     step: int
     steps: int
@@ -47,60 +54,123 @@ class Progress:
     node_hours: float
     links: list[Link] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)  # of a failed job
+    age_seconds: float | None = None  # since the run last wrote something
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a run's files and its scheduler say, before a state is made of it."""
+
+    records: list[Submission]
+    links: list[Link]
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any]
+    holder: Holder | None  # who writes into the run's folder now
+    began: float  # when the run was last started; 0.0: never
+    last_save: int | None
+
+    @property
+    def over(self) -> str:
+        """Why the newest jobs have nothing left to do, unless somebody started the run since."""
+        record = self.records[-1] if self.records else None
+        return record.over if record and not self.began > record.last_word else ""
+
+    @property
+    def last_ended(self) -> Link | None:
+        """The last job that did something, unless somebody started the run since."""
+        ended = [link for link in self.links if link.state not in ("passed", "cancelled")]
+        return ended[-1] if ended and not self.began > self.records[-1].last_word else None
 
 
 def of(run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: float | None = None) -> Progress:
     """`known`: what the schedulers say of the run's jobs; `silent`: those of them that say nothing."""
     now = time.time() if now is None else now
-    records, metrics, summary = submission.of_run(run), lines_of(run / "metrics.jsonl"), _json(run / "summary.json")
-    links = [link for record in records for link in _links(record, known, record.scheduler in silent)]
-    last: dict[str, Any] = metrics[-1] if metrics else {}
+    seen = _look(run, known, silent)
+    records, links = seen.records, seen.links
+    last: dict[str, Any] = seen.metrics[-1] if seen.metrics else {}
     step, steps = int(last.get("step", 0)), _steps(run, records)
-    median = statistics.median(float(one["step_seconds"]) for one in metrics[-_RECENT:]) if metrics else None
-    state, reason = _state(run, links, summary, records)
+    median = (
+        statistics.median(one["step_seconds"] for one in seen.metrics[-_RECENT:])
+        if seen.metrics
+        else None
+    )
+    state, reason = _state(seen)
     if state == "running" and median is not None and step < steps:
-        stepped, began = (run / "metrics.jsonl").stat().st_mtime, _began(run)
-        silence = now - max(stepped, began)
-        if silence > max(_STALLED_AFTER * median, _SHORTEST if stepped > began else _START):
+        stepped = _changed(run / "metrics.jsonl")
+        silence = now - max(stepped, seen.began)
+        if silence > max(_STALLED_AFTER * median, _SHORTEST if stepped > seen.began else _START):
             state, reason = "STALLED", f"no step for {silence:,.0f} s; one takes {median:.3g} s"
     failed = next((link for link in reversed(links) if link.state in ("failed", "gone")), None) if state == "failed" else None
+    written = max(_changed(run / name) for name in _WRITTEN)
     return Progress(
         run=run,
         state=state,
         reason=reason,
         step=step,
         steps=steps,
-        loss=last.get("loss"),
+        loss=_number(last.get("loss")),
         seconds_per_step=median,
-        tokens_per_second=last.get("tokens_per_second"),
+        tokens_per_second=_number(last.get("tokens_per_second")),
         seconds_left=median * (steps - step) if median is not None and step < steps else None,
         job_seconds_left=_job_seconds_left(records, links, now),
-        last_save=_last_save(run),
+        last_save=seen.last_save,
         node_hours=sum(_node_hours(record, now) for record in records),
         links=links,
         last_lines=_last_lines(records, failed.number) if failed else [],
+        age_seconds=max(0.0, now - written) if written else None,
     )
 
 
-def _state(run: Path, links: Sequence[Link], summary: dict[str, Any], records: Sequence[Submission]) -> tuple[str, str]:
+def _look(run: Path, known: Sequence[Queued], silent: Collection[str]) -> _Seen:
+    records, holder = submission.of_run(run), lock.living_holder(run)
+    steps = [line for line in lines_of(run / "metrics.jsonl") if _is_step(line)]
+    job = holder.job or "" if holder else ""
+    links = [
+        link
+        for record in records
+        for link in _links(record, known, job if record.scheduler in silent else None)
+    ]
+    return _Seen(
+        records, links, steps, _json(run / "summary.json"), holder, _began(run), _last_save(run)
+    )
+
+
+def _state(seen: _Seen) -> tuple[str, str]:
+    if seen.holder and seen.holder.job not in [link.number for link in seen.links]:
+        return "running", str(seen.holder)
     for state in ("running", "queued", "held"):
-        if found := next((link for link in links if link.state == state), None):
+        if found := next((link for link in seen.links if link.state == state), None):
             return ("queued" if state == "held" else state), found.reason
-    if summary.get("state") == "finished":
+    if seen.summary.get("state") == "finished":
         return "finished", ""
-    if found := next((link for link in links if link.state == "unknown"), None):
+    if found := next((link for link in seen.links if link.state == "unknown"), None):
         return "unknown", found.reason
-    over = records[-1].over if records else ""
-    ended = [link for link in links if link.state not in ("passed", "cancelled")]
-    if ended and ended[-1].state in ("failed", "gone"):
-        return "failed", over or ended[-1].reason
-    if ended or summary:
-        return "stopped", over or str(summary.get("reason", ""))
+    if seen.over == "cancelled":
+        return "cancelled", ""
+    return _ended(seen)
+
+
+def _ended(seen: _Seen) -> tuple[str, str]:
+    """Of a run that is not finished, and that nobody works on."""
+    last, said = seen.last_ended, seen.summary.get("state")
+    reason = str(seen.summary.get("reason") or "")
+    if last and last.state in ("failed", "gone"):
+        return "failed", seen.over or last.reason
+    if said == "failed":
+        return "failed", reason
+    if said == "stopped" or last:
+        goes_on = seen.last_save is not None and not seen.over
+        return ("continues" if goes_on else "stopped"), seen.over or reason
+    if seen.began:
+        return "failed", _WITHOUT_A_WORD
     return "new", ""
 
 
-def _links(record: Submission, known: Sequence[Queued], silent: bool) -> list[Link]:
-    """The scheduler's word for what is in the queue, the jobs' own for what has ended."""
+def _links(record: Submission, known: Sequence[Queued], alive: str | None) -> list[Link]:
+    """Take the scheduler's word for what is in the queue, the jobs' own for what has ended.
+
+    `alive`: where the scheduler says nothing, the job that writes into the run's folder.
+    """
     by_number = {job.number: job for job in known}
     told: dict[str, str] = {}
     for _, number, event, detail in record.events():
@@ -115,10 +185,11 @@ def _links(record: Submission, known: Sequence[Queued], silent: bool) -> list[Li
             found.append(Link(number, state, "" if own in ("0", "75") else _why(own, job)))
         elif own == "passed":
             found.append(Link(number, "passed"))
-        elif silent:
-            found.append(Link(number, "unknown", "the scheduler does not answer"))
+        elif alive is not None:
+            unknown = Link(number, "unknown", "the scheduler does not answer")
+            found.append(Link(number, "running") if number == alive else unknown)
         elif own == "began":
-            found.append(Link(number, "gone", job.reason if job else "it ended without a word: killed, or its node failed"))
+            found.append(Link(number, "gone", job.reason if job else _WITHOUT_A_WORD))
         elif record.over:
             found.append(Link(number, "cancelled"))
         else:
@@ -134,12 +205,18 @@ def _why(code: str, job: Queued | None) -> str:
 
 
 def _node_hours(record: Submission, now: float) -> float:
-    """From each job's beginning to its end, or, where it said nothing of one, to the last sign of life."""
+    """From each job's beginning to its end, or, where it said nothing of one, to the last sign of life.
+
+    That of a job that began again is gone: it counts up to then.
+    """
     began: dict[str, float] = {}
     seconds = 0.0
     for moment, number, event, _ in record.events():
         if event == "began":
-            began[number] = _seconds(moment)
+            now_begun = _seconds(moment)
+            before = now_begun - began.get(number, now_begun)
+            seconds += min(max(0.0, before), record.walltime)
+            began[number] = now_begun
         elif event == "ended" and number in began:
             seconds += _seconds(moment) - began.pop(number)
     for number, begin in began.items():
@@ -161,7 +238,23 @@ def _job_seconds_left(records: Sequence[Submission], links: Sequence[Link], now:
 def _seconds(moment: str) -> float:
     try:
         return datetime.fromisoformat(moment).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _is_step(line: dict[str, Any]) -> bool:
+    return _number(line.get("step")) is not None and _number(line.get("step_seconds")) is not None
+
+
+def _changed(path: Path) -> float:
+    """When it was last written; 0.0: it is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
         return 0.0
 
 
@@ -169,8 +262,8 @@ def _steps(run: Path, records: Sequence[Submission]) -> int:
     """What the newest resolved spec asks for."""
     for path in [*(record.path / "spec.toml" for record in reversed(records)), run / "spec.toml"]:
         try:
-            return int(tomllib.loads(path.read_text(encoding="utf-8"))["train"]["steps"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return int(tomllib.loads(_tail(path))["train"]["steps"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     return 0
 
@@ -189,7 +282,10 @@ def _began(run: Path) -> float:
 def _last_lines(records: Sequence[Submission], number: str, count: int = 12) -> list[str]:
     for record in reversed(records):
         if number in record.jobs:
-            return [line for line in _tail(record.log(number)).splitlines() if line.strip()][-count:]
+            text = "\n".join(
+                _tail(path) for path in (record.log(number), record.last_words(number))
+            )
+            return [line for line in text.splitlines() if line.strip()][-count:]
     return []
 
 
@@ -199,7 +295,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     for line in _tail(path).splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
             found.append(value)
@@ -208,16 +304,18 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def _tail(path: Path) -> str:
     try:
+        if not path.is_file():  # a pipe would be waited for
+            return ""
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL))
-            return file.read().decode("utf-8", "replace")
+            return file.read(_TAIL).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(_tail(path))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

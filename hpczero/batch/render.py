@@ -6,11 +6,18 @@ command: quoted for the shell), `variable` (a name), `line` (what the user wrote
 
 import re
 import shlex
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from jinja2 import FileSystemLoader, StrictUndefined, TemplateError
+from jinja2 import FunctionLoader, StrictUndefined, TemplateError
+from jinja2.exceptions import SecurityError
+from jinja2.loaders import split_template_path
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpczero import locations
@@ -18,25 +25,92 @@ from hpczero.batch import header
 from hpczero.batch.job import Job
 from hpczero.batch.launch import words
 from hpczero.errors import InputError
+from hpczero.spec import site
 from hpczero.spec.schema import PATTERNS, VARIABLE, WORD
 from hpczero.spec.show import printable, shown
 from hpczero.spec.site import profiles
 
+_WRONG = (  # what a template's expressions may end with
+    *(ArithmeticError, LookupError, TypeError, ValueError, AttributeError),
+    *(RecursionError, MemoryError),
+)
+_LARGEST = 1_000_000  # characters of a script
+_LARGEST_POWER = 64
+_LONGEST = 10.0  # seconds that a template may take
+
 
 def render(job: Job) -> str:
     profile = profiles()[job.site.partition("/")[0]]
-    loader = FileSystemLoader([profile.parent, locations.shared_folder("templates")])
-    environment = ImmutableSandboxedEnvironment(
-        loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
+    environment = _Sandbox(
+        loader=FunctionLoader(partial(_template, profile)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
     environment.filters |= {"word": _word, "quote": _quote, "words": _words, "variable": _variable, "line": _line}
     template = job.facts.template or f"{job.scheduler}.sh.j2"
     try:
-        script = environment.get_template(template).render(job=job, launch=words(job), first=_first(job), **_context(job))
-    except TemplateError as error:
+        with _no_longer_than(_LONGEST):
+            made = environment.get_template(template).generate(
+                job=job, launch=words(job), first=_first(job), **_context(job)
+            )
+            script = _limited(made)
+    except (TemplateError, *_WRONG) as error:
         raise InputError(f"the template {printable(template)} of the site {job.site}: {printable(str(error))}") from error
     header.refuse_duplicates(script, job.scheduler, job.batch)
     return script
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Keeps a template from filling the memory by a product."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        texts = [value for value in (left, right) if not isinstance(value, int | float)]
+        if texts or (operator == "**" and not abs(right) < _LARGEST_POWER):
+            raise SecurityError(f"{operator} of texts and lists, or of large numbers")
+        return super().call_binop(context, operator, left, right)
+
+
+def _template(profile: Path, name: str) -> str | None:
+    """Return the text of the template beside the profile, else hpczero's own of this name."""
+    for folder in (profile.parent, locations.shared_folder("templates")):
+        path = folder.joinpath(*split_template_path(name))
+        if path.exists():
+            return site.template(path)
+    return None
+
+
+def _limited(made: Iterable[str]) -> str:
+    script, length = [], 0
+    for part in made:
+        script.append(part)
+        length += len(part)
+        if length > _LARGEST:
+            raise SecurityError(f"a script of more than {_LARGEST:,} characters")
+    return "".join(script)
+
+
+@contextmanager
+def _no_longer_than(seconds: float) -> Iterator[None]:
+    """SecurityError once so many seconds are over (in the main thread, which has signals)."""
+
+    def end(*_: object) -> None:
+        raise SecurityError(f"it is not done after {seconds:g} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _first(job: Job) -> list[str]:

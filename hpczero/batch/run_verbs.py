@@ -1,10 +1,12 @@
-"""The verbs about runs that were submitted: status, cancel, logs."""
+"""The verbs about a run: status, cancel, logs."""
 
 import json
+import os
+import shlex
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,23 +24,51 @@ _LOOK_EVERY = 1.0  # seconds between two looks at a log
 
 def status(options: Namespace) -> int:
     runs = [_run(options.run)] if options.run else submission.remembered()
-    known, silent = _known(runs)
-    found = [progress.of(run, known, set(silent)) for run in runs]
+    found, silent = look_at(runs)
     if options.json:
         data = [asdict(one) | {"run": str(one.run)} for one in found]
         print(json.dumps(data[0] if options.run else data, indent=2))
     elif options.run:
         print("\n".join(_in_full(found[0])))
     else:
-        print("\n".join(_rows(found)) or "no run was submitted from here yet: hpczero submit SPEC")
+        print(
+            "\n".join(_rows(found))
+            or "no run was submitted from here yet: hpczero submit SPEC; "
+            "hpczero runs FOLDER lists those below a folder"
+        )
+    say_silent(silent)
+    return 0
+
+
+def look_at(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
+    """Return how they stand, and which schedulers say nothing, and why.
+
+    Somebody else's jobs are not asked for: of those runs only the files speak.
+    """
+    mine = [run for run in runs if _is_mine(run)]
+    known, silent = _known(mine) if mine else ([], {})
+    nobody = scheduler.SCHEDULERS
+    return [
+        progress.of(run, known, silent) if run in mine else progress.of(run, [], nobody)
+        for run in runs
+    ], silent
+
+
+def say_silent(silent: Mapping[str, str]) -> None:
     for words in silent.values():
         print(f"hpczero: {words}; what the runs themselves have written is shown", file=sys.stderr)
-    return 0
+
+
+def _is_mine(run: Path) -> bool:
+    try:
+        return run.stat().st_uid == os.getuid()
+    except OSError:
+        return False
 
 
 def cancel(options: Namespace) -> int:
     """The record is closed first, so that a job that begins meanwhile ends at once; but a full disk keeps no job in the queue."""
-    run = _run(options.run)
+    run = _submitted(options.run)
     alive = {name: [job.number for job in jobs] for name, jobs in living_under(run, now=True).items() if jobs}
     for record in submission.of_run(run):
         if record.scheduler in alive and not record.over:
@@ -54,10 +84,10 @@ def cancel(options: Namespace) -> int:
 
 
 def logs(options: Namespace) -> int:
-    run = _run(options.run)
     if options.rank is not None:
-        print("\n".join(_of_rank(run, options.rank)))
+        print("\n".join(_of_rank(_run(options.run), options.rank)))
         return 0
+    run = _submitted(options.run)
     path = _newest_log(run)
     if path is None and not options.follow:
         raise InputError(f"{run}: no job has printed anything yet; logs -f waits for it")
@@ -65,16 +95,39 @@ def logs(options: Namespace) -> int:
 
 
 def _run(name: str) -> Path:
-    """A run's directory by its path, its spec, or its name."""
+    """A run's directory by its path, its spec, or its name.
+
+    A name is that of a run that was submitted, or that lies in `runs`.
+    """
     if name.endswith(".toml"):
         run = path_of(load(name).spec)
     else:
         named = [path for path in submission.remembered() if path.name == name]
         if len(named) > 1 and not Path(name).is_dir():
             raise InputError(f"several runs are called {shown(name)}: {listed([str(path) for path in named])}; give the path of one")
-        run = Path(name).absolute() if Path(name).is_dir() or not named else named[0]
+        here = [path.absolute() for path in (Path(name), Path("runs") / name) if path.is_dir()]
+        run = (
+            here[0]
+            if Path(name).is_dir() or (here and not named)
+            else named[0]
+            if named
+            else Path(name).absolute()
+        )
+    if not run.is_dir():
+        raise InputError(
+            f"{printable(str(run))}: there is no such run; hpczero status lists those that were "
+            "submitted, hpczero runs FOLDER all below it"
+        )
+    return run
+
+
+def _submitted(name: str) -> Path:
+    """The directory of a run that the batch system knows."""
+    run = _run(name)
     if not submission.of_run(run):
-        raise InputError(f"{printable(str(run))} was never submitted: hpczero status without an argument lists the runs that were")
+        stop = f"touch {shlex.quote(str(run / 'stop'))} stops it with a checkpoint"
+        by_hand = "was started by hand, and never submitted: it printed where it was started"
+        raise InputError(f"{printable(str(run))} {by_hand}, and {stop}")
     return run
 
 
@@ -98,20 +151,36 @@ def _rows(found: Sequence[Progress]) -> Iterator[str]:
     if not found:
         return
     head = ["run", "state", "step", "loss", "tokens/s", "left", "saved", "node-hours", "jobs"]
-    rows = [head, *([printable(one.run.name, 40), one.state, *_figures(one), _jobs(one)] for one in found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    yield from table(
+        [
+            head,
+            *(
+                [
+                    printable(one.run.name, 40),
+                    one.state,
+                    *figures(one),
+                    f"{one.node_hours:.3g}",
+                    _jobs(one),
+                ]
+                for one in found
+            ),
+        ]
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
-def _figures(one: Progress) -> list[str]:
+def figures(one: Progress) -> list[str]:
     return [
         f"{one.step:,}/{one.steps:,}",
         "?" if one.loss is None else f"{one.loss:.4f}",
         "?" if one.tokens_per_second is None else f"{one.tokens_per_second:,.4g}",
         "" if one.state == "finished" else "?" if one.seconds_left is None else _duration(one.seconds_left),
         "" if one.last_save is None else f"{one.last_save:,}",
-        f"{one.node_hours:.3g}",
     ]
 
 
@@ -121,18 +190,20 @@ def _jobs(one: Progress) -> str:
 
 
 def _in_full(one: Progress) -> list[str]:
-    step, loss, speed, left, saved, hours = _figures(one)
+    step, loss, speed, left, saved = figures(one)
+    node_hours = f"{one.node_hours:.3g} node-hours, " if one.links else ""
     lines = [
-        f"{one.run}: {one.state}" + (f" ({printable(one.reason)})" if one.reason else ""),
+        f"{printable(str(one.run))}: {one.state}" + (f" ({printable(one.reason)})" if one.reason else ""),
         f"  step        {step}, loss {loss}",
         f"  speed       {speed} tokens/s" + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
         f"  time left   {left}" + (f"; of its job {_duration(one.job_seconds_left)}" if one.job_seconds_left is not None else "") if left else "",
         f"  last save   step {saved}" if saved else "  last save   none yet",
-        f"  used        {hours} node-hours, {_size(one.run) / 1e6:,.1f} MB on disk",
+        f"  used        {node_hours}{_size(one.run) / 1e6:,.1f} MB on disk",
     ]
+    width = max((len(link.number) for link in one.links), default=0)
     for link in one.links:
         more = "; ".join(printable(words) for words in (link.reason, f"start {link.start}" if link.start and link.state == "queued" else "") if words)
-        lines.append(f"  job {link.number:<8}{link.state}" + (f": {more}" if more else ""))
+        lines.append(f"  job {link.number:<{width}}  {link.state}" + (f": {more}" if more else ""))
     if one.last_lines:
         lines += ["  its last words:", *(f"    {printable(line, 300)}" for line in one.last_lines)]
     return [line for line in lines if line]
@@ -163,8 +234,11 @@ def _newest_log(run: Path) -> Path | None:
 
 
 def _print(path: Path | None) -> int:
-    if path:
-        print(path.read_text(encoding="utf-8", errors="replace"), end="")
+    """Also what PBS said at the job's end, where it ended it."""
+    said = (path, path.with_name(path.name.removeprefix("log-") + ".OU")) if path else ()
+    for one in said:
+        if one.is_file():
+            print(one.read_text(encoding="utf-8", errors="replace"), end="")
     return 0
 
 

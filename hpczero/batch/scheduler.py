@@ -5,13 +5,13 @@ import getpass
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import ModuleType
 
-from hpczero import env
+from hpczero import env, safe_files
 from hpczero.batch import command, pbs, slurm
 from hpczero.batch.queued import Queued
-from hpczero.errors import HpczeroError
+from hpczero.errors import HpczeroError, InputError
 
 ASK_EVERY = 30.0  # seconds
 SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs}
@@ -27,32 +27,39 @@ def jobs(name: str, numbers: Sequence[str], now: bool = False) -> list[Queued]:
 
 
 def release(name: str, number: str) -> None:
-    _carry_out(SCHEDULERS[name].release(number))
-
-
-def cancel(name: str, numbers: Sequence[str]) -> None:
-    forget(name)
-    _carry_out(SCHEDULERS[name].cancel(numbers))
-
-
-def forget(name: str) -> None:
-    with contextlib.suppress(OSError):  # then nothing could be remembered either
-        (env.state_folder() / f"{name}.json").unlink()
-
-
-def _carry_out(words: list[str]) -> None:
-    answer = command.run(words)
+    answer = command.run(words := SCHEDULERS[name].release(number))
     if answer.code:
         raise HpczeroError(f"{words[0]} failed: {answer.complaint}")
 
 
+def cancel(name: str, numbers: Sequence[str]) -> None:
+    """Cancel these jobs; one that is gone already is no failure.
+
+    A scheduler may take those that depend on a job along with it.
+    """
+    forget(name)
+    answer = command.run(words := SCHEDULERS[name].cancel(numbers))
+    complaints = [
+        line
+        for line in answer.err.splitlines()
+        if line.strip() and not SCHEDULERS[name].GONE.search(line)
+    ]
+    if answer.code and (complaints or not answer.err.strip()):
+        left = replace(answer, err="\n".join(complaints))
+        raise HpczeroError(f"{words[0]} failed: {left.complaint}")
+
+
+def forget(name: str) -> None:
+    with contextlib.suppress(OSError):  # then nothing could be remembered either
+        safe_files.remove(env.state_folder() / f"{name}.json")
+
+
 def _remember(name: str, numbers: Sequence[str], known: Sequence[Queued]) -> None:
     path = env.state_folder() / f"{name}.json"
-    with contextlib.suppress(OSError):  # it is asked again then
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError, InputError):  # it is asked again then
+        safe_files.own_folder(path.parent)
         answer = {"asked": time.time(), "numbers": list(numbers), "jobs": [asdict(job) for job in known]}
-        path.with_suffix(".new").write_text(json.dumps(answer), encoding="utf-8")
-        path.with_suffix(".new").replace(path)
+        safe_files.write_text(path, json.dumps(answer))
 
 
 def _remembered(name: str, numbers: Sequence[str]) -> list[Queued] | None:

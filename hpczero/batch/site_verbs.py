@@ -9,6 +9,7 @@ from hpczero import env
 from hpczero.batch import interrogate
 from hpczero.batch.sites import Limit, Partition, all_names, facts
 from hpczero.errors import InputError
+from hpczero.safe_files import make_folders, write_new
 from hpczero.spec import site as profiles
 from hpczero.spec.show import printable, shown
 
@@ -58,9 +59,8 @@ def new(options: Namespace) -> int:
     path = Path(options.output) if options.output else env.config_folder() / "sites" / f"{options.name}.toml"
     text = interrogate.profile(options.name)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
+        make_folders(path.parent)
+        write_new(path, text)
     except FileExistsError:
         raise InputError(f"{printable(str(path))} exists already and is left as it is: name another file (-o)") from None
     except OSError as error:

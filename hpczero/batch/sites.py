@@ -4,9 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
+from hpczero import env
 from hpczero.errors import InputError
+from hpczero.planner.platform import Hardware, Platform, device_of
 from hpczero.spec import site as profiles
-from hpczero.spec.schema import VARIABLE, WALLTIME, WORD, Table
+from hpczero.spec.schema import VARIABLE, WALLTIME, WORD, Batch, Spec, Table
 from hpczero.spec.show import listed, printable
 
 _Word = Annotated[str, Field(pattern=WORD, min_length=1)]
@@ -69,6 +71,30 @@ def facts(name: str) -> tuple[str, Site, Partition]:
 def all_names() -> list[str]:
     """Every "site/partition" there is."""
     return [f"{name}/{partition}" for name in profiles.profiles() for partition in profiles.read(name)[2].tree["partitions"]]
+
+
+def hardware(batch: Batch, partition: Partition) -> Hardware:
+    """Return what a job has of each node: what the spec asks for, else what the partition's have."""
+    memory = gigabytes(batch.mem) if batch.mem else partition.memory_gb
+    gpus = batch.gpus_per_node or partition.gpus
+    return Hardware(memory, gpus, partition.gpu_memory_gb)
+
+
+def platform(spec: Spec, gpus: int) -> Platform:
+    """Return what a job on nodes with so many GPUs runs on, as far as a login node can tell.
+
+    hpczero's kernels are counted on where the package that they need is installed: by default a job
+    uses the Python environment that it was rendered in.
+    """
+    device = device_of(spec, gpus)
+    ours = device == "cuda" and spec.model.kernels == "auto" and env.has_package("numba_cuda")
+    native = device == "cuda" and spec.comm.backend != "mpi"
+    return Platform(device, frozenset({"cross_entropy"} if ours else ()), native)
+
+
+def gigabytes(text: str) -> float:
+    """As schedulers count: 512000M are 500G."""
+    return int(text[:-1]) * {"M": 1 / 1024, "G": 1, "T": 1024}[text[-1]]
 
 
 def limit(partition: Partition, queue: str, nodes: int) -> tuple[str, str]:

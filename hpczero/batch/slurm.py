@@ -8,6 +8,8 @@ from hpczero.batch import command
 from hpczero.batch.queued import Queued, Refused, State, Transient
 
 PROGRAM = "sbatch"
+# of a job that needs no cancelling any more
+GONE = re.compile(r"Invalid job id|already completing or completed")
 _TRANSIENT = ("timed out", "Unable to contact", "not responding", "temporarily", "Connection refused", "Zero Bytes", "receive failure")
 _STATES: dict[str, State] = {"PENDING": "queued", "REQUEUED": "queued", "REQUEUE_FED": "queued"}
 _STATES |= {"REQUEUE_HOLD": "held", "SPECIAL_EXIT": "held", "RESV_DEL_HOLD": "held"}
@@ -25,8 +27,9 @@ def submission(script: Path, log: Path, tag: str, after: str, held: bool) -> lis
 def submit(words: Sequence[str]) -> str:
     answer = command.run(words)
     if answer.code:
-        kind = Transient if any(sign in answer.err for sign in _TRANSIENT) else Refused
-        raise kind(f"sbatch refused the job: {answer.complaint}")
+        if any(sign in answer.err for sign in _TRANSIENT):
+            raise Transient(f"sbatch did not reach the controller: {answer.complaint}")
+        raise Refused(f"sbatch refused the job: {answer.complaint}")
     number = answer.out.strip().partition(";")[0]
     if not re.fullmatch(r"\d+", number):
         raise Transient(f"sbatch gave no job number but {answer.complaint}")

@@ -3,14 +3,19 @@
     submission.json   this record; written before the first job is submitted, and again after each
     spec.toml         the resolved spec        job.sh   the script
     log-<job>         what the job printed
+    <job>.OU          PBS: what it said itself, as of a job that it killed
     links             a line for each thing that happened to a job: time, job, `began` and the newest checkpoint, `ended` and the exit code, `passed`
     code              how the ranks of the newest job ended
+    wrong             a rank of the newest job found the input wrong, whatever its launcher said
     over              why nothing is left to do (then the jobs that follow end at once)
 
 Beside these folders lies `lock`, while somebody submits the run. The environment is never kept, nor any value of batch.env_pass.
 """
 
+import contextlib
 import json
+import math
+import os
 import re
 import secrets
 import sys
@@ -18,9 +23,11 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hpczero import env
+from hpczero import env, safe_files
 from hpczero.errors import HpczeroError
 
+_LONGEST = 16 << 20  # bytes of a file that are read
+_NUMBER = re.compile(r"\d{1,20}(\[\d*\])?(\.[\w.-]{1,255})?")
 _FOLDER = re.compile(r"^\d{8}T\d{6}-[0-9a-f]{12}$")
 
 
@@ -63,10 +70,32 @@ class Submission:
     def log(self, job: str) -> Path:
         return self.path / f"log-{job}"
 
+    def last_words(self, job: str) -> Path:
+        """Where PBS leaves what it says of a job that it ends."""
+        return self.path / f"{job}.OU"
+
+    @property
+    def last_word(self) -> float:
+        """When a job of it last ended, or nothing was left to do, in seconds since 1970.
+
+        Infinity where a job began and said no more.
+        """
+        moments = [0.0]
+        for moment, _, event, _ in self.events():
+            with contextlib.suppress(ValueError, OverflowError):
+                moments.append(
+                    math.inf if event == "began" else datetime.fromisoformat(moment).timestamp()
+                )
+                if event == "ended":
+                    moments = [one for one in moments if one < math.inf]
+        with contextlib.suppress(OSError):
+            moments.append((self.path / "over").stat().st_mtime)
+        return max(moments)
+
     def events(self) -> list[tuple[str, str, str, str]]:
         """The lines of `links`: time, job, event, detail; nonsense is left out."""
         try:
-            lines = (self.path / "links").read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = _text(self.path / "links").splitlines()
         except OSError:
             return []
         found = [line.split(" ", 3) for line in lines]
@@ -81,23 +110,22 @@ class Submission:
     def over(self) -> str:
         """Why nothing is left to do; empty as long as something is."""
         try:
-            return (self.path / "over").read_text(encoding="utf-8", errors="replace").strip()
+            return _text(self.path / "over").strip()
         except OSError:
             return ""
 
     def close(self, reason: str) -> None:
         """Its jobs that have not begun will find nothing to do."""
         try:
-            (self.path / "over").write_text(reason + "\n", encoding="utf-8")
+            safe_files.write_text(self.path / "over", reason + "\n")
         except OSError as error:
             raise HpczeroError(f"cannot write {self.path / 'over'}: {error.strerror}") from error
 
     def write(self) -> None:
         values = {name: value for name, value in asdict(self).items() if name != "path"}
-        temporary = self.path / "submission.json.new"
         try:
-            temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            temporary.replace(self.path / "submission.json")
+            text = json.dumps(values, indent=2) + "\n"
+            safe_files.write_text(self.path / "submission.json", text)
         except OSError as error:
             raise HpczeroError(f"cannot write {self.path / 'submission.json'}: {error.strerror}") from error
 
@@ -105,10 +133,28 @@ class Submission:
     def read(cls, path: Path) -> "Submission | None":
         """None for a folder in which no version of hpczero wrote."""
         try:
-            values = json.loads((path / "submission.json").read_text(encoding="utf-8"))
-            return cls(path=path, **{**values, "jobs": tuple(map(str, values["jobs"]))})
-        except (OSError, ValueError, TypeError, KeyError):
+            values = json.loads(_text(path / "submission.json"))
+            found = cls(path=path, **{**values, "jobs": tuple(map(str, values["jobs"]))})
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
+        return found if found._is_sound() else None
+
+    def _is_sound(self) -> bool:
+        """Return whether the values may be believed: job numbers become words of commands."""
+        counts = (self.nodes, self.ranks, self.walltime, self.chain)
+        texts = (self.id, self.site, self.submitted)
+        return (
+            all(type(count) is int and 0 <= count < 10**12 for count in counts)
+            and all(isinstance(text, str) for text in texts)
+            and self.scheduler in ("slurm", "pbs")
+            and all(_NUMBER.fullmatch(job) for job in self.jobs)
+        )
+
+
+def _text(path: Path) -> str:
+    """The beginning of a plain file; a pipe is an OSError."""
+    with os.fdopen(safe_files.open_to_read(path), "rb") as file:
+        return file.read(_LONGEST).decode("utf-8", "replace")
 
 
 def of_run(run: Path) -> list[Submission]:
@@ -121,8 +167,8 @@ def remember(run: Path) -> None:
     """Enters the run into the list of the user's runs. Its jobs are in the queue: that the list cannot be written must not look like a failure."""
     if run not in remembered():
         try:
-            env.state_folder().mkdir(parents=True, exist_ok=True)
-            with (env.state_folder() / "runs").open("a", encoding="utf-8") as file:
+            safe_files.own_folder(env.state_folder())
+            with safe_files.append_to(env.state_folder() / "runs") as file:
                 file.write(json.dumps(str(run)) + "\n")
         except OSError as error:
             without = f"hpczero status without an argument will not show {run}"

@@ -14,22 +14,26 @@ Protocol:
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hpczero import env
-from hpczero.batch import command, scheduler, sites, submission
+from hpczero.batch import command, pbs, scheduler, sites, submission
 from hpczero.batch.job import Here, Job, plan
+from hpczero.batch.mpi_fit import refuse_launcher
 from hpczero.batch.queued import Queued, Transient
 from hpczero.batch.render import render
 from hpczero.batch.submission import Submission
+from hpczero.data.supply import look
 from hpczero.errors import HpczeroError, InputError
-from hpczero.lock import Holder, RunLock
+from hpczero.lock import RunLock, living_holder
+from hpczero.safe_files import make_folder, own_folder, write_text
+from hpczero.spec import site
 from hpczero.spec.load import load, to_toml
 from hpczero.spec.schema import Batch, Spec
-from hpczero.spec.show import listed, shown
+from hpczero.spec.show import counted, listed, shown
 from hpczero.spec.write import toml_value
 from hpczero.train import rundir
 
@@ -46,12 +50,16 @@ def submit(options: Namespace) -> int:
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
     rundir.refuse_another(spec)
+    supply = look(spec, must_be_here=not options.dry_run)
     job = plan(spec, Here.now(), ())
     record = Submission.new(run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain)
     arguments = ("run", str(record.path / "spec.toml"))
     first = (*arguments, "--set", f"train.steps={_PROBED_BEFORE}") if options.probe else ()
     job = replace(job, arguments=arguments, first=first, run=str(run), submission=str(record.path), tag=record.tag(0))
     script = render(job)
+    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
+    for line in site.left_out():
+        print(f"hpczero: {line}", file=sys.stderr)
     if options.dry_run:
         print(script, end="")
         print(f"hpczero: {_said(record, job)}; nothing was submitted", file=sys.stderr)
@@ -99,7 +107,7 @@ def _soon(batch: Batch) -> dict[str, str]:
 
 def _said(record: Submission, job: Job) -> str:
     times = f", {record.chain} jobs one after the other" if record.chain > 1 else ""
-    return f"{job.site}: {job.ranks:,} ranks on {job.nodes:,} nodes for {job.clock}{times}, {job.cost} each"
+    return f"{job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')} for {job.clock}{times}, {job.cost} each"
 
 
 def _ready(job: Job) -> None:
@@ -111,12 +119,40 @@ def _ready(job: Job) -> None:
     missing = [name for name in job.batch.env_pass if not handed.get(name)]
     if missing:
         raise InputError(f"batch.env_pass names {listed(missing)}, which is not set here, or is the batch system's own: set it, or leave it out")
+    if job.scheduler == "pbs":
+        _hand_over_by_pbs(job, {name: handed[name] for name in job.batch.env_pass})
+    else:
+        refuse_launcher(job)
+
+
+def _hand_over_by_pbs(job: Job, handed: Mapping[str, str]) -> None:
+    """Refuse values that would arrive changed, and say that others can read what is handed over."""
+    if changed := pbs.changed_values(handed):
+        raise InputError(
+            f"batch.env_pass: qsub would change the value of {listed(changed)}: quotes, backslashes "
+            "and blanks at its end do not arrive as they are; "
+            "set it by batch.env or a line of batch.setup"
+        )
+    what = (
+        "the whole environment (batch.env_inherit)"
+        if job.batch.env_inherit
+        else listed(list(handed))
+        if handed
+        else ""
+    )
+    if what:
+        print(
+            f"hpczero: PBS shows {what} to every user (qstat -xf): "
+            'a secret belongs in a file of yours, as in batch.setup = ["export TOKEN=$(cat ~/.token)"]',
+            file=sys.stderr,
+        )
 
 
 def _claimed(run: Path) -> RunLock:
     """For this process to submit the run, and no other."""
     try:
-        (run / "batch").mkdir(parents=True, exist_ok=True)
+        own_folder(run)
+        own_folder(run / "batch")
     except OSError as error:
         raise _unwritable(run, error) from error
     return RunLock(run / "batch")
@@ -128,18 +164,9 @@ def _refuse_if_under_way(run: Path) -> None:
         jobs = listed([f"{one.number} ({one.state})" for one in alive])
         raise InputError(f"{run} has been submitted already: job {jobs}; hpczero status {run}, hpczero cancel {run}")
     ended = {number for record in submission.of_run(run) for number in record.jobs}
-    holder = _holder(run)
+    holder = living_holder(run)
     if holder and holder.job not in ended:
         raise InputError(f"{run} is in use by {holder}")
-
-
-def _holder(run: Path) -> Holder | None:
-    try:
-        path = run / "lock"
-        holder = Holder.parse(path.read_text(encoding="utf-8"))
-        return holder if holder and holder.lives(time.time() - path.stat().st_mtime) else None
-    except OSError:
-        return None
 
 
 def living(run: Path, now: bool = False) -> list[Queued]:
@@ -174,9 +201,9 @@ def _write(record: Submission, spec: Spec, job: Job, script: str) -> None:
     """The spec with the folder and the site as they were found here: a compute node may find others."""
     placed = spec.model_copy(update={"output": str(record.run.parent), "batch": spec.batch.model_copy(update={"site": job.site})})
     try:
-        record.path.mkdir(parents=True)
-        (record.path / "spec.toml").write_text(to_toml(placed), encoding="utf-8")
-        (record.path / "job.sh").write_text(script, encoding="utf-8")
+        make_folder(record.path)
+        write_text(record.path / "spec.toml", to_toml(placed))
+        write_text(record.path / "job.sh", script)
     except OSError as error:
         raise _unwritable(record.path, error) from error
     record.write()

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpczero import __version__
 from hpczero.checkpoint import folder, index, manifest, shard
-from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
+from hpczero.checkpoint.manifest import INDEX, Content, IndexFile, RankData, ShardFile, State
 from hpczero.checkpoint.shard import SLOTS, Array, Extent, Writer
 from hpczero.checkpoint.table import Table
 
@@ -34,11 +34,12 @@ def save(checkpoints: Path, made: Made, read: Read) -> Path:
     try:
         elements = made.table.elements(sum(map(len, made.files)))
         shards = [_shard(path, f"shard-{number:05d}.h5", {rank: elements[rank] for rank in ranks}, read) for number, ranks in enumerate(made.files)]
-        attributes = {"format": FORMAT, "step": made.state.step, "spec": dict(made.spec), "grid": dict(made.grid)}
+        attributes = {"format": made.state.format, "step": made.state.step, "spec": dict(made.spec), "grid": dict(made.grid)}
         index.write(path / INDEX, made.table, shards, made.buffers, attributes)
         content = Content(
-            format=FORMAT, hpczero=__version__, created=datetime.now(UTC).isoformat(timespec="seconds"), state=made.state, spec=dict(made.spec),
-            grid=dict(made.grid), ranks=len(elements), index=IndexFile(**_sealed(path / INDEX, "checksum", ())), shards=shards,
+            format=made.state.format, hpczero=__version__, created=datetime.now(UTC).isoformat(timespec="seconds"),
+            state=made.state, spec=dict(made.spec), grid=dict(made.grid), ranks=len(elements),
+            index=IndexFile(**_sealed(path / INDEX, "checksum", ())), shards=shards,
         )  # fmt: skip
         manifest.write(path, content)
     except BaseException:

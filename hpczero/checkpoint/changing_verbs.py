@@ -6,10 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 
 from hpczero import env
-from hpczero.checkpoint import folder
+from hpczero.checkpoint import folder, listing
 from hpczero.checkpoint.adopt import Adoption
 from hpczero.checkpoint.export import WHOLE, Export
-from hpczero.checkpoint.files import written_durably
 from hpczero.checkpoint.listing import ASIDE, COMPLETE, DAMAGED, INCOMPLETE, Listed, listed
 from hpczero.checkpoint.locate import checkpoint_at, checkpoints_of
 from hpczero.checkpoint.progress import bar
@@ -17,10 +16,12 @@ from hpczero.checkpoint.read import Checkpoint
 from hpczero.checkpoint.safetensors_file import SafetensorsFile
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock
+from hpczero.safe_files import make_folders, own_folder, written_durably
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
 from hpczero.spec.show import in_bytes, printable
 
+_MOST_BYTES = 10**18  # of a file
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
@@ -34,7 +35,7 @@ def export(options: Namespace) -> int:
         try:
             _room(output.parent if is_file else output, made.size)
             if not is_file:
-                output.mkdir(exist_ok=True)
+                make_folders(output)
             with bar("writing", made.size) as advance:
                 files = made.to_folder(output, largest, advance) if largest else made.to_file(output if is_file else output / WHOLE, advance)
         except OSError as error:
@@ -54,11 +55,11 @@ def import_(options: Namespace) -> int:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SafetensorsFile(path)) for path in _safetensors(options.files)]
         adoption = Adoption(spec, files)
-        if folder.steps(checkpoints):
+        if _is_begun(run, checkpoints):
             raise InputError(f"{printable(str(run))} has checkpoints already: name another run's directory")
         try:
             _room(run, adoption.room)
-            run.mkdir(parents=True, exist_ok=True)
+            own_folder(run)
             with RunLock(run):
                 _refuse_another_run(run / "spec.toml", spec)
                 with bar("reading", adoption.size) as advance:
@@ -92,6 +93,9 @@ def prune(options: Namespace) -> int:
             if not options.dry_run:
                 _remove(one)
             print(f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {in_bytes(one.size)})")
+    for one in found:
+        if one.state in (listing.MISNAMED, listing.LINKED):
+            print(f"left {printable(str(one.path))} ({one.state}: {printable(one.problem)})")
     print(f"{len(removed)} of {len(found)} checkpoints, {in_bytes(sum(one.size for one in removed))}")
     return 0
 
@@ -111,9 +115,16 @@ def _unwanted(found: list[Listed], options: Namespace) -> list[Listed]:
 
 def _remove(one: Listed) -> None:
     try:
-        folder.remove(one.path)
+        folder.remove(one.path, one.identity)
     except OSError as error:
         raise HpczeroError(f"{error.filename or one.path}: it was to be removed: {error.strerror}") from error
+
+
+def _is_begun(run: Path, checkpoints: Path) -> bool:
+    """Return False also for what an import leaves that was killed before its last action: step 0, and
+    no spec. Its checkpoint is set aside then, and the same command goes on.
+    """
+    return bool(set(folder.steps(checkpoints)) - ({0} if not (run / "spec.toml").exists() else set()))
 
 
 def _refuse_another_run(path: Path, spec: Spec) -> None:
@@ -141,10 +152,10 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)B?\s*", text.upper())
     try:
         size = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
-    except ValueError:
+    except (ValueError, OverflowError):
         size = 0
-    if size < 1:
-        raise InputError(f"--shard-size {printable(text)}: a number of bytes, such as 500MB or 5GB")
+    if not 1 <= size < _MOST_BYTES:
+        raise InputError(f"--shard-size {printable(text, 60)}: a number of bytes, such as 500MB or 5GB")
     return size
 
 

@@ -1,20 +1,32 @@
 """The weights of a checkpoint as safetensors: whole tensors, in one file or several with an index, never more in memory than a stretch of one."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
-from hpczero.checkpoint.files import written_durably
+from hpczero.checkpoint import manifest
 from hpczero.checkpoint.progress import Advance
 from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.safetensors_file import Entry, dtype_of, from_float32, placed, write
+from hpczero.checkpoint.safetensors_file import (
+    Entry,
+    SafetensorsFile,
+    dtype_of,
+    from_float32,
+    placed,
+    write,
+)
 from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.errors import InputError
+from hpczero.safe_files import written_durably
 from hpczero.spec.show import printable
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+_SOURCE = "hpczero.checkpoint"
 BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -38,7 +50,8 @@ class Export:
         """Files of at most so many bytes of data (a tensor that has more is alone in one); the index comes last."""
         groups = _dealt(self.entries, largest)
         paths = [folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-        _refuse_existing([*paths, folder / _INDEX])
+        _refuse_existing([folder / _INDEX])
+        _refuse_existing([path for path in paths if not self._began(path)])
         for path, group in zip(paths, groups, strict=True):
             self._write(path, group, advance)
         where = {entry.name: path.name for path, group in zip(paths, groups, strict=True) for entry in group}
@@ -48,9 +61,30 @@ class Export:
 
     def _write(self, path: Path, group: Sequence[Entry], advance: Advance) -> None:
         buffers = [entry.name for entry in group if entry.name in self.checkpoint.buffers]
-        metadata = {"format": "pt", "hpczero.step": str(self.checkpoint.step), BUFFERS: json.dumps(buffers)}
+        metadata = {
+            "format": "pt",
+            "hpczero.step": str(self.checkpoint.step),
+            _SOURCE: self._source,
+            BUFFERS: json.dumps(buffers),
+        }
         entries = placed(group)
         write(path, entries, metadata, self._data(entries, advance))
+
+    @cached_property
+    def _source(self) -> str:
+        """The checkpoint's identity: of its step and all its checksums but those of the blocks."""
+        return str(xxhash.xxh3_128_hexdigest(manifest.text(self.checkpoint.content).encode()))
+
+    def _began(self, path: Path) -> bool:
+        """Return True if an export of this checkpoint to this dtype wrote the file. Without an index
+        it was killed, and the same command writes all files anew.
+        """
+        try:
+            with SafetensorsFile(path) as file:
+                dtypes = {e.dtype for e in file.entries if e.name not in self.checkpoint.buffers}
+                return file.metadata.get(_SOURCE) == self._source and dtypes <= {self.dtype}
+        except InputError:
+            return False
 
     def _data(self, entries: Sequence[Entry], advance: Advance) -> Iterator[Array]:
         for entry in entries:
@@ -89,5 +123,5 @@ def _dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
 
 def _refuse_existing(paths: Sequence[Path]) -> None:
     for path in paths:
-        if path.exists():
+        if os.path.lexists(path):
             raise InputError(f"{printable(str(path))} exists already and is left as it is: name another one")

@@ -1,12 +1,9 @@
-"""Files as checkpoints need them: read only if they are plain ones of the folder itself (a stranger may have made it); written whole or not."""
+"""Files of checkpoints: a stranger may have made them; only plain ones of the folder are read."""
 
-import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from hpczero.errors import HpczeroError, InputError
 
@@ -41,29 +38,3 @@ def open_plain(path: Path) -> int:
         os.close(file)
         raise Damaged(f"{path}: it is no plain file")
     return file
-
-
-@contextlib.contextmanager
-def written_durably(path: Path) -> Iterator[BinaryIO]:
-    """All that is written inside gets this name once it is on the disk; whatever fails before, what had the name keeps it."""
-    temporary = path.with_name(path.name + ".new")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        sync(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def sync(folder: Path) -> None:
-    """What a folder lists is on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,17 +1,21 @@
-"""The checkpoints of a run: <run>/checkpoints/step-00000100 and so on. A folder with a manifest is a checkpoint; one without is what a save left that
-did not come to its end, and one with a longer name was set aside.
+"""The checkpoints of a run: <run>/checkpoints/step-00000100 and so on.
+
+A folder with a manifest is a checkpoint; one without is what a save left that did not come to its
+end, and one with a longer name was set aside. A folder whose name is not the one that its step gets
+(a copy under another name) and a link to a folder are read where they are named, and never removed.
 """
 
-import contextlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.files import sync
+from hpczero.checkpoint.files import Damaged, Unreadable
+from hpczero.errors import InputError
+from hpczero.safe_files import Identity, OpenFolder, identity, make_folder, own_folder, rename, sync
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _ASIDE = re.compile(r"step-(\d{8,18})\.\d{8}T\d{6}(-\d+)?")
@@ -32,6 +36,12 @@ def incomplete(checkpoints: Path) -> list[Path]:
     return [path for _, path in _folders(checkpoints) if not (path / manifest.NAME).is_file()]
 
 
+def oddly_named(checkpoints: Path) -> list[Path]:
+    """Those with a step in the name, written as no save writes it."""
+    found = _folders(checkpoints, canonical=False)
+    return [path for step, path in found if path.name != name_of(step)]
+
+
 def aside(checkpoints: Path) -> list[Path]:
     """Those that were set aside."""
     return [path for _, path in _folders(checkpoints, _ASIDE)]
@@ -44,17 +54,17 @@ def step_of(path: Path) -> int | None:
 
 
 def holds_any(checkpoints: Path) -> bool:
-    return bool(_folders(checkpoints) or _folders(checkpoints, _ASIDE))
+    return bool(_folders(checkpoints, canonical=False) or _folders(checkpoints, _ASIDE))
 
 
 def begin(checkpoints: Path, step: int) -> Path:
     """A new folder, on the disk. What is there under this name is removed or set aside."""
-    if not checkpoints.is_dir():
-        checkpoints.mkdir(parents=True)
+    refuse_another_runs(checkpoints)
+    if own_folder(checkpoints):
         sync(checkpoints.parent)
     path = checkpoints / name_of(step)
     _clear(path)
-    path.mkdir()
+    make_folder(path)
     sync(checkpoints)
     return path
 
@@ -63,17 +73,23 @@ def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:
     """For a run that has `step` steps behind it, and begins from `origin`: whatever else could be taken for what it is going to save is set
     aside, and what saves left that did not come to their end is removed. What was set aside.
     """
+    refuse_another_runs(checkpoints)
+    left = [path for path in incomplete(checkpoints) if not path.is_symlink()]
     newer = [path for at, path in steps(checkpoints).items() if at >= step and not (origin and path.samefile(origin))]
-    moved = [aside for path in incomplete(checkpoints) + newer if (aside := _clear(path))]
+    moved = [aside for path in left + newer if (aside := _clear(path))]
     if moved:
         sync(checkpoints)
     return moved
 
 
 def _clear(path: Path) -> Path | None:
-    """The name becomes free: what is incomplete is removed; a checkpoint, or what no save makes, is set aside and gets the name returned."""
-    if path.is_dir() and not (path / manifest.NAME).exists():
-        remove(path)
+    """Free the name: what is incomplete is removed; a checkpoint, a link, or what no save makes, is
+    set aside and gets the name returned.
+    """
+    if path.is_dir() and not path.is_symlink():
+        with OpenFolder(path) as folder:
+            if not folder.holds(manifest.NAME):
+                folder.remove_files(manifest.NAME, _FILES.fullmatch)
     return _set_aside(path) if os.path.lexists(path) else None
 
 
@@ -81,25 +97,83 @@ def _set_aside(path: Path) -> Path:
     stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), 0
     while os.path.lexists(aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))):
         number += 1
-    return path.rename(aside)
+    rename(path, aside)
+    return aside
 
 
-def remove(path: Path) -> None:
-    """The manifest first: a checkpoint is whole or is none. Files that no save makes are left, with their folder."""
-    with contextlib.suppress(FileNotFoundError):
-        (path / manifest.NAME).unlink()
-        sync(path)
-    for entry in list(path.iterdir()):
-        if _FILES.fullmatch(entry.name):
-            entry.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        path.rmdir()
+def refuse_another_runs(checkpoints: Path) -> None:
+    """InputError if the folder is a link into another run, which may be saving there meanwhile."""
+    there = checkpoints.resolve().parent
+    if there != checkpoints.parent.resolve() and (there / "spec.toml").exists():
+        ways = "remove the link (checkpoint.resume names a run to begin from)"
+        raise InputError(f"{checkpoints} leads to the checkpoints of another run, {there}: {ways}")
 
 
-def to_prune(complete: Sequence[int], keep: int, keep_every: int) -> list[int]:
-    """Steps that are not among the newest `keep` (0: all are kept), and that `keep_every` does not divide (0: it divides none)."""
-    old = sorted(complete, reverse=True)[keep:] if keep else []
-    return [step for step in old if not (keep_every and step % keep_every == 0)]
+def refuse_misnamed(path: Path, step: int) -> None:
+    """Damaged if a save of this step gives its folder another name."""
+    if path.name != name_of(step):
+        named = f"it is of step {step}, and its name is not {name_of(step)}"
+        raise Damaged(f"{path}: {named}: a copy under another name does not count")
+
+
+def remove(path: Path, known_as: Identity | None = None) -> None:
+    """Remove the manifest first: a checkpoint is whole or is none.
+
+    Files that no save makes are left, with their folder. OSError, and nothing is removed: it is a
+    link, or not the folder that was `known_as`.
+    """
+    with OpenFolder(path, known_as) as folder:
+        folder.remove_files(manifest.NAME, _FILES.fullmatch)
+
+
+def outdated(
+    checkpoints: Path, newest: int, keep: int, keep_every: int
+) -> list[tuple[Path, Identity]]:
+    """Return the checkpoints that a run which has just saved step `newest` keeps no longer.
+
+    What is newer is none of the run's; what does not fit its name neither counts nor is removed.
+    """
+    own = {step: path for step, path in steps(checkpoints).items() if step <= newest}
+    known = {step: identity(path) for step, path in own.items()}
+    old = to_prune(list(own), keep, keep_every, lambda step: step == newest or fits_name(own[step]))
+    return [(own[step], known[step]) for step in old]
+
+
+def misnamed(path: Path) -> bool:
+    """Return True if its manifest says another step than its name; of a link, what it leads to."""
+    try:
+        return manifest.read(path).state.step != step_of(path)
+    except (OSError, Damaged, Unreadable):
+        return False
+
+
+def fits_name(path: Path) -> bool:
+    """Return True for a folder, and no link, whose manifest says the step of its name."""
+    try:
+        return not path.is_symlink() and path.name == name_of(manifest.read(path).state.step)
+    except (OSError, Damaged, Unreadable):
+        return False
+
+
+def to_prune(
+    complete: Sequence[int],
+    keep: int,
+    keep_every: int,
+    counts: Callable[[int], bool] = lambda step: True,
+) -> list[int]:
+    """Return the steps that are not among the newest `keep` (0: all are kept) and that `keep_every`
+    does not divide (0: it divides none). What does not count is in neither.
+    """
+    kept, old = 0, []
+    for step in sorted(complete, reverse=True) if keep else ():
+        spared = kept == keep and keep_every and step % keep_every == 0
+        if spared or not counts(step):
+            continue
+        if kept < keep:
+            kept += 1
+        else:
+            old.append(step)
+    return old
 
 
 def free_bytes(folder: Path) -> int:
@@ -108,8 +182,15 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _folders(checkpoints: Path, name: re.Pattern[str] = _STEP) -> list[tuple[int, Path]]:
+def _folders(
+    checkpoints: Path, name: re.Pattern[str] = _STEP, canonical: bool = True
+) -> list[tuple[int, Path]]:
+    """Return step and path of what has such a name; `canonical`: as a save writes the step."""
     if not checkpoints.is_dir():
         return []
     found = sorted((path.name, path) for path in checkpoints.iterdir())
-    return [(int(match.group(1)), path) for text, path in found if (match := name.fullmatch(text)) and path.is_dir()]
+    matches = [(name.fullmatch(text), path) for text, path in found]
+    dated = [(int(match.group(1)), path) for match, path in matches if match and path.is_dir()]
+    return [
+        (step, path) for step, path in dated if not canonical or path.name.startswith(name_of(step))
+    ]

@@ -9,6 +9,8 @@ It is made from the table alone, before there is any data.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +18,39 @@ import h5py
 import numpy as np
 
 from hpczero.checkpoint import storable
-from hpczero.checkpoint.files import Damaged
-from hpczero.checkpoint.in_memory import made_in_memory
-from hpczero.checkpoint.inside import WRONG, datasets_below, opened, plain
-from hpczero.checkpoint.manifest import INDEX, ShardFile, slot_elements
+from hpczero.checkpoint.files import Damaged, not_read
+from hpczero.checkpoint.manifest import ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS, Array
 from hpczero.checkpoint.table import Table, Tensor
+from hpczero.hdf5.in_memory import made_in_memory
+from hpczero.hdf5.reader import PlainFile
 from hpczero.spec.show import printable
 
 _MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
-_COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
-DATASETS = {f"pieces/{name}" for name in (*_COLUMNS, "names", "shapes")}  # those that every index has
+COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
+DATASETS = {f"pieces/{name}" for name in (*COLUMNS, "names", "shapes")}  # those that every index has
+
+
+@dataclass(frozen=True)
+class Index:
+    """What is read of an index. `identity`: what makes the run what it is besides its spec."""
+
+    table: Table
+    buffers: dict[str, Array]
+    identity: dict[str, str]
 
 
 def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
     """A new file; `shards` say which file has which rank's data. ValueError: these tensors or buffers cannot be in a checkpoint."""
-    if problem := _problem(table.tensors, buffers):
+    described = {name: (storable.dtype_of(one), one.shape) for name, one in buffers.items()}
+    if problem := _problem(table.tensors, described):
         raise ValueError(problem)
     file_of = {data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks}
     with made_in_memory(path) as file:
-        file.attrs.update({key: value if isinstance(value, int | str) else json.dumps(value) for key, value in attributes.items()})
+        for key, value in attributes.items():
+            file.attrs[key] = value if isinstance(value, int | str) else json.dumps(value)
         pieces = file.create_group("pieces")
-        for name in _COLUMNS:
+        for name in COLUMNS:
             pieces.create_dataset(name, data=getattr(table, name).astype("<u8"))
         pieces.create_dataset("names", data=np.frombuffer(json.dumps([tensor.name for tensor in table.tensors]).encode(), np.uint8))
         pieces.create_dataset("shapes", data=np.frombuffer(json.dumps([tensor.shape for tensor in table.tensors]).encode(), np.uint8))
@@ -71,30 +84,67 @@ def _view(file: h5py.File, slot: str, number: int, tensor: Tensor, table: Table,
     h5py.h5d.create(file.id, f"{slot}/{tensor.name}".encode(), h5py.h5t.IEEE_F32LE, whole, properties, links)
 
 
-def read(folder: Path) -> tuple[Table, dict[str, Array]]:
-    """The table and the buffers, of a file whose checksum is right; a stranger may have made it all the same."""
-    path = folder / INDEX
+def read(path: Path, descriptor: int) -> Index:
+    """What an open index says, whose checksum is right; a stranger may have made it all the same.
+
+    The HDF5 library has no part in this (`hdf5.reader`), nor has the whole-tensor view.
+    """
     try:
-        with opened(path) as file:
-            columns = [plain(file, f"pieces/{name}", "<u8", dims) for name, dims in _COLUMNS.items()]
-            names, shapes = (json.loads(plain(file, f"pieces/{name}", "u1", 1).tobytes()) for name in ("names", "shapes"))
-            tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
-            buffers = {name: plain(file, f"buffers/{name}") for name, _ in datasets_below(file, "buffers")}
-            if problem := _problem(tensors, buffers):
-                raise ValueError(problem)
-    except WRONG as error:
+        file = PlainFile(descriptor)
+        columns = [_plain(file, name, "<u8", dims) for name, dims in COLUMNS.items()]
+        names, shapes = (json.loads(_text(file, name)) for name in ("names", "shapes"))
+        if len(names) != len(shapes) or len(names) > storable.MOST_TENSORS:
+            raise ValueError(f"{len(names):,} names and {len(shapes):,} shapes")
+        tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
+        found = list(islice(file.datasets_below("buffers"), storable.MOST_BUFFERS + 1))
+        described = {name: (storable.dtype_of(one), one.shape) for name, one in found}
+        if problem := _problem(tensors, described):
+            raise ValueError(problem)
+        buffers = {name: file.values(one) for name, one in found}
+        table, identity = _table(tensors, columns), _identity(file)
+    except OSError as error:
+        raise not_read(path, error) from error
+    except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise Damaged(f"{path}: it is no index of a checkpoint: {printable(str(error))}") from error
-    rows = len(columns[0])
-    if any(len(column) != rows for column in columns) or columns[3].shape != columns[4].shape:
-        raise Damaged(f"{path}: the columns of its piece table differ in length")
-    order = columns[0]
-    if len({tensor.name for tensor in tensors}) < len(tensors) or (rows and (int(order.max()) >= len(tensors) or (order[1:] < order[:-1]).any())):
-        raise Damaged(f"{path}: its piece table does not fit its tensors")
-    if columns[3].shape[1] != max((len(tensor.shape) for tensor in tensors), default=0):
-        raise Damaged(f"{path}: its piece table has not as many dimensions as its tensors")
-    return Table(tensors, *columns), buffers
+    return Index(table, buffers, identity)
 
 
-def _problem(tensors: Sequence[Tensor], buffers: Mapping[str, Array]) -> str:
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    return storable.problem(shapes, {name: (storable.dtype_of(values), values.shape) for name, values in buffers.items()})
+def _identity(file: PlainFile) -> dict[str, str]:
+    """Nothing in a checkpoint of an older version."""
+    found = json.loads(str(file.attributes.get("identity") or "{}"))
+    if not isinstance(found, dict) or not all(isinstance(one, str) for one in found.values()):
+        raise ValueError("its identity is no table of texts")
+    return found
+
+
+def _table(tensors: tuple[Tensor, ...], columns: Sequence[Array]) -> Table:
+    """ValueError: what the columns say is no piece table of these tensors."""
+    order, start, stop = columns[0], columns[3], columns[4]
+    rows, dims = len(order), max((len(tensor.shape) for tensor in tensors), default=0)
+    if any(len(column) != rows for column in columns) or start.shape != stop.shape:
+        raise ValueError("the columns of its piece table differ in length")
+    if rows and (int(order.max()) >= len(tensors) or (order[1:] < order[:-1]).any()):
+        raise ValueError("its piece table does not fit its tensors")
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise ValueError("a tensor is there twice")
+    if start.shape[1] != dims:
+        raise ValueError("its piece table has not as many dimensions as its tensors")
+    return Table(tensors, *columns)
+
+
+def _plain(file: PlainFile, name: str, dtype: str, dims: int) -> Array:
+    found = file.dataset(f"pieces/{name}")
+    if found.dtype != np.dtype(dtype) or len(found.shape) != dims:
+        raise ValueError(f"/pieces/{name} has {found.dtype} and {len(found.shape)} dimensions")
+    return file.values(found)
+
+
+def _text(file: PlainFile, name: str) -> bytes:
+    found = _plain(file, name, "u1", 1).tobytes()
+    if len(found) > storable.LONGEST_TEXT:
+        raise ValueError(f"/pieces/{name} has {len(found):,} bytes, more than a model's names have")
+    return found
+
+
+def _problem(tensors: Sequence[Tensor], buffers: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    return storable.problem({tensor.name: tensor.shape for tensor in tensors}, buffers)

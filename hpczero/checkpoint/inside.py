@@ -1,7 +1,10 @@
-"""HDF5 files that a stranger may have made: what is taken from one lies in that file itself, and is no larger than it."""
+"""HDF5 files that a stranger may have made, as the HDF5 library sees them: what is taken from one
+lies in that file itself, and is no larger than it. The library may crash on such a file: this is
+used in a process of its own (`apart`).
+"""
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,21 +71,21 @@ def plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) 
     return np.asarray(found[()])
 
 
-def datasets_below(file: h5py.File, name: str, unopened: Container[str] = ()) -> Iterator[tuple[str, Any]]:
-    """The names of those in a group, and in groups in it, and what has them (None: not opened, as it is among `unopened`). ValueError: there is a
-    link that leads on, or a group twice.
+def datasets_below(file: h5py.File) -> Iterator[tuple[str, Any]]:
+    """The name and the object of each that is in a group of the file. ValueError: there is a link
+    that leads on, or a group twice.
     """
-    stack, seen = [("", _inside(file, name))] if not name or file.id.links.exists(name.encode()) else [], set()
+    stack, seen = [("", _inside(file, ""))], set()
     while stack:
         prefix, group = stack.pop()
         address = h5py.h5o.get_info(group).addr
         if address in seen or prefix.count("/") > _DEEPEST:
-            raise ValueError(f"/{name}/{prefix} is too deep, or there twice")
+            raise ValueError(f"/{prefix} is too deep, or there twice")
         seen.add(address)
         for part in group:
             path = prefix + part.decode()
-            _refuse_a_link(group, part, f"{name}/{path}")
-            found = None if path in unopened else h5py.h5o.open(group, part)
+            _refuse_a_link(group, part, path)
+            found = h5py.h5o.open(group, part)
             if isinstance(found, h5py.h5g.GroupID):
                 stack.append((f"{path}/", found))
             else:

@@ -34,7 +34,12 @@ def _checkpoint_at(path: Path, step: int | None) -> Path:
     if step is not None and step not in complete:
         there = ", ".join(map(str, list(complete)[:_SHOWN])) + (", …" if len(complete) > _SHOWN else "")
         raise InputError(f"--step {step}: {said} has no complete checkpoint of that step; there are {there}")
-    return complete[next(iter(complete)) if step is None else step]
+    if step is not None:
+        if folder.misnamed(complete[step]):
+            raise InputError(f"--step {step}: what has that name in {said} is of another step")
+        return complete[step]
+    named_well = (path for path in complete.values() if not folder.misnamed(path))
+    return next(named_well, complete[next(iter(complete))])
 
 
 def checkpoints_of(path: Path) -> Path:

@@ -11,16 +11,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
-from hpczero.checkpoint.files import Damaged, Newer, not_read, open_plain, sync, written_durably
+from hpczero.checkpoint.files import Damaged, Newer, not_read, open_plain
 from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
+from hpczero.safe_files import sync, written_durably
 from hpczero.spec.show import printable
 
-FORMAT = 1
+FORMAT = 2  # the newest that is read
 NAME = "MANIFEST.json"
 INDEX = "index.h5"
 _LONGEST = 64 << 20  # bytes of a manifest: 100,000 ranks have a third of it
+LARGEST_INDEX = 4 << 30  # bytes: it is read whole; 70 million pieces, or buffers
 _STRUCTURE = 1 << 20, 64 << 10  # bytes that HDF5's structure of a shard file has at most: in all, and for each rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -58,7 +60,7 @@ class ShardFile(_Part):
 
 
 class IndexFile(_Part):
-    size: _Count
+    size: Annotated[int, Field(ge=0, le=LARGEST_INDEX)]
     checksum: _Checksum
 
 
@@ -69,6 +71,18 @@ class State(_Part):
     updates: _Count
     loss_scale: Annotated[float, Field(gt=0, lt=1e30)]
     good_steps: _Count
+    missed: dict[str, _Count] = Field(default_factory=dict)  # tensor -> updates that left it out
+
+    @property
+    def format(self) -> int:
+        """Return the oldest format that can hold this state."""
+        return 2 if self.missed else 1
+
+    @model_serializer(mode="wrap")
+    def _as_its_format(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what format 1 does not have."""
+        fields: dict[str, Any] = serialize(self)
+        return {name: value for name, value in fields.items() if value != {}}
 
 
 class Content(_Part):
@@ -106,7 +120,7 @@ def read(folder: Path) -> Content:
     raw = _bytes_of(path)
     try:
         content = _parsed(raw)
-        if content.format != FORMAT or text(content).encode() != raw:
+        if content.format != content.state.format or text(content).encode() != raw:
             raise Damaged("it is damaged: its checksum does not fit")
         if problem := _problem(content):
             raise Damaged(problem)
@@ -137,7 +151,7 @@ def _parsed(raw: bytes) -> Content:
         raise Damaged("it is no manifest of a checkpoint")
     found = whole["content"].get("format")
     if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
-        raise Newer(f"format {found} was written by a newer hpczero; this one reads format {FORMAT}: update hpczero")
+        raise Newer(f"format {found} was written by a newer hpczero; this one reads up to format {FORMAT}: update hpczero")
     return Content.model_validate(whole["content"])
 
 
@@ -147,6 +161,8 @@ def _checksum(inner: dict[str, Any]) -> str:
 
 def _problem(content: Content) -> str:
     """What does not fit together."""
+    if any(not 0 < missed <= content.state.updates for missed in content.state.missed.values()):
+        return f"a tensor has missed none, or more than all, of its {content.state.updates} updates"
     if len({shard.file for shard in content.shards}) != len(content.shards):
         return "a shard file is named twice"
     ranks = sorted(data.rank for shard in content.shards for data in shard.ranks)

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint import index, manifest, shard, view
+from hpczero.checkpoint import index, manifest, shard
 from hpczero.checkpoint.files import Damaged, not_read, open_plain
+from hpczero.checkpoint.index import Index
 from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.checkpoint.shard import SLOTS, WIDTH, Array
 from hpczero.checkpoint.shards import Shards
-from hpczero.checkpoint.table import Table, Tensor
+from hpczero.checkpoint.table import Tensor
 from hpczero.parallel.layout import Slices, rectangles
 
 STRETCH = (32 << 20) // WIDTH  # elements that are taken at a time of a tensor that may be larger than memory
@@ -44,35 +45,21 @@ class Checkpoint(Mapping[str, "Lazy"]):
     checkpoint["/model/blocks.0.attention.query.weight"][:10] reads what is asked for; `.numpy()` and `.torch()` all of it.
     """
 
-    def __init__(self, folder: Path, content: Content, table: Table, buffers: Mapping[str, Array]) -> None:
-        self.folder, self.content, self.table, self.buffers = folder, content, table, buffers
+    def __init__(self, folder: Path, content: Content, found: Index) -> None:
+        self.folder, self.content = folder, content
+        self.table, self.buffers, self.identity = found.table, found.buffers, found.identity
         self.shards = Shards(folder, content)
-        self._number = {tensor.name: number for number, tensor in enumerate(table.tensors)}
+        self._number = self.table.number
 
     @classmethod
-    def open(cls, folder: str | Path, looks_at_view: bool = True) -> "Checkpoint":
-        """Who says `looks_at_view=False` looks at it when there is time (`look_at_view`)."""
+    def open(cls, folder: str | Path) -> "Checkpoint":
+        """By the manifest and the piece table alone; `verify` also looks at the view."""
         folder = Path(folder)
         content = manifest.read(folder)
-        check_index(folder, content)
-        table, buffers = index.read(folder)
-        if problem := table.problem(manifest.elements_of_ranks(content.shards)):
+        found = _index(folder, content)
+        if problem := found.table.problem(manifest.elements_of_ranks(content.shards)):
             raise Damaged(f"{folder / INDEX}: {problem}")
-        checkpoint = cls(folder, content, table, buffers)
-        if looks_at_view:
-            for _ in checkpoint.look_at_view():
-                pass
-        return checkpoint
-
-    def look_at_view(self, part: tuple[int, int] = (0, 1)) -> Iterator[None]:
-        """Whether what other programs go by says what is read here; Damaged if not. A look is short, some tenths of a millisecond at most, so
-        that looks can be taken between readings, while the disk reads ahead. `part`: (number, of how many) of the tensors, which the ranks of a run
-        share.
-        """
-        for problem in view.problems(self.folder / INDEX, self.table, self.content.shards, part):
-            if problem:
-                raise Damaged(f"{self.folder / INDEX}: {problem}")
-            yield
+        return cls(folder, content, found)
 
     @property
     def step(self) -> int:
@@ -196,13 +183,16 @@ class Lazy:
         return self.numpy().astype(dtype or np.float32, copy=False)
 
 
-def check_index(folder: Path, content: Content) -> None:
+def _index(folder: Path, content: Content) -> Index:
+    """What the index says, if it is the one that was written."""
     path = folder / INDEX
     file = open_plain(path)
     try:
         size = os.fstat(file).st_size
         if size != content.index.size or shard.rest(file, size, ()) != content.index.checksum:
-            raise Damaged(f"{path}: it is damaged: its {size} bytes are not the {content.index.size} that were written")
+            written = content.index.size
+            raise Damaged(f"{path}: it is damaged: its {size} bytes are not the {written} that were written")
+        return index.read(path, file)
     except OSError as error:
         raise not_read(path, error) from error
     finally:

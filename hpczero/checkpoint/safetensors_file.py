@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from hpczero.checkpoint import storable
-from hpczero.checkpoint.files import written_durably
 from hpczero.checkpoint.shard import Array
 from hpczero.errors import InputError
+from hpczero.safe_files import open_to_read, written_durably
 from hpczero.spec.show import printable
 
 _DTYPES = {
@@ -25,7 +25,8 @@ _DTYPES = {
     "U16": "<u2", "U8": "u1", "BOOL": "?",
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
-_LONGEST_HEADER = 100_000_000  # bytes; as the package has it
+_LONGEST_HEADER = 32 << 20  # bytes: some hundred for each of the tensors that a checkpoint can have
+_MOST_SIGNS = 4 * storable.MOST_TENSORS + 10_000  # : of a header, each a key of something
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,15 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = path.open("rb")
+            self._file = os.fdopen(open_to_read(path), "rb")
             self._size = os.fstat(self._file.fileno()).st_size
             length = int.from_bytes(self._file.read(8), "little")
             if not 2 <= length <= min(_LONGEST_HEADER, self._size - 8):
                 raise self._wrong(f"a header of {length:,} bytes in a file of {self._size:,}")
-            header = json.loads(self._file.read(length), object_pairs_hook=_each_once)
+            text = self._file.read(length)
+            if (signs := max(text.count(sign) for sign in (b":", b"{", b"["))) > _MOST_SIGNS:
+                raise self._wrong(f"a header that has a sign of JSON {signs:,} times")
+            header = json.loads(text, object_pairs_hook=_each_once)
         except OSError as error:
             raise InputError(f"{printable(str(path))}: {error.strerror}") from error
         except (ValueError, RecursionError) as error:

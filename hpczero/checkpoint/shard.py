@@ -23,7 +23,8 @@ import h5py
 import numpy as np
 import xxhash
 
-from hpczero.checkpoint.in_memory import made_in_memory, write_all
+from hpczero.hdf5.in_memory import made_in_memory, write_all
+from hpczero.safe_files import open_for_writing
 
 SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
 BLOCK = 1 << 20  # bytes that have a checksum of their own
@@ -112,7 +113,7 @@ class Writer:
         self.path, self.extent, self.rest, self._pause = path, extent, rest, pause
         self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
-        self._file = os.open(path, os.O_WRONLY)
+        self._file = open_for_writing(path)
         self._disk, self._waiting = ThreadPoolExecutor(1), deque[Future[None]]()
 
     def write(self, slot: int, chunks: Iterable[Array]) -> None:
@@ -168,7 +169,7 @@ class Writer:
 
 def _open_direct(path: Path) -> int | None:
     with contextlib.suppress(OSError):
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
+        return open_for_writing(path, os.O_WRONLY | os.O_DIRECT)
     return None
 
 

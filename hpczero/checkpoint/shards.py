@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ class Shards:
         self._is_closed = False
         self._checksums: dict[int, Array] = {}
         self._kept: OrderedDict[tuple[int, int, int], Array] = OrderedDict()
+        self._ahead: ThreadPoolExecutor | None = None  # reads the next block while one is looked at
 
     def read(self, rank: int, slot: int, first: int, out: Array, what: str) -> None:
         """Fills `out` with as many elements of the slot. `what`: the tensor, for what is said of damage."""
@@ -37,14 +39,40 @@ class Shards:
             raise type(error)(f"{error}; {SLOTS[slot]}/{what} is there") from error
         into, begin = out.view(np.uint8), first * WIDTH
         end = begin + len(into)
-        blocks = range(begin // BLOCK, -(-end // BLOCK))
-        for number in blocks:
+        whole = range(-(-begin // BLOCK), end // BLOCK)
+        for number in range(begin // BLOCK, -(-end // BLOCK)):
+            if number in whole:
+                continue
             low, high = max(begin, number * BLOCK), min(end, (number + 1) * BLOCK)
-            part = into[low - begin : high - begin]
-            if len(part) == BLOCK:
-                self._read_block(shard, extent, slot, number, part, what)
-            else:
-                part[:] = self._kept_block(shard, extent, slot, number, what)[low - number * BLOCK : high - number * BLOCK]
+            block = self._kept_block(shard, extent, slot, number, what)
+            into[low - begin : high - begin] = block[low - number * BLOCK : high - number * BLOCK]
+        if whole:
+            self._read_blocks(shard, extent, slot, whole, into[whole.start * BLOCK - begin :], what)
+
+    def _read_blocks(
+        self, shard: ShardFile, extent: Extent, slot: int, blocks: range, out: Array, what: str
+    ) -> None:
+        """Fill `out` with whole blocks that follow each other: the next is read while one is held against its checksum."""
+        file = self.open(shard)
+        parts = [out[place : place + BLOCK] for place in range(0, len(blocks) * BLOCK, BLOCK)]
+        coming: Future[None] | None = None
+        try:
+            for index, number in enumerate(blocks):
+                place = extent.data[slot] + number * BLOCK
+                if coming:
+                    coming.result()
+                else:
+                    self._fill(shard, file, place, parts[index])
+                if index + 1 < len(parts):
+                    coming = self._reader().submit(self._fill, shard, file, place + BLOCK, parts[index + 1])
+                self._check(shard, extent, slot, number, parts[index], what)
+        finally:
+            if coming:
+                coming.exception()  # nobody writes into `out` any more
+
+    def _reader(self) -> ThreadPoolExecutor:
+        self._ahead = self._ahead or ThreadPoolExecutor(1, "hpczero-reader")
+        return self._ahead
 
     def file_of(self, rank: int) -> str:
         return self._of_rank[rank][0].file
@@ -78,6 +106,9 @@ class Shards:
 
     def close(self) -> None:
         self._is_closed = True
+        if self._ahead:
+            self._ahead.shutdown()
+            self._ahead = None
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -86,20 +117,21 @@ class Shards:
         key = extent.rank, slot, number
         if key not in self._kept:
             block = np.empty(min(BLOCK, extent.length - number * BLOCK), np.uint8)
-            self._read_block(shard, extent, slot, number, block, what)
+            self._fill(shard, self.open(shard), extent.data[slot] + number * BLOCK, block)
+            self._check(shard, extent, slot, number, block, what)
             self._kept[key] = block
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return self._kept[key]
 
-    def _read_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, out: Array, what: str) -> None:
-        place = extent.data[slot] + number * BLOCK
-        self._fill(shard, place, out)
-        if xxhash.xxh3_64_intdigest(out.data) != self._checksums_of(shard, extent)[slot, number]:
-            raise Damaged(f"{self.folder / shard.file}: damaged at bytes {place} to {place + len(out) - 1}, in {SLOTS[slot]}/{what}".rstrip("/"))
+    def _check(self, shard: ShardFile, extent: Extent, slot: int, number: int, block: Array, what: str) -> None:
+        if xxhash.xxh3_64_intdigest(block.data) != self._checksums_of(shard, extent)[slot, number]:
+            place = extent.data[slot] + number * BLOCK
+            where = f"damaged at bytes {place} to {place + len(block) - 1}, in {SLOTS[slot]}/{what}".rstrip("/")
+            raise Damaged(f"{self.folder / shard.file}: {where}")
 
-    def _fill(self, shard: ShardFile, place: int, out: Array) -> None:
-        file, rest_of = self.open(shard), out.data
+    def _fill(self, shard: ShardFile, file: int, place: int, out: Array) -> None:
+        rest_of = out.data
         try:
             while rest_of and (count := os.preadv(file, [rest_of], place)):
                 rest_of, place = rest_of[count:], place + count
@@ -111,7 +143,7 @@ class Shards:
     def _checksums_of(self, shard: ShardFile, extent: Extent) -> Array:
         if extent.rank not in self._checksums:
             raw = np.empty(8 * len(SLOTS) * extent.blocks, np.uint8)
-            self._fill(shard, extent.checksums, raw)
+            self._fill(shard, self.open(shard), extent.checksums, raw)
             self._checksums[extent.rank] = raw.view("<u8").reshape(len(SLOTS), extent.blocks)
         return self._checksums[extent.rank]
 

@@ -1,5 +1,6 @@
 """What a checkpoint can hold (pure): asked before a run begins, by whoever writes, and by whoever reads what a stranger may have written."""
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
@@ -10,7 +11,10 @@ from hpczero.spec.show import printable
 
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")  # of buffers
 MOST_DIMENSIONS = 32  # as HDF5 has it
-_LONGEST_NAME, _DEEPEST, _MOST_BUFFERS = 4096, 16, 100_000  # bytes; groups in groups; what can be meant
+MOST_TENSORS, MOST_BUFFERS = 250_000, 100_000  # what can be meant
+LONGEST_TEXT = 16 << 20  # bytes of all names, as JSON
+MOST_BYTES_OF_BUFFERS = 2 << 30  # they lie in the index, which is read whole
+_LONGEST_NAME, _DEEPEST = 4096, 16  # bytes; groups in groups
 _LONGEST, _MOST_ELEMENTS = 1 << 48, 1 << 60  # of a dimension; of a tensor: what 64 bits count stays exact
 _TAKEN = "__metadata__"  # safetensors has something else under this name
 
@@ -19,8 +23,12 @@ Shape = Sequence[int]
 
 def problem(tensors: Mapping[str, Shape], buffers: Mapping[str, tuple[str, Shape]]) -> str:
     """Why a checkpoint cannot hold these, of whatever types the names and lengths are; empty if it can. Of buffers also the dtype (`dtype_of`)."""
-    if len(buffers) > _MOST_BUFFERS:
-        return f"{len(buffers):,} buffers are more than {_MOST_BUFFERS:,}"
+    for kind, count, most in (
+        ("tensors", len(tensors), MOST_TENSORS),
+        ("buffers", len(buffers), MOST_BUFFERS),
+    ):
+        if count > most:
+            return f"{count:,} {kind} are more than {most:,}"
     shapes = {name: shape for name, (_, shape) in buffers.items()}
     for kind, those in (("tensor", tensors), ("buffer", shapes)):
         for name, shape in those.items():
@@ -28,12 +36,31 @@ def problem(tensors: Mapping[str, Shape], buffers: Mapping[str, tuple[str, Shape
                 return f"{kind} {_shown(name)}: {wrong}"
     if twice := tensors.keys() & buffers.keys():
         return f"{_shown(min(twice))} is a tensor and a buffer"
-    return next((f"buffer {_shown(name)}: numbers of type {dtype}" for name, (dtype, _) in buffers.items() if dtype not in DTYPES), "")
+    return _of_buffers(buffers) or _of_texts(tensors, buffers)
 
 
-def dtype_of(values: np.ndarray[Any, Any]) -> str:
-    """In the words of `DTYPES`; what is not in this machine's order of bytes is none of them."""
-    return values.dtype.name if values.dtype.isnative else values.dtype.str
+def _of_buffers(buffers: Mapping[str, tuple[str, Shape]]) -> str:
+    for name, (dtype, _) in buffers.items():
+        if dtype not in DTYPES:
+            return f"buffer {_shown(name)}: numbers of type {dtype}"
+    size = sum(prod(shape) * np.dtype(dtype).itemsize for dtype, shape in buffers.values())
+    if size > MOST_BYTES_OF_BUFFERS:
+        return f"its buffers have {size:,} bytes, more than {MOST_BYTES_OF_BUFFERS:,}"
+    return ""
+
+
+def _of_texts(*those: Collection[str]) -> str:
+    size = max(len(json.dumps(list(names))) for names in those)
+    if size > LONGEST_TEXT:
+        return f"its names have {size:,} bytes as JSON, more than {LONGEST_TEXT:,}"
+    return ""
+
+
+def dtype_of(values: Any) -> str:
+    """Of an array, or of what has a dtype like one, in the words of `DTYPES`; what is not in this
+    machine's order of bytes is none of them.
+    """
+    return str(values.dtype.name if values.dtype.isnative else values.dtype.str)
 
 
 def _shown(name: Any) -> str:

@@ -41,7 +41,7 @@ def ls(options: Namespace) -> int:
 
 
 def _line(one: Listed) -> str:
-    grid = " x ".join(f"{axis} {size}" for axis, size in (one.grid or {}).items() if size > 1) or ("1 rank" if one.ranks == 1 else "")
+    grid = " x ".join(f"{printable(axis, 20)} {size}" for axis, size in (one.grid or {}).items() if size > 1) or ("1 rank" if one.ranks == 1 else "")
     problem = "" if one.state == COMPLETE or not one.problem else f"  ({printable(one.problem)})"
     return f"  {printable(one.path.name):24} {one.state:10} {in_bytes(one.size):>8}  {printable(one.created or ''):25}  {grid}{problem}".rstrip()
 

@@ -9,11 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 import xxhash
 
-from hpczero.checkpoint import manifest, view
+from hpczero.checkpoint import manifest
+from hpczero.checkpoint.apart import Apart
 from hpczero.checkpoint.files import Damaged, not_read, open_plain
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.progress import Advance
@@ -55,8 +57,9 @@ class Verification:
         self.folder, self.content = folder, manifest.read(folder)
         self.unreadable = ""
         self.table: Table | None = None
+        self._apart = Apart(folder, self.content)
         try:
-            with Checkpoint.open(folder, looks_at_view=False) as checkpoint:
+            with Checkpoint.open(folder) as checkpoint:
                 self.table = checkpoint.table
         except Damaged as error:
             self.unreadable = str(error).removeprefix(f"{folder / INDEX}: ")
@@ -81,7 +84,7 @@ class Verification:
                 return []
             return [Damage(shard.file, str(error).removeprefix(f"{self.folder / shard.file}: "), self._held_in(shard))]
         try:
-            return list(self._of_data(shard, task.data, task.slot, file, advance)) if task.data else self._of_file(shard, file)
+            return list(self._of_data(shard, task.data, task.slot, file, advance)) if task.data else self._of_file(task.shard, file)
         except OSError as error:
             raise not_read(self.folder / shard.file, error) from error
         finally:
@@ -90,11 +93,27 @@ class Verification:
     def _of_index(self) -> list[Damage]:
         if self.table is None:
             return [Damage(INDEX, self.unreadable)]
-        return [Damage(INDEX, problem) for problem in view.problems(self.folder / INDEX, self.table, self.content.shards) if problem]
+        return [Damage(INDEX, problem) for problem in self._apart.problems()]
 
-    def _of_file(self, shard: ShardFile, file: int) -> list[Damage]:
-        problem = problem_outside_data(shard, file) or view.problem_of_shard(self.folder / shard.file, shard)
-        return [Damage(shard.file, problem, self._held_in(shard))] if problem else []
+    def _of_file(self, number: int, file: int) -> list[Damage]:
+        shard = self.content.shards[number]
+        problem = problem_outside_data(shard, file)
+        problems = [problem] if problem else self._apart.problems(number)
+        return [Damage(shard.file, problem, self._held_in(shard)) for problem in problems]
+
+    def close(self) -> None:
+        self._apart.close()
+
+    def __enter__(self) -> "Verification":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _of_data(self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance) -> Iterator[Damage]:
         """Each run of damaged blocks is one damage."""

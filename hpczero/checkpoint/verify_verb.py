@@ -63,15 +63,15 @@ def _verified(world: "World | None", folder: Path) -> dict[str, Any]:
     rank, ranks = (world.rank, world.size) if world else (0, 1)
     size, damages, unreadable = 0, list[Damage](), list[str]()
     try:
-        verification = Verification(folder)
-        size = verification.content.size
-        own = verification.tasks()[rank::ranks]
-        with bar(f"verifying {folder.name}", sum(task.size(verification.content) for task in own), rank == 0) as advance:
-            for task in own:
-                try:
-                    damages += verification.carry_out(task, advance)
-                except Unreadable as error:
-                    unreadable.append(str(error))
+        with Verification(folder) as verification:
+            size, own = verification.content.size, verification.tasks()[rank::ranks]
+            work = sum(task.size(verification.content) for task in own)
+            with bar(f"verifying {printable(folder.name)}", work, rank == 0) as advance:
+                for task in own:
+                    try:
+                        damages += verification.carry_out(task, advance)
+                    except Unreadable as error:
+                        unreadable.append(str(error))
     except Unreadable as error:
         unreadable.append(str(error))
     except Damaged as error:

@@ -1,8 +1,12 @@
-"""Whether what other programs read of a checkpoint is what hpczero reads: the whole-tensor view of index.h5, and the datasets of the shard files.
+"""Whether what other programs read of a checkpoint is what hpczero reads: the whole-tensor view of
+index.h5, its piece table by the HDF5 library, and the datasets of the shard files.
 
-hpczero itself reads neither: it goes by the manifest and the piece table. A stranger could make a view that leads elsewhere.
+hpczero reads none of these: it goes by the manifest and by the piece table as `hdf5.reader` has
+it. A stranger could make a view that leads elsewhere, or one that crashes the HDF5 library, so
+`verify` has this done in a process of its own (`apart`).
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -11,35 +15,45 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpczero.checkpoint.index import DATASETS, slots_in_view
-from hpczero.checkpoint.inside import WRONG, dataset, datasets_below, opened
+from hpczero.checkpoint.index import COLUMNS, DATASETS, slots_in_view
+from hpczero.checkpoint.inside import WRONG, dataset, datasets_below, opened, plain
 from hpczero.checkpoint.manifest import RankData, ShardFile, slot_elements
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.table import Table
 
 
-def problems(path: Path, table: Table, shards: Sequence[ShardFile], part: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """After each look at the view in index.h5: what is there that the piece table does not say, empty if nothing. `part`: (number, of
-    how many) of the tensors is compared; what there is, and what is missing, is always looked at.
-    """
+def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:
+    """What is in index.h5 that the piece table does not say."""
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
     missing = {f"{slot}/{tensor.name}": (slot, number) for slot in slots_in_view(table) for number, tensor in enumerate(table.tensors)}
-    own, parts = part
-    of_other_parts = {name for name, (_, number) in missing.items() if number % parts != own}
     try:
         with opened(path) as file:
-            for name, found in datasets_below(file, "", of_other_parts):
+            if file.userblock_size:
+                yield "it has a user block"
+            yield from _of_table(file, table)
+            for name, found in datasets_below(file):
                 place = missing.pop(name, None)
-                if place and found is not None and not _is_view(found, *place, table, file_of):
+                if place and not _is_view(found, *place, table, file_of):
                     yield f"/{name} is not a view of this tensor's pieces"
                 elif not place and name not in DATASETS and not name.startswith("buffers/"):
                     yield f"/{name} does not belong there"
-                else:
-                    yield ""
     except WRONG as error:
         yield f"its view cannot be read: {error}"
     else:
         yield from (f"/{name} is not there" for name in missing)
+
+
+def _of_table(file: h5py.File, table: Table) -> Iterator[str]:
+    for column in COLUMNS:
+        if not np.array_equal(plain(file, f"pieces/{column}"), getattr(table, column)):
+            yield f"/pieces/{column} is another one for the HDF5 library"
+    texts = {
+        "names": [tensor.name for tensor in table.tensors],
+        "shapes": [list(tensor.shape) for tensor in table.tensors],
+    }
+    for name, expected in texts.items():
+        if json.loads(plain(file, f"pieces/{name}", "u1", 1).tobytes()) != expected:
+            yield f"/pieces/{name} is another one for the HDF5 library"
 
 
 def _is_view(found: Any, slot: str, number: int, table: Table, file_of: dict[int, str]) -> bool:
@@ -75,7 +89,9 @@ def problem_of_shard(path: Path, shard: ShardFile) -> str:
     known = {f"rank-{data.rank:05d}/{name}": (shape, dtype, place) for data in shard.ranks for name, shape, dtype, place in _datasets_of(data)}
     try:
         with opened(path) as file:
-            if other := next((name for name, _ in datasets_below(file, "") if name not in known), ""):
+            if file.userblock_size:
+                return "it has a user block"
+            if other := next((name for name, _ in datasets_below(file) if name not in known), ""):
                 return f"/{other} does not belong there"
             for name, (shape, dtype, place) in known.items():
                 found = dataset(file, name)

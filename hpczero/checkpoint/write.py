@@ -26,12 +26,13 @@ from numpy.lib.stride_tricks import as_strided
 
 from hpczero import __version__
 from hpczero.checkpoint import folder, index, manifest, shard
-from hpczero.checkpoint.manifest import FORMAT, INDEX, Content, IndexFile, RankData, ShardFile, State
+from hpczero.checkpoint.manifest import INDEX, Content, IndexFile, RankData, ShardFile, State
 from hpczero.checkpoint.shard import SLOTS, WIDTH, Array, Extent, Source, Writer, aligned, bounce, empty_chunks, padded
 from hpczero.checkpoint.table import Table
 from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
+from hpczero.safe_files import rename
 
 _REST = 3.0  # how long a background writer pauses after each chunk, in times of what that took
 
@@ -49,6 +50,7 @@ class Job:
     grid: Mapping[str, int]
     table: Callable[[], Table]
     writers: str  # "node", "rank"
+    identity: Mapping[str, str] = field(default_factory=dict)  # besides the spec
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,9 @@ class Saver:
         if self._table is None:
             self._table = self.job.table()
         shards = [_shard_file(self._names[leader], extents) for leader, extents in save.files.items()]
-        attributes = {"format": FORMAT, "step": save.state.step, "spec": dict(self.job.spec), "grid": dict(self.job.grid)}
+        attributes = {"format": save.state.format, "step": save.state.step, "spec": dict(self.job.spec), "grid": dict(self.job.grid)}
+        if self.job.identity:
+            attributes["identity"] = dict(self.job.identity)
         index.write(path, self._table, shards, buffers, attributes)
         save.index = _file_of(path)
 
@@ -186,16 +190,16 @@ class Saver:
             rest = shard.rest(handle, size, (place for extent in extents for place in extent.ranges()))
         finally:
             os.close(handle)
-        temporary.rename(save.path / name)
+        rename(temporary, save.path / name)
         return _shard_file(name, extents, size, rest).model_dump_json()
 
     def _commit(self, save: "_Save", shards: Sequence[ShardFile]) -> int:
         """Rank 0. Bytes of the checkpoint."""
         assert save.index is not None
-        (save.path / f"{INDEX}.new").rename(save.path / INDEX)
+        rename(save.path / f"{INDEX}.new", save.path / INDEX)
         created = datetime.now(UTC).isoformat(timespec="seconds")
         content = Content(
-            format=FORMAT, hpczero=__version__, created=created, state=save.state, spec=dict(self.job.spec), grid=dict(self.job.grid),
+            format=save.state.format, hpczero=__version__, created=created, state=save.state, spec=dict(self.job.spec), grid=dict(self.job.grid),
             ranks=self.world.size, index=save.index, shards=list(shards),
         )  # fmt: skip
         manifest.write(save.path, content)
@@ -206,7 +210,7 @@ class Saver:
         result, error = None, ""
         try:
             result = patiently(self.world, action, meanwhile)
-        except (OSError, RuntimeError, MemoryError) as problem:  # what HDF5 meets may be any of these
+        except (OSError, RuntimeError, MemoryError, HpczeroError) as problem:  # of HDF5
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
             error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({_free(Path(where))})"
         found = self._gathered([result, error])

@@ -119,11 +119,14 @@ class Connection:
     def barrier(self) -> list[Any]:
         return [self._communicator.Ibarrier()] if self._communicator else []
 
-    def room(self, size: int) -> int:
-        """Bytes of the buffer that who needs at least `size` gets."""
-        return max(self._limits.staging, size)
+    def room(self, size: int, most: int | None = None) -> int:
+        """Bytes of the buffer that who needs at least `size`, and can use `most`, gets."""
+        staging = self._limits.staging
+        return max(staging if most is None else min(staging, most), size)
 
-    def borrow(self, size: int, place: torch.device = CPU.torch) -> Generator[Sequence[Any], None, Tensor]:
+    def borrow(
+        self, size: int, place: torch.device = CPU.torch, most: int | None = None
+    ) -> Generator[Sequence[Any], None, Tensor]:
         """A buffer of constant size on the device of this name, kept for later operations. First come, first served: as all ranks start their
         collectives in one order, the oldest one that is still under way has its buffer on every rank, and so always goes on.
         """
@@ -133,11 +136,14 @@ class Connection:
             yield ()
         self._queue.popleft()
         self._lent += 1
-        fitting = next((buffer for buffer in self._buffers if buffer.numel() >= size and buffer.device == place), None)
+        room = self.room(size, most)
+        here = [buffer for buffer in self._buffers if buffer.device == place]
+        fitting = next((buffer for buffer in here if buffer.numel() >= room), None)
+        taken = here[0] if here and fitting is None else fitting  # one that is too small makes room
+        self._buffers = [buffer for buffer in self._buffers if buffer is not taken]
         if fitting is None:
-            return torch.empty(self.room(size), dtype=torch.uint8, device=place)
-        self._buffers = [buffer for buffer in self._buffers if buffer is not fitting]
-        return fitting[: self.room(size)]
+            return torch.empty(room, dtype=torch.uint8, device=place)
+        return fitting[:room]
 
     def send_in_turn(self, sends: Sequence[tuple[Tensor, int]], tag: int, in_turn: bool) -> Generator[Sequence[Any], None, None]:
         """Sends (tensor, to) once it is this operation's turn, and waits until they have left: what was started first is to arrive first, not
@@ -174,6 +180,12 @@ class Connection:
     def _messages(self, memory: Any) -> list[Any]:
         """Bytes in messages that MPI can count."""
         return [memory[begin : begin + self._limits.message] for begin in range(0, len(memory), self._limits.message)]
+
+
+def slot_bytes(tensor: Tensor, ranks: int) -> int:
+    """Return what a slot needs that takes a whole shard: whole blocks, as slots are."""
+    shard = -(-tensor.numel() // ranks)
+    return -(-shard // BLOCK) * BLOCK * tensor.element_size()
 
 
 def slots_of(buffer: Tensor, slots: int, dtype: torch.dtype) -> Tensor:

@@ -212,8 +212,7 @@ class Group:
 
     def next_tag(self) -> int:
         """Of the operation that `start_steps` starts next."""
-        self._collectives += 1
-        return self.connection.tag(self._collectives, 0, True)
+        return self.connection.tag(self._collectives + 1, 0, True)
 
     def _next(self, operation: str, tensor: Tensor | None = None, detail: str = "") -> tuple[Place, int]:
         """The place of the next collective, which the ranks of the node see from now on, and the code that all ranks must have for it."""

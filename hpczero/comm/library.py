@@ -117,8 +117,11 @@ def _cuda_aware(path: str | None) -> bool | None:
 
 
 def main() -> None:
-    from hpczero.comm.world import World
-
+    try:
+        from hpczero.comm.world import World
+    except ImportError:  # no torch: mpi4py starts and ends it
+        print(json.dumps(asdict(facts())), flush=True)
+        return
     world = World.start()
     print(json.dumps(asdict(facts())), flush=True)
     world.close()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm import reduction
-from hpczero.comm.connection import Connection, slots_of
+from hpczero.comm.connection import Connection, slot_bytes, slots_of
 from hpczero.comm.status import Place
 from hpczero.comm.work import CommunicationError, Steps
 
@@ -82,7 +82,10 @@ class ByMessages:
         if not self._peers:
             combine(slice(0, tensor.numel()), [tensor])
             return
-        buffer = yield from self.connection.borrow(2 * 8 * (self.size - 1), tensor.device)  # at least one element of any type in each slot
+        others = self.size - 1
+        least = 2 * 8 * others  # one element of any type in each slot
+        most = None if tensor.device.type == "cpu" else 2 * others * slot_bytes(tensor, self.size)
+        buffer = yield from self.connection.borrow(least, tensor.device, most)
         try:
             yield from self._reduce_rounds(tensor, combine, tag, slots_of(buffer, self.size - 1, tensor.dtype))
         finally:

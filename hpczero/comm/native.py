@@ -7,8 +7,8 @@ NCCL asks that both start all of theirs in one order, which a pipeline that rece
 How ranks find each other: rank 0 opens a store at a free port of its own, MPI tells the others where.
 """
 
+import copy
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from hpczero.comm import reduction
-from hpczero.comm.connection import BLOCK
+from hpczero.comm.connection import BLOCK, slot_bytes
 from hpczero.comm.messages import Combine, combine_into, shard
+from hpczero.comm.order import Order
 from hpczero.comm.status import Place
 from hpczero.comm.work import CommunicationError, RequestFailed, Steps
 from hpczero.device import Device
@@ -71,7 +72,9 @@ class Rendezvous:
             '(a firewall between the nodes?); comm.backend = "mpi" needs no such port'
         )
 
-    def group(self, axis: str, ranks: Sequence[int], rank: int, room: int) -> "Native":
+    def group(
+        self, axis: str, ranks: Sequence[int], rank: int, room: int, order: Order
+    ) -> "Native":
         """Of these ranks, of which this one is number `rank`. `room`: bytes of the buffers that arriving pieces are summed from."""
         from torch.distributed import PrefixStore
 
@@ -79,12 +82,12 @@ class Rendezvous:
         self._made[name] = number = self._made.get(name, 0) + 1
         try:
             processes = _process_group(self.kind, PrefixStore(f"{name} {number}", self._store), rank, len(ranks), self._address)
-            first = torch.zeros(1, device=self.device.torch)
+            first = torch.zeros(1, dtype=torch.float32, device=self.device.torch)
             processes.broadcast(first, 0).wait()
             first.item()  # what is set up for the first operation is there now
         except RuntimeError as error:
             raise CommunicationError(f"{self.kind} cannot connect group {axis} of ranks {', '.join(map(str, ranks))}: {error}") from error
-        return Native(processes, self, rank, room)
+        return Native(processes, self, rank, room, order)
 
 
 def _addresses(one_host: bool) -> list[str]:
@@ -125,13 +128,25 @@ class _Request:
 class Native:
     """A `Carrier`. As all ranks must start what they do in one order, and an operation may be several collectives, operations take turns."""
 
-    def __init__(self, processes: Any, rendezvous: Rendezvous, rank: int, room: int) -> None:
+    def __init__(
+        self, processes: Any, rendezvous: Rendezvous, rank: int, room: int, order: Order
+    ) -> None:
         self._processes, self._kind, self._device = processes, rendezvous.kind, rendezvous.device
         self.rank, self.size = rank, processes.size()
         self._room = room
-        self._turns: deque[object] = deque()
+        self._order, self._channel = order, 0
         self._buffer: Tensor | None = None
         self.queue = self._device.queue()
+
+    def beside(self, communicator: Callable[[], Any]) -> "Native":
+        """For another group of the same ranks, whose operations may start in any order relative to
+        these. Collective, while nothing is under way; `communicator` makes one of MPI.
+        """
+        other = copy.copy(self)
+        other._channel = self._order.add(communicator)
+        other._buffer = None
+        other.queue = self._device.queue()
+        return other
 
     @property
     def buffered(self) -> int:
@@ -142,9 +157,10 @@ class Native:
         return self._device.holds(tensor)
 
     def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
-        everyones = tensor.new_empty(self.size, tensor.numel())
-
         def steps() -> Steps:
+            # Made here, in the queue: memory of the computing stream would be given to others as
+            # soon as the host is through, while the device still reads it.
+            everyones = tensor.new_empty(self.size, tensor.numel())
             yield from self._all_gather(everyones.view(-1), tensor)
             reduction.combine(tensor, list(everyones), op)
 
@@ -168,20 +184,20 @@ class Native:
 
     def close(self) -> None:
         """Collective, when nothing is under way."""
-        if self._kind == "nccl":
+        if self._kind == "nccl" and self._channel == 0:
             self._processes.shutdown()
         self._processes = None
+        self._order.close()
 
     def _in_turn(self, *steps: Steps) -> Steps:
-        turn = object()
-        self._turns.append(turn)
-        while self._turns[0] is not turn:
-            yield ()
+        turn = self._order.start(self._channel)
         try:
+            while not self._order.is_next(self._channel, turn):
+                yield ()
             for one in steps:
                 yield from one
         finally:
-            self._turns.popleft()
+            self._order.done(self._channel, turn)
 
     def _reduce_scatter(self, tensor: Tensor, combine: Combine) -> Steps:
         """As many elements of each shard at a time as there is room for: while one round is summed, the next is on its way."""
@@ -208,9 +224,12 @@ class Native:
     def _slots(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """What leaves, and what arrives, as [2 rounds, elements]: the same memory for all operations, which take turns."""
         width = tensor.element_size()
-        if self._buffer is None:
-            self._buffer = torch.empty(max(self._room, 4 * self.size * 8), dtype=torch.uint8, device=tensor.device)
-        length = self._buffer.numel() // (4 * self.size * width)
+        most = 4 * self.size * slot_bytes(tensor, self.size)  # for all of it in one round
+        room = max(min(self._room, most), 4 * self.size * 8)
+        if self._buffer is None or self._buffer.numel() < room:
+            self._buffer = None  # before the larger one is made
+            self._buffer = torch.empty(room, dtype=torch.uint8, device=tensor.device)
+        length = room // (4 * self.size * width)
         length -= length % BLOCK if length > BLOCK else 0
         leaving, arriving = self._buffer[: 4 * self.size * length * width].view(tensor.dtype).view(2, 2, self.size * length)
         return leaving, arriving

@@ -48,7 +48,7 @@ class NodeGroup:
         self._world = world
         self._places = {node: [place for place in range(self.size) if nodes[place] == node] for node in sorted(set(nodes))}
         self.here = self._places[nodes[self.rank]]
-        self.local = self.here.index(self.rank)
+        self.neighbours, self.local = len(self.here), self.here.index(self.rank)
         self._own_node = nodes[self.rank]
         self._elsewhere = [place for place in range(self.size) if place not in self.here]
         self._window: NodeWindow | None = None

@@ -97,7 +97,7 @@ class NodeWindow:
         """Collective. Tensors on the parts must not be used any more."""
         self._parts.clear()
         self._counters.clear()
-        self._world.unshare_memory(self._shared)
+        self._world.unshare_memory(self._shared, self.ranks)
 
 
 def _up(size: int) -> int:

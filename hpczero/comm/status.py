@@ -3,7 +3,10 @@
 A rank writes its own slot and never waits for a reader: `started` with every operation, `waits` and `goes_on` around every wait. Whoever
 reads a slot that is being written may see a mixture; slots are judged only when nothing has happened in them for long.
 
-A slot: a head, then one entry per group with the operations started last in it, numbered in the order in which the group starts them.
+A slot: a head, one entry per group, then for each of these the operations started last in it,
+numbered in the order in which the group starts them. Behind every operation stands a hash of all
+that the group has started up to it: ranks that have parted can be told apart long after the
+operation by which they did has been overwritten.
 """
 
 import os
@@ -20,12 +23,15 @@ _STEP = struct.Struct("<q")
 _CHANGED = struct.Struct("<d")  # when an operation was last started or a wait ended; the node's monotonic clock
 _WAIT = struct.Struct("<dqQ64s")  # since when (0: it does not wait), entry of the group (-1: none), number, label
 _ENTRY = struct.Struct("<Q40s")  # identity of the group (0: free), axis
-_RECORD = struct.Struct("<QQ64s")  # number (0: none), code, label
+_RECORD = struct.Struct("<QQQ64s")  # number (0: none), code, history, label
 _STEP_AT, _CHANGED_AT, _WAIT_AT, _ENTRIES_AT = 24, 32, 40, 128
-_RECORDS = 4
-_ENTRY_SIZE = 64 + _RECORDS * _RECORD.size
+_RECORDS = 64  # operations of a group: more than are mostly started in one go
+_ENTRY_SIZE = 64
+_HISTORY_SIZE = _RECORDS * _RECORD.size
 _ENTRIES = 48
-SLOT = _ENTRIES_AT + _ENTRIES * _ENTRY_SIZE
+CLEARED = _ENTRIES_AT + _ENTRIES * _ENTRY_SIZE  # bytes that must be 0 where a slot begins
+SLOT = CLEARED + _ENTRIES * _HISTORY_SIZE
+_MASK = (1 << 64) - 1
 
 NOWHERE = -1  # the entry of a wait that belongs to no group
 
@@ -66,12 +72,16 @@ class Status:
         self.slot = memoryview(bytearray(SLOT))
         self.ranks_of: dict[int, tuple[int, ...]] = {}  # entry -> ranks of the group
         self._made: dict[tuple[str, tuple[int, ...]], int] = {}  # how often there has been such a group
+        self._history: dict[int, int] = {}  # entry -> hash of what its group has started
         self.wait: Wait | None = None
         _STEP.pack_into(self.slot, _STEP_AT, -1)
 
     def move_to(self, slot: memoryview) -> None:
-        """From now on write there."""
-        slot[:] = self.slot
+        """From now on write there, where the first CLEARED bytes are 0."""
+        slot[:CLEARED] = self.slot[:CLEARED]
+        for entry in self.ranks_of:  # the rest takes up no memory until it is used
+            kept = slice(_history_at(entry), _history_at(entry) + _HISTORY_SIZE)
+            slot[kept] = self.slot[kept]
         self.slot = slot
 
     def identify(self, stacks: int) -> None:
@@ -86,9 +96,11 @@ class Status:
         assert entry != NOWHERE, f"a rank takes part in at most {_ENTRIES} groups at a time"
         self.ranks_of[entry] = tuple(ranks)
         occurrence = self._made[axis, tuple(ranks)] = self._made.get((axis, tuple(ranks)), 0) + 1
-        begin = _entry_at(entry)
-        self.slot[begin : begin + _ENTRY_SIZE] = bytes(_ENTRY_SIZE)
-        _ENTRY.pack_into(self.slot, begin, identity(axis, ranks, occurrence), axis.encode()[:40])
+        self._history[entry] = 0
+        kept = slice(_history_at(entry), _history_at(entry) + _HISTORY_SIZE)
+        self.slot[kept] = bytes(_HISTORY_SIZE)
+        name = identity(axis, ranks, occurrence)
+        _ENTRY.pack_into(self.slot, _entry_at(entry), name, axis.encode()[:40])
         return entry
 
     def group_at(self, entry: int) -> tuple[str, str]:
@@ -105,8 +117,10 @@ class Status:
         del self.ranks_of[entry]
 
     def started(self, entry: int, number: int, signature: Signature) -> None:
-        at = _ENTRIES_AT + entry * _ENTRY_SIZE + 64 + number % _RECORDS * _RECORD.size
-        _RECORD.pack_into(self.slot, at, number, signature.code, signature.label)
+        code, label = signature
+        history = self._history[entry] = hash((self._history[entry], code)) & _MASK
+        at = _history_at(entry) + number % _RECORDS * _RECORD.size
+        _RECORD.pack_into(self.slot, at, number, code, history, label)
         _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
 
     def waits(self, place: Place, missing: Callable[[], Sequence[int]] | None = None) -> None:
@@ -134,6 +148,7 @@ class Operation:
     number: int
     code: int
     label: str
+    history: int = 0  # a hash of what the group has started up to this one
 
 
 @dataclass(frozen=True)
@@ -155,21 +170,28 @@ class State:
         return self.idle if self.waited is None else self.waited
 
 
-def read(slot: memoryview, now: float) -> State:
+def read(slot: memoryview, now: float, whole: bool = True) -> State:
+    """`whole`: also the operations of every group, of which there are many."""
     pid, namespace, stacks = _PROCESS.unpack_from(slot, 0)
     (step,), (changed,) = _STEP.unpack_from(slot, _STEP_AT), _CHANGED.unpack_from(slot, _CHANGED_AT)
     since, entry, number, label = _WAIT.unpack_from(slot, _WAIT_AT)
     started: dict[str, list[Operation]] = {}
-    axes = {}
-    for position in range(_ENTRIES):
-        begin = _entry_at(position)
-        name, axis = _ENTRY.unpack_from(slot, begin)
+    for position in range(_ENTRIES) if whole else ():
+        name, _ = _ENTRY.unpack_from(slot, _entry_at(position))
         if name:
-            axes[position] = _text(axis)
-            records = (_RECORD.unpack_from(slot, begin + 64 + index * _RECORD.size) for index in range(_RECORDS))
-            started[str(name)] = sorted((Operation(n, code, _text(text)) for n, code, text in records if n), key=lambda done: done.number)
-    place = in_words(_text(label), axes.get(entry, ""), number)
-    return State(pid, namespace, stacks, step, now - changed, now - since if since else None, place, started)
+            started[str(name)] = _operations(slot, position)
+    axis = _text(_ENTRY.unpack_from(slot, _entry_at(entry))[1]) if 0 <= entry < _ENTRIES else ""
+    place = in_words(_text(label), axis, number)
+    waited = now - since if since else None
+    return State(pid, namespace, stacks, step, now - changed, waited, place, started)
+
+
+def _operations(slot: memoryview, entry: int) -> list[Operation]:
+    """Oldest first."""
+    begin = _history_at(entry)
+    records = _RECORD.iter_unpack(slot[begin : begin + _HISTORY_SIZE])
+    found = [Operation(n, code, _text(label), history) for n, code, history, label in records if n]
+    return sorted(found, key=lambda operation: operation.number)
 
 
 def in_words(label: str, axis: str, number: int) -> str:
@@ -190,6 +212,10 @@ def process_namespace() -> int:
 
 def _entry_at(entry: int) -> int:
     return _ENTRIES_AT + entry * _ENTRY_SIZE
+
+
+def _history_at(entry: int) -> int:
+    return CLEARED + entry * _HISTORY_SIZE
 
 
 def _text(field: bytes) -> str:

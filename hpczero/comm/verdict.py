@@ -12,13 +12,16 @@ _SHOWN = 8  # ranks told about one by one
 
 @dataclass(frozen=True)
 class Question:
-    """What a rank waits for, and with whom. Where it is one of a group's operations, `started` are those up to it that are remembered."""
+    """What a rank waits for, and with whom. Where it is operation `number` of a group, `started` are
+    those of the group that are remembered; it need not be among them.
+    """
 
     place: str
     rank: int
     ranks: Sequence[int]
     group: str = ""
     axis: str = ""
+    number: int = 0
     started: Sequence[Operation] = ()
     missing: Collection[int] | None = None
 
@@ -38,16 +41,59 @@ def _judge(question: Question, rank: int, state: State | None) -> str:
     started = state.started.get(question.group, [])
     if _parting(question.started, started):
         return DIFFERENT
-    if not started or started[-1].number < question.started[-1].number:
+    if not started or started[-1].number < question.number:
         return ABSENT
-    return STARTED if state.waited is None and started[-1].number == question.started[-1].number else HERE
+    return STARTED if state.waited is None else HERE
 
 
-def _parting(ours: Sequence[Operation], theirs: Sequence[Operation]) -> tuple[Operation, Operation] | None:
-    """The first operation of the same number that is not the same."""
+def _parting(
+    ours: Sequence[Operation], theirs: Sequence[Operation]
+) -> tuple[Operation, Operation] | None:
+    """The first operation of the same number that is not the same, or that follows such a one."""
     by_number = {operation.number: operation for operation in theirs}
-    pairs = ((operation, by_number[operation.number]) for operation in ours if operation.number in by_number)
-    return next(((our, their) for our, their in pairs if our.code != their.code), None)
+    common = [operation for operation in ours if operation.number in by_number]
+    pairs = [(operation, by_number[operation.number]) for operation in common]
+    return next(((our, their) for our, their in pairs if not _agree(our, their)), None)
+
+
+def _agree(our: Operation, their: Operation) -> bool:
+    return (our.code, our.history) == (their.code, their.history)
+
+
+def suspects(
+    question: Question, judged: Mapping[int, str], states: Mapping[int, State], gone: Collection[int]
+) -> list[int]:
+    """The ranks that the others wait for, in the order of what speaks against them: those `gone`
+    (ended or stopped); one that started another operation than most; ranks that wait for nothing;
+    ranks that wait elsewhere than most. Empty where that cannot be told, as of two ranks.
+    """
+    if gone:
+        return sorted(gone)
+    if DIFFERENT in judged.values():
+        return _outvoted({rank: _started_instead(question, states.get(rank)) for rank in question.ranks})
+    since = states[question.rank].waited or 0.0 if question.rank in states else 0.0
+    busy = [rank for rank, state in states.items() if state.waited is None and state.idle > since / 2]
+    late = [rank for rank in busy if judged.get(rank) in (ABSENT, STARTED)]
+    if late or busy:
+        return sorted(late or busy)
+    places = {question.rank: question.place}
+    everywhere = {rank: state.place for rank, state in states.items()} | places
+    here = {rank: place for rank, place in everywhere.items() if rank in judged} | places
+    return (_outvoted(here) if len(here) == len(judged) + 1 else []) or _outvoted(everywhere)
+
+
+def _started_instead(question: Question, state: State | None) -> str:
+    parting = _parting(question.started, state.started.get(question.group, [])) if state else None
+    return f"{parting[1].number} {parting[1].label}" if parting else ""
+
+
+def _outvoted(choices: Mapping[int, str]) -> list[int]:
+    """The ranks that have not chosen what more than half of them have."""
+    for choice in set(choices.values()):
+        others = [rank for rank, theirs in choices.items() if theirs != choice]
+        if 2 * len(others) < len(choices):
+            return sorted(others)
+    return []
 
 
 def headline(judged: Mapping[int, str], seconds: float) -> str:
@@ -56,6 +102,14 @@ def headline(judged: Mapping[int, str], seconds: float) -> str:
         return "not all ranks are in the same operation, or not with the same size"
     missing = "a rank did not come" if ABSENT in kinds else "all have come, but it does not end"
     return f"after {seconds:.1f} s {missing}" if ABSENT in kinds or UNKNOWN not in kinds else f"it has not ended after {seconds:.1f} s"
+
+
+def cause(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
+    """The suspects in words."""
+    if not ranks:
+        return []
+    on = sorted({hosts[rank] for rank in ranks})
+    return [f"  most likely the cause: {_named(ranks)} on {', '.join(on[:_SHOWN])}"]
 
 
 def account(
@@ -95,11 +149,17 @@ def _doing(question: Question, state: State | None, note: str | None) -> str:
         words.append(f"waits since {state.waited:.1f} s in {state.place}")
     started = state.started.get(question.group, [])
     if parting := _parting(question.started, started):
-        words.append(f"number {parting[0].number} along {question.axis} is {parting[1].label} there, {parting[0].label} here")
+        words.append(_parted(question.axis, *parting))
     elif question.group:
         last = f"{started[-1].label} (number {started[-1].number})" if started else "nothing"
         words.append(f"started last along {question.axis}: {last}")
     return ": " + "; ".join(words)
+
+
+def _parted(axis: str, our: Operation, their: Operation) -> str:
+    if our.code == their.code:
+        return f"an operation before number {our.number} along {axis} was not the same there and here"
+    return f"number {our.number} along {axis} is {their.label} there, {our.label} here"
 
 
 def _named(ranks: Sequence[int]) -> str:

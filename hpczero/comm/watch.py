@@ -8,6 +8,10 @@ When the time is up, one rank of the node speaks (and one node of the job, where
 <folder>/node-<number>.txt): the operation, who is in it and who is not, and the stacks of all threads of the rank that waits and of those
 missing that run on its node. For these, every rank writes its stacks to a file of its own in memory on SIGRTMIN+5, which works
 wherever the rank is stuck. Then the process ends with code 1, and the launcher ends the others; those that it does not reach end themselves.
+
+Nothing keeps the job from its end: an error of the watchdog itself ends it, too, with that error;
+files are written by a thread of their own, as a file server may not answer; and who speaks has
+`_SPEAKING` seconds for it.
 """
 
 import contextlib
@@ -19,7 +23,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,8 @@ from typing import Any
 from hpczero.comm import verdict
 from hpczero.comm.status import Operation, State, Status, Wait, in_words, process_namespace, read
 from hpczero.comm.verdict import Question
+from hpczero.errors import InputError
+from hpczero.safe_files import own_folder, remove, rename, write_new, write_text
 
 DUMP_STACKS = signal.SIGRTMIN + 5
 _STACKS = "hpczero-stacks"
@@ -69,15 +76,22 @@ class Watch:
         status.identify(self._stacks.fileno())
         if folder and self._rank == min(slots):
             for path in (self._file("json"), self._file("txt"), *([folder / "report"] if member == members[0] else [])):
-                path.unlink(missing_ok=True)
+                remove(path)
         status.explain = self.explain
-        self._thread = threading.Thread(target=self._run, name="hpczero-watch", daemon=True)
-        self._thread.start()
+        self._period = min(1.0, seconds / 10)
+        duties = [self._end_what_waits, self._tell_others] if folder else [self._end_what_waits]
+        self._threads = [
+            threading.Thread(target=self._run, args=[duty], name="hpczero-watch", daemon=True)
+            for duty in duties
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """To be called when all ranks have come to the end."""
         self._done.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(_SPEAKING)
         self._status.explain = str
         faulthandler.unregister(DUMP_STACKS)
         self._stacks.close()
@@ -85,17 +99,39 @@ class Watch:
     def explain(self) -> str:
         """What the other ranks are doing, for an error of the operation that this rank is in."""
         wait = self._status.wait
-        return self._explain(wait, self._states()) if wait else ""
+        return self._try_to_explain(wait, self._states) if wait else ""
 
-    def _run(self) -> None:
-        period = min(1.0, self._seconds / 10)
-        while not self._done.wait(period):
-            wait = self._status.wait
-            waited = time.monotonic() - wait.since if wait else 0.0
-            if wait and (waited > self._seconds or (waited > period and self._is_hopeless(wait))):
-                self._end(wait)
-            elif self._folder:
-                self._tell(self._states_here())
+    def _run(self, duty: Callable[[], None]) -> None:
+        """An error ends the job: it would go on unwatched."""
+        try:
+            while not self._done.wait(self._period):
+                duty()
+        except BaseException:
+            if self._done.is_set():
+                return
+            host = self._members[self._rank].host
+            words = f"hpczero: rank {self._rank} on {host}: the watchdog failed, and so the job ends"
+            self._leave(lambda: print(f"{words}:\n{traceback.format_exc()}", file=sys.stderr, flush=True))
+
+    def _end_what_waits(self) -> None:
+        wait = self._status.wait
+        waited = time.monotonic() - wait.since if wait else 0.0
+        if wait and (
+            waited > self._seconds or (waited > self._period and self._is_hopeless(wait))
+        ):
+            self._leave(lambda: self._speak(wait))
+
+    def _leave(self, speak: Callable[[], object]) -> None:
+        """End this process with code 1, having spoken, whatever comes of that."""
+        with contextlib.suppress(RuntimeError):  # no more threads are to be had
+            threading.Thread(target=_leave_late, name="hpczero-end", daemon=True).start()
+        try:
+            speak()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            time.sleep(_LAST_WORDS)
+            os._exit(1)
 
     def _is_hopeless(self, wait: Wait) -> bool:
         """Another rank is in a different operation or has ended; seen twice, as slots are read while they are written."""
@@ -108,9 +144,9 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------------------ what the ranks do
 
-    def _states_here(self) -> dict[int, State]:
+    def _states_here(self, whole: bool = True) -> dict[int, State]:
         now = time.monotonic()
-        return {rank: read(slot, now) for rank, slot in self._slots.items()}
+        return {rank: read(slot, now, whole) for rank, slot in self._slots.items()}
 
     def _states(self) -> dict[int, State]:
         """Of this node's ranks, and of those that other nodes have written down."""
@@ -127,8 +163,9 @@ class Watch:
         except (OSError, ValueError):
             return {"at": 0.0, "states": {}, "stacks": {}}
 
-    def _tell(self, states: Mapping[int, State]) -> None:
+    def _tell_others(self) -> None:
         """Write down what the node's ranks do, when nothing has happened for long on more of them than before."""
+        states = self._states_here(whole=False)
         resting = {rank for rank, state in states.items() if state.resting > self._seconds / 2}
         if resting <= self._told:
             self._told = resting
@@ -136,6 +173,7 @@ class Watch:
         self._told = resting
         if self._rank != min(resting, key=lambda rank: (states[rank].waited is None, rank)):  # one that waits is able to write
             return
+        states = self._states_here()
         silent = [rank for rank in sorted(resting) if states[rank].waited is None]
         facts = {"at": time.time(), "states": {rank: asdict(state) for rank, state in states.items()}, "stacks": self._stacks_of(silent, states)}
         self._write(self._file("json"), json.dumps(facts))
@@ -147,32 +185,32 @@ class Watch:
     def _write(self, path: Path, text: str) -> None:
         """Whole or not at all. That the folder cannot be written to must not keep the job from ending."""
         new = path.with_name(f".{path.name}.{self._rank}")
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(text)
-            new.replace(path)
+        with contextlib.suppress(OSError, InputError):
+            own_folder(path.parent)
+            write_text(new, text)
+            rename(new, path)
 
     # -------------------------------------------------------------------------------------------------------------- the stacks
 
     def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, State]) -> dict[int, str]:
         here = [rank for rank in ranks if rank in self._slots][:_ASKED_FOR_STACKS]
-        return {rank: stacks for rank in here if (stacks := _ask_for_stacks(states[rank]))}
+        written = _ask_for_stacks([states[rank] for rank in here])
+        return {rank: stacks for rank, stacks in zip(here, written, strict=True) if stacks}
 
     # ----------------------------------------------------------------------------------------------------------------- the end
 
-    def _end(self, wait: Wait) -> None:
-        states = self._states()
+    def _speak(self, wait: Wait) -> None:
+        states = self._states_here()
         self._status.last_words()
         if not self._may_speak(states):
             time.sleep(_SPEAKING)
-            os._exit(1)
-        words = f"hpczero: rank {self._rank} on {self._members[self._rank].host}: {self._explain(wait, states)}"
-        if self._folder:
-            self._write(self._file("txt"), words)
+            return
+        said = self._try_to_explain(wait, self._states)
+        words = f"hpczero: rank {self._rank} on {self._members[self._rank].host}: {said}"
         if self._is_first_node():
             print(words, file=sys.stderr, flush=True)
-        time.sleep(_LAST_WORDS)
-        os._exit(1)
+        if self._folder:
+            self._write(self._file("txt"), words)
 
     def _may_speak(self, states: Mapping[int, State]) -> bool:
         """The first of the node's ranks to lock a file of the lowest one's; where that cannot be reached, every rank speaks."""
@@ -189,22 +227,36 @@ class Watch:
         if not self._folder:
             return True
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            (self._folder / "report").touch(exist_ok=False)
+            own_folder(self._folder)
+            write_new(self._folder / "report", "")
         except FileExistsError:
             return False
-        except OSError:
+        except (OSError, InputError):
             return True
         return True
+
+    def _try_to_explain(self, wait: Wait, states: Callable[[], Mapping[int, State]]) -> str:
+        """Who does not come; where that fails, at least what this rank waits for."""
+        try:
+            return self._explain(wait, states())
+        except Exception:
+            waited = f"has waited for {time.monotonic() - wait.since:.1f} s"
+            failed = f"for whom cannot be told, as the watchdog failed:\n{traceback.format_exc()}"
+            return f"{self._status.in_words(wait.place)}: {waited}; {failed}"
 
     def _explain(self, wait: Wait, states: Mapping[int, State]) -> str:
         question = self._question(wait, states)
         judged = verdict.judge(question, states)
-        notes = {rank: note for rank in judged if rank in self._slots and (note := _process(states[rank]))}
+        here = {rank: _process(states[rank]) for rank in self._slots if rank in states}
+        gone = [rank for rank, note in here.items() if note in (_ENDED, _STOPPED)]
+        suspects = verdict.suspects(question, judged, states, gone)
+        notes = {rank: here[rank] for rank in judged if here.get(rank)}
         hosts = {rank: member.host for rank, member in self._members.items()}
         lines = [f"{question.place}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
+        lines += verdict.cause(suspects, hosts)
         lines += verdict.account(question, judged, states, hosts, notes)
         wrong = [rank for rank, kind in judged.items() if kind in (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)]
+        wrong = [*suspects, *(rank for rank in wrong if rank not in suspects)]
         stacks = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states) | self._stacks_elsewhere(wrong)
         for rank, text in stacks.items():
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
@@ -229,8 +281,14 @@ class Watch:
         if place.entry < 0:
             return Question(label, self._rank, place.ranks, missing=missing)
         axis, group = self._status.group_at(place.entry)
-        started = [operation for operation in states[self._rank].started.get(group, []) if operation.number <= place.number]
-        return Question(in_words(label, axis, place.number), self._rank, self._status.ranks_of[place.entry], group, axis, started, missing)
+        started = states[self._rank].started.get(group, [])
+        words, ranks = in_words(label, axis, place.number), self._status.ranks_of[place.entry]
+        return Question(words, self._rank, ranks, group, axis, place.number, started, missing)
+
+
+def _leave_late() -> None:
+    time.sleep(_SPEAKING)
+    os._exit(1)
 
 
 def _state(facts: dict[str, Any], ago: float) -> State:
@@ -248,19 +306,29 @@ def _stacks_file(state: State) -> str:
     return path
 
 
-def _ask_for_stacks(state: State) -> str:
-    """The stacks of all its threads; "" if the process cannot be asked."""
+def _ask_for_stacks(states: Sequence[State]) -> list[str]:
+    """The stacks of all threads of these processes, which are given the same short time to write
+    them; "" for one that does not, or cannot be asked.
+    """
+    with contextlib.ExitStack() as files:
+        asked = [_asked(state, files) for state in states]
+        deadline = time.monotonic() + _WRITING
+        return [_read_once_written(*one, deadline) if one else "" for one in asked]
+
+
+def _asked(state: State, files: contextlib.ExitStack) -> tuple[int, int] | None:
+    """The descriptor from which its answer can be read, and where that begins."""
     try:
-        with open(_stacks_file(state), "rb") as file:
-            begin = file.seek(0, os.SEEK_END)
-            os.kill(state.pid, DUMP_STACKS)
-            return _read_once_written(file.fileno(), begin)
+        descriptor = os.open(_stacks_file(state), os.O_RDONLY | os.O_CLOEXEC)
+        files.callback(os.close, descriptor)
+        begin = os.lseek(descriptor, 0, os.SEEK_END)
+        os.kill(state.pid, DUMP_STACKS)
     except OSError:
-        return ""
+        return None
+    return descriptor, begin
 
 
-def _read_once_written(descriptor: int, begin: int) -> str:
-    deadline = time.monotonic() + _WRITING
+def _read_once_written(descriptor: int, begin: int, deadline: float) -> str:
     size = begin
     while time.monotonic() < deadline:
         time.sleep(0.05)

@@ -8,16 +8,19 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hpczero import env
+from hpczero import env, job_note
 from hpczero.comm import clock
 from hpczero.comm.blocks import SharedBlocks
 from hpczero.comm.clock import Clock
+from hpczero.comm.launcher import HEAD_START, library, refuse_foreign_launcher, refuse_unusable
 from hpczero.comm.ledger import Entry, Ledger
-from hpczero.comm.status import SLOT, Place, Signature, Status
+from hpczero.comm.order import Order
+from hpczero.comm.status import CLEARED, SLOT, Place, Signature, Status
 from hpczero.comm.trace import Trace
 from hpczero.comm.watch import Member, Watch
 from hpczero.comm.work import Limits, Progress, Steps
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
 _NODES = "comm.ranks_per_node may not be more than the ranks of a host"
 _PIECE = 1 << 30  # bytes: the largest message of share and collect
 _LAST_WORDS = 0.3  # seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends the job
-_HEAD_START = 1.0  # seconds in which rank 0 may say for all of them what is wrong with the input
 
 Result = TypeVar("Result")
 
@@ -70,7 +72,7 @@ class World:
         self.backend: str = whole.backend if whole else "mpi"  # what carries the collectives
         self._rendezvous: Rendezvous | None = whole._rendezvous if whole else None
         self.ledger = Ledger()
-        self.library = _library(mpi)
+        self.library = library(mpi)
         self.rank: int = communicator.rank
         self.size: int = communicator.size
         self._origin = tuple(origin or range(self.size))
@@ -84,9 +86,9 @@ class World:
         self.hosts: tuple[str, ...] = tuple(host for host, _ in described)
         self.node_of_rank: tuple[int, ...] = tuple(nodes[leader] for _, leader in described)
         self.node = self.node_of_rank[self.rank]
-        neighbours = [rank for rank, node in enumerate(self.node_of_rank) if node == self.node]
-        self.local_rank = neighbours.index(self.rank)
-        self.local_size = len(neighbours)
+        self._neighbours = [rank for rank, at in enumerate(self.node_of_rank) if at == self.node]
+        self.local_rank = self._neighbours.index(self.rank)
+        self.local_size = len(self._neighbours)
 
     @classmethod
     def start(cls, ranks_per_node: int = 0, limits: Limits | None = None) -> "World":
@@ -101,11 +103,11 @@ class World:
             raise InputError("MPI has been ended in this process and cannot start again: start one World first, and give it to all that need it")
         started = not MPI.Is_initialized()
         if started:
-            _refuse_foreign_launcher(MPI)
+            refuse_foreign_launcher(MPI)
             with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of mpi4py, about the launcher: said better below
                 env.prepare_mpi()
                 MPI.Init_thread(MPI.THREAD_SERIALIZED)
-        _refuse_unusable(MPI)
+        refuse_unusable(MPI)
         world = cls(MPI, MPI.COMM_WORLD.Dup(), ranks_per_node, limits)
         world._finalizes = started
         if started and world.size > 1:
@@ -125,9 +127,8 @@ class World:
             return
         assert not self._is_part, "only the whole world can be watched"
         assert self._watch is None, "this world is watched already"
-        neighbours = [rank for rank, node in enumerate(self.node_of_rank) if node == self.node]
-        self._slots = self.share_memory(neighbours, "the watchdog's window", SLOT, SLOT)
-        slots = dict(zip(self.numbers(neighbours), self._slots.blocks, strict=True))
+        self._slots = self.share_memory(self._neighbours, "the watchdog's window", SLOT, CLEARED)
+        slots = dict(zip(self.numbers(self._neighbours), self._slots.blocks, strict=True))
         members = [Member(*facts) for facts in zip(self._origin, self.hosts, self.node_of_rank, strict=True)]
         self.status.move_to(self._slots.blocks[self.local_rank])
         self._watch = Watch(self.status, members[self.rank], members, slots, seconds, folder)
@@ -143,10 +144,10 @@ class World:
         self._windows.append(shared)
         return shared
 
-    def unshare_memory(self, shared: SharedBlocks) -> None:
+    def unshare_memory(self, shared: SharedBlocks, ranks: Sequence[int]) -> None:
         """Collective over its ranks."""
         self._windows.remove(shared)
-        with self.progress.lock, self.status.waiting("the end of a window", ()):
+        with self.progress.lock, self.status.waiting("the end of a window", self.numbers(ranks)):
             shared.close()
 
     def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -199,23 +200,29 @@ class World:
 
         return self._device or CPU
 
-    def use(self, device: "Device", backend: str = "mpi") -> None:
+    def use(self, device: "Device", backend: str = "mpi", staging: int = 0) -> None:
         """Collective, before any group is made. The groups also move tensors of this device; `backend` ("mpi", "nccl", "gloo") carries the
-        collectives on its tensors.
+        collectives on its tensors. `staging`: bytes of their buffers (`Limits`); 0: as they were.
         """
         from hpczero.comm import library
         from hpczero.comm.native import Rendezvous
 
         assert not self._groups, "groups have been made"
         self._device, self.backend = device, backend
+        if staging:
+            self._limits = replace(self._limits, staging=staging)
         self._direct = device.has_queues and all(self.share(self.collect(bool(library.facts().cuda_aware))))
         self._rendezvous = Rendezvous.of(self, backend) if backend != "mpi" and self.size > 1 else None
 
     def _native(self, axis: str, ranks: Sequence[int]) -> "Native | None":
         if self._rendezvous is None or len(ranks) == 1:
             return None
-        with self.status.waiting(f"connecting group {axis}", self.numbers(ranks)):
-            return self._rendezvous.group(axis, self.numbers(ranks), ranks.index(self.rank), self._limits.staging)
+        for key, (_, _, native) in self._groups.items():
+            if native and key[:2] == (axis, tuple(ranks)):
+                return native.beside(lambda: self._subset(ranks, f"one order along {axis}"))
+        numbers, rank = self.numbers(ranks), ranks.index(self.rank)
+        with self.status.waiting(f"connecting group {axis}", numbers):
+            return self._rendezvous.group(axis, numbers, rank, self._limits.staging, Order(self._mpi))
 
     @property
     def buffered(self) -> int:
@@ -261,11 +268,13 @@ class World:
         with the input is usually found by all ranks: rank 0 says it, and the others wait a moment for it to do so.
         """
         if isinstance(error, InputError) and self.rank > 0:
-            time.sleep(_HEAD_START)
+            time.sleep(HEAD_START)
         if not isinstance(error, HpczeroError):
             traceback.print_exception(error)
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
         print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {kind}{error}", file=sys.stderr)
+        if isinstance(error, InputError):
+            job_note.wrong_input()
         self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
 
     def close(self) -> None:
@@ -283,7 +292,7 @@ class World:
             self._run(self._meet(), "close")  # the last thing that is watched
             self._watch.stop()
             self.status.move_to(memoryview(bytearray(SLOT)))
-            self.unshare_memory(self._slots)
+            self.unshare_memory(self._slots, self._neighbours)
         self.status.leave(self._entry)
         self._communicator.Free()
         if self._finalizes:
@@ -357,40 +366,5 @@ class World:
         return communicator
 
 
-def _library(mpi: Any) -> str:
-    """"MPICH Version: 5.0.2", "Open MPI v5.0.11"."""
-    return " ".join(mpi.Get_library_version().rstrip("\x00").split("\n")[0].split(",")[0].split())
-
-
 def _pieces(text: bytes | bytearray) -> list[memoryview]:
     return [memoryview(text)[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
-
-
-def _refuse_foreign_launcher(mpi: Any) -> None:
-    """MPICH without PMIx cannot even start under Open MPI's mpirun; its own message there helps nobody."""
-    version = mpi.Get_library_version()
-    if "Open MPI" in env.launched_tasks() and version.startswith("MPICH") and "pmix" not in version.lower():
-        _refuse_launcher(mpi)
-
-
-def _refuse_unusable(mpi: Any) -> None:
-    if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
-        level = f"thread level {mpi.Query_thread()}, below MPI_THREAD_SERIALIZED ({mpi.THREAD_SERIALIZED})"
-        raise InputError(f"{_library(mpi)} offers {level}, which hpczero needs: use an MPI that was built with thread support")
-    if mpi.COMM_WORLD.size == 1:
-        _refuse_launcher(mpi)
-
-
-def _refuse_launcher(mpi: Any) -> None:
-    """The MPI library is not the launcher's if that has started several processes and each would believe itself alone."""
-    launcher, (rank, size) = next(iter(env.launched_tasks().items()), ("", (0, 1)))
-    if size == 1:
-        return
-    if rank > 0:  # the launcher's first process speaks; the others give it the time
-        time.sleep(_HEAD_START)
-        raise SystemExit(InputError.exit_code)
-    raise InputError(
-        f"the launcher ({launcher}) started {size} processes, but each would run alone: the MPI library in use, {_library(mpi)}, is not "
-        f"the launcher's. Start with the mpirun that belongs to this library (of the same virtual environment or module), or point mpi4py "
-        f"at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so); `python -m mpi4py --mpi-library` shows which one is taken"
-    )

@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,11 +20,17 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from hpczero.data.corpus import Found, Input, Section, sections
+from hpczero.data.corpus import FIELD, Found, Input, Section, open_text, sections
 from hpczero.data.rawfiles import RawFile, replace_file, writing
 from hpczero.data.tokenfile import SPLITS, TokenFile, open_token_file, write_token_file
 from hpczero.data.tokenizer import token_dtype, tokenizer
 from hpczero.errors import HpczeroError, InputError
+from hpczero.safe_files import (
+    open_lock,
+    own_folder,
+    remove_tree,
+    written_durably,
+)
 
 BUILDER = 1  # raised when the same text would give another token file
 COMMIT_EVERY = 32 * 2**20  # bytes of text
@@ -37,6 +43,11 @@ class Recipe:
     tokenizer: str = "byte"
     validation_fraction: float = 0.05
     builder: int = BUILDER
+    field: str = FIELD  # of a line of .jsonl
+
+    def attributes(self) -> dict[str, str | float | int]:
+        """What the token file says of it."""
+        return {"tokenizer": self.tokenizer, "validation_fraction": self.validation_fraction, "builder": self.builder}
 
 
 class Listener(Protocol):
@@ -86,15 +97,16 @@ def build_token_file(
 ) -> TokenFile:
     """Makes `output` by way of the folder `work`, which is gone afterwards."""
     with writing(work):
-        work.mkdir(parents=True, exist_ok=True)
+        own_folder(work)
     with _only_builder(work, output, listener):
-        with contextlib.closing(Reader(found.inputs, recipe, work, listener, commit_every)) as reader:
+        with _leaves_nothing_unless_begun(work), contextlib.closing(Reader(found.inputs, recipe, work, listener, commit_every)) as reader:
             reader.read()
         _report(reader, found, listener)
-        attributes = asdict(recipe) | {"inputs": names_digest(found.inputs)}
+        attributes = recipe.attributes() | {"inputs": names_digest(found.inputs, recipe.field)}
         write_token_file(work / "assembled.h5", tokenizer(recipe.tokenizer), attributes, reader.raw, listener.copied)
         replace_file(work / "assembled.h5", output)
-        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(work)
     return open_token_file(output)
 
 
@@ -102,11 +114,24 @@ def is_up_to_date(made: TokenFile, found: Found, recipe: Recipe) -> bool:
     """Whether the file was made by this recipe from files of these names and sizes, none of which is newer."""
     same = (made.tokenizer, made.validation_fraction, made.builder) == (recipe.tokenizer, recipe.validation_fraction, recipe.builder)
     newest = max(source.changed for source in found.inputs)
-    return same and made.inputs == names_digest(found.inputs) and newest <= made.path.stat().st_mtime_ns
+    return same and made.inputs == names_digest(found.inputs, recipe.field) and newest <= made.path.stat().st_mtime_ns
 
 
-def names_digest(inputs: Sequence[Input]) -> str:
-    digest = xxhash.xxh3_128()
+@contextlib.contextmanager
+def _leaves_nothing_unless_begun(work: Path) -> Iterator[None]:
+    """A build that is refused before its first journal has nothing to go on from."""
+    try:
+        yield
+    except HpczeroError:
+        if not (work / "journal.json").exists():
+            with contextlib.suppress(OSError):
+                remove_tree(work)
+        raise
+
+
+def names_digest(inputs: Sequence[Input], field: str = FIELD) -> str:
+    """The default field has no part in it: files of earlier versions are known by their names and sizes alone."""
+    digest = xxhash.xxh3_128(b"" if field == FIELD else b"field\0%s\0" % os.fsencode(field))
     for source in inputs:
         digest.update(os.fsencode(source.name) + b"\0%d\0" % source.size)
     return str(digest.hexdigest())
@@ -117,7 +142,7 @@ def _only_builder(work: Path, output: Path, listener: Listener) -> Iterator[None
     """One builder per work folder: the kernel frees the lock when its holder ends, however it ends."""
     path = work / "lock"
     with writing(path):
-        file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (closed below)
+        file = os.fdopen(open_lock(path), "wb")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,7 +160,7 @@ class Reader:
 
     def __init__(self, inputs: list[Input], recipe: Recipe, work: Path, listener: Listener, commit_every: int) -> None:
         self._inputs, self._work, self._listener, self._commit_every = inputs, work, listener, commit_every
-        self._fraction, self._tokenizer = recipe.validation_fraction, tokenizer(recipe.tokenizer)
+        self._fraction, self._tokenizer, self._field = recipe.validation_fraction, tokenizer(recipe.tokenizer), recipe.field
         self.state = _resumed(inputs, recipe, work, listener) or State(asdict(recipe))
         self._digest = _digest(inputs[: self.state.done])
         dtypes = {"tokens": token_dtype(self._tokenizer.vocabulary), "documents": np.dtype("<i8")}
@@ -155,17 +180,18 @@ class Reader:
     def read(self) -> None:
         state, total = self.state, sum(source.size for source in self._inputs)
         before = sum(source.size for source in self._inputs[: state.done])
-        committed = before + state.position
+        unsaved = 0
         for source in self._inputs[state.done :]:
             for section in self._sections(source):
                 self._take(section)
                 if section.resume is None:
                     continue
+                unsaved += section.resume - state.position
                 state.position = section.resume
-                self._listener.advanced(min(total, before + state.position), total)  # a file may grow meanwhile
-                if before + state.position - committed >= self._commit_every:
+                self._listener.advanced(min(total, before + min(source.size, state.position)), total)  # a file may grow meanwhile
+                if unsaved >= self._commit_every:
                     self._commit(source)
-                    committed = before + state.position
+                    unsaved = 0
             before += source.size
             state.done, state.position = state.done + 1, 0
             self._digest.update(_identity(source))
@@ -174,18 +200,19 @@ class Reader:
 
     def _sections(self, source: Input) -> Iterator[Section]:
         try:
-            file = open(source.path, "rb")  # noqa: SIM115 (closed below)
+            file = open_text(source)
         except OSError as error:
             self.state.unreadable.add(f"{source.path} ({error.strerror})")
             return
         with file:
             try:
-                for section in sections(source, file, self.state.position):
+                for section in sections(source, file, self.state.position, self._field):
                     if section.damaged:
                         self.state.replaced.add(str(source.path))
                     yield section
-            except OSError as error:
-                raise HpczeroError(f"{source.path} cannot be read past byte {self.state.position}: {error.strerror}") from error
+            except (OSError, EOFError, zlib.error) as error:
+                why = getattr(error, "strerror", None) or error
+                raise HpczeroError(f"{source.path} cannot be read past byte {self.state.position}: {why}") from error
             status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (source.size, source.changed):
             raise HpczeroError(f"{source.path} changed while the corpus was built: give the command again when the file is complete")
@@ -221,10 +248,9 @@ class Reader:
             for kind, file in files.items():
                 file.commit()
                 self.state.lengths[f"{split}.{kind}"] = file.length
-        temporary = self._work / "journal.new"
-        with writing(temporary):
-            temporary.write_text(json.dumps(asdict(self.state)), encoding="utf-8")
-        replace_file(temporary, self._work / "journal.json")
+        journal = self._work / "journal.json"
+        with writing(journal), written_durably(journal) as new:
+            new.write(json.dumps(asdict(self.state)).encode())
 
 
 def _resumed(inputs: list[Input], recipe: Recipe, work: Path, listener: Listener) -> State | None:

@@ -1,11 +1,13 @@
 """From paths to text: which files a corpus is made of, and how each is cut into documents and sections.
 
-A *document* is a whole .txt, .md or .py file, or the "text" of a line of a .jsonl file. A document longer than 256 KiB is read in
+A *document* is a whole .txt, .md or .py file, or the "text" (or another field) of a line of a .jsonl file; each may be compressed
+by gzip, and its bytes are then counted as they are without. A document longer than 256 KiB is read in
 *sections* of about 64 KiB that end with a line, so that one large file is streamed, has a part in either split, and can be
 resumed inside. The position after a section is its `resume`: reading from there gives the sections that follow.
 """
 
 import glob
+import gzip
 import io
 import json
 import os
@@ -13,11 +15,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from hpczero.errors import InputError
+from hpczero.spec.show import printable
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # also compressed: .txt.gz
+FIELD = "text"  # of a line of .jsonl
 LONG_DOCUMENT = 256 * 1024
 _SECTION = 64 * 1024
 _LONGEST_LINE = 2**30
@@ -69,10 +73,10 @@ def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> Found
         for match in map(Path, matches):
             if match.is_dir():
                 _walk(match, "", leave_out, found)
-            elif match.suffix.lower() in SUFFIXES:
+            elif kind(match) in SUFFIXES:
                 _add(match, match.name, found)
             elif len(matches) == 1:
-                raise InputError(f"{match}: files of this kind are not read; hpczero reads {' '.join(SUFFIXES)}")
+                raise InputError(f"{match}: files of this kind are not read; hpczero reads {' '.join(SUFFIXES)}, also as .gz")
             else:
                 found.others += 1
     if not found.inputs:
@@ -92,7 +96,7 @@ def _walk(folder: Path, name: str, leave_out: frozenset[str], found: Found) -> N
         found.unreadable.append(folder)
         return
     for entry in (entry for entry, is_folder in kinds if not is_folder):
-        if entry.suffix.lower() in SUFFIXES:
+        if kind(entry) in SUFFIXES:
             _add(entry, name + entry.name, found)
         else:
             found.others += 1
@@ -113,12 +117,31 @@ def _add(path: Path, name: str, found: Found) -> None:
         found.inputs.append(Input(path, name, status.st_size, status.st_mtime_ns))
 
 
-def sections(source: Input, file: BinaryIO, start: int = 0) -> Iterator[Section]:
+def kind(path: Path) -> str:
+    """ ".txt" of a.txt and of a.txt.gz"""
+    return (path.with_suffix("") if _is_compressed(path) else path).suffix.lower()
+
+
+def open_text(source: Input) -> BinaryIO:
+    """Its bytes, as they were before they were compressed. OSError or EOFError, now or later, if it is not what its name says."""
+    return cast(BinaryIO, gzip.open(source.path, "rb")) if _is_compressed(source.path) else open(source.path, "rb")
+
+
+def _is_compressed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def sections(source: Input, file: BinaryIO, start: int = 0, field: str = FIELD) -> Iterator[Section]:
     """The sections from byte `start` of the opened file on; InputError where a line of .jsonl is not what it should be."""
+    if kind(source.path) == ".jsonl":
+        file.seek(start)
+        return _lines(source, file, field)
+    size = source.size
+    if _is_compressed(source.path):  # what counts is whether it is a long one
+        file.seek(0)
+        size = len(file.read(LONG_DOCUMENT + 1))
     file.seek(start)
-    if source.path.suffix.lower() == ".jsonl":
-        return _lines(source, file)
-    return _cut(file, source.size, start)
+    return _cut(file, size, start)
 
 
 def _cut(file: BinaryIO, size: int, start: int = 0) -> Iterator[Section]:
@@ -148,7 +171,7 @@ def _to_line_end(piece: bytes, file: BinaryIO) -> bytes:
     return piece
 
 
-def _lines(source: Input, file: BinaryIO) -> Iterator[Section]:
+def _lines(source: Input, file: BinaryIO, field: str) -> Iterator[Section]:
     """The documents of a .jsonl file from where it stands; an empty line is none."""
     after = file.tell()
     while line := file.readline(_LONGEST_LINE):
@@ -156,15 +179,15 @@ def _lines(source: Input, file: BinaryIO) -> Iterator[Section]:
         if not line.strip():
             continue
         try:
-            content, damaged = _content(line)
+            content, damaged = _content(line, field)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{source.path}:{_line_number(file, before)}: {error}") from error
         for section in _cut(io.BytesIO(content), len(content)):
             yield Section(section.text, section.ends_document, after if section.ends_document else None, damaged)
 
 
-def _content(line: bytes) -> tuple[bytes, bool]:
-    """The "text" of a line of .jsonl, and whether something in it was not text; ValueError says what is wrong with the line."""
+def _content(line: bytes, field: str) -> tuple[bytes, bool]:
+    """The field of a line of .jsonl, and whether something in it was not text; ValueError says what is wrong with the line."""
     if len(line) == _LONGEST_LINE:
         raise ValueError(f"the line is longer than {_LONGEST_LINE} bytes")
     decoded, damaged = _decode(line)
@@ -172,10 +195,13 @@ def _content(line: bytes) -> tuple[bytes, bool]:
         record = json.loads(decoded.removeprefix(_BYTE_ORDER_MARK))
     except ValueError as error:
         raise ValueError(f"the line is not JSON ({error})") from error
-    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        has = f"has the keys {', '.join(sorted(record)[:8]) or '(none)'}" if isinstance(record, dict) else f"is a {type(record).__name__}"
-        raise ValueError(f'every line must be an object with a string "text"; this one {has}')
-    text = str(record["text"])
+    if not isinstance(record, dict) or not isinstance(record.get(field), str):
+        has = f"is a {type(record).__name__}"
+        if isinstance(record, dict):
+            keys = ", ".join(printable(key, 60) for key in sorted(record)[:8])
+            has = f"has the keys {keys or '(none)'}"
+        raise ValueError(f'every line must be an object with a string "{field}"; this one {has} (--field names another)')
+    text = str(record[field])
     content = text.encode("utf-8", errors="replace")  # "\ud800" alone is no character
     return content, damaged or len(content) != len(text.encode("utf-8", errors="surrogatepass"))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hpczero.errors import HpczeroError
+from hpczero.safe_files import create, open_for_writing, remove, rename, sync
 
 _BUFFER = 2**20  # bytes
 
@@ -39,7 +40,10 @@ class RawFile:
         self.path, self.dtype, self.length = path, dtype, length
         self._pending = bytearray()
         with writing(path):
-            self._file = open(path, "r+b" if length else "wb", buffering=0)  # noqa: SIM115 (closed by `close`)
+            if not length:
+                remove(path)
+            descriptor = open_for_writing(path) if length else create(path)
+            self._file = os.fdopen(descriptor, "wb", buffering=0)
             self._file.truncate(length * dtype.itemsize)
             self._file.seek(0, os.SEEK_END)
 
@@ -72,9 +76,5 @@ def replace_file(temporary: Path, final: Path) -> None:
     with writing(final):
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, final)
-        folder = os.open(final.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        rename(temporary, final)
+        sync(final.parent)

@@ -1,7 +1,6 @@
 """Where the samples of a run come from: a token file, the stdlib's text, or nothing at all (synthetic)."""
 
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,33 +51,44 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     if "error" in verdict:
         raise InputError(verdict["error"])
     path = Path(verdict["path"])
-    if not path.exists():
+    if not _is_seen(path):
         raise InputError(f"{path} was built by rank 0, but is not seen here: set paths.cache to a folder that every node shares")
     return _checked(open_token_file(path), spec)
 
 
+def _is_seen(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def _checked(file: TokenFile, spec: Spec) -> Source:
+    refuse_unfit(file, spec)
+    return FileSource(file, spec.model.seq_len)
+
+
+def refuse_unfit(file: TokenFile, spec: Spec) -> None:
+    """InputError if the model cannot be trained on it."""
     largest = max(split.largest for split in file.splits.values())
     if largest >= spec.model.vocab:
         raise InputError(
             f"model.vocab = {spec.model.vocab} is too small: {file.path} holds token {largest} "
             f"(tokenizer '{file.tokenizer}', {file.vocabulary} ids): set model.vocab = {file.vocabulary} or more"
         )
-    source = FileSource(file, spec.model.seq_len)
     needs = spec.model.seq_len + 1
-    if not source.windows("train"):
+    if len(file.splits["train"].tokens) < needs:
         tokens = len(file.splits["train"].tokens)
         raise InputError(
             f"{file.path} has {tokens} tokens to train on, a sequence needs {needs} (model.seq_len + 1): "
             "use more text, or a shorter model.seq_len"
         )
-    if spec.train.eval_batches and not source.windows("validation"):
+    if spec.train.eval_batches and len(file.splits["validation"].tokens) < needs:
         tokens = len(file.splits["validation"].tokens)
         raise InputError(
             f"{file.path} has {tokens} tokens for validation, a sequence needs {needs} (model.seq_len + 1): "
             f"build it with a larger validation fraction, or set train.eval_batches = 0 (it is {spec.train.eval_batches})"
         )
-    return source
 
 
 class FileSource:
@@ -86,7 +96,7 @@ class FileSource:
 
     def __init__(self, file: TokenFile, seq_len: int) -> None:
         self._file, self._seq_len = file, seq_len
-        self._bytes = open(file.path, "rb", buffering=0)  # noqa: SIM115 (as long as there is the source)
+        self._blocks = file.blocks()
         self.vocabulary = file.vocabulary
 
     def windows(self, split: str) -> int:
@@ -95,21 +105,12 @@ class FileSource:
     def fill(self, split: str, window: int, out: np.ndarray) -> None:
         assert 0 <= window < self.windows(split), (split, window)
         start, held = window * self._seq_len, self._file.splits[split]
-        out[:] = self._read(held.tokens, start, start + self._seq_len + 1)
+        out[:] = self._blocks[split].read(start, start + self._seq_len + 1)
         if out.max() > held.largest:  # the file's own counts say otherwise: it would index past the embedding
             raise InputError(
                 f"{self._file.path} is damaged: window {window} of {split} holds token {out.max()}, "
                 f"the counts say {held.largest} at most; build it again"
             )
-
-    def _read(self, tokens: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Not through memory: that of a file which somebody cuts short meanwhile ends the process without a word (SIGBUS)."""
-        assert isinstance(tokens, np.memmap), type(tokens)
-        first, size = tokens.offset + start * tokens.itemsize, (stop - start) * tokens.itemsize
-        read = os.pread(self._bytes.fileno(), size, first)
-        if len(read) < size:
-            raise InputError(f"{self._file.path} was cut short while it was in use: it ends before byte {first + size}; build or copy it again")
-        return np.frombuffer(read, tokens.dtype)
 
     def unigram_entropy(self, split: str) -> float:
         return self._file.splits[split].entropy()

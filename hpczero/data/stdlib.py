@@ -1,18 +1,23 @@
 """The corpus that every machine has: the text of the running Python's library, built on first use into the cache."""
 
+import contextlib
+import fcntl
+import os
 import platform
-import shutil
 import sys
 import sysconfig
-import tempfile
+import time
 from pathlib import Path
 
 from hpczero import env
 from hpczero.data.build import BUILDER, Recipe, build_token_file
 from hpczero.data.corpus import find
 from hpczero.errors import HpczeroError, InputError
+from hpczero.safe_files import make_folders, open_lock, remove_tree, temporary_folder
 from hpczero.spec.schema import Spec
 
+_PREFIX = ".building-"
+_QUITE_NEW = 60.0  # seconds: a folder is made a moment before its lock
 # not the library proper: tests and their data, what was installed into it, bundled copies, the editor
 _LEFT_OUT = frozenset(["test", "tests", "site-packages", "dist-packages", "__pycache__", "_bundled", "idlelib", "lib2to3", "turtledemo"])
 
@@ -34,18 +39,34 @@ def token_file(spec: Spec) -> Path:
     recipe = Recipe(spec.data.tokenizer, spec.data.validation_fraction)
     python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
     final = cache.absolute() / f"stdlib-{python}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
-    if final.exists():
-        return final
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+        if final.exists():
+            return final
+        make_folders(cache)
+        _remove_left(cache)
+        work = temporary_folder(cache, _PREFIX)
     except OSError as error:
-        raise InputError(f"the cache folder {cache} cannot be written ({error.strerror}): set paths.cache to a folder that can") from error
+        raise InputError(f"the cache folder {cache} cannot be used ({error.strerror}): set paths.cache to a folder that can be written") from error
     print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
     try:
         build_token_file(find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT), final, recipe, work, Silent())
     except HpczeroError as error:
         raise InputError(f"building the stdlib corpus: {error} (paths.cache says where it goes)") from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            remove_tree(work)
     return final
+
+
+def _remove_left(cache: Path) -> None:
+    """What builders left that were killed: folders whose lock nobody holds, not quite new."""
+    for work in cache.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if work.is_symlink() or time.time() - work.stat().st_mtime < _QUITE_NEW:
+                continue
+            file = open_lock(work / "lock")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(work)
+            finally:
+                os.close(file)

@@ -1,7 +1,8 @@
 """The token file: one HDF5 file that holds a corpus as tokens (docs/data.md describes it for other readers).
 
 A file may come from anywhere, so `open_token_file` believes nothing in it: types, shapes, places and sizes are checked, and
-nothing outside the file is ever read (no links, no external or virtual storage). Tokens are memory-mapped where they lie.
+nothing outside the file is ever read (no links, no external or virtual storage), nor by the HDF5
+library, which a crafted file can crash. Tokens are memory-mapped where they lie.
 """
 
 import os
@@ -13,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
+from hpczero import safe_files
+from hpczero.data.blocks import BLOCK, Blocks, blocks_of, checksum
 from hpczero.data.rawfiles import RawFile, writing
 from hpczero.data.tokenizer import Tokenizer, token_dtype
 from hpczero.errors import InputError
+from hpczero.hdf5.datatypes import NotPlain
+from hpczero.hdf5.reader import Dataset, PlainFile
+from hpczero.spec.show import printable
 
 if TYPE_CHECKING:
     import h5py
@@ -24,8 +30,10 @@ FORMAT = "hpczero-tokens"
 VERSION = 1
 SPLITS = ("train", "validation")
 LIBRARY_VERSIONS = ("earliest", "v110")  # what distributions' own HDF5 tools read
+CHECKSUMS = "checksums"  # of the blocks of a split's tokens; files of older versions have none
 _LARGEST_VOCABULARY = 2**32
-_CHUNK = 2**22  # bytes
+_LONGEST_TEXT = 100  # characters of an attribute
+_CHUNK = 2**22  # bytes: so many blocks
 _PAGE = 4096
 _STORED_AS = {int: "<i8", float: "<f8"}
 _ATTRIBUTES = {
@@ -43,8 +51,13 @@ _ATTRIBUTES = {
 class Split:
     tokens: np.ndarray  # [tokens], memory-mapped
     counts: np.ndarray  # [vocabulary]: how often each id occurs
-    documents: int
+    ends: np.ndarray  # [documents + 1], memory-mapped: where each document begins, and the end
     largest: int  # the largest id that occurs; -1 where none does
+    checksums: np.ndarray | None  # of the blocks of the tokens (`blocks`)
+
+    @property
+    def documents(self) -> int:
+        return len(self.ends) - 1
 
     def entropy(self) -> float:
         """Nats per token of the split's own distribution of ids: the loss of a model that knows the frequencies and nothing else."""
@@ -64,6 +77,44 @@ class TokenFile:
     fingerprint: str  # xxh3 of the tokens
     splits: dict[str, Split]
 
+    @property
+    def has_checksums(self) -> bool:
+        """Return False for a file of an older version: only its fingerprint tells what is in it."""
+        return all(split.checksums is not None for split in self.splits.values())
+
+    def blocks(self) -> dict[str, Blocks]:
+        """The tokens of each split, read with a look at their checksums."""
+        held = self.splits.items()
+        return {name: Blocks(self.path, name, one.tokens, one.checksums) for name, one in held}
+
+    def damages(self) -> Iterator[str]:
+        """What in the file is not as it was written; all of it is read."""
+        digest = xxhash.xxh3_128()
+        for name, blocks in self.blocks().items():
+            split, counts = self.splits[name], np.zeros(self.vocabulary, np.int64)
+            for some in blocks.damaged(_CHUNK // BLOCK):
+                yield from some.damaged
+                digest.update(some.content)
+                tokens = np.frombuffer(some.content, split.tokens.dtype)
+                counts += np.bincount(tokens[tokens < self.vocabulary], minlength=self.vocabulary)
+            if not np.array_equal(counts, split.counts):
+                yield f"/{name}/counts are not those of its tokens"
+            if not self._ends_fit(split):
+                yield f"/{name}/documents do not end with token {self.end_of_document}"
+            blocks.close()
+        if digest.hexdigest() != self.fingerprint:
+            found = digest.hexdigest()
+            yield f"the tokens have the fingerprint {found}, and {self.fingerprint} was written"
+
+    def _ends_fit(self, split: Split) -> bool:
+        """Return True if each document has its end, and nothing else that means one."""
+        ends = np.asarray(split.ends)
+        if not len(split.tokens):
+            return not split.documents
+        if (np.diff(ends) <= 0).any() or split.counts[self.end_of_document] != split.documents:
+            return False
+        return bool((split.tokens[ends[1:] - 1] == self.end_of_document).all())
+
     def describe(self) -> dict[str, Any]:
         return {
             "path": str(self.path),
@@ -77,28 +128,32 @@ class TokenFile:
 
 def open_token_file(path: Path) -> TokenFile:
     """The file's facts, its tokens mapped; InputError if it is missing, foreign, newer, truncated or damaged."""
-    import h5py
-
-    size = _size(path)
-    if not h5py.is_hdf5(path):
-        raise InputError(f"{path} is not a token file (not HDF5, {size} bytes): make one with `hpczero data build -o NAME.h5 TEXT...`")
+    descriptor = _opened(path)
     try:
-        with h5py.File(path, "r", locking=False) as file:
-            return _read(path, size, file)
-    except (OSError, KeyError, RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
-        raise InputError(f"{path} ({size} bytes) is truncated or damaged: {error}; copy or build it again") from error
+        return _read(path, descriptor)
+    except NotPlain as error:
+        size = os.fstat(descriptor).st_size
+        if os.pread(descriptor, 4, 0) != b"\x89HDF":
+            raise InputError(f"{path} is not a token file (not HDF5, {size} bytes): make one with `hpczero data build -o NAME.h5 TEXT...`") from error
+        why = printable(str(error))
+        raise InputError(f"{path} ({size} bytes) is truncated or damaged: {why}; copy or build it again") from error
+    except (OSError, ValueError, MemoryError) as error:
+        raise InputError(f"{path} cannot be read: {printable(str(error))}; copy or build it again") from error
+    finally:
+        os.close(descriptor)
 
 
-def _size(path: Path) -> int:
+def _opened(path: Path) -> int:
+    """Of a plain file, or a link to one: a pipe would be waited for."""
     try:
-        with open(path, "rb") as file:
-            return os.fstat(file.fileno()).st_size
+        return safe_files.open_to_read(path)
     except OSError as error:
         raise InputError(f"token file {path} cannot be read: {error.strerror}") from error
 
 
-def _read(path: Path, size: int, file: "h5py.File") -> TokenFile:
-    kind, version = _attribute(file, "format", str), _attribute(file, "version", int)
+def _read(path: Path, descriptor: int) -> TokenFile:
+    file = PlainFile(descriptor)
+    kind, version = (_attribute(file, name, kind) for name, kind in (("format", str), ("version", int)))
     if kind != FORMAT:
         raise InputError(
             f"{path} is an HDF5 file, but not a token file (no attribute format = '{FORMAT}'): make one with `hpczero data build`"
@@ -111,60 +166,64 @@ def _read(path: Path, size: int, file: "h5py.File") -> TokenFile:
     facts = {name: _attribute(file, name, kind) for name, kind in _ATTRIBUTES.items()}
     missing = [name for name, value in facts.items() if value is None]
     if missing:
-        raise ValueError(f"attribute {', '.join(missing)} is missing or of another type")
+        raise NotPlain(f"attribute {', '.join(missing)} is missing or of another type")
     if not 0 < facts["vocabulary"] <= _LARGEST_VOCABULARY:
-        raise ValueError(f"a vocabulary of {facts['vocabulary']} ids")
-    splits = {name: _read_split(path, size, file, name, facts["vocabulary"]) for name in SPLITS}
+        raise NotPlain(f"a vocabulary of {facts['vocabulary']} ids")
+    if not 0 <= facts["end_of_document"] < facts["vocabulary"]:
+        raise NotPlain(f"documents that end with token {facts['end_of_document']}")
+    if long := next((name for name in ("tokenizer", "inputs", "fingerprint") if len(facts[name]) > _LONGEST_TEXT), ""):
+        raise NotPlain(f"attribute {long} has more than {_LONGEST_TEXT} characters")
+    splits = {name: _read_split(file, descriptor, name, facts["vocabulary"]) for name in SPLITS}
     return TokenFile(path=path, splits=splits, **facts)
 
 
-def _attribute(file: "h5py.File", name: str, kind: type) -> Any:
-    """The attribute's value, or None if it is missing, not a scalar, or not of that kind."""
-    if name not in file.attrs or file.attrs.get_id(name).shape != ():
-        return None
-    value = file.attrs[name]
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", errors="replace")
-    accepted: tuple[type, ...] = {str: (str,), int: (int, np.integer), float: (float, np.floating)}[kind]
-    return kind(value) if isinstance(value, accepted) else None
+def _attribute(file: PlainFile, name: str, kind: type) -> Any:
+    """The attribute's value, or None if it is missing, not a single one, or not of that kind."""
+    value = file.attributes.get(name)
+    if isinstance(value, str):
+        value = printable(value)
+    return value if type(value) is kind else None
 
 
-def _read_split(path: Path, size: int, file: "h5py.File", split: str, vocabulary: int) -> Split:
-    import h5py
-
-    if not isinstance(file.get(split, getlink=True), h5py.HardLink) or not isinstance(file[split], h5py.Group):
-        raise ValueError(f"/{split} is missing, or not a group of this file")
-    tokens = _mapped(path, size, file[split], "tokens", token_dtype(vocabulary))
-    documents = _mapped(path, size, file[split], "documents", np.dtype("<i8"))
-    counts = np.array(_mapped(path, size, file[split], "counts", np.dtype("<i8")))
+def _read_split(file: PlainFile, descriptor: int, split: str, vocabulary: int) -> Split:
+    tokens = _mapped(descriptor, _dataset(file, split, "tokens", token_dtype(vocabulary)))
+    documents = _mapped(descriptor, _dataset(file, split, "documents", np.dtype("<i8")))
+    counts = _dataset(file, split, "counts", np.dtype("<i8"))
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(tokens):
-        raise ValueError(f"/{split}/documents does not run from 0 to the {len(tokens)} tokens")
-    if len(counts) != vocabulary or (counts < 0).any() or sum(map(int, counts[counts > 0])) != len(tokens):
-        raise ValueError(f"/{split}/counts does not add up to the {len(tokens)} tokens over {vocabulary} ids")
-    largest = int(np.flatnonzero(counts)[-1]) if len(tokens) else -1
-    return Split(tokens, counts, len(documents) - 1, largest)
+        raise NotPlain(f"/{split}/documents does not run from 0 to the {len(tokens)} tokens")
+    of_ids = file.values(counts) if counts.size == vocabulary else np.full(1, -1)
+    if (of_ids < 0).any() or _sum(of_ids) != len(tokens):
+        raise NotPlain(f"/{split}/counts does not add up to the {len(tokens)} tokens over {vocabulary} ids")
+    checksums = None
+    if CHECKSUMS in file.names(split):
+        found = _dataset(file, split, CHECKSUMS, np.dtype("<u8"))
+        if found.size != blocks_of(tokens.nbytes):
+            raise NotPlain(f"/{split}/{CHECKSUMS} are not those of {tokens.nbytes} bytes")
+        checksums = file.values(found)
+    largest = int(np.flatnonzero(of_ids)[-1]) if len(tokens) else -1
+    return Split(tokens, of_ids, documents, largest, checksums)
 
 
-def _mapped(path: Path, size: int, group: "h5py.Group", name: str, dtype: np.dtype) -> np.ndarray:
-    """The dataset's values where they lie in the file, read-only."""
-    import h5py
+def _sum(counts: np.ndarray) -> int:
+    """Exact, whatever a file says."""
+    high, low = (counts >> 32).sum(dtype=np.int64), (counts & 0xFFFFFFFF).sum(dtype=np.uint64)
+    return (int(high) << 32) + int(low)
 
-    full = f"{group.name}/{name}"
-    dataset = group[name] if isinstance(group.get(name, getlink=True), h5py.HardLink) else None
-    if not isinstance(dataset, h5py.Dataset):
-        raise ValueError(f"{full} is missing, or not a dataset of this file")
-    creation = dataset.id.get_create_plist()
-    if creation.get_layout() != h5py.h5d.CONTIGUOUS or creation.get_external_count():
-        raise ValueError(f"{full} is not stored as one piece inside this file")
-    if dataset.ndim != 1 or dataset.dtype != dtype:
-        raise ValueError(f"{full} has type {dataset.dtype} and shape {dataset.shape}, not {dtype} and one dimension")
-    length, offset = int(dataset.shape[0]), dataset.id.get_offset()
-    if length == 0:
-        return np.empty(0, dtype)
-    end = (offset or 0) + length * dtype.itemsize
-    if offset is None or end > size:
-        raise ValueError(f"{full} has {length} values and would end at byte {end} of {size}")
-    return np.memmap(path, dtype, "r", offset, (length,))
+
+def _dataset(file: PlainFile, split: str, name: str, dtype: np.dtype) -> Dataset:
+    found = file.dataset(f"{split}/{name}")
+    if len(found.shape) != 1 or found.dtype != dtype:
+        shape = f"shape ({', '.join(map(str, found.shape[:8]))})"
+        raise NotPlain(f"/{split}/{name} has type {found.dtype} and {shape}, not {dtype} and one dimension")
+    return found
+
+
+def _mapped(descriptor: int, dataset: Dataset) -> np.ndarray:
+    """The values where they lie in the file, read-only."""
+    if not dataset.size:
+        return np.empty(0, dataset.dtype)
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return np.memmap(file, dataset.dtype, "r", dataset.place, dataset.shape)
 
 
 def write_token_file(
@@ -172,41 +231,68 @@ def write_token_file(
 ) -> None:
     """Makes a token file of the raw files.
 
-    The datasets are allocated first; the values are then copied to where they lie, outside HDF5, counted and hashed on the way;
-    counts and attributes come last. The same values give the same bytes. `copied` is told how many bytes of how many are there.
+    HDF5 makes the structure in memory: on a disk that fills up it may end the process. The values
+    are written to where they belong by plain writes, counted and hashed on the way. The same
+    values give the same bytes. `copied` is told how many bytes of how many are there.
     """
     import h5py
 
-    digest = xxhash.xxh3_128()
+    from hpczero.hdf5.in_memory import Pages
+
+    pages, digest = Pages(), xxhash.xxh3_128()
     total, done = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values()), 0
+    written: list[tuple[int, int]] = []  # ranges of bytes that have values
     with writing(path):
-        offsets = _allocate(path, encoding.vocabulary, raw)
-        counts = {}
-        with open(path, "r+b") as file:
+        safe_files.remove(path)  # a builder may have been killed
+        made = safe_files.create(path)
+    try:
+        with h5py.File(pages, "w", libver=LIBRARY_VERSIONS, alignment_threshold=_PAGE, alignment_interval=_PAGE) as structure:
+            places = _allocate(structure, encoding.vocabulary, raw)
             for split in SPLITS:
-                counts[split] = np.zeros(encoding.vocabulary, np.int64)
-                file.seek(offsets[split, "tokens"])
+                dtype, place = raw[split]["tokens"].dtype, places[split, "tokens"]
+                counts, checksums = np.zeros(encoding.vocabulary, np.int64), list[int]()
                 for block in _blocks(raw[split]["tokens"].path):
-                    counts[split] += np.bincount(np.frombuffer(block, raw[split]["tokens"].dtype), minlength=encoding.vocabulary)
+                    counts += np.bincount(np.frombuffer(block, dtype), minlength=encoding.vocabulary)
                     digest.update(block)
-                    file.write(block)
+                    checksums += [checksum(block[at : at + BLOCK]) for at in range(0, len(block), BLOCK)]
+                    place = _write(path, made, block, place)
                     done += len(block)
                     copied(done, total)
-                file.seek(offsets[split, "documents"])
-                file.writelines(_blocks(raw[split]["documents"].path))
-        with h5py.File(path, "r+", libver=LIBRARY_VERSIONS, locking=False) as made:
-            for split in SPLITS:
-                made[f"{split}/counts"][:] = counts[split]
-            made.attrs["format"] = np.bytes_(FORMAT)
-            made.attrs["version"] = np.int64(VERSION)
-            made.attrs["vocabulary"] = np.int64(encoding.vocabulary)
-            made.attrs["end_of_document"] = np.int64(encoding.end_of_document)
-            for name, value in sorted(facts.items() | {"fingerprint": digest.hexdigest()}.items()):
-                made.attrs[name] = np.bytes_(value) if isinstance(value, str) else np.array(value, _STORED_AS[type(value)])
+                written.append((places[split, "tokens"], place))
+                place = places[split, "documents"]
+                for block in _blocks(raw[split]["documents"].path):
+                    place = _write(path, made, block, place)
+                written.append((places[split, "documents"], place))
+                structure[f"{split}/counts"][:] = counts
+                structure[f"{split}/{CHECKSUMS}"][:] = np.array(checksums, "<u8")
+            _describe(structure, encoding, facts | {"fingerprint": digest.hexdigest()})
+        with writing(path):
+            pages.write_to(made, but=written)
+    finally:
+        os.close(made)
 
 
-def _allocate(path: Path, vocabulary: int, raw: dict[str, dict[str, RawFile]]) -> dict[tuple[str, str], int]:
-    """An HDF5 file with every dataset in place, unwritten; (split, dataset) -> where it begins."""
+def _write(path: Path, file: int, block: bytes, place: int) -> int:
+    """Where the next block goes."""
+    end = place + len(block)
+    with writing(path):
+        while block:
+            count = os.pwrite(file, block, place)
+            block, place = block[count:], place + count
+    return end
+
+
+def _describe(structure: "h5py.File", encoding: Tokenizer, facts: dict[str, Any]) -> None:
+    structure.attrs["format"] = np.bytes_(FORMAT)
+    structure.attrs["version"] = np.int64(VERSION)
+    structure.attrs["vocabulary"] = np.int64(encoding.vocabulary)
+    structure.attrs["end_of_document"] = np.int64(encoding.end_of_document)
+    for name, value in sorted(facts.items()):
+        structure.attrs[name] = np.bytes_(value) if isinstance(value, str) else np.array(value, _STORED_AS[type(value)])
+
+
+def _allocate(structure: "h5py.File", vocabulary: int, raw: dict[str, dict[str, RawFile]]) -> dict[tuple[str, str], int]:
+    """Every dataset gets its place, unwritten; (split, dataset) -> where it begins."""
     import h5py
 
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -215,14 +301,16 @@ def _allocate(path: Path, vocabulary: int, raw: dict[str, dict[str, RawFile]]) -
     creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     creation.set_obj_track_times(False)
     offsets = {}
-    with h5py.File(path, "w", libver=LIBRARY_VERSIONS, locking=False, alignment_threshold=_PAGE, alignment_interval=_PAGE) as file:
-        for split in SPLITS:
-            group = file.create_group(split)
-            datasets = {name: (content.length, content.dtype) for name, content in raw[split].items()}
-            for name, (length, dtype) in (datasets | {"counts": (vocabulary, np.dtype("<i8"))}).items():
-                kind, space = h5py.h5t.py_create(dtype, logical=True), h5py.h5s.create_simple((length,))
-                dataset = h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=creation)
-                offsets[split, name] = dataset.get_offset() or 0
+    for split in SPLITS:
+        group = structure.create_group(split)
+        datasets = {name: (content.length, content.dtype) for name, content in raw[split].items()}
+        tokens = raw[split]["tokens"]
+        datasets["counts"] = vocabulary, np.dtype("<i8")
+        datasets[CHECKSUMS] = blocks_of(tokens.length * tokens.dtype.itemsize), np.dtype("<u8")
+        for name, (length, dtype) in datasets.items():
+            kind, space = h5py.h5t.py_create(dtype, logical=True), h5py.h5s.create_simple((length,))
+            dataset = h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=creation)
+            offsets[split, name] = dataset.get_offset() or 0
     return offsets
 
 

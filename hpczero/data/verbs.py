@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -15,13 +14,16 @@ from typing import Any
 from hpczero.data.build import Listener, Recipe, build_token_file, is_up_to_date
 from hpczero.data.corpus import Found, find
 from hpczero.data.tokenfile import TokenFile, open_token_file
-from hpczero.errors import InputError, Stopped
+from hpczero.errors import InputError, Stopped, for_terminal
+from hpczero.safe_files import own_folder, remove_tree
+from hpczero.spec.show import printable
 
 _SECONDS_BETWEEN_LINES = 10.0
+_MOST_DAMAGES = 20  # that are said
 
 
 def build(options: argparse.Namespace) -> int:
-    output, recipe = Path(options.output), Recipe(options.tokenizer, options.validation_fraction)
+    output, recipe = Path(options.output), Recipe(options.tokenizer, options.validation_fraction, field=options.field)
     _check_output(output)
     if not 0 <= recipe.validation_fraction < 1:  # NaN is neither
         raise InputError(f"--validation-fraction is {recipe.validation_fraction}: it must be at least 0 and less than 1")
@@ -29,7 +31,8 @@ def build(options: argparse.Namespace) -> int:
     work = output.with_name(output.name + ".partial")
     if output.exists():
         _check_up_to_date(output, found, recipe)
-        shutil.rmtree(work, ignore_errors=True)  # left if a builder was killed between its last two actions
+        with contextlib.suppress(OSError):
+            remove_tree(work)  # left if a builder was killed between its last two actions
         print(f"{output} is up to date")
         return 0
     _make(work)
@@ -53,6 +56,24 @@ def show(options: argparse.Namespace) -> int:
     return 0
 
 
+def verify(options: argparse.Namespace) -> int:
+    """0: all tokens are as they were written; 1: some are not."""
+    file = open_token_file(Path(options.path))
+    damages = list(file.damages())
+    if options.json:
+        print(json.dumps(file.describe() | {"damages": damages}, indent=2))
+        return 1 if damages else 0
+    path, said = printable(str(file.path)), "" if file.has_checksums else " (it has no checksums of blocks: hpczero builds them in)"
+    if damages:
+        print("\n".join([f"{path}: DAMAGED", *(f"  {damage}" for damage in damages[:_MOST_DAMAGES])]))
+        if len(damages) > _MOST_DAMAGES:
+            print(f"  and {len(damages) - _MOST_DAMAGES:,} more")
+        return 1
+    tokens = sum(len(split.tokens) for split in file.splits.values())
+    print(f"{path}: good, {tokens:,} tokens with the fingerprint {file.fingerprint}{said}")
+    return 0
+
+
 def _check_output(output: Path) -> None:
     if output.suffix not in (".h5", ".hdf5"):
         raise InputError(f"the output {output} must end in .h5")
@@ -66,7 +87,7 @@ def _check_output(output: Path) -> None:
 def _make(work: Path) -> None:
     """Some folders look as if they could be written, and cannot."""
     try:
-        work.mkdir(exist_ok=True)
+        own_folder(work)
     except OSError as error:
         raise InputError(f"the output's folder {work.absolute().parent} cannot be written: {error.strerror}") from error
 
@@ -85,13 +106,14 @@ def _facts(file: TokenFile) -> dict[str, Any]:
         "bytes": file.path.stat().st_size,
         "bytes_per_token": file.splits["train"].tokens.itemsize,
         "validation_fraction": file.validation_fraction,
+        "block_checksums": file.has_checksums,
         "unigram_entropy": {name: split.entropy() for name, split in file.splits.items()},
     }
     return file.describe() | more
 
 
 def _summary(file: TokenFile) -> str:
-    lines = [f"{file.path}: tokenizer {file.tokenizer}, vocabulary {file.vocabulary}, fingerprint {file.fingerprint}"]
+    lines = [f"{printable(str(file.path))}: tokenizer {file.tokenizer}, vocabulary {file.vocabulary}, fingerprint {file.fingerprint}"]
     for name, split in file.splits.items():
         size = f"{len(split.tokens):>15,} tokens {split.documents:>11,} documents"
         lines.append(f"  {name:10} {size}   unigram entropy {split.entropy():.4f} nats per token")
@@ -119,7 +141,7 @@ class _Bar:
         self._shown = 0.0
 
     def said(self, line: str) -> None:
-        self._progress.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._progress.print(for_terminal(line), markup=False, highlight=False, soft_wrap=True)
 
     def advanced(self, done: int, total: int) -> None:
         self._show("reading text", done, total)
@@ -145,7 +167,7 @@ class _Lines:
         self._finished: set[str] = set()
 
     def said(self, line: str) -> None:
-        print(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} build {line}", flush=True)
+        print(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} build {for_terminal(line)}", flush=True)
 
     def advanced(self, done: int, total: int) -> None:
         self._show("read", done, total)

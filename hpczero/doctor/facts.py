@@ -1,6 +1,5 @@
 """What one rank sees: plain data that can be sent to rank 0 as JSON. Nothing is judged here."""
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -48,7 +47,7 @@ class Report:
     host: str
     python: str
     executable: str
-    in_checkout: bool
+    source: str  # of hpczero: the checkout, or what pip was given
     packages: dict[str, str | None]
     launched: dict[str, list[int]]  # launcher's variables: [rank, size]
     launcher: Launcher | None
@@ -91,7 +90,7 @@ def report() -> Report:
         host=socket.gethostname(),
         python=".".join(map(str, sys.version_info[:3])),
         executable=sys.executable,
-        in_checkout=locations.in_checkout(),
+        source=locations.source(),
         packages={"hpczero": __version__, **{name: _version(name) for name in PACKAGES}},
         launched={name: list(task) for name, task in env.launched_tasks().items()},
         launcher=_launcher(),
@@ -126,14 +125,9 @@ def from_json(data: dict[str, Any]) -> Report:
 
 def look_for_stale_segments(report: Report, remove: bool) -> None:
     """Enter this user's segments that nobody uses, and those of them that were removed."""
-    stale, gone = machine.stale_segments(), []
-    if remove and report.sees_all:
-        for segment in stale:
-            with contextlib.suppress(OSError):  # somebody else removed it, or it may not be removed: it stays on the list
-                segment.path.unlink()
-                gone.append(segment)
-    report.stale = _described([segment for segment in stale if segment not in gone])
-    report.removed = _described(gone)
+    makers = None if remove and report.sees_all else frozenset[str]()
+    left, gone = machine.remove_stale_segments(makers)
+    report.stale, report.removed = _described(left), _described(gone)
 
 
 def _described(segments: Sequence[machine.Segment]) -> list[tuple[str, int, str]]:

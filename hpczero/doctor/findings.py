@@ -1,10 +1,11 @@
 """From the facts of all ranks to findings: a verdict, what was found, and the fix. Pure."""
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpczero import machine
+from hpczero import locations, machine
 from hpczero.doctor.facts import Report
 from hpczero_kernels.table import OLDEST
 
@@ -78,8 +79,7 @@ def _version(report: Report, name: str) -> str | None:
 
 
 def _install(report: Report, extra: str) -> str:
-    what = f"-e '.[{extra}]' (in the checkout)" if report.in_checkout else f"'hpczero[{extra}]'"
-    return f"{report.executable} -m pip install {what}"
+    return locations.install_command(report.executable, report.source, extra)
 
 
 def _mpi(reports: Sequence[Report]) -> Found:
@@ -303,7 +303,7 @@ def _gpus(reports: Sequence[Report]) -> Found:
 def _files(reports: Sequence[Report]) -> Found:
     storage = reports[0].storage
     if storage.hdf5 is None:
-        yield FAIL, "h5py cannot be imported", f"{reports[0].executable} -m pip install h5py"
+        yield FAIL, "h5py cannot be imported", f"{shlex.quote(reports[0].executable)} -m pip install h5py"
         return
     hdf5 = f"HDF5 {storage.hdf5}" + (f", HDF5_USE_FILE_LOCKING={storage.locking}" if storage.locking else "")
     where = f"{storage.directory} ({storage.file_system or 'unknown file system'})"

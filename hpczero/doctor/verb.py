@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from hpczero import env, kernel_cache
+from hpczero import env, kernel_cache, locations
 from hpczero.comm import library
 from hpczero.doctor import facts
 from hpczero.doctor.facts import Report
@@ -45,7 +45,7 @@ def _prebuild(report: Report) -> None:
     """The first process to come there fills the cache of its computer."""
     missing = [name for name in ("torch", "mpi4py", "numba") if not report.packages[name]]
     if missing:
-        raise InputError(f"kernels cannot be compiled without {' and '.join(missing)}: pip install 'hpczero[train]'")
+        raise InputError(f"kernels cannot be compiled without {' and '.join(missing)}: {locations.install('train')}")
     began = time.monotonic()
     kernel_cache.load("hpczero.train.run")
     if report.gpus:
@@ -88,7 +88,12 @@ def _together(report: Report, clean: bool) -> list[Report] | None:
         facts.look_for_stale_segments(report, clean)
     if not report.packages["mpi4py"]:
         return [report] if launched_rank == 0 else None
-    from hpczero.comm.world import World
+    try:
+        from hpczero.comm.world import World
+    except ImportError:  # no torch: the launcher's first rank speaks for all
+        report.library = library.facts()
+        report.size = next(iter(report.launched.values()))[1]
+        return [report] if launched_rank == 0 else None
 
     try:
         world = World.start()

@@ -12,6 +12,7 @@ from hpczero.model.gpt import GPT
 from hpczero.spec.schema import Model
 from hpczero_kernels.normal import fill_normal
 from hpczero_kernels.philox import key_of
+from hpczero_kernels.pool import INLINE, Pool
 
 
 def on_meta(model: Model) -> GPT:
@@ -59,21 +60,24 @@ def move_rest(module: nn.Module, place: torch.device) -> None:
     moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be in several places
     for part in module.modules():
         for parameter in part.parameters(recurse=False):
-            if not parameter.is_meta:
+            if not parameter.is_meta and parameter.device != place:
                 parameter.data = parameter.data.to(place)
         for name, buffer in part.named_buffers(recurse=False):
             if not buffer.is_meta and buffer.device != place:
                 part._buffers[name] = moved.setdefault(buffer, buffer.to(place))
 
 
-def initial_values(parameter: shapes.Parameter, seed: int, first: int, out: torch.Tensor) -> None:
-    """Writes elements first .. first + out.numel() - 1 of the parameter's flattened initial value into out (contiguous, any float type).
+def initial_values(
+    parameter: shapes.Parameter, seed: int, first: int, out: torch.Tensor, pool: Pool = INLINE
+) -> None:
+    """Write elements first .. first + out.numel() - 1 of the parameter's flattened initial value into out (contiguous, any float type).
 
     An element depends on (seed, parameter name, element index) only, so each rank fills just what it holds.
     """
     if parameter.initial.kind == "normal":
         values = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
-        fill_normal(values, key_of(seed, "initial", parameter.name), first, parameter.initial.std)
-        out.copy_(values)
+        fill_normal(values, key_of(seed, "initial", parameter.name), first, parameter.initial.std, pool)
+        if values is not out:
+            out.copy_(values)
     else:
         out.fill_({"zeros": 0.0, "ones": 1.0}[parameter.initial.kind])

@@ -30,7 +30,7 @@ class GPT(nn.Module):
         return [self.embedding, *self.blocks, self.head]
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """The summed cross-entropy of the batch's targets, in fp32."""
+        """The summed cross-entropy of the batch's targets, in fp32; of each sample if `batch.by_sample`."""
         x = batch.tokens
         for layer in self.layers():
             x = layer(x, batch)
@@ -100,14 +100,17 @@ class Lookup(nn.Module):
 
 
 class CrossEntropy(nn.Module):
-    """Logits [samples, seq, vocab] and targets [samples, seq] -> the sum over all targets, in fp32."""
+    """Logits [samples, seq, vocab] and targets [samples, seq] -> the sum over all targets, in fp32; `by_sample`: over each sample's."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.vocab = model.vocab
         self.cross_entropy = OPERATIONS[model.kernels].cross_entropy
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False) -> torch.Tensor:
+        if by_sample:
+            found = [self.cross_entropy(*sample) for sample in zip(logits, targets, strict=True)]
+            return torch.stack(found) if found else logits.new_zeros(0, dtype=torch.float32)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -172,4 +175,4 @@ class Head(nn.Module):
         self.loss = CrossEntropy(model)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.loss(self.logits(self.norm(x)), batch.targets)
+        return self.loss(self.logits(self.norm(x)), batch.targets, batch.by_sample)

@@ -13,6 +13,7 @@ from hpczero.comm.world import World
 from hpczero.model import build, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel import foreign, offered
+from hpczero.parallel.agreement import refuse_modules_that_differ
 from hpczero.parallel.axis import DataAxis, Messages
 from hpczero.parallel.held import Chunks, Tied, apart, chunks_of_stages, handed_on
 from hpczero.parallel.pipeline import Pipeline
@@ -41,7 +42,9 @@ def find(spec: Spec, world: World, grid: Grid) -> Found:
         cut = spec.parallel.pipeline > 1
         return Found(module, offered.stage_of(module, spec.parallel, grid.coordinate(world.rank, "pipeline")) if cut else None)
 
-    return world.together(make)
+    found = world.together(make)
+    refuse_modules_that_differ(found.module, world)
+    return found
 
 
 def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1, found: Found | None = None) -> Way:
@@ -151,6 +154,9 @@ def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool = True) ->
     ranks_on_nodes = Counter(world.node_of_rank[rank] for rank in group.ranks).values()
     if shares_nodes(spec.zero, ranks_on_nodes, cut_alike):
         return NodeGroup(world, group)
+    gathers_in_passes = Sharded.at_stage(spec.zero.stage, False).parameters
+    if world.backend != "mpi" and not gathers_in_passes:
+        return Messages(group, group)  # what starts in one order anyway needs no agreement on one
     return Messages(group, world.group("data", group.ranks, "gathers"))
 
 

@@ -17,6 +17,7 @@ class DataAxis(Protocol):
     rank: int
     size: int
     shared: bool  # whether ranks of a node see one copy of the weights
+    neighbours: int  # the ranks that see that copy, this one among them
     device: Device  # where its tensors are
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
@@ -46,10 +47,11 @@ class Messages:
     """Every rank has tensors of its own."""
 
     shared = False
+    neighbours = 1
 
     def __init__(self, group: Group, gathers: Group) -> None:
         """`gathers`: of the same ranks. Gathers follow the order of forward and backward, sums that in which gradients are complete, which may
-        differ between ranks: each has its own numbers.
+        differ between ranks: each has its own numbers. Where they start in one order, one group may be both.
         """
         self.group, self.gathers, self.rank, self.size = group, gathers, group.rank, group.size
         self.device = group.device

@@ -17,10 +17,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hpczero.model import maps
+from hpczero.parallel.parameters import ShardedParameter, saved_as_it_is
 
 
 class Sums(Protocol):
@@ -41,6 +43,11 @@ def among_ourselves() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunction()
 
 
+def in_an_engine() -> bool:
+    """Return True inside the forward or backward of some engine of a user's module."""
+    return any(isinstance(mode, _Watch) for mode in _get_current_function_mode_stack())
+
+
 class DirectGradients:
     def __init__(self, parameters: Container[Tensor], sums: Sums, watches: bool = True) -> None:
         """`watches`: modules that do not ask, too."""
@@ -58,6 +65,8 @@ class DirectGradients:
         known = own_weight is not None and (bias is None) == (own_bias is None)
         plain = type(input) is Tensor and input.layout is torch.strided and input.dim() >= 2 and input.dtype == weight.dtype and weight.numel() > 0
         fits = plain and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+        if isinstance(weight, ShardedParameter) and saved_as_it_is():
+            fits = False
         if not (known and fits):
             return functional.linear(input, weight, bias)
         return _Linear.apply(input, own_weight, own_bias, self)
@@ -116,9 +125,13 @@ class _Watch(TorchFunctionMode):
 
 
 def _usual() -> bool:
-    """Whether autograd's own way is taken: without gradients, inside autocast, compilation and function transforms."""
+    """Return True where autograd's own way is taken: without gradients, inside autocast, compilation,
+    forward-mode differentiation and function transforms.
+    """
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return not torch.is_grad_enabled() or autocast or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    forward_mode = forward_ad._current_level >= 0
+    special = autocast or forward_mode or torch._C._are_functorch_transforms_active()
+    return not torch.is_grad_enabled() or special or torch.compiler.is_compiling()
 
 
 class _Linear(torch.autograd.Function):
@@ -148,8 +161,11 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         own_weight, own_bias = context.parameters
+        needs_weight &= own_weight.requires_grad  # it may have been frozen since the forward
+        needs_bias &= needs_bias and own_bias.requires_grad
         of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
-        if not in_own_backward:  # it may be differentiated again, or is somebody else's
+        has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)  # since the forward
+        if not in_own_backward or has_hooks:  # else it may be differentiated again, or is somebody else's
             of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
             return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
 
@@ -184,15 +200,19 @@ class _Embedding(torch.autograd.Function):
         return functional.embedding(tokens, weight)
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         (tokens,) = context.saved_tensors
+        if not context.parameter.requires_grad:  # it has been frozen since the forward
+            return None, None, None
         shape = context.parameter.shape
-        if torch.is_grad_enabled() or not context.way.is_own():
+        has_hooks = context.parameter._backward_hooks  # since the forward
+        if torch.is_grad_enabled() or not context.way.is_own() or has_hooks:
             zeros = gradient.new_zeros(shape)
             return None, zeros.index_add(0, tokens.flatten(), gradient.reshape(-1, shape[1])), None
         rows, row_of_token = tokens.flatten().unique(return_inverse=True)
-        sums = torch.zeros(rows.numel(), shape[1], device=gradient.device)
+        sums = torch.zeros(rows.numel(), shape[1], dtype=torch.float32, device=gradient.device)
         sums.index_add_(0, row_of_token, gradient.reshape(-1, shape[1]).float())
-        made = torch.sparse_coo_tensor(rows[None], sums.to(gradient.dtype), shape, is_coalesced=True, check_invariants=False)
+        values, ours = sums.to(gradient.dtype), {"is_coalesced": True, "check_invariants": False}
+        made = torch.sparse_coo_tensor(rows[None], values, shape, dtype=values.dtype, **ours)
         context.way.sums.add(context.parameter, made)
         return None, _nothing(context.parameter), None

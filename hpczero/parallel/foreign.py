@@ -14,6 +14,7 @@ from torch import nn
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.gather import used_around_others
+from hpczero.parallel.unit import taken
 from hpczero.parallel.values import reset_of
 
 _SMALL = 1 << 16  # elements: less is not worth a message
@@ -179,6 +180,9 @@ def _together(cuts: Iterable[Cut], sizes: dict[str, int]) -> list[list[Cut]]:
 def _is_ours(name: str, parameter: nn.Parameter) -> bool:
     if isinstance(parameter, nn.UninitializedParameter):
         raise InputError(f"{name} has no shape yet: run the module once on a batch before hpczero takes it")
+    if taken(parameter):
+        ways = "close that one first, or give this one a module of its own"
+        raise InputError(f"{name} is trained by another engine already: {ways}")
     if parameter.requires_grad and not parameter.is_floating_point():
         raise InputError(f"{name} is {parameter.dtype}: hpczero trains real floating-point parameters")
     return parameter.is_floating_point()

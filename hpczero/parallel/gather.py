@@ -5,6 +5,11 @@ saves views of parameters for backward; what is saved of the region is kept as (
 backward asks for it, so that the memory under it can serve other units meanwhile. Released parameters read as NaN, and using one in a
 computation is an error that names it.
 
+Not all that sees these values comes by autograd's hooks: a module's own hooks, a view kept in `ctx`, a graph
+of a backward (create_graph). So each time a unit is gathered its memory has a storage of its own, whose users
+are counted (`OnLoan`): memory that somebody still sees when the unit goes serves nobody else before it is let
+go, and keeps the values that it had. That takes memory, not right numbers.
+
 The order of collectives follows the program: every rank runs the same layers, so gathers start in one order on all of them. The order of a
 pass (a forward and its backward) is remembered, and in the next one the unit that comes next is gathered ahead.
 
@@ -15,10 +20,12 @@ A layer that runs during backward is being recomputed (torch.utils.checkpoint): 
 whole until their gradients are there. What is used outside of the layer that holds it stays whole until the end of the forward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +34,11 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.group import Work
 from hpczero.errors import HpczeroError
-from hpczero.memory.region import Region
+from hpczero.memory.loans import Loan, Loans
 from hpczero.model.shapes import Layer
-from hpczero.parallel.unit import ShardedParameter, Unit
+from hpczero.parallel.parameters import ShardedParameter, give_values
+from hpczero.parallel.undisturbed import undisturbed
+from hpczero.parallel.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class Saved:
     """What autograd keeps of a gathered unit."""
 
     unit: Unit
+    version: int  # of the unit's values
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,16 +56,21 @@ class Gatherer:
     """Which units are whole now, in the order of their last use."""
 
     def __init__(self, units: Sequence[Unit], memory: torch.Tensor, start: Callable[[Unit, torch.Tensor], Work]) -> None:
-        self._regions, self._start = [Region(memory)], start
-        self._own_place: dict[Unit, torch.Tensor] = {}  # of units that others are used inside
+        self.loans, self._start = Loans(memory), start
+        self._own_place: dict[Unit, torch.Tensor] = {}  # of units that others are used inside, while it is free
+        self._with_own_place: set[Unit] = set()
         self._kept: set[Unit] = set()  # in use beyond their layers
         self._pass = ""  # which is going on: "forward" or "backward"
+        self._opened: _Opened | None = None  # the call of a module by itself that began it
         self._hooks: list[RemovableHandle] = []
-        self._whole: dict[Unit, torch.Tensor] = {}  # least recently used first
+        self._whole: dict[Unit, Loan] = {}  # least recently used first
+        self._under: dict[int, Unit] = {}  # address of a storage -> the unit that is whole there
         self._arriving: dict[Unit, Work] = {}
         self._in_use: dict[Unit, int] = {}
         self._expected: list[Unit] = []  # the order of the last pass
         self._seen: list[Unit] = []  # of this one
+        self._version = dict.fromkeys(units, 0)  # of their values
+        self._warned = False
         for unit in units:
             self._let_go_of_values(unit)
             for parameter in unit.parameters:
@@ -64,8 +79,35 @@ class Gatherer:
 
     def hook(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Before the module runs its units are whole, afterwards they may go."""
-        self._hooks.append(module.register_forward_pre_hook(lambda *_: self.use(units), prepend=True))
+        self._hooks.append(module.register_forward_pre_hook(partial(self._before, units), prepend=True))
         self._hooks.append(module.register_forward_hook(partial(self._after, units), always_call=True))
+
+    def hook_calls(self, module: nn.Module, layers: Set[nn.Module]) -> None:
+        """A call of the module, or of a part with some of the layers, by itself and not through the
+        engine, is a forward too. `hook` comes before.
+        """
+        for part in module.modules():
+            if not layers.isdisjoint(part.modules()):
+                self._hooks.append(part.register_forward_pre_hook(self._enter, prepend=True))
+                self._hooks.append(part.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, module: nn.Module, *_: object) -> None:
+        if self._opened and self._opened.module is module:
+            self._opened.depth += 1
+        elif not self._pass:
+            self._opened = _Opened(module, 1, ExitStack())
+            self._opened.stack.enter_context(self.forward())
+
+    def _leave(self, module: nn.Module, *_: object) -> None:
+        opened = self._opened
+        if opened and opened.module is module:
+            opened.depth -= 1
+            if not opened.depth:
+                self._opened = None
+                opened.stack.close()
+
+    def _before(self, units: Sequence[Unit], *_: object) -> None:
+        self.use(units)
 
     def _after(self, units: Sequence[Unit], module: nn.Module, arguments: object, out: object) -> object:
         """What the module gives may be a view of its weights, and outlives them here: then it is copied."""
@@ -75,26 +117,32 @@ class Gatherer:
 
     def _outside(self, module: nn.Module, leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
-            return leaf.clone() if self._lies_here(leaf) else leaf
+            return leaf.clone() if self._unit_under(leaf) else leaf
         inside = vars(leaf).items() if hasattr(leaf, "__dict__") else ()
-        if names := [name for name, value in inside if isinstance(value, torch.Tensor) and self._lies_here(value)]:
+        if names := [name for name, value in inside if isinstance(value, torch.Tensor) and self._unit_under(value)]:
             what = f"{type(module).__name__} gives a view of its weights as {names[0]} of a {type(leaf).__name__}"
             raise HpczeroError(f"{what}: these weights are gone when it is read (zero.stage = 3); give a copy (.clone())")
         return leaf
 
-    def _lies_here(self, tensor: torch.Tensor) -> bool:
-        return any(region.offset_of(tensor) is not None for region in self._regions)
+    def _unit_under(self, tensor: torch.Tensor) -> Unit | None:
+        """The unit whose values the tensor shows."""
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # it has no memory: inside transforms, sparse, zeros of forward mode
+            return None
+        return self._under.get(address)
 
     def keep_place(self, unit: Unit) -> None:
         """The unit is in use around others."""
-        place = self._regions[0].take(unit.layout.size)
+        place = self.loans.regions[0].take(unit.layout.size)
         assert place is not None
         self._own_place[unit] = place
+        self._with_own_place.add(unit)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         self._expected, self._seen = max(self._expected, self._seen, key=len), []
-        with self._going_on("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        with self._going_on("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), said():
             yield
 
     def backward(self) -> AbstractContextManager[None]:
@@ -110,6 +158,7 @@ class Gatherer:
             for unit in list(self._kept):
                 self._keep_no_longer(unit)
 
+    @undisturbed
     def use(self, units: Sequence[Unit]) -> None:
         for unit in units:
             self._in_use[unit] = self._in_use.get(unit, 0) + 1
@@ -127,6 +176,7 @@ class Gatherer:
         self._kept.discard(unit)
         self.done([unit])
 
+    @undisturbed
     def _fetch(self, unit: Unit, parameter: ShardedParameter) -> None:
         """A parameter is used outside of the layer that holds it."""
         if not self._pass:
@@ -137,6 +187,7 @@ class Gatherer:
         self._keep(unit)
         self.whole(unit)
 
+    @undisturbed
     def done(self, units: Sequence[Unit]) -> None:
         for unit in units:
             self._in_use[unit] -= 1
@@ -155,13 +206,13 @@ class Gatherer:
             self._begin(unit)
         if unit in self._arriving:
             self._arriving.pop(unit).wait()
-        buffer = self._whole[unit] = self._whole.pop(unit)
+        loan = self._whole[unit] = self._whole.pop(unit)
         if unit in self._in_use:
-            self._show_values(unit, buffer)
+            self._show_values(unit, loan.tensor)
         if not self._seen or self._seen[-1] is not unit:
             self._seen.append(unit)
             self._gather_ahead(unit)
-        return buffer
+        return loan.tensor
 
     def forget(self, unit: Unit) -> None:
         """Its gradients are there: backward does not need it any more."""
@@ -170,91 +221,140 @@ class Gatherer:
 
     def changed(self, unit: Unit) -> None:
         """Its values are new."""
+        self._version[unit] += 1
         if unit in self._whole:
             self._evict(unit)
 
+    def forget_all(self) -> None:
+        """Begin anew, so that the ranks gather alike whatever each of them has whole now."""
+        for unit in list(self._whole):
+            self._evict(unit)
+        self._expected, self._seen = [], []
+
     def close(self) -> None:
+        for work in self._arriving.values():
+            work.wait()
         for hook in self._hooks:
             hook.remove()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The module's hooks lead here when it is copied or pickled."""
+        name = next(iter(self._version)).layout.places[0].parameter.name
+        raise HpczeroError(
+            f"the module is copied or pickled, but {name} and its other parameters are in parts on many ranks"
+            " (zero.stage = 3): take engine.full_state_dict(), or zero.stage = 2"
+        )
+
     def _begin(self, unit: Unit) -> None:
-        buffer = self._room_for(unit)
-        if buffer is None:
-            self._regions.append(Region(unit.weights.new_empty(unit.layout.size)))
-            buffer = self._room_for(unit)
-            assert buffer is not None
-        self._whole[unit] = buffer
-        self._arriving[unit] = self._start(unit, buffer)
+        loan = self._room_for(unit)
+        if loan is None:
+            if self.loans.still_seen and not self._warned:
+                self._warned = True
+                name = unit.layout.places[0].parameter.name
+                warnings.warn(f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}", stacklevel=2)
+            self.loans.grow(unit.weights.new_empty(unit.layout.size))
+            loan = self._room_for(unit)
+            assert loan is not None
+        self._gather_into(loan, unit)
 
-    def _room_for(self, unit: Unit, spare: Unit | None = None) -> torch.Tensor | None:
+    def _gather_into(self, loan: Loan, unit: Unit) -> None:
+        self._whole[unit] = loan
+        self._under[loan.storage.data_ptr()] = unit
+        self._arriving[unit] = self._start(unit, loan.tensor)
+
+    def _room_for(self, unit: Unit, spare: Unit | None = None) -> Loan | None:
         """The unit's own place, or one in the regions, if need be of units that are not in use, the one used longest ago first."""
-        place = self._own_place.get(unit)
-        if place is None:
-            place = self._free_place(unit)
+        loan = self._free_place(unit)
         for other in list(self._whole):
-            if place is None and other not in self._in_use and other is not spare and other not in self._own_place:
+            if loan is None and other not in self._in_use and other is not spare and other not in self._with_own_place:
                 self._evict(other)
-                place = self._free_place(unit)
-        return place
+                loan = self._free_place(unit)
+        return loan
 
-    def _free_place(self, unit: Unit) -> torch.Tensor | None:
-        return next((place for region in self._regions if (place := region.take(unit.layout.size)) is not None), None)
+    def _free_place(self, unit: Unit) -> Loan | None:
+        own = self._own_place.pop(unit, None)
+        if own is None:
+            return self.loans.take(unit.layout.size)
+        return self.loans.lend(own, lambda: self._own_place.update({unit: own}))
 
     def _gather_ahead(self, unit: Unit) -> None:
         place = len(self._seen)
         if self._expected[place - 1 : place] != [unit]:
             return
         for coming in self._expected[place : place + 1]:
-            buffer = None if coming in self._whole else self._room_for(coming, spare=unit)
-            if buffer is not None:
-                self._whole[coming] = buffer
-                self._arriving[coming] = self._start(coming, buffer)
+            loan = None if coming in self._whole else self._room_for(coming, spare=unit)
+            if loan is not None:
+                self._gather_into(loan, coming)
 
     def _evict(self, unit: Unit) -> None:
         if unit in self._arriving:
             self._arriving.pop(unit).wait()
         self._let_go_of_values(unit)
-        buffer = self._whole.pop(unit)
-        if unit not in self._own_place:
-            self._region_of(buffer).give_back(buffer)
-
-    def _region_of(self, part: torch.Tensor) -> Region:
-        return next(region for region in self._regions if region.offset_of(part) is not None)
+        loan = self._whole.pop(unit)
+        del self._under[loan.storage.data_ptr()]
+        self.loans.give_back(loan)
 
     def _show_values(self, unit: Unit, buffer: torch.Tensor) -> None:
         for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
             assert isinstance(parameter, ShardedParameter)
             if parameter.released_as:
-                parameter.data = unit.part(buffer, place)
+                give_values(parameter, unit.part(buffer, place))
                 parameter.released_as = None
 
     def _let_go_of_values(self, unit: Unit) -> None:
         for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
             assert isinstance(parameter, ShardedParameter)
-            parameter.data = unit.nothing.expand(place.shape)
+            give_values(parameter, unit.nothing.expand(place.shape))
             parameter.released_as = place.parameter.name
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
-        for region in self._regions:
-            start = region.offset_of(tensor)
-            if start is not None:
-                unit, first = self._unit_at(region, start)
-                return Saved(unit, start - first, tuple(tensor.shape), tensor.stride())
-        return tensor
+        unit = self._unit_under(tensor)
+        if unit is None or tensor.dtype != unit.weights.dtype:
+            return tensor.detach() if isinstance(tensor, ShardedParameter) else tensor
+        first = int(tensor.storage_offset())
+        return Saved(unit, self._version[unit], first, tuple(tensor.shape), tensor.stride())
 
-    def _unit_at(self, region: Region, element: int) -> tuple[Unit, int]:
-        """The unit that this element of the region belongs to, and where it begins there."""
-        for unit, buffer in self._whole.items():
-            first = region.offset_of(buffer)
-            if first is not None and first <= element < first + buffer.numel():
-                return unit, first
-        raise AssertionError("autograd saves a part of the region that belongs to no unit")
-
+    @undisturbed
     def _unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        whole = self.whole(saved.unit)
-        return whole.as_strided(saved.shape, saved.stride, whole.storage_offset() + saved.offset)
+        if saved.version != self._version[saved.unit]:
+            name = saved.unit.layout.places[0].parameter.name
+            raise HpczeroError(
+                f"this backward is of a forward before the last step, or change, of the parameters of the layer with {name}:"
+                " its gradients would be of other values; run the forward again"
+            )
+        return self.whole(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
+
+
+_KEPT = (
+    "something outside of hpczero still had views of weights that had been let go (hooks for saved tensors, a"
+    " tensor kept in ctx or in a list, a graph that is differentiated again)"
+)
+
+
+@dataclass
+class _Opened:
+    """A module that was called by itself; `depth`: calls of it that go on."""
+
+    module: nn.Module
+    depth: int
+    stack: ExitStack
+
+
+@contextmanager
+def said() -> Iterator[None]:
+    """torch.func's gradients refuse the hooks that stage 3 needs: here is the way out."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "saved tensor hooks" not in str(problem):
+            raise
+        raise HpczeroError(
+            "zero.stage = 3 sees by hooks which weights autograd saves, and something in this forward does without"
+            f" them ({problem}): use torch.autograd.grad in its place, or take zero.stage = 2 (or"
+            " zero.node_shared = true, with all ranks on one node)"
+        ) from problem
 
 
 def used_around_others(layers: Sequence[tuple[nn.Module, Layer]]) -> set[str]:

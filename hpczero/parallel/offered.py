@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.foreign import refuse_changed_in_forward, trained
+from hpczero.parallel.parameters import ShardedParameter
 from hpczero.parallel.running import Call
 from hpczero.parallel.stages import layers_of, parts
-from hpczero.parallel.unit import ShardedParameter
 from hpczero.parallel.values import reset_of
 from hpczero.spec.schema import Parallel
 from hpczero.spec.show import first_few

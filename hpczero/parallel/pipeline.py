@@ -216,7 +216,7 @@ class _Pass:
         self.pipeline.told(result.part, self.batches[result.micro_batch], shape)
         if target != self.group.rank:
             header = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
-            header[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
+            header[: 1 + len(shape)] = torch.tensor([len(shape), *shape], dtype=header.dtype)
             self.sends.append((self.group.start_send(header, target), header))
 
     def _arrived(self, result: Result | None) -> _Arrival | None:

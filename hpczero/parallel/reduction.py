@@ -15,8 +15,10 @@ import torch
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
 from hpczero.parallel.axis import DataAxis
+from hpczero.parallel.parameters import gradient_left, leave_gradient
 from hpczero.parallel.states import Sharded
 from hpczero.parallel.unit import Unit
+from hpczero.spec.show import first_few
 from hpczero_kernels.pool import Pool
 from hpczero_kernels.reduce import BLOCK, sum_pieces
 
@@ -41,7 +43,10 @@ _AT_THE_END = 1 << 30  # gradients that never come
 
 
 class Reduction:
-    """For each backward `begin` and `end`; then `finish`, after which every unit has its sum."""
+    """For each backward `begin` and `end`; then `finish`, after which every unit has its sum.
+
+    A backward that raises ends with `fail`; what it has left behind only `discard` removes.
+    """
 
     def __init__(self, units: Sequence[Unit], axis: DataAxis, sharded: Sharded, slots: Sequence[torch.Tensor], pool: Pool) -> None:
         """`slots`: where gradients are sharded, what the units gather them in, in turns."""
@@ -60,6 +65,8 @@ class Reduction:
         self._sums = 0  # the same since the beginning
         self._reduced: set[Unit] = set()  # that have sums of this step already
         self._reducing = False
+        self.is_open = False  # between begin and end: gradients may come
+        self._failed = False  # a backward of this step has raised
         self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward wait in `parameter.grad`
         self._completed: list[Unit] | None = []  # in the first step, as they come
         self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
@@ -72,6 +79,7 @@ class Reduction:
         chosen = self._everyone if units is None else [unit for unit in self._everyone if unit in units]
         if not self.sharded.gradients and self._reduced.intersection(chosen):
             raise HpczeroError("a backward after the one that was said to be the last of the step: say last=True only then, or leave it out")
+        self.is_open = True
         self._reducing = last or self.sharded.gradients
         self._order, self._place_in_order = _ordered(chosen)
         self._started = 0
@@ -83,21 +91,51 @@ class Reduction:
         """All gradients of this backward are there; what has not been started is started now."""
         if self._reducing:
             self._start_rest()
-        self._reducing = False
+        self._reducing = self.is_open = False
+
+    def fail(self) -> None:
+        """The backward has raised. Other ranks may not know, so nothing is exchanged here."""
+        self.is_open, self._failed = False, True
+
+    def refuse_after_failure(self) -> None:
+        if self._failed:
+            raise HpczeroError(
+                "a backward of this step raised an error, and part of its gradient is here: engine.zero_grad(),"
+                " called on every rank, drops the gradients of this step; then training can go on"
+            )
+
+    def discard(self) -> None:
+        """Collective. Drop the gradients of this step: those of a failed backward, and all others.
+
+        The sums of a failed backward are brought to their end, as other ranks may have started them.
+        """
+        if self._reducing:
+            self._start_rest()
+        while self._under_way:
+            self._collect(wait=True)
+        for unit in self._everyone:
+            unit.drop_gradients()
+        self._reducing = self._failed = False
+        self._reduced.clear()
+        self._elsewhere.clear()
+        self._bad.clear()
+        if self._completed is not None:
+            self._completed = []
 
     def gradient_ready(self, parameter: torch.Tensor, may_be_last: bool = True) -> None:
         """`may_be_last`: no further gradient of the parameter comes in this backward; else its unit waits for the end of it."""
         unit, index = self._place_of[parameter]
-        gradient = parameter.grad
-        assert gradient is not None
+        gradient = gradient_left(parameter)
+        if gradient is None:  # the parameter has been frozen since the forward
+            return
         if self._reducing and self._place_in_order.get(unit, self._started) < self._started:
             raise HpczeroError(
-                f"a gradient of {unit.layout.places[index].parameter.name} came when the sum of its unit had begun: of a backward inside this one, as"
+                f"a gradient of {self.name_of(parameter)} came when the sum of its unit had begun: of a backward inside this one, as"
                 " checkpoint(..., use_reentrant=True) makes it, for what is used outside of the checkpoint too. Give use_reentrant=False"
             )
         if self._has_buffer(unit):
             unit.add_gradient(index, gradient)
-            parameter.grad = None
+            leave_gradient(parameter, None)
         unit.missing = unit.missing - 1 if may_be_last else _AT_THE_END
         if self._completed is not None and unit.missing == 0:
             self._completed.append(unit)
@@ -108,6 +146,10 @@ class Reduction:
             while self._started < len(self._order) and self._order[self._started].missing == 0 and self._has_buffer(self._order[self._started]):
                 self._start(self._order[self._started])  # without waiting for another rank, which may wait for what follows here
                 self._collect()
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        unit, index = self._place_of[parameter]
+        return unit.layout.places[index].parameter.name
 
     def write(self, parameter: torch.Tensor, into: Callable[[torch.Tensor], None]) -> bool:
         """Lets `into` write the gradient of one use of a parameter, in a tensor of its shape, and adds it up where it is summed over the ranks. While
@@ -171,9 +213,11 @@ class Reduction:
         nothing = len(self.names_backwards), 0
         if not self.looks_at_once:
             self._bad += self._found_in_sums()
-        place, rank = min(map(tuple, self.axis.all_gather(torch.tensor(min(self._bad, default=nothing))).tolist()))
+        own = torch.tensor(min(self._bad, default=nothing), dtype=torch.int64)
+        place, rank = min(map(tuple, self.axis.all_gather(own).tolist()))
         for group in others:
-            place, rank = min(map(tuple, group.stack(torch.tensor([place, rank])).tolist()))
+            found = torch.tensor([place, rank], dtype=torch.int64)
+            place, rank = min(map(tuple, group.stack(found).tolist()))
         self._bad.clear()
         return BadGradient(None, None) if place == nothing[0] else BadGradient(self.names_backwards[place], None if rank == _UNKNOWN else rank)
 
@@ -204,6 +248,9 @@ class Reduction:
         """Units take turns, so that a unit lies in the same slot on every rank; what comes before its unit's turn waits in `parameter.grad`."""
         if not self._slots:
             return
+        if unit not in self._place_in_order:
+            names = first_few([place.parameter.name for place in unit.layout.places])
+            raise HpczeroError(f"a gradient of {names} came in the backward of a part that does not hold it")
         place = self._place_in_order[unit]
         slot = (self._sums + place - self._started) % len(self._slots)
         if self._started <= place < self._started + len(self._slots) and slot not in self._slot_of.values():
@@ -245,17 +292,17 @@ class Reduction:
     def _keep_order(self, completed: list[Unit]) -> None:
         """Units start in the order in which they were complete on the first rank; those that were not come last."""
         rest = [unit for unit in self._everyone if unit not in completed]
-        places = torch.tensor([self._everyone.index(unit) for unit in completed + rest])
+        places = torch.tensor([self._everyone.index(unit) for unit in completed + rest], dtype=torch.int64)
         self._everyone = [self._everyone[place] for place in self.axis.all_gather(places)[0].tolist()]
 
 
 def _let_wait(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Adds up as it would in the buffer. The rows of an embedding stay sparse while nothing else comes."""
-    waiting = parameter.grad
+    waiting = gradient_left(parameter)
     if waiting is None:
-        parameter.grad = gradient
+        leave_gradient(parameter, gradient)
     else:
-        parameter.grad = waiting.to_dense().add_(gradient)  # the same tensor, if it is dense
+        leave_gradient(parameter, waiting.to_dense().add_(gradient))  # the same tensor, if it is dense
 
 
 def _ordered(units: list[Unit]) -> tuple[list[Unit], dict[Unit, int]]:
@@ -278,7 +325,7 @@ class GradientSum:
             self.reduction.note_bad(self.unit, self.unit.shard.start + window.start, parts, ranks, out)
 
     def of_node(self, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
-        squares = torch.empty(-(-out.numel() // BLOCK))
+        squares = torch.empty(-(-out.numel() // BLOCK), dtype=torch.float32)
         sum_pieces(parts, out, False, squares, self.reduction.pool)
         if not squares.isfinite().all():
             self.reduction.note_bad(self.unit, first, parts, ranks, out)

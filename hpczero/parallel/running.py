@@ -1,6 +1,7 @@
 """How an engine's model runs the micro-batches of a step: on one rank as a whole, or as the stages of a pipeline."""
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -35,8 +36,9 @@ class Alone:
             losses.append(loss.detach())
         return _sum(losses, self.engine)
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
-        return _sum([self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine)()
+    def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
+        """The losses of each batch: one for all of it, or, of a model that knows `by_sample`, one for each sample."""
+        return _all([self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine)
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step, by kind."""
@@ -59,9 +61,11 @@ class Staged:
         self._tokens, self._trace = tokens, trace
         return _sum(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
 
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
+        """As above on the last stage; elsewhere zeros, one for each batch."""
         self._trace = Trace()
-        return _sum(self.pipeline.evaluate(self, _on_device(batches, self.engine)), self.engine)()
+        losses = self.pipeline.evaluate(self, _on_device(batches, self.engine))
+        return _all(losses, self.engine) if losses else [[0.0] for _ in batches]
 
     def memory(self) -> dict[str, int]:
         return self.engine.memory() | {"pipeline": self.pipeline.buffers.size}
@@ -88,13 +92,25 @@ def _on_device(batches: Sequence[MicroBatch], engine: Engine) -> list[MicroBatch
 def _sum(losses: Sequence[Tensor], engine: Engine) -> Later:
     if not losses:
         return lambda: 0.0
-    read, settle = engine.device.later(torch.stack([loss.reshape(()) for loss in losses])), engine.axis.group.connection.progress.so_far()
+    read = _later(torch.stack([loss.reshape(()) for loss in losses]), engine)
+    return lambda: sum(read())
 
-    def total() -> float:
+
+def _all(losses: Sequence[Tensor], engine: Engine) -> list[list[float]]:
+    if not losses:
+        return []
+    found = iter(_later(torch.cat([loss.detach().reshape(-1).float() for loss in losses]), engine)())
+    return [list(islice(found, loss.numel())) for loss in losses]
+
+
+def _later(values: Tensor, engine: Engine) -> Callable[[], list[float]]:
+    read, settle = engine.device.later(values), engine.axis.group.connection.progress.so_far()
+
+    def settled() -> list[float]:
         settle()
-        return sum(read())
+        return read()
 
-    return total
+    return settled
 
 
 Way = Alone | Staged

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +9,14 @@ from torch import nn
 from hpczero.memory.arena import Arena
 from hpczero.model import shapes
 from hpczero.parallel.layout import Place, UnitLayout
+from hpczero.parallel.parameters import (
+    OwnedParameter,
+    Owner,
+    ShardedParameter,
+    give_values,
+    gradient_left,
+    leave_gradient,
+)
 from hpczero.parallel.states import Sharded
 from hpczero_kernels.adamw import State
 from hpczero_kernels.reduce import BLOCK
@@ -21,27 +27,7 @@ _NARROWED = 1 << 15  # elements that are turned into half precision at a time: t
 _NARROWED_BY_A_DEVICE = 1 << 24  # which would have hardly begun with fewer when they are done
 
 
-_METADATA = {"__get__", "__set__", "size", "dim", "numel", "stride", "element_size", "is_floating_point", "register_hook", "__hash__", "__repr__"}
-_METADATA |= {"requires_grad_", "is_contiguous", "is_complex", "__len__"}
-
-
-class ShardedParameter(nn.Parameter):
-    """A parameter whose values may be away: its shape and type can be asked for all the same; a computation with it fetches them, where that is
-    possible, and is an error elsewhere.
-    """
-
-    released_as: str | None = None  # the parameter's name, while its values are away
-    fetch: Callable[[], None]  # asks for the values
-
-    @classmethod
-    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            if function.__name__ not in _METADATA:
-                for argument in chain(args, (kwargs or {}).values()):
-                    for parameter in argument if isinstance(argument, list | tuple) else (argument,):
-                        if isinstance(parameter, ShardedParameter) and parameter.released_as:
-                            parameter.fetch()
-            return function(*args, **(kwargs or {}))
+_TAKEN = "_hpczero_engine_has_it"  # an attribute of parameters
 
 
 @dataclass(frozen=True)
@@ -50,6 +36,7 @@ class Stepped:
 
     state: State
     decays: bool
+    name: str  # of the parameter
 
 
 class Unit:
@@ -86,14 +73,20 @@ class Unit:
         self.summed = held if sharded.gradients else self.wire[self.shard]
         self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
         self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
+        self.present: set[int] = set()  # which have had a gradient in this step
         self.missing = 0  # how many are still to come in this backward
         self._gaps = _gaps(layout)
-        self._stepped: dict[frozenset[str], list[Stepped]] = {}  # of the parameters that are trained now
+        self._stepped: dict[frozenset[int], list[Stepped]] = {}  # of the last step
 
-    def _parameter(self, place: Place) -> nn.Parameter:
+    def _parameter(self, place: Place) -> OwnedParameter:
+        """It counts the writes to itself alone: `.data` has a count of its own."""
         if self.sharded.parameters:
             return ShardedParameter(self.nothing.expand(place.shape))
-        return nn.Parameter(self.part(self.weights, place))
+        return OwnedParameter(self.part(self.weights, place).data)
+
+    def belongs_to(self, owner: Owner) -> None:
+        for place, parameter in zip(self.layout.places, self.parameters, strict=True):
+            parameter.known_as, parameter.owner = place.parameter.name, owner
 
     def _weights_at(self, elements: slice) -> torch.Tensor:
         return self.weights[elements.start - self._first : elements.stop - self._first]
@@ -113,27 +106,35 @@ class Unit:
             if parameter.is_meta:
                 made.requires_grad_(parameter.requires_grad)
             else:
-                parameter.data, parameter.grad = made.data, None
+                give_values(parameter, made.detach())
+                leave_gradient(parameter, None)
                 parameter.__class__ = type(made)
+                assert isinstance(parameter, OwnedParameter)
                 self.parameters[index] = parameter
+        for own in self.parameters:
+            setattr(own, _TAKEN, True)
 
-    @property
-    def stepped(self) -> list[Stepped]:
-        """The own elements; frozen parameters are left out."""
-        trained = frozenset(place.parameter.name for place, own in zip(self.layout.places, self.parameters, strict=True) if own.requires_grad)
-        if trained not in self._stepped:
-            self._stepped = {trained: list(self._stretches(trained))}
-        return self._stepped[trained]
+    def give_up(self) -> None:
+        """Another engine may have the parameters from now on."""
+        for own in self.parameters:
+            setattr(own, _TAKEN, False)
 
-    def _stretches(self, trained: Container[str]) -> Iterator[Stepped]:
+    def stepped(self, absent: frozenset[int]) -> list[Stepped]:
+        """The own elements without those of the `absent` parameters."""
+        if absent not in self._stepped:
+            names = frozenset(self.layout.places[index].parameter.name for index in absent)
+            self._stepped = {absent: list(self._stretches(names))}
+        return self._stepped[absent]
+
+    def _stretches(self, left_out: Container[str]) -> Iterator[Stepped]:
         first, written = self.own.start, self.written
         for begin, end in ((first, written.start), (written.start, written.stop), (written.stop, self.own.stop)):
             for place, part in self.layout.stretches(begin, end):
-                if place.parameter.name in trained:
+                if place.parameter.name not in left_out:
                     weights = self._weights_at(part) if self._separate and begin == written.start else None
                     own = slice(part.start - first, part.stop - first)
                     state = State(self.master[own], self.moment1[own], self.moment2[own], self.gradient_to_step[own], weights)
-                    yield Stepped(state, place.parameter.decays)
+                    yield Stepped(state, place.parameter.decays, place.parameter.name)
 
     def fill_own(self, fill: Fill) -> None:
         """The own elements get these values of the parameters that lie there."""
@@ -192,21 +193,34 @@ class Unit:
         if not is_sparse or gradient._nnz():
             self.gradient_of(index).add_(gradient)
 
+    def drop_gradients(self) -> None:
+        self.arrived.clear()
+        self.present.clear()
+        for parameter in self.parameters:
+            leave_gradient(parameter, None)
+
     def complete(self) -> None:
         """Makes the gradient ready to be sent: parameters without one, and the padding, count as zero."""
         assert self.buffer is not None
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:  # it came when there was no buffer
-                self.add_gradient(index, parameter.grad)
-                parameter.grad = None
+            waiting = gradient_left(parameter)
+            if waiting is not None:  # it came when there was no buffer
+                self.add_gradient(index, waiting)
+                leave_gradient(parameter, None)
         for index in range(len(self.parameters)):
             if index not in self.arrived:
                 self.gradient_of(index).zero_()
         for gap in self._gaps:
             self.buffer[gap].zero_()
+        self.present |= self.arrived
         self.arrived.clear()
         if self.buffer.dtype != self.wire.dtype:
             _narrow(self.buffer, self.wire)
+
+
+def taken(parameter: torch.Tensor) -> bool:
+    """Return True for a parameter of an engine that is not closed."""
+    return getattr(parameter, _TAKEN, False)
 
 
 def _gaps(layout: UnitLayout) -> list[slice]:

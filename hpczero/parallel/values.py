@@ -6,6 +6,7 @@ every rank: a module's random numbers depend on the seed and its name. A rank ha
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -47,7 +48,8 @@ class OwnValues:
         group.broadcast(on_meta)
         self._on_meta = {name for name, meta in zip(self._given, on_meta.tolist(), strict=False) if meta}
         for name, stages in self._tied.items():
-            if len(set(stages.stack(torch.tensor(name in self._on_meta)).tolist())) > 1:
+            on_meta_here = torch.tensor(name in self._on_meta, dtype=torch.bool)
+            if len(set(stages.stack(on_meta_here).tolist())) > 1:
                 raise InputError(f"{name} is on meta on some of the pipeline stages that have it, and has values on others: build it alike on them")
             if name not in self._on_meta and group.rank == 0:
                 self._given[name] = self._given[name].contiguous()
@@ -134,7 +136,8 @@ class OwnValues:
 def _parameters_of_their_own(parts: Sequence[nn.Module], names: Mapping[nn.Parameter, str]) -> Iterator[dict[str, torch.Tensor]]:
     """The parts work with these tensors inside, which hold NaN at first, in place of the module's parameters."""
     places = {(part, name): own for whole in parts for part in whole.modules() for name, own in part.named_parameters("", False, False)}
-    made = {own: nn.Parameter(torch.full(own.shape, float("nan"), device="cpu")) for own in dict.fromkeys(places.values())}
+    unknown = partial(torch.full, fill_value=float("nan"), dtype=torch.float32, device="cpu")
+    made = {own: nn.Parameter(unknown(own.shape)) for own in dict.fromkeys(places.values())}
     for (part, name), own in places.items():
         setattr(part, name, made[own])
     try:

@@ -47,10 +47,16 @@ class VocabularyCrossEntropy(nn.Module):
         self.vocab = serial.vocab
         self._group = residual.group
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The sum over all targets, in fp32, equal on all ranks. Backward writes the gradient over the logits."""
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False) -> torch.Tensor:
+        """The sum over all targets, in fp32, equal on all ranks. Backward writes the gradient over the logits.
+
+        `by_sample`: [samples], the sum over each sample's targets; for evaluation, without a backward.
+        """
         check_targets(targets, self.vocab)
         first = own_tokens(self.vocab, self._group).start
+        if by_sample:
+            most, sums, of_targets = _of_whole_vocabulary(logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group)
+            return losses(most, sums, of_targets, targets.flatten()).unflatten(0, targets.shape).sum(1)
         return _CrossEntropy.apply(logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group)
 
 
@@ -64,15 +70,23 @@ def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> t
     return found.masked_fill(~here.unsqueeze(-1), 0.0)
 
 
+def _of_whole_vocabulary(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each row: the largest logit, the sum of exp(logit - largest), the target's logit; the same on all ranks."""
+    own_most, own_sums, of_targets = part_statistics(logits, targets, first)
+    most = own_most.clone()
+    group.all_reduce(most, "max")
+    together = torch.stack([own_sums * (own_most - most).exp(), of_targets])
+    group.all_reduce(together)
+    sums, of_targets = together
+    return most, sums, of_targets
+
+
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group) -> torch.Tensor:
-        own_most, own_sums, of_targets = part_statistics(logits, targets, first)
-        most = own_most.clone()
-        group.all_reduce(most, "max")
-        together = torch.stack([own_sums * (own_most - most).exp(), of_targets])
-        group.all_reduce(together)
-        sums, of_targets = together
+        most, sums, of_targets = _of_whole_vocabulary(logits, targets, first, group)
         context.save_for_backward(logits, targets, most, sums)
         context.first = first
         return losses(most, sums, of_targets, targets).sum()

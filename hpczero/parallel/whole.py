@@ -1,7 +1,7 @@
 """Whole parameters of a model whose parts lie on many ranks: to be read, to be changed, to be taken home (all collective)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +12,7 @@ from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.axis import DataAxis
 from hpczero.parallel.layout import UnitLayout
+from hpczero.parallel.parameters import give_values, given_up, handed_back
 from hpczero.parallel.unit import Fill, Unit
 from hpczero.spec.show import first_few
 
@@ -23,15 +24,20 @@ if TYPE_CHECKING:
 def gathered(engine: "Engine", parameters: Iterable[torch.Tensor], modify: bool) -> Iterator[None]:
     """`modify`: everyone has a private copy inside, so that memory that ranks share is written by those who own it, at the end."""
     wanted = {engine.unit_of(parameter) for parameter in parameters}
+    outside = engine.outside
+    outside.look()
     copies = {unit: _copy(engine, unit) for unit in engine.units if unit in wanted} if modify or engine.sharded.parameters else {}
     for unit, copy in copies.items():
         _show(engine, unit, copy)
     try:
-        yield
+        with outside.lent(wanted) if modify else nullcontext():
+            yield
     finally:
         for unit in copies:
             _hide(engine, unit)
-    if modify:
+    if not modify:
+        outside.look()
+    else:
         for copy in copies.values():
             engine.axis.group.broadcast(copy)
         engine.take_changes(copies)
@@ -66,7 +72,7 @@ def from_state_dict(module: nn.Module, names: Sequence[str], state: Mapping[str,
 
 def from_first_rank(layout: UnitLayout, values: Mapping[str, torch.Tensor], group: Group) -> Fill:
     """The unit's values as data rank 0 has them, on every rank; whole for as long as they are filled in."""
-    flat = torch.zeros(layout.size)
+    flat = torch.zeros(layout.size, dtype=torch.float32)
     first_of = {place.parameter.name: place.offset for place in layout.places}
     if group.rank == 0:
         for place in layout.places:
@@ -87,6 +93,24 @@ def from_rank_0(tensor: torch.Tensor, group: Group) -> None:
         group.broadcast(values)
         with torch.no_grad():
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
+def release(engine: "Engine", room: int) -> None:
+    """Collective. The parameters are ordinary ones again, where the rank has their values; memory that
+    ranks share ends with the engine, so there each gets a copy, if the node has `room` for all of them.
+    Where not, and where values lie on many ranks, to ask for them is an error from now on.
+    """
+    axis, here = engine.axis, not engine.sharded.parameters
+    if here and axis.shared:
+        wanted = axis.neighbours * sum(unit.weights.nbytes for unit in engine.units)
+        here = bool((axis.all_gather(torch.tensor([room - wanted])) >= 0).all())
+    for unit in engine.units:
+        weights = unit.weights.clone() if here and axis.shared else unit.weights
+        for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+            if here:
+                handed_back(parameter, unit.part(weights, place))
+            else:
+                given_up(parameter, place.parameter.name)
 
 
 def _copy(engine: "Engine", unit: Unit) -> torch.Tensor:
@@ -113,7 +137,7 @@ def _hide(engine: "Engine", unit: Unit) -> None:
 
 def _give_values(unit: Unit, whole: torch.Tensor) -> None:
     for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
-        parameter.data = unit.part(whole, place)
+        give_values(parameter, unit.part(whole, place))
 
 
 def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
@@ -123,7 +147,7 @@ def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
     if group.rank:
         group.send(unit.master.cpu(), 0)
         return None
-    flat = torch.empty(unit.layout.size)
+    flat = torch.empty(unit.layout.size, dtype=torch.float32)
     flat[unit.shard].copy_(unit.master)
     for rank in range(1, group.size):
         group.receive(flat[unit.layout.shard(rank)], rank)
@@ -132,7 +156,7 @@ def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
 
 def refuse_other_names(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], group: Group) -> None:
     problems = _problems(expected, state) if group.rank == 0 else []
-    found = torch.tensor([len(problems)])
+    found = torch.tensor([len(problems)], dtype=torch.int64)
     group.broadcast(found)
     if int(found):
         what = first_few(problems, "; ") if group.rank == 0 else "rank 0 says more"

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
@@ -27,12 +26,16 @@ from hpczero.memory.arena import Arena
 from hpczero.model import build, shapes
 from hpczero.optim.loss_scale import LossScale
 from hpczero.parallel import whole
+from hpczero.parallel.absent import AbsentGradients
 from hpczero.parallel.axis import DataAxis
 from hpczero.parallel.direct import DirectGradients, among_ourselves
 from hpczero.parallel.gather import Gatherer, used_around_others
 from hpczero.parallel.layout import UnitLayout, unit_layout
+from hpczero.parallel.outside import Outside
+from hpczero.parallel.parameters import when_ready
 from hpczero.parallel.reduction import BadGradient, Reduction
 from hpczero.parallel.states import SLOTS, Precision, Sharded, state_bytes
+from hpczero.parallel.stray import StrayGradients
 from hpczero.parallel.unit import Fill, Unit, take_moments
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.adamw import Scalars, adamw, scalars_of_step
@@ -103,20 +106,21 @@ class Engine:
         written = [axis.written(layout.size, self.sharded.optimizer) for layout in layouts]
         self.units = [Unit(layout, axis.rank, self.sharded, dtypes, self.arena, part) for layout, part in zip(layouts, written, strict=True)]
         take_moments(self.units, self.arena)
-        largest = max(layout.size for layout in layouts)
-        slots = [self.arena.take("gradient slots", largest, dtype) for _ in range(SLOTS)] if self.sharded.gradients else []
-        module_parameters = dict(module.named_parameters())
         for unit in self.units:
-            unit.take_over(module_parameters)
+            unit.take_over(dict(module.named_parameters()))
         self._unit_of: dict[torch.Tensor, Unit] = {parameter: unit for unit in self.units for parameter in unit.parameters}
-        self.reduction = Reduction(self.units, axis, self.sharded, slots, self.pool)
+        self.reduction = Reduction(self.units, axis, self.sharded, self._gradient_slots(dtype), self.pool)
+        self.absent = AbsentGradients(self.units, axis, agrees=not settings.own_model)
         self._had_backward: set[Unit] = set()  # in this step
+        self._stray = StrayGradients(self.reduction.name_of, says=axis.rank == 0)
+        self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
         self._direct = DirectGradients(self._unit_of, self.reduction, watches=not settings.own_model)
-        self._hooks = [_when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
+        self._hooks = [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.names = [place.parameter.name for unit in self.units for place in unit.layout.places]
         build.adopt(module, dict(zip(self.names, (own for unit in self.units for own in unit.parameters), strict=True)))
         build.move_rest(module, self.device.torch)
         self.gatherer = self._sharded_parameters(layers, around) if self.sharded.parameters else None
+        self.outside = Outside(nn.Module(), ()) if settings.own_model else Outside(module, self.units)
         if self.gatherer:
             self.reduction.on_all_there = self.gatherer.forget
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
@@ -126,9 +130,15 @@ class Engine:
             unit.fill_own(values(unit.layout) if values else self._initial_values)
             self._start_arriving(unit)
         self.weights_here()
+        self.outside.note()
+
+    def _gradient_slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        largest = max(unit.layout.size for unit in self.units)
+        count = SLOTS if self.sharded.gradients else 0
+        return [self.arena.take("gradient slots", largest, dtype) for _ in range(count)]
 
     def _initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
-        build.initial_values(parameter, self.settings.seed, first, out)
+        build.initial_values(parameter, self.settings.seed, first, out, self.pool)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         with self.running():
@@ -139,6 +149,7 @@ class Engine:
         """Inside, the module or its layers may run forward."""
         if not self.settings.own_model:
             self.weights_here()
+            self.outside.look_once()
         with self._direct.here(), self.gatherer.forward() if self.gatherer else nullcontext():
             yield
 
@@ -151,6 +162,8 @@ class Engine:
         for unit in self.units:
             if unit.layout.name in around:
                 gatherer.keep_place(unit)
+        if not self.settings.own_model:
+            gatherer.hook_calls(self.module, {part for part, _ in layers})
         return gatherer
 
     def units_of(self, layer: shapes.Layer) -> list[Unit]:
@@ -161,6 +174,7 @@ class Engine:
         return [unit for unit in self.units if unit.layout.name in names]
 
     def start_gather(self, unit: Unit, whole: torch.Tensor) -> Work:
+        self._gathers.append(unit)
         whole[unit.shard].copy_(unit.weights)
         return self.axis.gather(whole, name=unit.layout.name)
 
@@ -176,14 +190,21 @@ class Engine:
     def backward_of(self, units: Collection[Unit] | None, output: torch.Tensor, gradient: torch.Tensor, last: bool) -> None:
         """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
         chosen = self.units if units is None else units
+        self.reduction.refuse_after_failure()
         if self._had_backward.intersection(chosen) and not self.settings.accumulates and self.settings.train.precision != "fp32":
             raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
+        self._gathers.clear()
         self.reduction.begin(last, units)
+        self.outside.owner.keeps_gradients = True
         self._had_backward.update(chosen)
-        with self._direct.here(), self.gatherer.backward() if self.gatherer else nullcontext(), self._in_this_thread():
-            if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
-                self._direct.backward(output, gradient)
-        self.reduction.end()
+        try:
+            with self._direct.here(), self.gatherer.backward() if self.gatherer else nullcontext(), self._in_this_thread():
+                if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
+                    self._direct.backward(output, gradient)
+            self.reduction.end()
+        except BaseException:
+            self.reduction.fail()
+            raise
 
     def _in_this_thread(self) -> AbstractContextManager[object]:
         """Autograd runs a GPU's backward in a thread of its own, where what holds in this one (modes, who may call MPI) does not."""
@@ -191,8 +212,36 @@ class Engine:
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """The gradient of a backward is in `parameter.grad`: the only entry from backward."""
+        if not self.reduction.is_open:
+            self._stray.drop(parameter)
+            return
         with among_ourselves():
             self.reduction.gradient_ready(parameter, may_be_last=self._direct.is_own())  # in a backward inside ours, autograd calls for each use
+
+    def zero_grad(self) -> None:
+        """Collective. Drop the gradients of this step, also after a backward that raised."""
+        assert not self._others, "other ranks have the rest"
+        if not self._had_backward:
+            return
+        self.reduction.discard()
+        self.outside.owner.keeps_gradients = False
+        self._had_backward.clear()
+        if self.gatherer:
+            self._catch_up(self.gatherer)
+
+    def _catch_up(self, gatherer: Gatherer) -> None:
+        """Gather what other ranks have gathered and this one, whose backward failed earlier, has not."""
+        own = torch.tensor(len(self._gathers), dtype=torch.int64)
+        counts = self.axis.all_gather(own).flatten().tolist()
+        ahead = counts.index(max(counts))
+        numbers = torch.zeros(counts[ahead], dtype=torch.int64)
+        if self.axis.rank == ahead:
+            numbers.copy_(torch.tensor([self.units.index(unit) for unit in self._gathers], dtype=torch.int64))
+        self.axis.group.broadcast(numbers, ahead)
+        for number in numbers[len(self._gathers) :].tolist():
+            unit = self.units[number]
+            self.start_gather(unit, unit.weights.new_empty(unit.layout.size)).wait()
+        gatherer.forget_all()
 
     # -- step pass -----------------------------------------------------------------------------------------------------------------
 
@@ -200,13 +249,18 @@ class Engine:
         """New weights may still be on their way to this rank when it returns: layers wait for them, others ask for `weights_here`."""
         if not self._had_backward:
             raise HpczeroError("a step without a gradient: backward comes before it")
+        self.reduction.refuse_after_failure()
+        self.outside.look()
+        self.outside.owner.keeps_gradients = False
         self.reduction.finish()
         self._had_backward.clear()
-        scale, optimizer = self.loss_scale.value, self.settings.optimizer
-        scalars = Scalars(self.device.put(scalars_of_step(self.updates + 1, lr, optimizer.betas, optimizer.eps).values))
+        self.absent.agree(self.reduction.tied)
+        scale = self.loss_scale.value
+        scalars = {missed: self._scalars(self.updates + 1 - missed, lr) for missed in self.absent.counts()}
         of_gradient = self._norm() / scale
         read, settle = self.device.later(of_gradient.view(1)), self.axis.group.connection.progress.so_far()
-        scalars.follow(of_gradient, self.settings.train.grad_clip, scale)
+        for each in scalars.values():
+            each.follow(of_gradient, self.settings.train.grad_clip, scale)
         self.weights_here()  # of layers that did not run since the last step
         if choose("adamw", self.units[0].master) != CUDA:
             settle()  # the others read the scalars
@@ -218,6 +272,10 @@ class Engine:
         finite = norm < float("inf")
         self.loss_scale = self.loss_scale.after(overflow=not finite)
         self.updates += finite
+        if finite:
+            self.absent.updated()
+        self.absent.begin_step()
+        self.outside.note()
         return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
 
     def _norm(self) -> torch.Tensor:
@@ -232,9 +290,16 @@ class Engine:
             total = group.stack(total).sum()
         return total.sqrt()
 
-    def _update(self, unit: Unit, scalars: Scalars) -> None:
-        for stretch in unit.stepped:
-            adamw(stretch.state, self.settings.optimizer.weight_decay if stretch.decays else 0.0, scalars, self.pool)
+    def _scalars(self, update: int, lr: float) -> Scalars:
+        optimizer = self.settings.optimizer
+        return Scalars(self.device.put(scalars_of_step(update, lr, optimizer.betas, optimizer.eps).values))
+
+    def _update(self, unit: Unit, scalars: Mapping[int, Scalars]) -> None:
+        """`scalars`: for parameters that so many updates have left out."""
+        missed = self.absent.missed
+        for stretch in unit.stepped(self.absent.of(unit)):
+            decay = self.settings.optimizer.weight_decay if stretch.decays else 0.0
+            adamw(stretch.state, decay, scalars[missed.get(stretch.name, 0)], self.pool)
 
     def _start_arriving(self, unit: Unit) -> None:
         """The own part of a unit's weights is new: the others get it, and this rank theirs."""
@@ -259,7 +324,7 @@ class Engine:
     def parameter_count(self) -> int:
         """Of the whole model. Collective where that is on several stages."""
         own = sum(place.parameter.size for unit in self.units if unit not in self.copies for place in unit.layout.places)
-        return int(self.pipeline.stack(torch.tensor(own)).sum()) if self.pipeline else own
+        return int(self.pipeline.stack(torch.tensor(own, dtype=torch.int64)).sum()) if self.pipeline else own
 
     @property
     def losses_count(self) -> bool:
@@ -270,13 +335,21 @@ class Engine:
         """Bytes of the model's states on this rank, by kind."""
         return dict(self.arena.sizes)
 
-    def close(self) -> None:
-        """Ends threads and gives shared memory back; the module must not be used any more."""
+    def close(self, room: int = 0) -> None:
+        """Ends threads and gives shared memory back. The module's parameters are ordinary ones again, or, where the
+        rank has not their values, an error when they are read; `room`: bytes that the node has for copies.
+        """
+        if not self._others:
+            self.zero_grad()  # sums may be under way, in memory that is given back
         self.weights_here()
         for hook in self._hooks:
             hook.remove()
         if self.gatherer:
             self.gatherer.close()
+        self.outside.close()
+        whole.release(self, room)
+        for unit in self.units:
+            unit.give_up()
         self.pool.close()
         self.axis.close()
 
@@ -301,6 +374,7 @@ class Engine:
             change(unit)
             self._start_arriving(unit)
         self.weights_here()
+        self.outside.note()
 
     def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> AbstractContextManager[None]:
         """Collective. Inside, these parameters can be read as a whole at every stage. With `modify` what data rank 0 has changed in them becomes
@@ -323,11 +397,4 @@ class Engine:
             unit.take_changes(copy, changed[unit])
             self._start_arriving(unit)
         self.weights_here()
-
-
-def _when_ready(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """For a frozen parameter too: it may be trained later."""
-    trained = parameter.requires_grad
-    handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(trained)
-    return handle
+        self.outside.note()

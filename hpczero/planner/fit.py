@@ -7,7 +7,8 @@ from math import prod
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer, known, layer_count
-from hpczero.planner.memory import NodeNeed, counted, needs_of_nodes, placements
+from hpczero.planner.memory import NodeNeed, needs_of_nodes, placements, saves_behind
+from hpczero.planner.platform import CPUS, Hardware, Platform
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
@@ -15,6 +16,7 @@ from hpczero.spec.schema import Spec
 _MOST_NODES = 64  # times as many as there are: more help nobody
 
 _WORTH_SAYING = 50_000  # bytes
+_GB = 10**9
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,33 @@ class Bound:
 
 @dataclass(frozen=True)
 class Site:
-    """How many ranks each node has, and what they must keep within (at least one bound)."""
+    """How many ranks each node has, what they must keep within, and on what kind of device they run."""
 
     ranks_on_nodes: Mapping[int, int]
     bounds: tuple[Bound, ...]
+    platform: Platform = CPUS
+
+    @classmethod
+    def planned(cls, ranks_on_nodes: Mapping[int, int], node: Hardware, platform: Platform) -> "Site":
+        """Return alike nodes, with a bound for each memory whose size is known: maybe none.
+
+        The ranks of a node are dealt out over its GPUs; of an unknown number each has one of its own.
+        """
+        bounds = []
+        if platform.on_gpus and node.gpu_memory_gb:
+            free = int(node.gpu_memory_gb * _GB)
+            bounds += [
+                Bound({one: node.ranks_on_gpu(count)}, free, "on a GPU", part="device")
+                for one, count in ranks_on_nodes.items()
+            ]
+        if node.memory_gb:
+            part, what = ("host", "in the memory of") if platform.on_gpus else ("all", "on")
+            free = int(node.memory_gb * _GB)
+            bounds += [
+                Bound({one: count}, free, f"{what} a node", part=part)
+                for one, count in ranks_on_nodes.items()
+            ]
+        return cls(ranks_on_nodes, tuple(bounds), platform)
 
 
 @dataclass(frozen=True)
@@ -58,7 +83,9 @@ class Load:
 
 
 def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
-    """Why the job does not fit, with all numbers and what would; None if it fits."""
+    """Why the job does not fit, with all numbers and what would; None if it fits, or nothing binds it."""
+    if not site.bounds:
+        return None
     heaviest = _heaviest(spec, layers, site)
     if heaviest.fits:
         return None
@@ -72,6 +99,14 @@ def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
     return f"{_complaint(spec, layers, site, heaviest)}; {way_out}"
 
 
+def final_refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
+    """As `refusal`, of a run that does without the copy for saving behind the training if it must."""
+    refused = refusal(spec, layers, site)
+    if refused and saves_behind(spec):
+        return refusal(_with(spec, "checkpoint", asynchronous=False), layers, site)
+    return refused
+
+
 def in_words(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
 
@@ -83,7 +118,7 @@ def kinds_in_words(sizes: Mapping[str, int]) -> str:
 
 def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
     """The load of the bound that is exceeded the most, or nearest to it."""
-    needs = needs_of_nodes(spec, layers, site.ranks_on_nodes)
+    needs = needs_of_nodes(spec, layers, site.ranks_on_nodes, site.platform)
     loads = [Load(bound, _load(bound, needs)) for bound in site.bounds]
     return max(loads, key=lambda load: load.size / max(1, load.bound.free))
 
@@ -100,7 +135,8 @@ def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> s
         larger = f"make it larger (docker: --shm-size={gib}g; else mount -o remount,size={gib}g /dev/shm)"
         return f"zero.node_shared needs {in_words(load.size)} {bound.place} ({who}), where {free}: {larger}"
     node = next(iter(bound.ranks))
-    kinds = kinds_in_words(counted(needs_of_nodes(spec, layers, site.ranks_on_nodes)[node].rank, bound.part))
+    needs = needs_of_nodes(spec, layers, site.ranks_on_nodes, site.platform)
+    kinds = kinds_in_words(needs[node].fullest(bound.part))
     return f"zero.stage = {spec.zero.stage} needs {in_words(load.size)} {bound.place} ({who}), where {free} (each rank: {kinds})"
 
 
@@ -174,8 +210,7 @@ def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
 def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
     node_of_rank = [node for node, count in sorted(site.ranks_on_nodes.items()) for _ in range(count)]
     places = [place for found in placements(spec, Grid.build(resolved(spec, node_of_rank), node_of_rank)).values() for place in found]
-    on_gpus = any(bound.part == "device" for bound in site.bounds)
-    if not on_gpus and any(place.on_node > 1 for place in places):
+    if not site.platform.on_gpus and any(place.on_node > 1 for place in places):
         shared = not any(place.shared for place in places)
         yield Alternative(f"zero.node_shared = {str(shared).lower()}", _with(spec, "zero", node_shared=shared), site)
 
@@ -194,7 +229,8 @@ def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
 def _fewer_ranks(spec: Spec, site: Site) -> Iterator[Alternative]:
     """Half of the ranks on every node, a quarter, ..."""
     while max(site.ranks_on_nodes.values()) > 1:
-        site = Site(_half(site.ranks_on_nodes), tuple(replace(bound, ranks=_half(bound.ranks)) for bound in site.bounds))
+        bounds = tuple(replace(bound, ranks=_half(bound.ranks)) for bound in site.bounds)
+        site = replace(site, ranks_on_nodes=_half(site.ranks_on_nodes), bounds=bounds)
         ranks, nodes = sum(site.ranks_on_nodes.values()), len(site.ranks_on_nodes)
         if ranks % (spec.parallel.tensor * spec.parallel.pipeline) == 0:
             yield Alternative(f"mpirun -n {ranks}" + (f" on the same {nodes} nodes" if nodes > 1 else ""), spec, site)
@@ -209,7 +245,8 @@ def _more_nodes(spec: Spec, site: Site) -> Iterator[Alternative]:
     nodes, times = len(site.ranks_on_nodes), 2
     while times <= _MOST_NODES:
         more = {node + copy * nodes: count for node, count in site.ranks_on_nodes.items() for copy in range(times)}
-        yield Alternative(f"{len(more)} such nodes with {sum(more.values())} ranks", spec, Site(more, site.bounds))
+        words = f"{len(more)} such nodes with {sum(more.values())} ranks"
+        yield Alternative(words, spec, replace(site, ranks_on_nodes=more))
         times *= 2
 
 

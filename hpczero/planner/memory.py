@@ -19,16 +19,18 @@ from math import prod
 from hpczero.comm.grid import Grid
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.model.shapes import Layer, known
-from hpczero.parallel.held import Chunks, Tied, Units, chunks_of_stages, handed_on
+from hpczero.parallel.held import Tied, Units, chunks_of_stages, handed_on
+from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
 from hpczero.planner.activations import activations
+from hpczero.planner.platform import CPUS, Platform, as_run, bucket_bytes
 from hpczero.planner.under_way import arrived
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 
 RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
 ON_HOST = ("checkpoint copy", "data", "runtime")  # kinds that stay in the computer's memory where the rest is on a GPU
-_MIB = 1 << 20
+BLOCK = 4096  # elements: what is summed at a time is whole blocks
 _TOKEN = 8
 _STATES = 12  # bytes of a parameter in a checkpoint: master weight and two moments
 
@@ -96,24 +98,50 @@ class NodeNeed:
     def windows(self) -> int:
         return sum(part.windows for part in self.parts)
 
-    def of(self, ranks: int, part: str = "all") -> int:
-        """Bytes of so many of the node's ranks; `part`: of all kinds, or of those on the "host" or the "device" where these differ."""
-        return sum(counted(self.node, part).values()) * ranks // self.ranks
+    def fullest(self, account: str) -> dict[str, int]:
+        """Return what the rank holds that has the most in this account ("all", "host", "device")."""
+        counts = [counted(part.rank, account) for part in self.parts]
+        return max(counts, key=lambda kinds: sum(kinds.values()))
+
+    def of(self, ranks: int, account: str = "all") -> int:
+        """Bytes of so many of the node's ranks; `account`: of all kinds, or of those on the "host" or
+        the "device" where these differ.
+
+        The computer's memory is the ranks' together, so each counts as the mean. A GPU is that of a
+        few: these may be the ones that hold the most.
+        """
+        if account != "device":
+            return sum(counted(self.node, account).values()) * ranks // self.ranks
+        found, left = 0, ranks
+        sizes = [(sum(counted(part.rank, account).values()), part.ranks) for part in self.parts]
+        for size, having in sorted(sizes, reverse=True):
+            found += size * min(having, left)
+            left -= min(having, left)
+        return found
 
 
-def counted(kinds: Mapping[str, int], part: str) -> dict[str, int]:
-    return {kind: size for kind, size in kinds.items() if part == "all" or (kind in ON_HOST) == (part == "host")}
+def counted(kinds: Mapping[str, int], account: str) -> dict[str, int]:
+    """Return the kinds that count in an account: "all", or those on the "host", or the "device"."""
+    if account == "all":
+        return dict(kinds)
+    return {kind: size for kind, size in kinds.items() if (kind in ON_HOST) == (account == "host")}
 
 
-
-def needs_of_nodes(spec: Spec, layers: Sequence[Layer], ranks_on_nodes: Mapping[int, int]) -> dict[int, NodeNeed]:
-    """Of every node, from how many ranks it has."""
+def needs_of_nodes(
+    spec: Spec, layers: Sequence[Layer], ranks_on_nodes: Mapping[int, int], platform: Platform = CPUS
+) -> dict[int, NodeNeed]:
+    """Return the need of every node, from how many ranks it has."""
     node_of_rank = [node for node, count in sorted(ranks_on_nodes.items()) for _ in range(count)]
-    return needs_on_grid(spec, layers, Grid.build(resolved(spec, node_of_rank), node_of_rank))
+    spec = as_run(spec, platform.device)
+    grid = Grid.build(resolved(spec, node_of_rank), node_of_rank)
+    return needs_on_grid(spec, layers, grid, platform)
 
 
-def needs_on_grid(spec: Spec, layers: Sequence[Layer], grid: Grid) -> dict[int, NodeNeed]:
-    model, made = _Parts(spec, layers, grid.size("data")), dict[object, NodeNeed]()
+def needs_on_grid(
+    spec: Spec, layers: Sequence[Layer], grid: Grid, platform: Platform = CPUS
+) -> dict[int, NodeNeed]:
+    spec = as_run(spec, platform.device)
+    model, made = _Parts(spec, layers, grid.size("data"), platform), dict[object, NodeNeed]()
     found = {}
     for node, places in placements(spec, grid).items():
         key = tuple(places)
@@ -144,16 +172,21 @@ def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placeme
     return {node: Placement(len(group), count, shared, *part) for node, count in on_nodes.items()}
 
 
-def need(spec: Spec, layers: Sequence[Layer], placement: Placement) -> Need:
+def need(
+    spec: Spec, layers: Sequence[Layer], placement: Placement, platform: Platform = CPUS
+) -> Need:
     """Of a node whose ranks all have the largest of the micro-batches; `layers` are those of the whole model."""
-    return _Parts(spec, layers, placement.data_ranks).need(placement)
+    return _Parts(spec, layers, placement.data_ranks, platform).need(placement)
 
 
 class _Parts:
     """The parts of a model that ranks have, each counted once."""
 
-    def __init__(self, spec: Spec, layers: Sequence[Layer], data_ranks: int) -> None:
+    def __init__(
+        self, spec: Spec, layers: Sequence[Layer], data_ranks: int, platform: Platform
+    ) -> None:
         self.spec = spec
+        self.platform = platform
         self.chunks = chunks_of_stages(spec, layers)
         self.units = Units(data_ranks, spec.parallel.tensor)
         self._known: dict[object, Need] = {}
@@ -177,8 +210,8 @@ class _Parts:
         if placement.shared:
             together, windows = {"weights": states["weights"]}, states["weights"] + states[sharded.read_by_others] * placement.on_node
         estimates = {
-            "communication": _reductions(spec, chunks, placement) * spec.zero.bucket_mb * _MIB,
-            "activations": activations(spec, largest, chunks, placement.stage, micro_batches) if known(spec.model) else 0,
+            "communication": self._buffers(placement, units, largest),
+            "activations": self._activations(placement.stage, largest, micro_batches),
             "pipeline": arrived(spec.parallel, placement.stage, micro_batches, spec.train.eval_batches > 0) * largest * handed_on_bytes,
             "checkpoint copy": _STATES * sum(unit.shard_size for unit in units) if saves_behind(spec) else 0,
             "data": (spec.data.prefetch + 2) * micro_batches * largest * (spec.model.seq_len + 1) * _TOKEN,
@@ -186,15 +219,38 @@ class _Parts:
         }
         return Need(placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows)
 
+    def _buffers(self, placement: Placement, units: Sequence[UnitLayout], samples: int) -> int:
+        """Return what is made at most for pieces that are to be summed: of the data ranks where their
+        gradients travel so, two buffers (of torch.distributed one); of the tensor ranks one, and one of
+        what is tied. On GPUs none is larger than its largest tensor needs.
+        """
+        spec, platform = self.spec, self.platform
+        ranks, tensor = placement.data_ranks, spec.parallel.tensor
+        bucket = bucket_bytes(spec.zero, platform.device)
+        width = 4 if spec.train.precision == "fp32" else 2
+        largest = max(unit.size for unit in units) * width
+
+        def buffer(ranks: int, size: int) -> int:
+            if not platform.on_gpus:
+                return bucket
+            slots = 4 * ranks if platform.native else 2 * (ranks - 1)
+            return min(bucket, slots * (-(-size // ranks) + BLOCK * width))
+
+        travels = placement.on_node < ranks if placement.shared else ranks > 1
+        of_data = (1 if platform.native else 2) * buffer(ranks, largest) if travels else 0
+        activation = samples * spec.model.seq_len * spec.model.hidden * width
+        of_tensor = buffer(tensor, activation) if tensor > 1 else 0
+        ties = any(isinstance(layer, Tied) for chunk in self.chunks[placement.stage] for layer in chunk)
+        return of_data + of_tensor + ties * bucket
+
+    def _activations(self, stage: int, samples: int, micro_batches: int) -> int:
+        """Return 0 for a model of one's own: what it keeps is not known."""
+        if not known(self.spec.model):
+            return 0
+        chunks, kernels = self.chunks[stage], self.platform.kernels
+        return activations(self.spec, samples, chunks, stage, micro_batches, kernels)
+
 
 def saves_behind(spec: Spec) -> bool:
     """Whether a checkpoint is written while training goes on, from a copy of the states; the last one is written at the end."""
     return spec.checkpoint.asynchronous and 0 < spec.checkpoint.every < spec.train.steps
-
-
-def _reductions(spec: Spec, chunks: Chunks, placement: Placement) -> int:
-    """Whose pieces arrive in messages at the same time: two of the data ranks', where their gradients travel so, one of the tensor ranks', one of
-    what is tied.
-    """
-    data = placement.on_node < placement.data_ranks if placement.shared else placement.data_ranks > 1
-    return 2 * data + (spec.parallel.tensor > 1) + any(isinstance(layer, Tied) for chunk in chunks for layer in chunk)

@@ -61,17 +61,27 @@ def flat(spec: Spec) -> dict[str, Any]:
 
 
 def nearest(name: str, among: Iterable[str]) -> str | None:
-    """The known name that an unknown one was probably meant to be: its word in another table, a slip of the pen, or a part of its word."""
+    """The known name that an unknown one was probably meant to be.
+
+    That is its word in another table, its initials, a slip of the pen, or a part of its word.
+    """
     import difflib  # wanted only where something is wrong
 
     wanted = name[:100].lower()
     word = _leaf(wanted)
     candidates = list(among)
     same_word = [candidate for candidate in candidates if _leaf(candidate) == word]
+    same_word = same_word or [candidate for candidate in candidates if _leaf(candidate) == _initials(word)]
     close = difflib.get_close_matches(wanted, same_word, 1, 0.0) or difflib.get_close_matches(wanted, candidates, 1, 0.75)
     close = close or [candidate for candidate in candidates if difflib.get_close_matches(word, [_leaf(candidate)], 1, 0.75)]
     close = close or [candidate for candidate in candidates if len(word) > 3 and (word in _leaf(candidate) or _leaf(candidate) in word)]
     return close[0] if close else None
+
+
+def _initials(word: str) -> str:
+    """ "learning_rate" -> "lr"; of one word nothing."""
+    words = [part for part in word.replace("-", "_").split("_") if part]
+    return "".join(part[0] for part in words) if len(words) > 1 else ""
 
 
 def _leaf(name: str) -> str:

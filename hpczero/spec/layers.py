@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpczero import safe_files
 from hpczero.errors import InputError
 from hpczero.spec.keys import keys
 from hpczero.spec.locate import TooDeep, locate
@@ -94,19 +95,26 @@ def read_file(path: str) -> Layer:
     name = printable(path)
     if problem := _unreadable(path):
         raise InputError(f"{name} {problem}")
-    try:
-        with open(path, "rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-    except OSError as error:
-        raise InputError(f"{name} cannot be read: {_reason(error)}") from None
-    if len(content) > _LARGEST_FILE:
-        raise InputError(f"{name} is no spec: it is larger than {_LARGEST_FILE:,} bytes")
+    content = read_limited(path)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise InputError(f"{name}:{line}: not UTF-8 text, as TOML must be (byte {error.start + 1} of the file)") from None
     return _parse(path, text)
+
+
+def read_limited(path: str, what: str = "spec") -> bytes:
+    """Return the content of a plain file; InputError if it is none, or longer than a spec can be."""
+    name = printable(path)
+    try:
+        with os.fdopen(safe_files.open_to_read(Path(path)), "rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except OSError as error:
+        raise InputError(f"{name} cannot be read: {_reason(error)}") from None
+    if len(content) > _LARGEST_FILE:
+        raise InputError(f"{name} is no {what}: it is larger than {_LARGEST_FILE:,} bytes")
+    return content
 
 
 def _parse(path: str, text: str) -> Layer:

@@ -152,7 +152,14 @@ class Zero(Table):
     """Which of the model states are cut into shards over the data ranks, and where they lie."""
 
     stage: Literal[0, 1, 2, 3] = key(1, "changeable", "sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters")
-    bucket_mb: int = key(4, "site", "size of a communication buffer in MiB, whatever the model; a group has two", ge=1, le=1_000_000)
+    bucket_mb: int = key(
+        0,
+        "site",
+        "size of a communication buffer in MiB, of which a group has two (one with nccl); "
+        "0: 4 on CPUs, on GPUs 256 or what the largest layer needs",
+        ge=0,
+        le=1_000_000,
+    )
     node_shared: Literal["auto", True, False] = key("auto", "site", "the data ranks of a node keep one copy of the parameters together")
 
 
@@ -222,7 +229,13 @@ class Batch(Table):
     venv: str = key("auto", "site", 'virtual environment; "auto": the one that renders, if it is one; empty: none', max_length=4096, pattern=PATH)
     setup: tuple[_Line, ...] = key((), "site", "lines of shell that the job runs before it starts the ranks", strict=False)
     env: dict[_Variable, _Text] = key({}, "site", "variables that are set in the job (written into the script: no secrets)")
-    env_pass: tuple[_Variable, ...] = key((), "site", "names of variables handed over as they are at submission; no value is written", strict=False)
+    env_pass: tuple[_Variable, ...] = key(
+        (),
+        "site",
+        "names of variables handed over as they are at submission; no value is written, "
+        "but PBS shows them to every user",
+        strict=False,
+    )
     env_inherit: StrictBool = key(False, "site", "hand over the whole environment of the submission")
     container: str = key("", "site", "image that the ranks run in", pattern=CONTAINER)
     container_options: tuple[_Line, ...] = key((), "site", 'more words for the container\'s command, as in ["--bind", "/scratch"]', strict=False)

@@ -46,6 +46,11 @@ def first_few(words: Sequence[str], between: str = ", ") -> str:
     return between.join(words[:_FEW]) + more
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 rank", "2,000 ranks" """
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 def in_bytes(size: int) -> str:
     """Three digits."""
     if size < 1000:

@@ -12,25 +12,69 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpczero import env, locations
+from hpczero import env, locations, safe_files
 from hpczero.errors import InputError
 from hpczero.spec.keys import keys
-from hpczero.spec.layers import Layer, read_file
+from hpczero.spec.layers import Layer, read_file, read_limited
 from hpczero.spec.show import listed, printable
+
+_HERE = Path("sites")
 
 
 def folders() -> list[Path]:
     """The first that has a site's profile wins."""
-    return [Path("sites"), env.config_folder() / "sites", *env.site_folders(), locations.shared_folder("sites")]
+    return [_HERE, env.config_folder() / "sites", *env.site_folders(), locations.shared_folder("sites")]
 
 
 def profiles() -> dict[str, Path]:
-    """Site -> its file."""
+    """Site -> its file. A folder that cannot be looked into, as a home that is not mounted here, has none (`left_out`)."""
+    return _looked_for()[0]
+
+
+def left_out() -> list[str]:
+    """Folders of profiles that cannot be looked into, and why."""
+    return [f"no profile of a site is taken from {folder}: {problem}" for folder, problem in _looked_for()[1].items()]
+
+
+def _looked_for() -> tuple[dict[str, Path], dict[Path, str]]:
     found: dict[str, Path] = {}
+    problems: dict[Path, str] = {}
     for folder in folders():
-        for path in sorted(folder.glob("*.toml")):
-            found.setdefault(path.stem, path)
-    return dict(sorted(found.items()))
+        try:
+            names = sorted(entry.name for entry in folder.iterdir() if entry.suffix == ".toml")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            problems[folder] = error.strerror or str(error)
+            continue
+        for path in [folder / name for name in names]:
+            if problem := _another_users(path):
+                problems[path] = problem
+            else:
+                found.setdefault(path.stem, path)
+    return dict(sorted(found.items())), problems
+
+
+def _another_users(path: Path) -> str:
+    """Return why a profile in ./sites is not trusted: jobs carry out what it says, and another user
+    may have put it where this one happens to work. Other folders were chosen by this user.
+    """
+    try:
+        if _HERE not in path.parents or _HERE.samefile(locations.shared_folder("sites")):
+            return ""
+        way = [path, *(parent for parent in path.parents if parent.is_relative_to(_HERE))]
+        owner = next(filter(None, map(safe_files.owner_if_another, way)), "")
+    except OSError as error:
+        return error.strerror or str(error)
+    ways = "to trust it, name its folder in $HPCZERO_SITES"
+    return f"it belongs to {owner}, and jobs would carry out what it says; {ways}" if owner else ""
+
+
+def template(path: Path) -> str:
+    """Return the text of a template beside a profile. InputError: it is no file, or not trusted."""
+    if problem := _another_users(path):
+        raise InputError(f"{printable(str(path))} is not taken: {problem}")
+    return read_limited(str(path), "template").decode(errors="replace")
 
 
 def read(name: str) -> tuple[str, str, Layer]:
@@ -38,7 +82,8 @@ def read(name: str) -> tuple[str, str, Layer]:
     site, _, partition = name.partition("/")
     known = profiles()
     if site not in known:
-        raise InputError(f'there is no site "{printable(site, 100)}"; there are {listed(list(known))}; hpczero site new makes one')
+        there = f"there are {listed(list(known))}; hpczero site new makes one"
+        raise InputError("; ".join([f'there is no site "{printable(site, 100)}"', there, *left_out()]))
     layer = read_file(str(known[site]))
     partitions = layer.tree.get("partitions")
     if not isinstance(partitions, dict) or not partitions or not all(isinstance(part, dict) for part in partitions.values()):
@@ -66,8 +111,8 @@ def here() -> str | None:
 def _quickly(path: Path, changed: int) -> dict[str, Any]:
     """The tables of a profile (as it was last changed) without their lines; what is wrong with it is said as for any file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return tomllib.loads(read_limited(str(path)).decode())
+    except (InputError, ValueError):
         return read_file(str(path)).tree
 
 

@@ -6,9 +6,11 @@ import shlex
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import InputError
+from hpczero.safe_files import write_new
+from hpczero.spec import site
 from hpczero.spec.keys import flat, keys
 from hpczero.spec.load import Loaded, load
 from hpczero.spec.mistakes import no_such_key
@@ -17,6 +19,9 @@ from hpczero.spec.rules import unavailable, without_effect
 from hpczero.spec.schema import Spec
 from hpczero.spec.show import printable, shown
 from hpczero.spec.write import to_start_from
+
+if TYPE_CHECKING:
+    from hpczero.planner.platform import Hardware, Platform
 
 _MOST_RANKS = 1_000_000
 
@@ -28,17 +33,24 @@ def check(options: Namespace) -> int:
     if options.explain:
         print(json.dumps(_explained(loaded, options.explain), indent=2) if options.json else _explanation(loaded, options.explain))
         return 0
-    layout = _lay_out(loaded.spec, options.ranks, options.ranks_per_node)
+    from hpczero.data.supply import look
+
+    supply, layout = look(loaded.spec), _lay_out(loaded.spec, options.ranks, options.ranks_per_node)
     notes = unavailable(loaded.spec) + without_effect(loaded.spec) + _of_layout(loaded.spec, layout) + _unknown(loaded.spec)
-    print(json.dumps(_as_data(loaded, layout, notes), indent=2) if options.json else _as_text(options.spec, loaded, layout, notes))
+    notes += site.left_out()
+    if options.json:
+        print(json.dumps(_as_data(loaded, layout, notes) | {"data": supply.facts()}, indent=2))
+    else:
+        print(_as_text(options.spec, loaded, layout, supply.in_words(), notes))
+    if layout and layout.refusal:
+        raise InputError(layout.refusal)
     return 0
 
 
 def init(options: Namespace) -> int:
     path = Path(options.path)
     try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(to_start_from(_run_name(path.stem)))
+        write_new(path, to_start_from(_run_name(path.stem)))
     except FileExistsError:
         raise InputError(f"{printable(options.path)} exists already and is left as it is: name another file") from None
     except OSError as error:
@@ -72,8 +84,9 @@ class Layout:
     nodes: list[dict[str, Any]]  # the ranks of each, and where they are in the grid
     stages: list[dict[str, Any]] | None  # the layers of each
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
-    memory: dict[str, Any] | None  # of the fullest node: its ranks, bytes by kind of one of them and of all, and bytes in shared windows
+    memory: dict[str, Any] | None  # `planner.forecast`
     sharing_left_out: str  # why the ranks of a node keep no states together where they otherwise would
+    refusal: str  # why it does not fit into what is known of the nodes; empty: it does
 
 
 def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
@@ -81,15 +94,19 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         if per_node is not None:
             raise InputError(f"--ranks-per-node {per_node} lays out the ranks of --ranks: say how many there are")
         return None
+    from hpczero.planner.platform import as_run
+
+    node, platform = _runs_on(spec)
+    spec = as_run(spec, platform.device)
     if per_node is None:
-        per_node = spec.comm.ranks_per_node or ranks
+        of_job = spec.batch.ranks_per_node or node.gpus if platform.on_gpus else 0
+        per_node = spec.comm.ranks_per_node or of_job or ranks
     if not 1 <= ranks <= _MOST_RANKS or per_node < 1:
         raise InputError(f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node")
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
     from hpczero.model.shapes import known, layers
-    from hpczero.planner import topology
-    from hpczero.planner.memory import needs_on_grid
+    from hpczero.planner import forecast, topology
     from hpczero.planner.volumes import resolved
 
     node_of_rank = [rank // per_node for rank in range(ranks)]
@@ -98,13 +115,26 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
     data_ranks = grid.size("data")
     sizes = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks)
     stages = sent = memory = None
+    refusal = ""
     if known(spec.model):
-        model = layers(spec.model)
+        model, job = layers(spec.model), forecast.Forecast(spec, grid, node, platform)
         stages, sent = topology.stages(spec, model), topology.sent(spec, model, grid)
-        fullest = max(needs_on_grid(spec, model, grid).values(), key=lambda need: sum(need.node.values()))
-        memory = {"ranks_on_node": fullest.ranks, "rank": fullest.rank, "node": fullest.node, "windows": fullest.windows}
+        memory, refusal = job.memory(model), job.refusal(model)
     axes, left_out = dict(zip(grid.axes, grid.sizes, strict=True)), topology.sharing_left_out(spec.zero, grid)
-    return Layout(grid.describe(), ranks, parallel.order, axes, data_ranks, *sizes, topology.nodes(grid), stages, sent, memory, left_out)
+    placed = topology.nodes(grid)
+    return Layout(
+        grid.describe(), ranks, parallel.order, axes, data_ranks, *sizes, placed, stages, sent, memory, left_out, refusal
+    )
+
+
+def _runs_on(spec: Spec) -> "tuple[Hardware, Platform]":
+    """Return what is known of the job's nodes, and what it runs on there."""
+    from hpczero.batch import sites
+
+    named = spec.batch.site != "auto"
+    partition = sites.facts(spec.batch.site)[2] if named else sites.Partition()
+    node = sites.hardware(spec.batch, partition)
+    return node, sites.platform(spec, node.gpus)
 
 
 def _of_layout(spec: Spec, layout: Layout | None) -> list[str]:
@@ -118,7 +148,18 @@ def _of_layout(spec: Spec, layout: Layout | None) -> list[str]:
 
 def _unknown(spec: Spec) -> list[str]:
     known = _parameters(spec) is not None
-    return [] if known else [f"the memory that {spec.model.family} needs is not known without building it"]
+    return _uneven_heads(spec) if known else [f"the memory that {spec.model.family} needs is not known without building it"]
+
+
+def _uneven_heads(spec: Spec) -> list[str]:
+    from hpczero.model.shapes import head_dim
+
+    model = spec.model
+    if model.head_dim or model.hidden % model.heads == 0:
+        return []
+    wide, inner = head_dim(model), head_dim(model) * model.heads
+    what = f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}"
+    return [f"{what}: each head is {wide} wide, {inner:,} in all; a divisor of model.hidden, or model.head_dim, says otherwise"]
 
 
 def _parameters(spec: Spec) -> int | None:
@@ -132,17 +173,18 @@ def _tokens_per_step(spec: Spec) -> int:
     return spec.train.global_batch * spec.model.seq_len
 
 
-def _as_text(path: str, loaded: Loaded, layout: Layout | None, notes: list[str]) -> str:
+def _as_text(path: str, loaded: Loaded, layout: Layout | None, supply: str, notes: list[str]) -> str:
+    """`supply`: what data.source has."""
     spec = loaded.spec
     model, train, schedule, parameters, per_step = spec.model, spec.train, spec.schedule, _parameters(spec), _tokens_per_step(spec)
     tokens = train.steps * per_step
     width = f" of {model.head_dim}" if model.head_dim else ""
     lines = [
-        f"{printable(path)} is a valid job",
+        f"{printable(path)} {'does not fit its nodes' if layout and layout.refusal else 'is a valid job'}",
         f"  run       {spec.name}, in the folder {shown(spec.output)}, seed {spec.seed}",
         f"  model     {model.family}: {_count(parameters)}; layers {model.layers}, hidden {model.hidden}, heads {model.heads}{width},"
         f" vocabulary {model.vocab}, sequence {model.seq_len}",
-        f"  data      {shown(spec.data.source)}",
+        f"  data      {shown(spec.data.source)}: {supply}",
         f"  a step    {train.global_batch} sequences = {per_step:,} tokens, in {train.precision}",
         f"  training  {train.steps:,} steps = {tokens:,} tokens" + (f", {_ratio(tokens, parameters)} for each parameter" if parameters else ""),
         f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {schedule.name}, {schedule.warmup_steps} steps of warm-up",
@@ -196,19 +238,14 @@ def _topology(layout: Layout) -> list[str]:
     return [line for title, lines in found.items() for line in _titled(title, lines)]
 
 
+def _memory(memory: dict[str, Any] | None) -> list[str]:
+    from hpczero.planner.forecast import in_lines
+
+    return _titled("memory", in_lines(memory)) if memory else []
+
+
 def _titled(title: str, lines: list[str]) -> list[str]:
     return [f"  {'' if number else title:<10}{line}" for number, line in enumerate(lines)]
-
-
-def _memory(memory: dict[str, Any] | None) -> list[str]:
-    from hpczero.planner.fit import in_words, kinds_in_words
-
-    if not memory:
-        return []
-    of_node, of_rank = (in_words(sum(memory[part].values())) for part in ("node", "rank"))
-    windows = f" ({in_words(memory['windows'])} of it in shared windows)" if memory["windows"] else ""
-    ranks = "1 rank" if memory["ranks_on_node"] == 1 else f"{memory['ranks_on_node']:,} ranks"
-    return [f"  memory    about {of_node} on a node of {ranks}{windows}, {of_rank} a rank:", f"            {kinds_in_words(memory['rank'])}"]
 
 
 def _as_data(loaded: Loaded, layout: Layout | None, notes: list[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What a rank reads at each step: its micro-batches of the global batch, as tensors."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,15 +38,20 @@ class Batches:
         return min(self.spec.train.eval_batches, available)
 
     def evaluation(self, number: int) -> list[MicroBatch]:
-        """Global batch `number` of the evaluation: always the same windows, in order."""
+        """Global batch `number` of the evaluation: always the same windows, drawn from the whole split by a hash of the run's seed.
+
+        The first windows of the split would be a few documents, whose loss is not the split's.
+        """
         windows, first = self.source.windows("validation"), number * self.spec.train.global_batch
         parts = [range(part.start, max(part.start, min(part.stop, windows - first))) for part in self.parts()]
-        return [self._read("validation", part, [first + position for position in part], 0) for part in parts]
+        drawn = [[sampler.window(self.spec.seed, windows, first + position) for position in part] for part in parts]
+        read = [self._read("validation", part, own, 0) for part, own in zip(parts, drawn, strict=True)]
+        return [replace(batch, by_sample=True) for batch in read]
 
     def _read(self, split: str, positions: range, windows: list[int], step: int) -> MicroBatch:
         rows = np.empty((len(windows), self.spec.model.seq_len + 1), np.int64)
         for row, window in zip(rows, windows, strict=True):
             self.source.fill(split, window, row)
         text = torch.from_numpy(rows)
-        samples = torch.arange(positions.start, positions.stop)
+        samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
         return MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)

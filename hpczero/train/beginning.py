@@ -58,21 +58,22 @@ def _began_so(own: Any, spec: Spec) -> bool:
     return False
 
 
-def look_ahead(spec: Spec) -> None:
+def look_ahead(spec: Spec, identity: Mapping[str, str] | None = None) -> None:
     """Before anything is written: InputError if the run cannot begin from the checkpoint that `checkpoint.resume` names."""
     found = readable(lambda: candidates(spec, path_of(spec) / "checkpoints"))
     if found.own:
         return
     try:
-        readable(lambda: _look_into(Path(found.paths[0]), spec))
+        readable(lambda: _look_into(Path(found.paths[0]), spec, identity or {}))
     except Damaged as error:
         raise InputError(f"checkpoint.resume: {error}") from error
 
 
-def _look_into(path: Path, spec: Spec) -> None:
+def _look_into(path: Path, spec: Spec, identity: Mapping[str, str]) -> None:
     with Checkpoint.open(path) as checkpoint:
         if not spec.checkpoint.weights_only:
             refuse_another_run(path, checkpoint.content, spec)
+            refuse_other_data(path, checkpoint.identity, identity)
 
 
 def readable(action: Callable[[], Result]) -> Result:
@@ -113,6 +114,38 @@ def differences(content: Content, spec: Spec, role: Role) -> list[str]:
 def refuse_another_run(path: Path, content: Content, spec: Spec) -> None:
     if other := differences(content, spec, "identity"):
         raise InputError(f"{path} is a checkpoint of another run:" + "".join(f"\n  {line}" for line in other))
+
+
+_DATA, _VALUES = "data.fingerprint", "model.initial_values"
+
+
+def identity_of(fingerprint: str, rule: int = 0) -> dict[str, str]:
+    """What makes a run what it is besides its spec: the tokens, whatever the path says, and the
+    rule by which hpczero made its initial values (0: the model made them itself).
+    """
+    return {_DATA: fingerprint} | ({_VALUES: str(rule)} if rule else {})
+
+
+def gone_on_with(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """Return the identity of a run that goes on from a checkpoint with this one.
+
+    Its values were made by the rule of its beginning, which was 1 before checkpoints said so.
+    """
+    return {**here, _VALUES: there.get(_VALUES, "1")} if _VALUES in here else dict(here)
+
+
+def refuse_other_data(path: Path, there: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """InputError: the tokens are not those that the checkpoint's run has read.
+
+    A checkpoint of an older version does not say which these were.
+    """
+    if _DATA in there and _DATA in here and there[_DATA] != here[_DATA]:
+        raise InputError(
+            f"{path} is a checkpoint of a run on other data: {_DATA} was {printable(there[_DATA], 80)} "
+            f"and is {printable(here[_DATA], 80)} (`hpczero data show` prints it): put the token file "
+            "back that was there, or begin another run with these weights: another name, "
+            "checkpoint.resume and checkpoint.weights_only = true"
+        )
 
 
 def other_data(content: Content, spec: Spec, step: int) -> list[str]:

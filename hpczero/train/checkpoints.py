@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,22 @@ from hpczero.parallel.zero import Engine
 from hpczero.planner.memory import saves_behind
 from hpczero.spec.schema import Spec
 from hpczero.spec.show import printable
-from hpczero.train.beginning import Candidates, candidates, differences, flat, other_data, readable, refuse_another_run
+from hpczero.train.beginning import (
+    Candidates,
+    candidates,
+    differences,
+    flat,
+    gone_on_with,
+    other_data,
+    readable,
+    refuse_another_run,
+    refuse_other_data,
+)
 from hpczero.train.rundir import path_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 Described = list[list[Any]]  # units of a stage: name, parameters (name, shape, split, grain)
 _SHOWN = 5
-_LOOKS = 16  # at the view, after each unit that was read: a few milliseconds at most, in which the disk reads ahead
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,9 @@ class Resumed:
 class Checkpoints:
     """On every rank; all methods are collective."""
 
-    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine) -> None:
+    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine, identity: Mapping[str, str] | None = None) -> None:
         self.spec, self.world, self.grid, self.engine = spec, world, grid, engine
+        self.identity = dict(identity or {})  # besides the spec (`beginning.identity_of`)
         self.path = path_of(spec) / "checkpoints"
         self.behind = saves_behind(spec)
         self._stages = self._described()
@@ -60,7 +69,7 @@ class Checkpoints:
             world.together(self._refuse_what_cannot_be_saved)
         self._buffer_shapes = self._shapes_of_buffers()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
-        job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers)
+        job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers, self.identity)
         self.saver = Saver(world, job, _owned(engine, self.holding()), self.behind)
 
     # -- saving --------------------------------------------------------------------------------------------------------------------
@@ -71,8 +80,19 @@ class Checkpoints:
 
     def begin(self, step: int, ends: bool) -> None:
         """SaveFailed, on all ranks alike."""
-        state = State(step=step, updates=self.engine.updates, loss_scale=self.engine.loss_scale.value, good_steps=self.engine.loss_scale.good_steps)
+        engine, scale = self.engine, self.engine.loss_scale
+        missed = self._missed_of_all_stages()
+        counts = {"step": step, "updates": engine.updates, "good_steps": scale.good_steps}
+        state = State(**counts, loss_scale=scale.value, missed=missed)
         self.saver.begin(state, self._buffers(), self.behind and not ends)
+
+    def _missed_of_all_stages(self) -> dict[str, int]:
+        """On rank 0. The data ranks of a stage know the same."""
+        if self.engine.settings.own_model:
+            return {}
+        own = self.engine.absent.missed if self._speaks_for_stage else {}
+        collected = [own] if self.grid.size("pipeline") == 1 else self.world.collect(own) or []
+        return {name: missed for of_rank in collected for name, missed in of_rank.items()}
 
     def conclude(self) -> tuple[Saved, str]:
         """Also drops what is not to be kept; with what could not be dropped. SaveFailed, on all ranks alike."""
@@ -85,17 +105,17 @@ class Checkpoints:
         return Holding([unit.layout for unit in engine.units], engine.axis.rank, engine.tensor.rank if engine.tensor else 0, copies)
 
     def _prune(self, newest: int) -> str:
-        """What could not be removed. Whatever is newer than what this run has saved is none of its checkpoints, and does not count."""
+        """Return what could not be removed."""
         settings, problems = self.spec.checkpoint, []
         try:
-            complete = {step: path for step, path in folder.steps(self.path).items() if step <= newest}
+            outdated = folder.outdated(self.path, newest, settings.keep, settings.keep_every)
         except OSError as error:
             return f"{self.path}: {error.strerror}"
-        for step in folder.to_prune(list(complete), settings.keep, settings.keep_every):
+        for path, known_as in outdated:
             try:
-                folder.remove(complete[step])
+                folder.remove(path, known_as)
             except OSError as error:
-                problems.append(f"{complete[step]}: it was to be removed: {error.strerror}")
+                problems.append(f"{path}: it was to be removed: {error.strerror}")
         return "; ".join(problems)
 
     # -- loading -------------------------------------------------------------------------------------------------------------------
@@ -146,11 +166,15 @@ class Checkpoints:
     def _tried(self, path: Path, only_weights: bool) -> tuple[str, Content | None]:
         """What is wrong with the checkpoint, or what it is."""
         try:
-            with Checkpoint.open(path, looks_at_view=False) as checkpoint:
+            with Checkpoint.open(path) as checkpoint:
+                if path.parent == self.path:
+                    folder.refuse_misnamed(path, checkpoint.content.state.step)
                 if not only_weights:
                     refuse_another_run(path, checkpoint.content, self.spec)
+                    refuse_other_data(path, checkpoint.identity, self.identity)
                 self._refuse_another_model(checkpoint)
                 self._read(checkpoint, only_weights)
+                self.identity.update(gone_on_with(checkpoint.identity, self.identity))
                 return "", checkpoint.content
         except Damaged as error:
             return str(error), None
@@ -158,17 +182,12 @@ class Checkpoints:
     def _read(self, checkpoint: Checkpoint, only_weights: bool) -> None:
         """What this rank steps, straight into the engine's states."""
         units = [(unit, checkpoint.runs(_wanted(unit))) for unit in self.engine.units]
-        looks = checkpoint.look_at_view((self.world.rank, self.world.size))
         for slot in range(1 if only_weights else len(SLOTS)):  # as a rank's data lies: at the same layout it is read from its beginning to its end
             for unit, runs in units:
                 held = _states(unit)[slot]
                 here = held.cpu()  # the same, but on another device
                 checkpoint.read_runs(slot, runs, here.numpy())
                 held.copy_(here)
-                for _ in islice(looks, _LOOKS):
-                    pass
-        for _ in looks:
-            pass
         own = dict(self.engine.module.named_buffers())
         for name, values in checkpoint.buffers.items():
             if name in own and tuple(own[name].shape) == values.shape:  # if not, rank 0 refuses it
@@ -177,6 +196,7 @@ class Checkpoints:
             return
         state, engine = checkpoint.content.state, self.engine
         engine.updates = state.updates
+        engine.absent.missed = {name: state.missed[name] for name in engine.names if name in state.missed}
         if engine.loss_scale.dynamic and flat(checkpoint.content.spec)["train.precision"] == "fp16":
             engine.loss_scale = replace(engine.loss_scale, value=state.loss_scale, good_steps=state.good_steps)
 

@@ -9,6 +9,7 @@ import torch
 from hpczero import __version__, env, machine
 from hpczero.comm.world import World
 from hpczero.errors import InputError
+from hpczero.spec.show import in_bytes
 from hpczero_kernels import registry
 
 _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
@@ -34,6 +35,20 @@ def use_threads(world: World) -> int:
     threads = machine.threads_per_rank(cores, everyone[ranks[0]]["quota"])[ranks.index(world.rank)]
     torch.set_num_threads(threads)
     return threads
+
+
+def remove_stale_segments(world: World) -> None:
+    """Remove what MPICH left of this user's killed jobs in /dev/shm: the room is needed, and nobody
+    else gives it back. One rank of each node does, and says so; as `hpczero doctor --clean`.
+    """
+    if world.local_rank:
+        return
+    _, gone = machine.remove_stale_segments({"MPICH"})
+    if gone:
+        size = in_bytes(sum(segment.size for segment in gone))
+        what = f"removed {len(gone)} shared-memory files that killed MPICH jobs left in /dev/shm"
+        host = world.hosts[world.rank]
+        print(f"hpczero: {host}: {what} ({size})", file=sys.stderr, flush=True)
 
 
 def use_kernels(world: World) -> None:

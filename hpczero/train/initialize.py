@@ -9,15 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from hpczero import machine
 from hpczero.comm.grid import Grid
 from hpczero.comm.work import Limits
 from hpczero.comm.world import World
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.memory.malloc import keep_free_memory
 from hpczero.optim.learning_rate import learning_rate
+from hpczero.parallel.agreement import refuse_modules_that_differ
 from hpczero.parallel.apply import adopt
 from hpczero.parallel.foreign import layers_of
 from hpczero.parallel.zero import DTYPES, Engine, StepResult
+from hpczero.planner.platform import bucket_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
@@ -36,7 +39,7 @@ def initialize(
     """
     whole = world or World.start()
     spec = _agreed(spec, whole)
-    own = None if world else whole.part(range(whole.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
+    own = None if world else whole.part(range(whole.size), spec.comm.ranks_per_node, Limits(staging=bucket_bytes(spec.zero, "cpu")))
     if own:
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
@@ -45,6 +48,7 @@ def initialize(
     spec = place(inner, spec)
     grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
     layers = inner.together(lambda: [layer for _, layer in layers_of(module)])
+    refuse_modules_that_differ(module, inner)
     given = sum(own.nbytes for own in module.parameters() if not own.is_meta)
     preflight.refuse_what_does_not_fit(inner, _counted(spec, inner.size, accumulates), layers, given)
     engine = adopt(module, spec, inner, grid, accumulates, facts.use_threads(inner))
@@ -68,44 +72,59 @@ class Training:
         self._open = True
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self.engine(*arguments, **named)
+        return self._opened()(*arguments, **named)
 
     def backward(self, loss: torch.Tensor, last: bool = False) -> None:
         """Adds the gradient of this rank's `loss`. A step follows the *sum* over all backwards and all ranks: for a mean, divide the loss. If
         the caller says which backward is the `last` of a step, stages 0 and 1 reduce while it goes on.
         """
-        self.engine.backward(loss, last)
+        self._opened().backward(loss, last)
 
     def step(self, lr: float | None = None) -> StepResult:
         """Clips, and updates the parameters, at the spec's learning rate for this step if none is given. A gradient that is not finite is left
         out: the result says where it was.
         """
-        result = self.engine.finish_step(learning_rate(self.spec, self.steps) if lr is None else lr)
+        result = self._opened().finish_step(learning_rate(self.spec, self.steps) if lr is None else lr)
         self.engine.weights_here()
         self.steps += 1
         return result
 
+    def zero_grad(self) -> None:
+        """Drop what the backwards since the last step have added, on all ranks.
+
+        A batch can so be left out; after a backward that raised, training goes on with this alone.
+        """
+        self.engine.zero_grad()
+
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """On rank 0 what the module's state_dict would be, whole tensors, parameters in fp32; empty on the other ranks."""
-        return self.engine.full_state_dict()
+        return self._opened().full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Parameters and buffers become those that rank 0 gives, which must be all; the optimizer's moments stay as they are."""
-        self.engine.load_state_dict(state)
+        self._opened().load_state_dict(state)
 
     def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> AbstractContextManager[None]:
         """Inside, these parameters can be read as a whole, at every stage. With `modify`, what rank 0 has changed in them becomes everyone's at
         the end; what other ranks have changed is dropped.
         """
-        return self.engine.gathered(parameters, modify)
+        return self._opened().gathered(parameters, modify)
 
     def close(self) -> None:
-        """The end: the module must not be used any more. Take home what is wanted of it before."""
+        """The end. The module is an ordinary one again; where the ranks had its parameters in parts (stage 3), or the
+        node has no room for a copy on every rank, they are gone, and an error when they are read: take home before
+        what is wanted of it (full_state_dict).
+        """
         if self._open:
             self._open = False
-            self.engine.close()
+            self.engine.close(machine.memory().usable)
             for world in self._worlds:
                 world.close()
+
+    def _opened(self) -> Engine:
+        if not self._open:
+            raise HpczeroError("this engine is closed: all that it is asked for comes before close()")
+        return self.engine
 
     def __enter__(self) -> "Training":
         return self

@@ -7,6 +7,7 @@ from hpczero import device, kernel_cache, machine
 from hpczero.comm.world import World
 from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
+from hpczero.planner.platform import as_run, bucket_bytes
 from hpczero.spec.schema import Spec
 
 
@@ -17,11 +18,11 @@ def place(world: World, spec: Spec) -> Spec:
     backend = carrier(spec.comm.backend, own.kind, world.size, shared, _available(spec.comm.backend, own))
     if own is CPU and backend == "mpi":
         return spec
-    world.use(own, backend)
+    world.use(own, backend, bucket_bytes(spec.zero, own.kind))
     if not isinstance(own, Cuda):
         return spec
     world.together(lambda: kernel_cache.of_gpu(own.capability))
-    return spec.model_copy(update={"zero": spec.zero.model_copy(update={"node_shared": False})})
+    return as_run(spec, own.kind)
 
 
 def carrier(wanted: str, kind: str, ranks: int, shared: bool, available: Collection[str]) -> str:

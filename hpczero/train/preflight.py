@@ -11,9 +11,12 @@ from hpczero.device import Device
 from hpczero.errors import InputError
 from hpczero.memory import account
 from hpczero.model.shapes import Layer
+from hpczero.parallel.zero import DTYPES
 from hpczero.planner.fit import Bound, Site, refusal
 from hpczero.planner.memory import RUNTIME, saves_behind
+from hpczero.planner.platform import Platform
 from hpczero.spec.schema import Spec
+from hpczero_kernels import registry
 
 
 def refuse_what_does_not_fit(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -> None:
@@ -37,12 +40,12 @@ def fitting(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -
 
 def _problem(world: World, spec: Spec, layers: Sequence[Layer], given: int) -> str | None:
     """The same on all ranks."""
-    seen = world.collect(_seen(world, given))
+    seen = world.collect(_seen(world, spec, given))
     problem: str | None = world.share(refusal(spec, layers, site_of(seen)) if seen is not None else None)
     return problem
 
 
-def _seen(world: World, given: int) -> dict[str, Any]:
+def _seen(world: World, spec: Spec, given: int) -> dict[str, Any]:
     """What this rank knows of its node, as plain data. What it holds itself already is part of its need."""
     shm = machine.shared_memory()
     return {
@@ -54,7 +57,17 @@ def _seen(world: World, given: int) -> dict[str, Any]:
         "shm": shm.free if shm else 0,
         "held": min(account.held(), RUNTIME + given),
         "gpu": _gpu(world.device),
+        "kernels": sorted(platform_of(world, spec).kernels),
+        "native": world.backend != "mpi",
     }
+
+
+def platform_of(world: World, spec: Spec) -> Platform:
+    """Return what this rank runs on."""
+    if world.device.kind != "cuda" or spec.model.kernels == "torch":
+        return Platform(world.device.kind, native=world.backend != "mpi")
+    kernels = registry.of_gpus(DTYPES[spec.train.precision])
+    return Platform("cuda", kernels, native=world.backend != "mpi")
 
 
 def _gpu(device: Device) -> dict[str, Any] | None:
@@ -68,7 +81,12 @@ def site_of(seen: Sequence[dict[str, Any]]) -> Site:
     for rank in seen:
         for claim in _claims(rank):
             groups.setdefault((rank["computer"], claim.what), []).append((rank, claim))
-    return Site(Counter(rank["node"] for rank in seen), tuple(_bound(group) for group in groups.values()))
+    bounds = tuple(_bound(group) for group in groups.values())
+    on_gpus = any(rank.get("gpu") for rank in seen)
+    kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
+    native = all(rank.get("native", False) for rank in seen)
+    platform = Platform("cuda" if on_gpus else "cpu", kernels, native)
+    return Site(Counter(rank["node"] for rank in seen), bounds, platform)
 
 
 @dataclass(frozen=True)

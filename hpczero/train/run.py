@@ -25,21 +25,24 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.apply import Found, assemble, find
 from hpczero.parallel.foreign import layers_of
 from hpczero.planner.memory import need, placement
+from hpczero.planner.platform import bucket_bytes
 from hpczero.planner.topology import sharing_left_out
 from hpczero.planner.volumes import resolved
+from hpczero.spec import site
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight, rundir
 from hpczero.train.batches import Batches
-from hpczero.train.beginning import look_ahead
+from hpczero.train.beginning import identity_of, look_ahead
 from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.output import choose, loss
 from hpczero.train.placing import place
 from hpczero.train.rundir import RunDirectory
+from hpczero.train.summary import Earlier, LastJob, closing_words, of_run
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
-from hpczero_kernels import registry
+from hpczero_kernels import normal, registry
 
 _OR = " or "
 
@@ -73,9 +76,10 @@ class Job:
 def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, RunDirectory | None]:
     """Everything up to the claim of the run directory (rank 0 has it); no job if the run is finished already."""
     first = world.rank == 0
+    facts.remove_stale_segments(world)
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
-    whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=spec.zero.bucket_mb << 20))
+    whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=bucket_bytes(spec.zero, "cpu")))
     facts.use_kernels(world)
     keep_free_memory()
     spec = place(world, spec)
@@ -96,7 +100,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     if layers:
         given = sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
         fits = preflight.fitting(world, spec, layers, given)
-    world.together(lambda: look_ahead(spec) if first else None)
+    world.together(lambda: look_ahead(spec, identity_of(source.describe()["fingerprint"])) if first else None)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
     whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
     return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
@@ -117,7 +121,7 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
         if voice:
             voice.close()
     if voice:
-        print("\n".join(_closing_words(job, outcome, summary)), flush=True)
+        print("\n".join(closing_words(summary, _what(job, summary)) + _how_it_ended(job, outcome)), flush=True)
     stopped = outcome.state == "stopped" and outcome.saved == outcome.steps
     return Stopped.exit_code if stopped else 0 if outcome.state == "finished" else 1
 
@@ -131,13 +135,14 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
     part = placement(spec, job.grid, world.rank)
-    needed = need(spec, job.layers, part) if job.layers else None
+    platform = preflight.platform_of(world, spec)
+    needed = need(spec, job.layers, part, platform) if job.layers else None
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
         voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
-    left_out = sharing_left_out(spec.zero, job.grid)
-    if voice and left_out:
-        voice.event("WARN", what=left_out)
+    if voice:
+        for what in filter(None, [sharing_left_out(spec.zero, job.grid), *site.left_out()]):
+            voice.event("WARN", what=what)
     if voice and job.no_room_for_copy:
         voice.event("WARN", what="no room for a copy of the states: training waits while a checkpoint is saved")
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
@@ -147,8 +152,9 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
         _say_layout(voice, job, batches, parameters)
-    checkpoints = Checkpoints(spec, world, job.grid, engine)
-    first = _begin_again(checkpoints, voice)
+    identity = identity_of(job.source.describe()["fingerprint"], normal.RULE if shapes.known(spec.model) else 0)
+    checkpoints = Checkpoints(spec, world, job.grid, engine, identity)
+    first, earlier = _begin_again(checkpoints, voice)
     trainer = Trainer(spec, world, way, batches, voice, checkpoints)
     began_training, cpu_before = time.perf_counter(), time.process_time()
     outcome = trainer.train(first)
@@ -162,7 +168,10 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     }
     traced = tracing.conclude() if tracing else None
     engine.close()
-    summary = _summary(job, outcome, (outcome.steps - first, seconds), parameters) | {"wall_seconds": time.perf_counter() - began} | of_ranks
+    tokens = spec.train.global_batch * spec.model.seq_len
+    last_job = LastJob(first, outcome.steps - first, tokens, seconds, world.size, outcome.first_loss, outcome.final_loss)
+    summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
+    summary |= {"wall_seconds": time.perf_counter() - began} | of_ranks
     kernels = world.collect(registry.choices())
     if voice:
         summary["kernels"] = _kernels_of_all(kernels or [])
@@ -176,19 +185,23 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     return outcome, summary
 
 
-def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> int:
-    """Loads the checkpoint to begin from; how many steps are done."""
+def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> tuple[int, Earlier]:
+    """Loads the checkpoint to begin from; how many steps are done, and what rank 0 knows of them."""
     resumed = checkpoints.resume()
     if resumed.path:
         checkpoints.settle()
+    earlier = Earlier()
     if voice:
-        voice.directory.keep_metrics_before(resumed.step + 1)
+        own = resumed.path and resumed.path.parent == voice.directory.path / "checkpoints"
+        if own and (missing := voice.directory.missing_before(resumed.step + 1)):
+            voice.event("WARN", what=missing)
+        earlier = voice.directory.keep_metrics_before(resumed.step + 1)
         for warning in resumed.warnings:
             voice.event("WARN", what=warning)
         if resumed.path:
             changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
             voice.event("resume", step=resumed.step, path=str(resumed.path), **changed)
-    return resumed.step
+    return resumed.step, earlier
 
 
 def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:
@@ -229,42 +242,34 @@ def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
     voice.event("trace", file=str(voice.directory.path / NAME), steps=traced["steps"], events=traced["events"], **left_out)
 
 
-def _summary(job: Job, outcome: Outcome, done: tuple[int, float], parameters: int) -> dict[str, Any]:
-    """`done`: steps of this job, and their seconds."""
-    spec, (steps, seconds) = job.spec, done
-    tokens_of_step = spec.train.global_batch * spec.model.seq_len
-    validated = outcome.validation_loss is not None
+def _validation(outcome: Outcome) -> dict[str, Any] | None:
+    return outcome.validation.facts() | {"validation_step": outcome.validated} if outcome.validation else None
+
+
+def _summary(job: Job, outcome: Outcome, of_run: dict[str, Any], parameters: int) -> dict[str, Any]:
+    split = "train" if of_run["validation_loss"] is None else "validation"
     return {
         "state": outcome.state,
         "reason": outcome.reason,
         "steps": outcome.steps,
-        "first_loss": outcome.first_loss,
-        "final_loss": outcome.final_loss,
-        "validation_loss": outcome.validation_loss,
-        "unigram_entropy": job.source.unigram_entropy("validation") if validated else job.source.unigram_entropy("train"),
+        **of_run,
+        "unigram_entropy": job.source.unigram_entropy(split),
         "parameters": parameters,
         "ranks": job.world.size,
         "threads_per_rank": job.threads,
-        "tokens": outcome.steps * tokens_of_step,
-        "seconds": seconds,
-        "tokens_per_second": steps * tokens_of_step / seconds,
         "data": job.source.describe(),
     }
 
 
-def _closing_words(job: Job, outcome: Outcome, summary: dict[str, Any]) -> list[str]:
+def _what(job: Job, summary: dict[str, Any]) -> str:
     family = job.spec.model.family.upper() if shapes.known(job.spec.model) else job.spec.model.family
-    words = [
-        f"trained:    {job.spec.name}, a {family} of {summary['parameters']:,} parameters, on {summary['tokens']:,} tokens "
-        f"in {outcome.steps} steps ({summary['seconds']:.0f} s, {summary['tokens_per_second']:,.0f} tokens/s on {job.world.size} ranks)",
-    ]
+    return f"{job.spec.name}, a {family} of {summary['parameters']:,} parameters"
+
+
+def _how_it_ended(job: Job, outcome: Outcome) -> list[str]:
+    words = [f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)"]
     if outcome.final_loss is None:
         words.append(f"nothing was left to do: {outcome.steps} steps are done, and train.steps = {job.spec.train.steps}")
-    else:
-        words.append(f"loss:       {loss(outcome.first_loss)} at the first step, {loss(outcome.final_loss)} at the last (nats per token)")
-    if outcome.validation_loss is not None:
-        words.append(f"validation: {outcome.validation_loss:.4f}; the text's unigram entropy is {summary['unigram_entropy']:.4f}")
-    words.append(f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)")
     if outcome.state == "stopped":
         again = "started again, it goes on there" if outcome.saved == outcome.steps else "no checkpoint was saved there"
         words.append(f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}: {again}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.comm.trace import ADVANCE, OPERATION, WAIT, Event, What
+from hpczero.safe_files import written_whole
 from hpczero.train.timeline import lanes, main_track
 
 _MAIN = 1
@@ -30,21 +31,18 @@ class Rank:
 
 def write(path: Path, ranks: Iterable[Rank], facts: Mapping[str, Any], begin: int) -> None:
     """`begin` is time 0 of the file. The file is there as a whole or not at all."""
-    new = path.with_name(path.name + ".new")
-    try:
-        with gzip.open(new, "wt", compresslevel=5, encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms",\n')
-            file.write(f'"otherData": {json.dumps(dict(facts))},\n"traceEvents": [\n')
-            comma = ""
-            for rank in ranks:
-                for line in _lines(rank, begin):
-                    file.write(comma + line)
-                    comma = ",\n"
-            file.write("\n]}\n")
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    with (
+        written_whole(path) as packed,
+        gzip.open(packed, "wt", compresslevel=5, encoding="utf-8") as file,
+    ):
+        file.write('{"displayTimeUnit": "ms",\n')
+        file.write(f'"otherData": {json.dumps(dict(facts))},\n"traceEvents": [\n')
+        comma = ""
+        for rank in ranks:
+            for line in _lines(rank, begin):
+                file.write(comma + line)
+                comma = ",\n"
+        file.write("\n]}\n")
 
 
 def read(path: Path) -> dict[int, list[Event]]:

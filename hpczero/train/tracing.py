@@ -17,6 +17,7 @@ from typing import Any
 from hpczero.comm.grid import Grid
 from hpczero.comm.trace import OPERATION, ROW, Recording, Step, Trace, What, events
 from hpczero.comm.world import World
+from hpczero.safe_files import remove
 from hpczero.spec.schema import Spec
 from hpczero.train import timeline, trace_file
 from hpczero.train.rundir import path_of
@@ -45,7 +46,7 @@ class Tracing:
         self._begun = datetime.now(UTC).isoformat(timespec="seconds")
         if world.rank == 0:
             for old in (self._folder / NAME, *self._folder.glob(_part_of("*"))):
-                old.unlink(missing_ok=True)
+                remove(old)
         self._clock, self._read = world.clock(), time.perf_counter_ns()
         self._recording = Recording()
         world.record(self._recording)

@@ -15,6 +15,7 @@ import torch
 
 from hpczero import env
 from hpczero.checkpoint.write import SaveFailed
+from hpczero.comm.patience import patiently
 from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
 from hpczero.model.batch import MicroBatch
@@ -25,6 +26,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from hpczero.train.checkpoints import Checkpoints
 from hpczero.train.deadline import WRITTEN, Deadline
+from hpczero.train.evaluation import Tally, Validation
 from hpczero.train.output import Output
 from hpczero.train.rundir import RunDirectory
 from hpczero.train.signals import REASONS, StopRequests
@@ -41,7 +43,8 @@ class Outcome:
     reason: str = ""
     first_loss: float | None = None
     final_loss: float | None = None
-    validation_loss: float | None = None
+    validation: Validation | None = None
+    validated: int = 0  # the step after which that was
     saved: int = -1  # the step of the newest checkpoint that this run has written or begun from
 
 
@@ -129,10 +132,10 @@ class Trainer:
         if self._evaluates_after(step) and not asked:
             with trace.span("evaluation"):
                 validation, asked = self.evaluate(requests)
-            metrics |= {} if validation is None else {"validation_loss": validation}
+            metrics |= validation.facts() if validation else {}
         if self.voice:
             self._report(self.voice, metrics, result, first=before.first_loss is None)
-        return self._outcome(before, step + 1, loss, before.validation_loss if validation is None else validation, asked, result)
+        return self._outcome(before, step + 1, loss, validation, asked, result)
 
     def _keep(self, outcome: Outcome) -> Outcome:
         """Brings the save under way to its end, and begins the next one when it is time: also when the one before has failed."""
@@ -170,6 +173,8 @@ class Trainer:
 
     def _conclude(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
+        directory = self.voice.directory if self.voice else None
+        patiently(self.world, lambda: directory.sync() if directory else None)
         saved, left = self.checkpoints.conclude()
         if self.deadline:
             self.deadline.saved(saved.seconds)
@@ -196,21 +201,19 @@ class Trainer:
         every, last = self.spec.train.eval_every, step + 1 == self.spec.train.steps
         return self.batches.evaluation_batches() > 0 and (last or (every > 0 and (step + 1) % every == 0))
 
-    def evaluate(self, requests: StopRequests) -> tuple[float | None, str]:
-        """The mean loss on the validation text, in nats per token: every rank takes its part of each batch. A request to stop ends it
-        without a result.
-        """
+    def evaluate(self, requests: StopRequests) -> tuple[Validation | None, str]:
+        """The loss on the validation text: every rank takes its part of each batch. A request to stop ends it without a result."""
         self.engine.module.eval()
-        loss_sum, tokens = 0.0, 0.0
+        tally = Tally()
         with torch.no_grad():
             for number in range(self.batches.evaluation_batches()):
                 batches = self.batches.evaluation(number)
-                own = self.way.evaluate(batches), sum(batch.token_count for batch in batches)
+                own = Tally.of(batches, self.way.evaluate(batches)).values()
                 sums, asked = self._sum_over_ranks([value * self.engine.losses_count for value in own], requests)
                 if asked:
                     return None, asked
-                loss_sum, tokens = loss_sum + sums[0], tokens + sums[1]
-        return loss_sum / tokens, ""
+                tally += Tally(*sums)
+        return tally.validation(self.batches.source.windows("validation"), self.spec.model.seq_len), ""
 
     def _report(self, voice: Voice, metrics: dict[str, Any], result: StepResult, first: bool) -> None:
         voice.directory.metrics(metrics)
@@ -222,9 +225,10 @@ class Trainer:
         voice.output.step(metrics["step"], metrics)
         if "validation_loss" in metrics:
             entropy = self.batches.source.unigram_entropy("validation")
-            voice.event("eval", step=metrics["step"], validation_loss=metrics["validation_loss"], unigram_entropy=entropy)
+            said = {name: figure for name, figure in metrics.items() if name.startswith("validation_")}
+            voice.event("eval", step=metrics["step"], **said, unigram_entropy=entropy)
 
-    def _outcome(self, before: Outcome, steps: int, loss: float, validation: float | None, asked: str, result: StepResult) -> Outcome:
+    def _outcome(self, before: Outcome, steps: int, loss: float, validation: Validation | None, asked: str, result: StepResult) -> Outcome:
         first = loss if before.first_loss is None else before.first_loss
         self.skipped = self.skipped + 1 if result.bad else 0
         done = steps == self.spec.train.steps
@@ -234,5 +238,6 @@ class Trainer:
             state, reason = "failed", f"{what}: a lower optimizer.lr or a longer warm-up may help"
         elif asked and not done:
             state, reason = "stopped", asked
-        return replace(before, state=state, steps=steps, reason=reason, first_loss=first, final_loss=loss, validation_loss=validation)
+        found = replace(before, state=state, steps=steps, reason=reason, first_loss=first, final_loss=loss)
+        return replace(found, validation=validation, validated=steps) if validation else found
 

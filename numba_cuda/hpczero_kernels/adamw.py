@@ -57,7 +57,9 @@ class State:
 def scalars_of_step(step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float = 1.0) -> Scalars:
     """`step` counts the updates from 1."""
     (beta1, beta2), correction1, correction2 = betas, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
-    return Scalars(torch.tensor([gradient_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps, lr, lr / correction1, 1.0 / correction2, 0.0]))
+    of_betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
+    values = [gradient_scale, *of_betas, eps, lr, lr / correction1, 1.0 / correction2, 0.0]
+    return Scalars(torch.tensor(values, dtype=torch.float32))
 
 
 def adamw_reference(state: State, decay: float, scalars: Scalars, zero_gradient: bool = False) -> None:

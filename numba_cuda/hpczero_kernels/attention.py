@@ -50,7 +50,7 @@ class _Attention(torch.autograd.Function):
         samples, heads, seq, head_dim = gradient.shape
         q, k, v, out, above = (tensor.reshape(-1, seq, head_dim) for tensor in (*saved, gradient))
         shift, rows = logsumexp.reshape(-1, seq, 1), (above.float() * out.float()).sum(-1, keepdim=True)
-        future = torch.full((seq, seq), float("-inf")).triu_(1)
+        future = torch.full((seq, seq), float("-inf"), dtype=torch.float32).triu_(1)
         of_q, of_k, of_v = (torch.empty_like(q) for _ in range(3))
         scale, step = 1.0 / sqrt(head_dim), max(1, _TILE // (seq * seq))
         for start in range(0, samples * heads, step):

@@ -30,7 +30,7 @@ _BLOCK = 1 << 18  # elements that are in fp32 at a time
 def statistics_reference(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 [rows] each: the largest logit (-inf: there is none), the sum of exp(logit - largest), the target's logit (0: it is not here)."""
     rows, columns = logits.shape
-    most, sums, of_targets = (torch.zeros(rows, device=logits.device) for _ in range(3))
+    most, sums, of_targets = (torch.zeros(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     if not columns:
         return most.fill_(float("-inf")), sums, of_targets
     index, here = _own(targets, first, columns)

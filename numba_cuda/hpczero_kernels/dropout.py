@@ -33,8 +33,8 @@ class Place:
 def keep_reference(key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place) -> torch.Tensor:
     """Which elements stay: bool [samples, rows, columns]."""
     _, rows, columns = shape
-    row = place.first_row + torch.arange(rows, device=samples.device)
-    column = place.first_column + torch.arange(columns, device=samples.device)
+    row = place.first_row + torch.arange(rows, dtype=torch.int64, device=samples.device)
+    column = place.first_column + torch.arange(columns, dtype=torch.int64, device=samples.device)
     return words_at(key, samples[:, None, None], row[:, None] * place.all_columns + column) >= threshold(probability)
 
 

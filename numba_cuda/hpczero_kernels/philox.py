@@ -43,7 +43,7 @@ def words_at(key: int, streams: torch.Tensor, positions: torch.Tensor) -> torch.
 
 def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tensor:
     """Words first .. first + count - 1 of a stream, as int64 [count]."""
-    return words_at(key, torch.tensor(stream), torch.arange(first, first + count))
+    return words_at(key, torch.tensor(stream, dtype=torch.int64), torch.arange(first, first + count, dtype=torch.int64))
 
 
 @njit("UniTuple(uint32, 4)(uint64, uint64, uint64)", nogil=True, cache=True)

@@ -26,7 +26,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 @intrinsic
-def _bits_as(context, value, to):
+def bits_as(context, value, to):
     """The bits of a value as another type of the same size."""
 
     def generate(context, builder, signature, arguments):
@@ -47,12 +47,12 @@ def pointer(context, address, to):
 
 @inner
 def from_bf16(bits):
-    return _bits_as(uint32(uint32(bits) << uint32(16)), float32)
+    return bits_as(uint32(uint32(bits) << uint32(16)), float32)
 
 
 @inner
 def to_bf16(value):
-    bits = _bits_as(value, uint32)
+    bits = bits_as(value, uint32)
     rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32(uint32(bits >> uint32(16)) & uint32(1))) >> uint32(16))
     return uint16(rounded if value == value else uint32(0x7FC0))
 
@@ -61,19 +61,19 @@ def to_bf16(value):
 def from_fp16(bits):
     """The fields move to their places in an fp32; a product with 2^112 rebiases the exponent and makes subnormal values normal."""
     magnitude = uint32(uint32(bits & uint16(0x7FFF)) << uint32(13))
-    value = _bits_as(_bits_as(magnitude, float32) * float32(2.0**112), uint32)
+    value = bits_as(bits_as(magnitude, float32) * float32(2.0**112), uint32)
     special = uint32(0x7F800000) if magnitude >= uint32(0x7C00 << 13) else uint32(0)
-    return _bits_as(uint32(value | special | uint32(uint32(bits & uint16(0x8000)) << uint32(16))), float32)
+    return bits_as(uint32(value | special | uint32(uint32(bits & uint16(0x8000)) << uint32(16))), float32)
 
 
 @inner
 def to_fp16(value):
     """Below the smallest normal fp16, adding 1/2 makes the addition round at the last bit of a subnormal one."""
-    bits = _bits_as(value, uint32)
+    bits = bits_as(value, uint32)
     magnitude = uint32(bits & uint32(0x7FFFFFFF))
     odd = uint32(uint32(magnitude >> uint32(13)) & uint32(1))
     normal = uint32(uint32(magnitude - uint32(112 << 23) + uint32(0xFFF) + odd) >> uint32(13))
-    subnormal = uint32(_bits_as(_bits_as(magnitude, float32) + float32(0.5), uint32) - uint32(126 << 23))
+    subnormal = uint32(bits_as(bits_as(magnitude, float32) + float32(0.5), uint32) - uint32(126 << 23))
     finite = normal if magnitude >= uint32(113 << 23) else subnormal
     special = uint32(0x7C00) if value == value else uint32(0x7E00)
     rounded = finite if magnitude < uint32(143 << 23) else special

@@ -13,7 +13,7 @@ from numba.core import config
 
 from hpczero_kernels.table import CUDA, FLOATS, NUMBA, OLDEST, TABLE, TORCH, Implementation
 
-__all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force", "on_gpus"]
+__all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force", "of_gpus", "on_gpus"]
 
 SIMULATED = bool(vars(config).get("ENABLE_CUDASIM"))  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
 _LOG = logging.getLogger("hpczero_kernels")
@@ -53,14 +53,23 @@ def on_gpus() -> bool:
     return any(_best(operation, "cuda", dtype)[0] == CUDA for operation in TABLE for dtype in FLOATS)
 
 
+def of_gpus(dtype: torch.dtype) -> frozenset[str]:
+    """Return the operations in this precision that kernels carry out on this process's GPU."""
+    name = str(dtype).removeprefix("torch.")
+    return frozenset(key for key in TABLE if _best(key, "cuda", name)[0] == CUDA)
+
+
 def choices() -> dict[str, str]:
     """Those made so far: "norm on cpu in bfloat16" -> "torch"."""
     return dict(sorted(_chosen.items()))
 
 
-@torch.compiler.assume_constant_result
 def _choose(operation: str, device: str, dtype: torch.dtype, fits: bool) -> str:
     return _decide(operation, device, str(dtype).removeprefix("torch."), fits)
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler for it: a second of every start. A test compares.
+_choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)

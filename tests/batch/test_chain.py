@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.lock import Holder
+from hpczero.lock import Holder, RunLock
 from tests.batch.golden import submitted
+from tests.launch import CHECKOUT
 
 BASH = shutil.which("bash") or "bash"
 
@@ -133,13 +134,15 @@ def test_asked_to_stop_it_asks_the_run_and_waits_for_it(machine: Machine, name: 
     assert machine.links() == ["1 began none", "1 ended 75"]
 
 
-def test_a_module_that_is_not_there_is_a_failure_that_is_noted(tmp_path: Path) -> None:
+def test_a_module_that_is_not_there_ends_the_chain(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {"modules": ["nothing"]})
     machine.program("module", "exit 1")
     code, said = machine.job("1", "exit 0")
     assert (code, said) == (2, "hpczero job: these modules cannot be loaded: nothing\n")
     assert machine.links() == ["1 began none", "1 ended 2"]
-    assert machine.over() == "", "the next job may find it"
+    assert machine.over() == "these modules cannot be loaded: nothing"
+    assert "nothing is left to do: these modules" in machine.job("2", "echo started")[1]
+    assert machine.links()[-1] == "2 passed 0"
 
 
 def test_when_the_job_ends_as_slurm_says_or_as_it_was_asked_for(machine: Machine) -> None:
@@ -157,9 +160,9 @@ def test_when_the_job_ends_as_slurm_says_or_as_it_was_asked_for(machine: Machine
 def test_under_pbs_the_job_writes_its_log_itself(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {"site": "generic/pbs"})
     machine.program("mpirun", "echo words; echo more >&2; exit 75")
-    process = machine.start("17.pbs")
+    process = machine.start("17.headnode")
     assert (process.communicate(timeout=60)[0], process.returncode) == ("", 0)
-    assert (machine.books / "log-17.pbs").read_text() == "words\nmore\n"
+    assert (machine.books / "log-17.headnode").read_text() == "words\nmore\n"
 
 
 def test_a_lock_in_the_name_of_a_job_that_was_killed_is_nobodys(machine: Machine) -> None:
@@ -190,8 +193,8 @@ def test_a_spec_may_set_any_variable(tmp_path: Path) -> None:
 def test_the_time_that_the_setup_takes_counts(tmp_path: Path) -> None:
     machine = Machine(tmp_path, {"site": "generic/pbs", "walltime": "30m", "setup": ["date +%s", "sleep 3"]})
     machine.program("mpirun", 'echo "$HPCZERO_DEADLINE"')
-    machine.start("17.pbs").communicate(timeout=60)
-    begin, deadline = map(int, (machine.books / "log-17.pbs").read_text().split())
+    machine.start("17.headnode").communicate(timeout=60)
+    begin, deadline = map(int, (machine.books / "log-17.headnode").read_text().split())
     assert deadline <= begin + 1800 + 1
 
 
@@ -210,3 +213,37 @@ def test_books_that_cannot_be_written_are_said(machine: Machine) -> None:
     assert code == 2
     assert f"hpczero job: {machine.books}/links cannot be written" in said
     assert "started" not in said
+
+
+def test_the_setup_runs_where_the_job_was_rendered(tmp_path: Path) -> None:
+    """Under PBS a job begins in the user's home; the run works there, wherever setup goes."""
+    machine = Machine(tmp_path, {"setup": [". ./mine.sh", "cd /"]})
+    (tmp_path / "mine.sh").write_text("export OF_MINE=here\n")
+    code, said = machine.job("1", 'echo "$OF_MINE in $PWD"')
+    assert (code, said) == (0, f"here in {tmp_path}\n")
+
+
+@pytest.mark.parametrize("launchers", [143, 137, 1, 2])
+def test_a_rank_that_found_the_input_wrong_ends_the_chain(machine: Machine, launchers: int) -> None:
+    """srun kills the other ranks then, and ends with the code of one of those."""
+    note = 'python3 -c "from hpczero import job_note; job_note.wrong_input()"; exit '
+    here = str(CHECKOUT)
+    assert machine.job("1", note + str(launchers), PYTHONPATH=here)[0] == 2
+    assert machine.over() == "the input is wrong (exit code 2)"
+    machine.forgets()
+    assert machine.job("2", f"exit {launchers}")[0] == launchers, "the note is of one job"
+
+
+def test_a_run_whose_folder_is_held_is_no_wrong_input(machine: Machine) -> None:
+    held = "from hpczero.lock import RunLock; RunLock(sys.argv[1]).take_in_job()"
+    here = "import hpczero.lock; hpczero.lock.PATIENCE = 0.5"
+    with RunLock(machine.run):
+        program = (
+            f"import sys; {here}\ntry: {held}\nexcept Exception as error: sys.exit(error.exit_code)"
+        )
+        (machine.folder / "take.py").write_text(program)
+        take = f'python3 {machine.folder / "take.py"} "$RUN"'
+        code, said = machine.job("1", take, PYTHONPATH=str(CHECKOUT))
+    assert code == 1
+    assert "waiting: the run directory" in said
+    assert machine.over() == "", "the next job may have it"

@@ -11,6 +11,7 @@ from hpczero.cli import main
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import layers, parameter_count
 from hpczero.planner.memory import needs_on_grid
+from hpczero.planner.platform import Platform, as_run, device_of
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
 
@@ -57,9 +58,15 @@ def test_it_has_the_size_that_it_claims_and_fits_its_devices(name: str) -> None:
     assert parameter_count(spec.model) / 1e9 == pytest.approx(billions, rel=0.01)
     job = plan(spec, HERE, ("run", "spec.toml"))
     nodes = [rank // job.ranks_per_node for rank in range(job.ranks)]
-    needs = needs_on_grid(spec, layers(spec.model), Grid.build(resolved(spec, nodes), nodes))
+    platform = Platform(device_of(spec, 0))
+    spec = as_run(spec, platform.device)
+    grid = Grid.build(resolved(spec, nodes), nodes)
+    needs = needs_on_grid(spec, layers(spec.model), grid, platform)
     assert job.ranks == ranks
-    assert max(sum(need.node.values()) for need in needs.values()) <= gib * 2**30 * job.ranks_per_node
+    assert platform.on_gpus == (name != "gpt-cpu")
+    account = "device" if platform.on_gpus else "all"
+    fullest = max(sum(need.fullest(account).values()) for need in needs.values())
+    assert fullest <= gib * 2**30
 
 
 def test_the_trillion_is_cut_as_it_says() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hpczero.batch import progress, slurm
 from hpczero.batch.queued import Queued
 from hpczero.batch.submission import Submission
+from hpczero.lock import RunLock
 
 JOBS = ("11", "12", "13")
 
@@ -161,3 +162,150 @@ slurm_load_jobs error: nonsense
 def test_a_folder_with_signs_of_slurms_own_in_its_name() -> None:
     words = slurm.submission(Path("/a%j/job.sh"), Path("/a%j"), "tag", "", held=False)
     assert "--output=/a%%j/log-%j" in words
+
+
+def by_hand(run: Path, *, ended: str = "", saved: int = 0) -> Path:
+    """A run that was started with mpirun; `ended`: the state in its summary."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "spec.toml").write_text("[train]\nsteps = 100\n")
+    now = datetime.now(UTC).isoformat()
+    (run / "events.jsonl").write_text(json.dumps({"event": "start", "time": now}) + "\n")
+    line = {"step": 40, "loss": 4.6, "step_seconds": 2.0, "tokens_per_second": 50.0}
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    if ended:
+        (run / "summary.json").write_text(json.dumps({"state": ended, "reason": "SIGTERM"}))
+    if saved:
+        (run / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True)
+        (run / "checkpoints" / f"step-{saved:08d}" / "MANIFEST.json").touch()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ended", "saved", "state", "reason"),
+    [
+        ("finished", 100, "finished", ""),
+        ("stopped", 40, "continues", "SIGTERM"),
+        ("stopped", 0, "stopped", "SIGTERM"),
+        ("failed", 0, "failed", "SIGTERM"),
+        ("", 40, "failed", "it ended without a word: killed, or its node failed"),
+    ],
+)
+def test_a_run_that_was_started_by_hand(
+    tmp_path: Path, ended: str, saved: int, state: str, reason: str
+) -> None:
+    found = progress.of(by_hand(tmp_path / "run", ended=ended, saved=saved), [])
+    assert (found.state, found.reason) == (state, reason)
+    assert (found.step, found.steps, found.loss, found.last_save) == (40, 100, 4.6, saved or None)
+    assert found.age_seconds is not None
+    assert found.age_seconds < 60
+
+
+def test_a_run_that_was_started_by_hand_and_goes_on(tmp_path: Path) -> None:
+    run = by_hand(tmp_path / "run")
+    with RunLock(run):
+        found = progress.of(run, [])
+        assert (found.state, found.seconds_left) == ("running", 120.0)
+        assert f"process {os.getpid()} on " in found.reason
+        later = progress.of(run, [], now=time.time() + 700)
+        assert later.state == "STALLED"
+    assert progress.of(run, []).state == "failed"
+
+
+def test_a_run_that_was_cancelled(record: Submission) -> None:
+    links(record, "11 began none", "11 ended 75", "12 began step-00000005")
+    record.close("cancelled")
+    found = progress.of(record.run, [queued("12", "ended", "deleted by ada")])
+    assert (found.state, states(found)) == ("cancelled", ["interrupted", "gone", "cancelled"])
+    by_hand(record.run)  # and started again, by hand
+    os.utime(record.path / "over", (1, 1))
+    (record.path / "links").unlink()
+    assert progress.of(record.run, []).state == "failed"
+    by_hand(record.run, ended="stopped", saved=40)
+    assert progress.of(record.run, []).state == "continues"
+
+
+def test_a_chain_that_stopped_in_time_continues(record: Submission) -> None:
+    links(record, *(f"{one} {word}" for one in JOBS for word in ("began none", "ended 75")))
+    by_hand(record.run, ended="stopped", saved=40)
+    os.utime(record.run / "events.jsonl")
+    found = progress.of(record.run, [])
+    assert (found.state, found.reason) == ("continues", "SIGTERM")
+    record.close("no progress: 3 jobs in a row ended without a new checkpoint")
+    os.utime(record.path / "over", (time.time() + 10,) * 2)
+    found = progress.of(record.run, [])
+    assert found.state == "stopped"
+    assert found.reason.startswith("no progress")
+
+
+def test_where_no_scheduler_answers_the_lock_says_which_job_runs(
+    record: Submission, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links(record, "11 began none")
+    monkeypatch.setenv("SLURM_JOB_ID", "11")
+    with RunLock(record.run):
+        found = progress.of(record.run, [], silent={"slurm"})
+        assert (found.state, states(found)) == ("running", ["running", "unknown", "unknown"])
+
+
+def test_the_first_span_of_a_job_that_was_requeued_counts(record: Submission) -> None:
+    """Its node failed, so that it said nothing of an end: it counts until the job began again."""
+    began = ["2026-01-05T10:00:00Z 11 began none", "2026-01-05T10:30:00Z 11 began none"]
+    (record.path / "links").write_text("\n".join([*began, "2026-01-05T10:45:00Z 11 ended 0", ""]))
+    assert progress.of(record.run, []).node_hours == pytest.approx(2 * 0.75)
+    late = began[1].replace("10:30", "16:30")
+    (record.path / "links").write_text(
+        "\n".join([began[0], late, "2026-01-05T16:45:00Z 11 ended 0", ""])
+    )
+    assert progress.of(record.run, []).node_hours == pytest.approx(2 * 1.25), (
+        "an hour is its walltime"
+    )
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(record: Submission) -> None:
+    for path in ("metrics.jsonl", "events.jsonl", "summary.json", "spec.toml", "lock"):
+        os.mkfifo(record.run / path)
+    (record.path / "spec.toml").unlink()
+    assert progress.of(record.run, []).step == 0
+
+
+@pytest.mark.parametrize("step", ['"many"', "null", "[1]", "1e400", '{"a": 1}'])
+def test_figures_of_wrong_types_are_left_out(record: Submission, step: str) -> None:
+    line = f'{{"step": 3, "step_seconds": 1.0, "loss": {step}, "tokens_per_second": {step}}}'
+    bad = f'{{"step": {step}, "step_seconds": {step}}}'
+    (record.run / "metrics.jsonl").write_text(f"{line}\n{bad}\n")
+    found = progress.of(record.run, [])
+    assert (found.step, found.loss, found.tokens_per_second) == (3, None, None)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"jobs": ["--user=root"]},
+        {"jobs": ["11 12"]},
+        {"jobs": "-u"},
+        {"nodes": "2"},
+        {"nodes": 10**400},
+        {"walltime": None},
+        {"walltime": True},
+        {"scheduler": "lsf"},
+        {"scheduler": ["slurm"]},
+        {"id": 5},
+    ],
+)
+def test_a_record_of_a_submission_that_nobody_wrote(
+    record: Submission, values: dict[str, Any]
+) -> None:
+    """What it says becomes words of scancel and qdel."""
+    path = record.path / "submission.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    assert Submission.read(record.path) is None
+    assert progress.of(record.run, []).links == []
+
+
+def test_a_pipe_among_the_books_is_not_waited_for(record: Submission) -> None:
+    for name in ("links", "over"):
+        os.mkfifo(record.path / name)
+    assert progress.of(record.run, []).links != []
+    (record.path / "submission.json").unlink()
+    os.mkfifo(record.path / "submission.json")
+    assert progress.of(record.run, []).links == []

@@ -154,10 +154,10 @@ def test_the_verbs_on_a_login_node(moon: Path) -> None:
 def test_a_script_is_rendered_where_no_scheduler_is(moon: Path) -> None:
     rendered = hpczero(moon, "render", str(spec(moon, 'batch.site = "generic/pbs"')), "-o", "job.sh", path="/nonexistent")
     assert (rendered.returncode, rendered.stdout) == (0, "")
-    assert rendered.stderr == "hpczero: generic/pbs: 1 ranks on 1 nodes, at most 1 node-hours\n"
+    assert rendered.stderr.splitlines()[0] == "hpczero: generic/pbs: 1 rank on 1 node, at most 1 node-hours"
     assert "#PBS -l walltime=01:00:00" in (moon / "job.sh").read_text().splitlines()
     several = hpczero(moon, "render", "spec.toml", "--set", "batch.chain=3", path="/nonexistent")
-    assert several.stderr.splitlines()[1].startswith("hpczero: batch.chain = 3: it is hpczero submit that ")
+    assert several.stderr.splitlines()[2].startswith("hpczero: batch.chain = 3: it is hpczero submit that ")
     unknown = hpczero(moon, "render", str(spec(moon, "")), path="/nonexistent")
     assert unknown.returncode == 2
     assert 'batch.scheduler = "slurm" or "pbs"' in unknown.stderr
@@ -210,3 +210,26 @@ def test_a_new_profile_is_one(moon: Path) -> None:
     nobody = hpczero(moon, "site", "new", "x", path="/nonexistent")
     assert nobody.returncode == 1
     assert "neither sinfo (Slurm) nor qstat (PBS)" in nobody.stderr
+
+
+def test_a_sinfo_that_fails_does_not_hide_qstat(moon: Path) -> None:
+    """As where Slurm's commands are installed and PBS runs."""
+    (moon / "bin").mkdir()
+    odd = (Path(__file__).parent / "pbs" / "qstat-Qf-odd-queues.txt").read_text()
+    for name, code in (
+        ("sinfo", "sys.exit('sinfo: error: no controller')"),
+        ("qstat", f"print({odd!r})"),
+    ):
+        program = moon / "bin" / name
+        program.write_text(f"#!{sys.executable}\nimport sys\n{code}\n")
+        program.chmod(0o755)
+    made = hpczero(moon, "site", "new", "here", "-o", "sites/here.toml", path=str(moon / "bin"))
+    assert (made.returncode, made.stderr) == (0, "")
+    _, site, partition = facts("here/workq")
+    assert (site.spec["batch"]["scheduler"], partition.limits[0].walltime) == ("pbs", "02:00:00")
+    text = (moon / "sites" / "here.toml").read_text()
+    assert "# left out: off (takes no jobs), route (hands jobs on to others), exec1 (" in text
+    (moon / "bin" / "qstat").write_text(f"#!{sys.executable}\nimport sys\nsys.exit('down')\n")
+    failed = hpczero(moon, "site", "new", "there", path=str(moon / "bin"))
+    assert failed.returncode == 1
+    assert "sinfo failed: sinfo: error: no controller; qstat failed: down" in failed.stderr

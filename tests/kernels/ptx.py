@@ -23,7 +23,7 @@ def missing() -> str:
         return "the simulator compiles nothing"
     for package in ("numba_cuda.numba", "cuda.bindings", "cuda.core"):
         if not util.find_spec(package.partition(".")[0]) or not util.find_spec(package):
-            return f"the package of {package} is not installed: pip install 'hpczero[cuda]'"
+            return f"the package of {package} is not installed: pip install '.[cuda]'"
     return ""
 
 

@@ -128,9 +128,8 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
         assert "shard-00000.h5: damaged at bytes" in resumed.warnings[0]
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_view_that_is_none_is_passed_over_by_all(world: World, shared_folder: str, number: int) -> None:
-    """Each rank looks at the views of some of the tensors."""
+def test_a_view_that_is_none_keeps_nobody_from_resuming(world: World, shared_folder: str) -> None:
+    """A run reads through the piece table; the view is for other programs, and `verify` looks at it."""
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         for step in (1, 2):
             checkpoints.begin(step, ends=True)
@@ -138,15 +137,14 @@ def test_a_view_that_is_none_is_passed_over_by_all(world: World, shared_folder: 
         path = checkpoints.path / folder.name_of(2)
         if world.rank == 0:
             with Checkpoint.open(path) as checkpoint:
-                tensor = checkpoint.table.tensors[number]
+                tensor = checkpoint.table.tensors[0]
             with h5py.File(path / "index.h5", "r+") as file:
                 del file[f"model/{tensor.name}"]
                 file[f"model/{tensor.name}"] = np.zeros(tensor.shape, "<f4")
             seal(path)
         world.everyone.barrier()
         resumed = checkpoints.resume()
-        assert resumed.step == 1
-        assert f"/model/{tensor.name} is not a view" in resumed.warnings[0] if world.rank == 0 else resumed.warnings
+        assert (resumed.step, resumed.warnings) == (2, ())
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

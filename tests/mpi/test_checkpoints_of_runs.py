@@ -51,6 +51,31 @@ def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(w
         assert list(folder.steps(checkpoints.path)) == [3, 2]
 
 
+def test_a_copy_under_another_name_is_passed_over(world: World, shared_folder: str) -> None:
+    with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):
+        save_steps(checkpoints, 1, 2)
+        if world.rank == 0:
+            copy = checkpoints.path / folder.name_of(99)
+            shutil.copytree(checkpoints.path / folder.name_of(1), copy)
+        world.everyone.barrier()
+        resumed = checkpoints.resume()
+        assert resumed.step == 2
+        assert "it is of step 1, and its name is not step-00000001" in resumed.warnings[0]
+        assert list(folder.steps(checkpoints.path)) == [2, 1]
+        assert len(folder.aside(checkpoints.path)) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_metrics_are_on_the_disk_before_a_checkpoint_counts(
+    world: World, shared_folder: str, asynchronous: bool
+) -> None:
+    record = trained(world, divided(shared_folder, every=2, asynchronous=asynchronous))
+    saved = sorted({values["step"] for name, values in record.events if name == "save"})
+    assert saved == [2, 4, 6]
+    assert len(record.synced) == 3
+    assert all(on_disk >= step for on_disk, step in zip(record.synced, saved, strict=True))
+
+
 def test_what_saves_left_is_cleared_away_at_the_start(world: World, shared_folder: str) -> None:
     """With a file that no save makes, and that cannot be removed as long as somebody has it open: it is set aside."""
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
@@ -140,7 +165,7 @@ def test_a_run_that_fails_keeps_the_save_under_way(world: World, shared_folder: 
 
 
 def test_an_old_one_that_cannot_be_removed_is_no_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> None:
+    def refuse(path: Path, known_as: object = None) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):

@@ -109,8 +109,6 @@ def alone(kind: Callable[[], nn.Module], loss: Loss) -> tuple[list[float], dict[
             group["lr"] = learning_rate(spec, step)
         total = loss(module, slice(0, SAMPLES))
         total.backward()
-        for own in trained:
-            own.grad = torch.zeros_like(own) if own.grad is None else own.grad
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Tensors in a device's memory: a GPU where there is one (several ranks may have it together), else one that is late in the computer's own."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -9,7 +10,9 @@ from torch.distributed import TCPStore
 
 from hpczero import device
 from hpczero.comm.group import Group, shard
-from hpczero.comm.native import Rendezvous
+from hpczero.comm.native import Native, Rendezvous
+from hpczero.comm.order import Order
+from hpczero.comm.work import Work
 from hpczero.comm.world import World
 from hpczero.device import CPU, Device, of_rank
 from tests.covering import Case
@@ -105,7 +108,7 @@ def test_what_torchs_backends_are_asked_for_they_can_do(world: World, kind: str)
     alone = world.part([world.rank])
     alone.use(own, "mpi")
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    native = Rendezvous(kind, store, "127.0.0.1", own).group("alone", [0], 0, 1 << 16)
+    native = Rendezvous(kind, store, "127.0.0.1", own).group("alone", [0], 0, 1 << 16, Order(None))
     group = Group("alone", [0], 0, alone.node_of_rank, alone.everyone.connection, native)
     for length in LENGTHS:
         given = values(1, length, torch.bfloat16)
@@ -121,6 +124,50 @@ def test_what_torchs_backends_are_asked_for_they_can_do(world: World, kind: str)
     assert native.buffered
     native.close()
     alone.close()
+
+
+def test_two_groups_of_the_same_ranks_hand_on_their_operations_in_one_order(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever order each rank starts them in, and waits for them in: NCCL would hang else."""
+    part = world.part(range(world.size))
+    part.use(CPU, "gloo")
+    start, handed_on = Native._start, []
+
+    def start_noted(self: Native, operation: Callable[..., object], *rest: object) -> object:
+        handed_on.append([operation.__name__, [one.numel() for one in rest if torch.is_tensor(one)]])
+        return start(self, operation, *rest)
+
+    monkeypatch.setattr(Native, "_start", start_noted)
+    everyone = range(part.size)
+    sums, gathers = part.group("data", everyone), part.group("data", everyone, "gathers")
+    chance = random.Random(part.rank)
+    for turn in range(10):
+        lengths = [part.size * (400 * turn + number + 1) for number in range(6)]
+        summed = [values(part.rank, length, torch.float32) for length in lengths]
+        gathered = [values(9, length, torch.float32) for length in lengths]
+        order = [sums, gathers] * 6
+        chance.shuffle(order)
+        left = {sums: list(summed), gathers: list(gathered)}
+        works = [started_on(group, left[group].pop(0), group is sums) for group in order]
+        chance.shuffle(works)
+        for work in works:
+            work.wait()
+        for length, total, whole in zip(lengths, summed, gathered, strict=True):
+            assert_same(total, reduced(everyones(sums, length, torch.float32)))
+            assert_same(whole, values(9, length, torch.float32))
+    orders = world.share(world.collect(handed_on))
+    assert all(order == orders[0] for order in orders)
+    assert bool(orders[0]) == (part.size > 1)
+    part.close()
+
+
+def started_on(group: Group, tensor: torch.Tensor, is_sum: bool) -> Work:
+    if is_sum:
+        return group.start_all_reduce(tensor)
+    own = tensor[shard(tensor.numel(), group.size, group.rank)].clone()
+    tensor.zero_()
+    return group.start_all_gather(tensor, own)
 
 
 def on_device(ranks: int, everything: bool) -> list[Case]:

@@ -32,6 +32,7 @@ class Record:
     sent: dict[str, Any] = field(default_factory=dict)  # the data axis in the ledger
     ledger: Ledger = field(default_factory=Ledger)
     sent_until: list[dict[str, Any]] = field(default_factory=list)  # the ledger after each step
+    synced: list[int] = field(default_factory=list)  # steps whose metrics are on the disk
     outcome: Outcome | None = None
     path: Path = Path("/nonexistent")
 
@@ -41,6 +42,9 @@ class Record:
 
     def event(self, name: str, **values: Any) -> None:
         self.events.append((name, values))
+
+    def sync(self) -> None:
+        self.synced.append(len(self.metrics_seen))
 
     def step(self, step: int, metrics: dict[str, Any]) -> None:
         pass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import Finished, hpczero, launch, mpirun
+from tests.launch import CHECKOUT, Finished, hpczero, launch, mpirun
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -94,3 +94,16 @@ def test_one_task_of_several_by_accident_is_a_failure_with_the_fix() -> None:
     assert done.code == 1
     assert "4 processes" in done.out
     assert "fix: " in done.out
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_without_torch_it_says_all_the_rest(ranks: int, tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py", reason="the base installation has no mpi4py")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), str(CHECKOUT), os.environ.get("PYTHONPATH")]))
+    done = doctor(ranks=ranks, PYTHONPATH=path)
+    assert done.code in (0, 1), done
+    assert (done.err, done.left) == ("", [])
+    assert done.out.count("thread level: ") == 1
+    assert "no MPI could be started" not in done.out

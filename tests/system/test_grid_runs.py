@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch import Finished, hpczero, launch, mpirun, started
+from tests.launch import Finished, after_load, hpczero, launch, mpirun, started
 from tests.system.test_run import lines_of, our_segments, steps_done, wait_for
 
 pytest.importorskip("torch", reason="training needs torch")
@@ -145,7 +145,7 @@ def test_a_stage_that_is_slower_than_the_others_is_waited_for(folder: Path) -> N
 def test_a_grid_that_does_not_fit_is_one_message(folder: Path) -> None:
     """Other misfits: tests/system/test_check.py."""
     done = run(folder, "--set", "parallel.pipeline=3")
-    assert (done.code, done.out, done.err.count("hpczero: ")) == (2, "", 1), done
+    assert (done.code, after_load(done.out), done.err.count("hpczero: ")) == (2, "", 1), done
     for text in ("tensor(2) x pipeline(3) = 6 does not divide the 8 ranks", "mpirun -n 12 or 6", "parallel.pipeline = 2 or 4"):
         assert text in done.err
     assert not (folder / "runs").exists()

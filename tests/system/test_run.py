@@ -15,7 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launch import Finished, hpczero, launch, mpirun, started
+from hpczero import machine
+from tests.launch import Finished, after_load, hpczero, launch, mpirun, started
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
@@ -110,7 +111,7 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     assert (summary["state"], summary["steps"], summary["final_loss"]) == ("finished", 5, metrics[-1]["loss"])
     assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
     words = [line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)]
-    assert words == ["start", "layout", "first", *["step"] * 5, "eval", "save", "stop"]
+    assert words == ["load", "start", "layout", "first", *["step"] * 5, "eval", "save", "stop"]
     assert "\x1b" not in done.out
 
 
@@ -285,7 +286,7 @@ def test_wrong_input_is_one_message_and_nothing_written(folder: Path, ranks: int
     ends = json.loads(done.out)
     assert len(ends) == max(1, ranks)
     for (name, (_, expected)), *ends_of_ranks in zip(MISTAKES.items(), *ends, strict=True):
-        assert [(code, out) for code, out, _ in ends_of_ranks] == [(2, "")] * len(ends), (name, ends_of_ranks)
+        assert [(code, after_load(out)) for code, out, _ in ends_of_ranks] == [(2, "")] * len(ends), (name, ends_of_ranks)
         said = "".join(err for _, _, err in ends_of_ranks)
         assert said.count("hpczero: ") == 1, (name, said)
         assert expected in said
@@ -317,3 +318,20 @@ def test_one_rank_of_several_by_accident(folder: Path) -> None:
     assert done.code == 2, done
     assert "4" in done.err
     assert not (folder / "runs").exists()
+
+
+def test_a_run_removes_what_killed_mpich_jobs_left(folder: Path) -> None:
+    if not machine.sees_all_users_of():
+        pytest.skip("processes that use /dev/shm cannot all be seen from here")
+    stale = Path(f"/dev/shm/mpich_shm_test{os.getpid()}")
+    kept = Path(f"/dev/shm/mpich_shm_kept{os.getpid()}")
+    stale.write_bytes(b"x" * 4096)
+    with kept.open("wb"):
+        try:
+            done = train(folder, 0, "--set", "train.steps=1")
+            assert not stale.exists()
+            assert kept.exists()
+            assert re.search(r"removed \d+ shared-memory files that killed MPICH jobs left", done.removed)
+        finally:
+            stale.unlink(missing_ok=True)
+            kept.unlink(missing_ok=True)

@@ -137,17 +137,24 @@ def test_a_run_is_watched_and_cancelled(user: User) -> None:
     assert states(found) == ["running", "queued", "queued"]
     assert found["tokens_per_second"] > 0
     assert "rank 1: process " in user.does(*hpczero("logs", "long", "--rank", "1"))
-    again = user.does(*hpczero("submit", "spec.toml", "--set", "name=long"), code=2)
+    options = ["--set", "name=long", *LAUNCHERS["mpirun"]]
+    again = user.does(*hpczero("submit", "spec.toml", *options), code=2)
     assert "is in use by" in again or "submitted already" in again
     user.does(*hpczero("cancel", "long"))
     found = user.waits("long", over, "the jobs are gone")
     assert states(found) == ["interrupted", "cancelled", "cancelled"]
-    assert found["state"] == "stopped"
+    assert found["state"] == "cancelled"
     assert found["last_save"] == found["step"], "it was asked to stop, and saved"
 
 
 def test_a_job_that_fails_says_why_and_ends_the_chain(user: User) -> None:
-    user.submits("wrong", "--set", "data.source=nowhere.h5", "--set", "batch.chain=3")
+    user.submits("wrong", "--set", "batch.begin=now+1hour", "--set", "batch.chain=3")
+    (spec,) = (user.folder / "runs" / "wrong").glob("batch/*/spec.toml")
+    before = spec.read_text()
+    spec.write_text(before.replace('"synthetic"', '"nowhere.h5"'))  # submit would have seen it
+    assert spec.read_text() != before
+    for link in user.status("wrong")["links"]:
+        user.does("scontrol", "update", f"JobId={link['number']}", "StartTime=now")
     found = user.waits("wrong", over, "the chain ends")
     assert states(found) == ["failed", "passed", "passed"]
     assert found["reason"] == "the input is wrong (exit code 2)"
@@ -179,9 +186,37 @@ def test_a_probe_makes_five_steps_with_a_save_and_a_restore(user: User) -> None:
 
 
 def test_what_slurm_refuses_is_said(user: User) -> None:
-    said = user.does(*hpczero("submit", "spec.toml", "--set", "name=no", "--set", "batch.queue=nowhere"), code=2)
+    options = ["--set", "name=no", "--set", "batch.queue=nowhere", *LAUNCHERS["mpirun"]]
+    said = user.does(*hpczero("submit", "spec.toml", *options), code=2)
     assert "invalid partition" in said.lower()
     assert not user.does("squeue", "--noheader")
+
+
+def test_an_mpi_that_srun_cannot_start_is_refused_at_submission(user: User) -> None:
+    said = user.does(*hpczero("submit", "spec.toml", "--set", "name=no"), code=2)
+    assert 'batch.launch_options = ["--mpi=pmi2"], or batch.launcher = "mpirun"' in said
+    assert not user.does("squeue", "--noheader")
+
+
+def test_an_mpi_that_srun_does_not_start_is_said_and_ends_the_chain(user: User) -> None:
+    """srun kills the others when the first has ended, and ends with the code of one of those."""
+    options = ["--set", 'batch.launch_options=["--mpi=none"]', "--set", "batch.chain=3"]
+    user.does(*hpczero("submit", "spec.toml", "--set", "name=alone", *options))
+    found = user.waits("alone", over, "the chain ends")
+    assert states(found) == ["failed", "passed", "passed"]
+    assert (found["state"], found["reason"]) == ("failed", "the input is wrong (exit code 2)")
+    (log,) = [path.read_text() for path in user.logs("alone") if "srun started 2" in path.read_text()]
+    assert 'batch.launch_options = ["--mpi=pmi2"]' in log
+    assert 'or batch.launcher = "mpirun"' in log
+
+
+def test_runs_are_listed_whoever_started_them(user: User) -> None:
+    user.submits("waits", "--set", "batch.begin=now+1hour")
+    said = user.does(*hpczero("runs"))
+    assert "waits  queued  0/30" in said
+    user.does(*hpczero("cancel", "waits"))
+    user.status("waits")
+    assert "waits  cancelled" in user.does(*hpczero("runs"))
 
 
 @pytest.mark.slow

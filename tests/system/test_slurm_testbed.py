@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.slurm import CANNOT, await_that, new_name, running, the_script
+from tests.launch import launch
+from tests.system.slurm import CANNOT, SCRIPT, await_that, new_name, running, the_script
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,32 @@ def test_status_says_what_there_is(slurm: dict[str, str]) -> None:
     said = the_script("status", name)
     assert said.code == 0
     assert "n1 main* idle" in said.out
-    assert the_script("up", name).code == 1, "there is one of this name"
-    assert the_script("status", name).code == 0, "which was left as it is"
+
+
+def test_up_a_second_time_takes_the_one_that_is_up(slurm: dict[str, str]) -> None:
+    name = slurm["SLURM_CONF"].split("/")[-2].rpartition("-")[2]
+    before = mentioning(slurm["SLURM_CONF"])
+    again = the_script("up", name)
+    assert (again.code, again.err) == (0, "")
+    assert again.out == f"export SLURM_CONF={slurm['SLURM_CONF']}\n"
+    assert sorted(mentioning(slurm["SLURM_CONF"])) == sorted(before)
+    other = launch([SCRIPT, "up", "--name", name, "--cpus", "3"], seconds=60)
+    assert other.code == 1
+    assert "has other nodes" in other.err
+    assert the_script("status", name).code == 0, "it was left as it is"
+
+
+def test_a_folder_without_a_slurm_in_it_is_said(tmp_path: Path) -> None:
+    name = new_name()
+    folder = tmp_path / f"hpczero-slurm-{os.getuid()}-{name}"
+    folder.mkdir()
+    command = [SCRIPT, "up", "--name", name]
+    made = launch(command, seconds=60, environment={"HPCZERO_TESTBEDS": str(tmp_path)})
+    if made.code == CANNOT:
+        pytest.skip(made.err.strip())
+    assert made.code == 1
+    assert f"there is a testbed in {folder}, and it does not answer" in made.err
+    assert folder.exists()
 
 
 @pytest.mark.slow

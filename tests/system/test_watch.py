@@ -85,12 +85,34 @@ with World.start(ranks_per_node) as world:
     elif case == "message":
         if odd:
             data.receive(large, 0)
+    elif case == "many":
+        if odd:
+            stuck_here()
+        for work in [data.start_all_reduce(large) for _ in range(100)]:
+            work.wait()
+    elif case == "watchdog fails":
+        from hpczero.comm import verdict
+        verdict.judge = lambda question, states: states["nobody"]
+        if odd:
+            stuck_here()
+        data.all_reduce(large)
+    elif case == "words fail":
+        from hpczero.comm import verdict
+        verdict.headline = lambda judged, seconds: judged["nobody"]
+        if odd:
+            stuck_here()
+        data.all_reduce(large)
     elif case == "counter":
         window = NodeWindow.allocate(world, everyone, 0, name="weights")
         if odd:
             stuck_here()
         window.post(3, 7)
         window.wait(3, 7)
+    elif case == "window ends":
+        window = NodeWindow.allocate(world, everyone, 0, name="weights")
+        if odd:
+            stuck_here()
+        window.close()
     elif case == "group":
         if odd:
             stuck_here()
@@ -136,6 +158,21 @@ def test_a_rank_that_does_not_come_is_named_and_both_show_their_stacks(tmp_path:
         r"stacks of rank 1 on \S+:\n.*\n.*program.py\", line \d+ in stuck_here",
     )
     assert said.count("hpczero: rank") == 1
+
+
+def test_a_rank_that_has_started_many_operations_waits_for_the_first(tmp_path: Path) -> None:
+    failed(
+        tmp_path,
+        "many",
+        r"number 2 along data\): after 2\.\d s a rank did not come",
+        r"not come: rank 1 on \S+: step 12; in no operation for .* \(number 1\)",
+        "in stuck_here",
+    )
+
+
+@pytest.mark.parametrize("case", ["watchdog fails", "words fail"])
+def test_an_error_of_the_watchdog_ends_the_job_with_that_error(tmp_path: Path, case: str) -> None:
+    failed(tmp_path, case, r"hpczero: rank 0 on \S+: .*the watchdog failed", "KeyError: 'nobody'")
 
 
 def test_a_rank_that_leaves_an_operation_under_way(tmp_path: Path) -> None:
@@ -196,6 +233,10 @@ def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
 
 def test_a_counter_that_is_not_posted(tmp_path: Path) -> None:
     failed(tmp_path, "counter", r"rank 0 on \S+: counter 3 of window weights to reach 7: after 2\.\d s", "not come: rank 1 on", "in stuck_here")
+
+
+def test_a_window_that_is_not_closed_by_all(tmp_path: Path) -> None:
+    failed(tmp_path, "window ends", r"the end of a window: after 2\.\d s a rank did not come", "not come: rank 1 on")
 
 
 def test_a_group_that_is_not_made_by_all(tmp_path: Path) -> None:

@@ -14,39 +14,43 @@ KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
 ALLOWED = {
     "errors": set(),
     "env": set(),
+    "safe_files": {"errors"},
     "locations": {"errors"},
-    "machine": {"errors", "env"},
+    "machine": {"errors", "env", "safe_files"},
     "device": {"errors", "machine"},
-    "kernel_cache": {"errors", "env"},
-    "lock": {"errors", "env", "machine"},
-    "cli": {"errors", ""},
+    "kernel_cache": {"errors", "env", "safe_files"},
+    "lock": {"errors", "env", "machine", "safe_files"},
+    "job_note": {"errors", "env", "safe_files"},
+    "cli": {"errors", "job_note", "locations", ""},
     "__main__": {"cli"},
     "": {"locations", "kernel_cache", "train.initialize", "comm.world"},
-    "spec": {"errors", "env", "machine"},
-    "spec.site": {"errors", "env", "locations"},
-    "spec.verbs": {"errors", "env", "machine", "comm.grid", "data.sampler", "model.shapes", "planner", ""},
+    "spec": {"errors", "env", "machine", "safe_files"},
+    "spec.site": {"errors", "env", "locations", "safe_files"},
+    "spec.verbs": {"errors", "env", "machine", "safe_files", "comm.grid", "data.sampler", "data.supply", "model.shapes", "planner", ""}
+    | {"batch.sites"},
     "spec.rules": {"errors", "model.shapes"},
-    "comm": {"errors", "env", "machine", "device", "spec"},
+    "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "job_note"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
     "memory": {"comm", "device", "env"},
     "planner": {"errors", "spec", "comm.grid", "comm.ledger", "model.shapes", "data.sampler", "memory.gaps"}
     | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.messages", "parallel.stages", "parallel.held"},
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors", "device"},
     "optim": {"spec", "hpczero_kernels", "errors"},
-    "data": {"errors", "env", "spec"},
-    "checkpoint": {"errors", "env", "spec", "comm.world", "comm.patience", "model.shapes", "parallel.layout", "lock", ""},
-    "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "locations", "hpczero_kernels", ""}
+    "hdf5": {"errors", "safe_files"},
+    "data": {"errors", "env", "spec", "hdf5", "safe_files"},
+    "checkpoint": {"errors", "env", "spec", "hdf5", "comm.world", "comm.patience", "model.shapes", "parallel.layout", "lock", "safe_files", ""},
+    "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "locations", "safe_files", "hpczero_kernels", ""}
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "batch": {"errors", "env", "locations", "lock", "spec", "comm.grid", "model.shapes", "planner", "train.rundir", ""},
-    "doctor": {"errors", "env", "machine", "kernel_cache", "comm", "locations", "hpczero_kernels", ""},
+    "batch": {"errors", "env", "locations", "lock", "safe_files", "spec", "comm.grid", "data.supply", "model.shapes", "planner", "train.rundir", ""},
+    "doctor": {"errors", "env", "machine", "safe_files", "kernel_cache", "comm", "locations", "hpczero_kernels", ""},
 }
 PURE = (
     *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
     *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
 )
 WITHOUT_TORCH = (
-    *(*PURE, "spec", "batch", "data", "checkpoint", "machine", "cli"),
-    *("errors", "env", "kernel_cache", "lock", "locations", "train.start", ""),
+    *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli"),
+    *("errors", "env", "safe_files", "job_note", "kernel_cache", "lock", "locations", "train.start", ""),
 )
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)

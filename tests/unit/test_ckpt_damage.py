@@ -12,7 +12,7 @@ from hpczero.checkpoint import Damaged
 from hpczero.checkpoint.shard import SLOTS
 from hpczero.checkpoint.verify import Damage, Verification
 from hpczero.cli import main
-from tests.checkpoints import Grid, Wanted, make, parameters
+from tests.checkpoints import Grid, Wanted, look_without_a_process, make, parameters
 
 FLIPS = 200
 WANTED = Wanted(layers=parameters(large=(1100, 601), small=(40, 9), one=(), last=(3,)))  # the first one has several blocks on each rank
@@ -23,12 +23,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("whole"), Grid(tensor=2, per_file=1), WANTED)
 
 
+@pytest.fixture(autouse=True)
+def looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_without_a_process(monkeypatch)
+
+
 def damages(folder: Path) -> list[Damage]:
     try:
-        verification = Verification(folder)
+        with Verification(folder) as verification:
+            tasks = verification.tasks()
+            return [one for task in tasks for one in verification.carry_out(task, lambda _: None)]
     except Damaged as error:
         return [Damage("MANIFEST.json", str(error))]
-    return [damage for task in verification.tasks() for damage in verification.carry_out(task, lambda _: None)]
 
 
 def read_all(folder: Path) -> dict[str, str]:

@@ -60,6 +60,31 @@ def test_several_files_have_an_index(tmp_path: Path) -> None:
         assert sum(sizes) <= 20_000 or len(sizes) == 1
 
 
+def test_an_export_that_was_killed_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / "c", Grid(data=2))
+    out = tmp_path / "out"
+    export(tmp_path / "c", out, "--shard-size", "1")
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    shards = sorted(path for path in out.iterdir() if path.suffix == ".safetensors")
+    (out / "model.safetensors.index.json").unlink()
+    for path in shards[2:]:
+        path.unlink()
+    (out / f"{shards[2].name}.new").write_bytes(b"half")
+    export(tmp_path / "c", out, "--shard-size", "1", "--dtype", "bf16", code=2)  # another export's
+    assert "exists already" in capsys.readouterr().err
+    export(tmp_path / "c", out, "--shard-size", "1")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
+    export(tmp_path / "c", out, "--shard-size", "1", code=2)  # complete: left as it is
+    (out / "model.safetensors.index.json").unlink()
+    make(tmp_path / "d", Grid(data=2), Wanted(step=7))
+    export(tmp_path / "d", out, "--shard-size", "1", code=2)  # another checkpoint's
+    shards[0].write_bytes(b"somebody's")
+    export(tmp_path / "c", out, "--shard-size", "1", code=2)
+    assert shards[0].read_bytes() == b"somebody's"
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_precision_is_rounded_as_torch_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, dtype: torch.dtype) -> None:
     wanted = Wanted(layers=parameters(some=(300, 100), special=(8,)))

@@ -10,7 +10,10 @@ from safetensors.numpy import save_file
 
 import hpczero.checkpoint
 from hpczero.checkpoint import alone, folder
+from hpczero.checkpoint.safetensors_file import SafetensorsFile
 from hpczero.cli import main
+from hpczero.errors import InputError
+from tests.checkpoints import memory_at_most
 
 
 @pytest.fixture
@@ -110,3 +113,18 @@ def test_weights_that_are_too_large_for_fp32_are_counted(spec: Path, capsys: pyt
     save_file({"w": np.array([1e300, -1e39, 1.0, np.inf, np.nan, 3e38])}, spec.parent / "in.safetensors")
     imported(spec, spec.parent / "in.safetensors", code=0)
     assert "WARN 2 weights are too large for fp32" in capsys.readouterr().out
+
+
+HEADERS = {
+    "entries": lambda: b"{" + b",".join(b'"t%d":{}' % number for number in range(1_100_000)) + b"}",
+    "lists": lambda: b"{" + b"[" * 1_100_000 + b"}",
+    "blanks": lambda: b"{" + b" " * (33 << 20) + b"}",
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_a_header_of_too_many_entries_is_refused_unread(kind: str, tmp_path: Path) -> None:
+    header = HEADERS[kind]()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with memory_at_most(len(header) + (20 << 20)), pytest.raises(InputError, match="a header "):
+        SafetensorsFile(tmp_path / "x.safetensors")

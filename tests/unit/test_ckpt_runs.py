@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hpczero.checkpoint.files import Damaged, Unreadable
+from hpczero.checkpoint.index import Index
 from hpczero.checkpoint.read import Checkpoint, Wanted
 from hpczero.checkpoint.shard import Array
 from hpczero.checkpoint.table import Table, Tensor
@@ -49,7 +50,7 @@ class Data:
 def opened(data: Data) -> Checkpoint:
     columns = [np.array([piece[column] for piece in PIECES], np.uint64) for column in range(5)]
     content: Any = SimpleNamespace(shards=[])
-    checkpoint = Checkpoint(Path(), content, Table(TENSORS, *columns), {})
+    checkpoint = Checkpoint(Path(), content, Index(Table(TENSORS, *columns), {}, {}))
     checkpoint.shards = data  # type: ignore[assignment]
     return checkpoint
 

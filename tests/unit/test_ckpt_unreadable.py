@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import hpczero.checkpoint
-from hpczero.checkpoint import Damaged, Unreadable, index, shards
+from hpczero.checkpoint import Damaged, Unreadable, manifest, shards
 from hpczero.cli import main
 from hpczero.errors import InputError
 from tests.checkpoints import Grid, Wanted, make, parameters, seal
@@ -74,7 +74,7 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path, more: int) -> None:
         checkpoint["/model/a"].numpy()
     if not more:
         with descriptors(0), pytest.raises(Unreadable, match="Too many open files"):
-            index.read(made)
+            hpczero.checkpoint.open(made)
     assert issubclass(Unreadable, InputError)
 
 
@@ -119,7 +119,7 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(
 
 def test_prune_leaves_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     made = [make(tmp_path / "checkpoints", Grid(), Wanted(layers=WANTED.layers, step=step)) for step in range(1, 5)]
-    seal(made[0], lambda content: content.update(format=2))
+    seal(made[0], lambda content: content.update(format=manifest.FORMAT + 1))
     (made[2] / "shard-00000.h5").unlink()
     opened = os.open
 

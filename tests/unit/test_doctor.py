@@ -22,7 +22,7 @@ def rank(number: int = 0, size: int = 1, **changes: Any) -> Report:
         host="node0",
         python="3.11.7",
         executable="/venv/bin/python",
-        in_checkout=False,
+        source="/home/a user/hpczero",
         packages={
             "hpczero": "1",
             "torch": "2.6",
@@ -88,7 +88,7 @@ def test_missing_packages_matter_once_a_job_is_started(launched: dict[str, list[
     finding = the_complaint(rank(packages=packages, launched=launched, library=None))
     assert (finding.topic, finding.verdict) == ("Software", verdict)
     assert "torch, mpi4py" in finding.what
-    assert finding.fix == "/venv/bin/python -m pip install 'hpczero[train]'"
+    assert finding.fix == "/venv/bin/python -m pip install '/home/a user/hpczero[train]'"
 
 
 def test_an_mpi_that_cannot_start() -> None:
@@ -180,7 +180,7 @@ def test_gpus() -> None:
     old = the_complaint(gpus(packages=packages, library=aware), gpus(1, 2, gpu_capability=[7, 5], host="n2", packages=packages, library=aware))
     assert old.what == "a GPU of n2 has compute capability 7.5, and the kernels need 8.0: PyTorch's operations are taken there"
     built_in = the_complaint(gpus(library=aware))
-    assert built_in.fix == "/venv/bin/python -m pip install 'hpczero[cuda]'"
+    assert built_in.fix == "/venv/bin/python -m pip install '/home/a user/hpczero[cuda]'"
 
 
 def test_file_locks() -> None:

@@ -5,8 +5,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -224,3 +226,66 @@ class TestWhereTheKernelsLockEndsAtThisComputer:
         with pytest.raises(InputError, match="node7"), RunLock(tmp_path):
             pass
         assert "node7" in (tmp_path / "lock").read_text()
+
+
+class TestInABatchJob:
+    @pytest.fixture
+    def job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+        monkeypatch.setattr(lock, "LOOK_EVERY", 0.02)
+
+    def test_a_held_lock_is_waited_for(
+        self, job: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        holder = RunLock(tmp_path).take()
+        threading.Timer(0.3, holder.release).start()
+        with RunLock(tmp_path).take_in_job():
+            assert (tmp_path / "lock").exists()
+        said = capsys.readouterr().err
+        assert said.count("waiting: the run directory") == 1
+
+    def test_one_that_stays_is_a_failure_and_no_wrong_input(
+        self, job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lock, "PATIENCE", 0.2)
+        with RunLock(tmp_path):
+            before = (tmp_path / "lock").read_bytes()
+            with pytest.raises(
+                HpczeroError, match=r"is in use by .* this job waited 0 s"
+            ) as failed:
+                RunLock(tmp_path).take_in_job()
+            assert failed.value.exit_code == 1
+            assert (tmp_path / "lock").read_bytes() == before
+
+    def test_the_end_of_the_job_is_not_waited_for(
+        self, job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HPCZERO_DEADLINE", str(int(time.time()) + 20))
+        with RunLock(tmp_path), pytest.raises(HpczeroError, match="this job waited 0 s for it"):
+            RunLock(tmp_path).take_in_job()
+
+    def test_elsewhere_it_is_said_at_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("SLURM_JOB_ID", "PBS_JOBID"):
+            monkeypatch.delenv(name, raising=False)
+        with RunLock(tmp_path), pytest.raises(InputError, match="is in use by process"):
+            RunLock(tmp_path).take_in_job()
+
+    def test_what_cannot_be_locked_is_no_reason_to_wait(self, job: None, tmp_path: Path) -> None:
+        (tmp_path / "lock").symlink_to("elsewhere")
+        with pytest.raises(InputError, match="cannot write in the run directory"):
+            RunLock(tmp_path).take_in_job()
+
+
+def test_who_holds_a_folder_is_told_without_taking_it(tmp_path: Path) -> None:
+    assert lock.living_holder(tmp_path) is None
+    with RunLock(tmp_path):
+        holder = lock.living_holder(tmp_path)
+        assert holder is not None
+        assert holder.pid == os.getpid()
+    (tmp_path / "lock").write_text(json.dumps(asdict(holder) | {"pid": 2**22 + 1}))
+    assert lock.living_holder(tmp_path) is None, "its process is gone"
+    (tmp_path / "lock").unlink()
+    os.mkfifo(tmp_path / "lock")
+    assert lock.living_holder(tmp_path) is None

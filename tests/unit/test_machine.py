@@ -195,6 +195,23 @@ def test_stale_segments_are_ours_by_name_and_nobodys_by_use(tmp_path: Path) -> N
     assert {segment.path.name for segment in machine.stale_segments(tmp_path)} >= {"mpich_shm_mapped", "vader_segment.open"}
 
 
+def test_stale_segments_of_some_makers_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["hpczero-7", "mpich_shm_1", "mpich_shm_open", "sm_segment.host.0.1"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setattr(machine, "sees_all_users_of", lambda *_: False)
+    assert machine.remove_stale_segments({"MPICH"}, tmp_path)[1] == []
+    monkeypatch.setattr(machine, "sees_all_users_of", lambda *_: True)
+    with (tmp_path / "mpich_shm_open").open("rb"):
+        left, gone = machine.remove_stale_segments({"MPICH"}, tmp_path)
+    assert [segment.path.name for segment in gone] == ["mpich_shm_1"]
+    assert [segment.path.name for segment in left] == ["hpczero-7", "sm_segment.host.0.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({*names} - {"mpich_shm_1"})
+    assert len(machine.remove_stale_segments(None, tmp_path)[1]) == 3
+
+
 def test_another_users_segments_are_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mpich_shm_1").touch()
     monkeypatch.setattr(machine.os, "getuid", lambda: 12345678)

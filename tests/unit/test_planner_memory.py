@@ -220,6 +220,33 @@ def test_activations_are_what_autograd_keeps(model: Model, precision: str) -> No
     assert activations(spec, 8) == pytest.approx(2 * activations(spec, 4), rel=0.05)
 
 
+def test_our_cross_entropy_keeps_no_logits_in_fp32() -> None:
+    """What autograd keeps and what backward gives, of the very function that GPUs have."""
+    torch = pytest.importorskip("torch")
+    from hpczero_kernels.cross_entropy import CrossEntropy
+
+    rows, vocab = 512, 3000
+    logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, requires_grad=True)
+    targets, kept = torch.zeros(rows, dtype=torch.int64), dict[int, Any]()
+
+    def keep(tensor: Any) -> Any:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    work = logits * 1
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = CrossEntropy.apply(work, targets)
+    measured = sum(storage.nbytes() for storage in kept.values())
+    assert measured == 2 * rows * vocab + rows * (8 + 4 + 4)
+    (gradient,) = torch.autograd.grad(loss, work)
+    assert gradient.data_ptr() == work.data_ptr()
+
+    model = Model(layers=1, hidden=32, vocab=vocab, seq_len=512)
+    spec = Spec(model=model)
+    pytorchs, ours = (activations(spec, 1, kernels=frozenset(names)) for names in ((), {"cross_entropy"}))
+    assert pytorchs - ours == pytest.approx((12 - 2) * rows * vocab, rel=0.1)
+
+
 def test_a_wide_vocabulary_makes_the_loss_the_widest_moment() -> None:
     narrow, wide = (Spec(model=Model(layers=1, hidden=32, vocab=vocab, seq_len=512)) for vocab in (1000, 101_000))
     assert activations(wide, 8) - activations(narrow, 8) == pytest.approx(3 * 4 * 100_000 * 512 * 8, rel=0.05)

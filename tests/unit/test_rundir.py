@@ -4,11 +4,15 @@ import errno
 import json
 import math
 import os
+import resource
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from hpczero import lock
 from hpczero.errors import HpczeroError, InputError
+from hpczero.spec.load import to_toml
 from hpczero.spec.schema import Spec
 from hpczero.train import rundir
 from hpczero.train.rundir import RunDirectory
@@ -40,13 +44,14 @@ def test_a_full_disk_at_the_start_leaves_nothing(spec: Spec, monkeypatch: pytest
 
 
 def test_a_full_disk_later_is_one_error_that_names_the_file(spec: Spec, directory: Path) -> None:
-    (directory / "metrics.jsonl").unlink()
-    (directory / "metrics.jsonl").symlink_to("/dev/full")
     claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        with pytest.raises(HpczeroError, match=r"metrics\.jsonl: No space left on device"):
+        with pytest.raises(HpczeroError, match=r"metrics\.jsonl: File too large"):
             claimed.metrics({"step": 1})
     finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
         claimed.close()
     assert not (directory / "lock").exists()
 
@@ -69,7 +74,9 @@ def test_figures_that_are_not_finite_are_null(spec: Spec) -> None:
     claimed.metrics({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     claimed.summary({"state": "finished", "steps": 100, "final_loss": math.nan, "ranks": [{"x": -math.inf}]})
     claimed.close()
-    assert json.loads((claimed.path / "metrics.jsonl").read_text()) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
+    metrics = json.loads((claimed.path / "metrics.jsonl").read_text())
+    assert datetime.fromisoformat(metrics.pop("time")).tzinfo == UTC
+    assert metrics == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
     assert rundir.finished(spec) == {"state": "finished", "steps": 100, "final_loss": None, "ranks": [{"x": None}]}
 
 
@@ -89,12 +96,14 @@ def test_a_damaged_summary_is_no_finished_run(spec: Spec, directory: Path, old: 
     assert rundir.finished(spec) is None
 
 
-def test_a_directory_that_lost_its_spec_is_no_run_directory(spec: Spec, directory: Path) -> None:
+def test_a_directory_that_lost_its_spec_is_left_or_begun_anew(spec: Spec, directory: Path) -> None:
     (directory / "summary.json").write_text(FINISHED)
     (directory / "spec.toml").unlink()
     assert rundir.finished(spec) is None
-    with pytest.raises(InputError, match="is no run directory"):
+    with pytest.raises(InputError, match=r"has no spec\.toml and no checkpoint.* --fresh"):
         RunDirectory.claim(spec, resume=False, fresh=False)
+    RunDirectory.claim(spec, resume=False, fresh=True).close()
+    assert not (directory / "summary.json").exists()
 
 
 def test_what_a_submission_keeps_there_is_no_other_run(spec: Spec) -> None:
@@ -107,3 +116,36 @@ def test_what_a_submission_keeps_there_is_no_other_run(spec: Spec) -> None:
     (rundir.path_of(spec) / "thesis.tex").touch()
     with pytest.raises(InputError, match="is no run directory"):
         RunDirectory.claim(spec, resume=False, fresh=False)
+
+
+def test_a_job_whose_run_is_held_has_failed_alone(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a job that was requeued while its ranks live on: exit code 2 would end the chain."""
+    monkeypatch.setattr(lock, "PATIENCE", 0.0)
+    first = RunDirectory.claim(spec, resume=False, fresh=False)
+    monkeypatch.setenv("PBS_JOBID", "17.headnode")
+    with pytest.raises(HpczeroError, match="is in use by process") as failed:
+        RunDirectory.claim(spec, resume=False, fresh=False)
+    assert failed.value.exit_code == 1
+    first.metrics({"step": 1})
+    first.close()
+    RunDirectory.claim(spec, resume=False, fresh=False).close()
+
+
+def test_the_run_that_was_waited_for_must_be_the_same(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its spec was not there yet when the job began to wait."""
+    path = rundir.path_of(spec)
+    other = spec.model_copy(update={"seed": spec.seed + 1})
+
+    def wait(own: lock.RunLock) -> lock.RunLock:
+        (path / "spec.toml").write_text(to_toml(other))
+        return own.take()
+
+    monkeypatch.setattr(lock.RunLock, "take_in_job", wait)
+    with pytest.raises(InputError, match="holds another run"):
+        RunDirectory.claim(spec, resume=False, fresh=False)
+    assert (path / "spec.toml").read_text() == to_toml(other)
+    assert not (path / "lock").exists()

@@ -3,7 +3,19 @@
 import time
 
 from hpczero.comm.status import SLOT, Operation, Place, Signature, State, Status, identity, read
-from hpczero.comm.verdict import ABSENT, DIFFERENT, HERE, STARTED, UNKNOWN, Question, account, headline, judge
+from hpczero.comm.verdict import (
+    ABSENT,
+    DIFFERENT,
+    HERE,
+    STARTED,
+    UNKNOWN,
+    Question,
+    account,
+    cause,
+    headline,
+    judge,
+    suspects,
+)
 
 GROUP = "77"
 
@@ -15,7 +27,8 @@ def state(*started: tuple[int, int], waited: float | None = 5.0, place: str = "s
 
 def question(*started: tuple[int, int], ranks: int = 4, **more: object) -> Question:
     ours = [Operation(number, code, f"operation {code}") for number, code in started]
-    return Question("the place", 0, range(ranks), GROUP, "data", ours, **more)  # type: ignore[arg-type]
+    number = more.pop("number", ours[-1].number)
+    return Question("the place", 0, range(ranks), GROUP, "data", number, ours, **more)  # type: ignore[arg-type]
 
 
 def test_each_other_rank_is_judged_by_what_it_has_started() -> None:
@@ -25,6 +38,68 @@ def test_each_other_rank_is_judged_by_what_it_has_started() -> None:
 
 def test_a_rank_that_has_gone_on_has_come() -> None:
     assert judge(question((6, 11), ranks=2), {1: state((9, 1), (10, 2))}) == {1: HERE}
+
+
+def test_an_operation_that_is_not_remembered_any_more_is_judged_by_its_number() -> None:
+    """The rank waits for the first of many that it has started in one go."""
+    asked = question((7, 11), (8, 11), ranks=5, number=3)
+    stopped, gone_on = state((2, 10), waited=None), state((7, 11), (8, 11))
+    judged = judge(asked, {1: stopped, 2: gone_on, 3: state(), 4: state((3, 11), waited=None)})
+    assert judged == {1: ABSENT, 2: HERE, 3: ABSENT, 4: STARTED}
+    nothing = Question("the place", 0, range(3), GROUP, "data", 3)
+    assert judge(nothing, {1: stopped, 2: gone_on}) == {1: ABSENT, 2: HERE}
+
+
+def test_ranks_that_parted_before_what_is_remembered_are_told_apart() -> None:
+    def after(history: int) -> State:
+        done = [Operation(number, 10, "operation 10", history + number) for number in (98, 99)]
+        return State(1, 1, 1, 3, 9.0, 5.0, "somewhere", {GROUP: done})
+
+    asked = Question("there", 0, range(3), GROUP, "data", 99, after(500).started[GROUP])
+    states = {1: after(500), 2: after(700)}
+    judged = judge(asked, states)
+    assert judged == {1: HERE, 2: DIFFERENT}
+    assert suspects(asked, judged, states, []) == [2]
+    lines = account(asked, judged, states, dict.fromkeys(range(3), "host"), {})
+    assert "an operation before number 98 along data was not the same there and here" in lines[1]
+
+
+def test_the_rank_that_the_others_wait_for_is_the_suspect() -> None:
+    asked = question((6, 11), ranks=4)
+    here, busy = state((6, 11)), state((5, 10), waited=None)
+    own = {0: state((6, 11), place="the place")}
+
+    def suspected(first: State, second: State, third: State, gone: tuple[int, ...] = ()) -> list[int]:
+        states = own | {1: first, 2: second, 3: third}
+        return suspects(asked, judge(asked, states), states, gone)
+
+    assert suspected(here, here, busy) == [3]
+    assert suspected(here, here, state((6, 12))) == [3], "it has started something else"
+    assert suspected(here, busy, here, gone=(3,)) == [3], "its process has ended"
+    elsewhere = state((5, 10), place="close (number 3 along world)")
+    there = state((6, 11), place="the place")
+    assert suspected(there, there, elsewhere) == [3]
+    assert suspected(elsewhere, elsewhere, elsewhere) == [0], "that asks, where nobody else is"
+    assert suspected(there, elsewhere, elsewhere) == [], "two against two"
+    assert suspected(there, there, there) == []
+
+
+def test_of_two_ranks_the_one_that_is_where_no_other_rank_is_is_suspected() -> None:
+    asked = Question("send 1 to rank 0", 2, [0])
+    away = state(place="all_reduce (number 7 along data)")
+    states = {0: away, 1: away, 2: state(place="send 1 to rank 0")}
+    assert suspects(asked, judge(asked, states), states, []) == [2]
+    assert suspects(asked, {0: ABSENT}, {0: away, 2: states[2]}, []) == []
+
+
+def test_a_rank_of_another_group_that_waits_for_nothing_is_suspected() -> None:
+    """Rank 0 waits for 1, which waits along another axis for 5."""
+    asked = question((6, 11), ranks=2)
+    along_tensor = state((5, 10), place="all_reduce (number 2 along tensor)")
+    states = {0: state((6, 11)), 1: along_tensor, 5: state(waited=None)}
+    assert suspects(asked, judge(asked, states), states, []) == [5]
+    assert cause([5], {5: "node7"}) == ["  most likely the cause: rank 5 on node7"]
+    assert cause([], {}) == []
 
 
 def test_a_rank_that_left_an_operation_under_way_is_told_apart_from_one_that_waits() -> None:
@@ -67,7 +142,8 @@ def test_the_headline_says_what_is_wrong() -> None:
 
 def test_ranks_that_run_different_layers_hear_what_to_do() -> None:
     def advice(place: str, theirs: State) -> bool:
-        asked = Question(place, 0, range(2), GROUP, "data", [Operation(6, 11, "operation 11")])
+        ours = [Operation(6, 11, "operation 11")]
+        asked = Question(place, 0, range(2), GROUP, "data", 6, ours)
         lines = account(asked, judge(asked, {1: theirs}), {1: theirs}, dict.fromkeys(range(2), "host"), {})
         return "at zero.stage = 2 they need not" in lines[-1]
 
@@ -97,15 +173,18 @@ def test_what_is_written_to_a_slot_is_read_from_it() -> None:
     signature = Signature.of("all_reduce", "sum", "of 40 bytes of float32")
     status.started(entry, 1, signature)
     status.move_to(slot)
-    for number in range(2, 8):
+    for number in range(2, 100):
         status.started(entry, number, signature)
     status.at_step(5)
-    status.waits(Place(signature.label, entry, 7))
+    status.waits(Place(signature.label, entry, 99))
     seen = read(slot, time.monotonic() + 10)
-    assert (seen.step, seen.place) == (5, "all_reduce sum of 40 bytes of float32 (number 7 along data)")
+    assert (seen.step, seen.place) == (5, "all_reduce sum of 40 bytes of float32 (number 99 along data)")
     assert seen.waited is not None
     assert 10 <= seen.waited < 11
-    assert [operation.number for operation in seen.started[str(identity("data", [0, 3], 1))]] == [4, 5, 6, 7]
+    operations = seen.started[str(identity("data", [0, 3], 1))]
+    assert [operation.number for operation in operations] == list(range(36, 100))
+    assert len({operation.history for operation in operations}) == 64
+    assert read(slot, time.monotonic(), whole=False).place == seen.place
     status.goes_on()
     assert read(slot, time.monotonic()).waited is None
     status.leave(entry)

@@ -1,8 +1,8 @@
 """The sum of k pieces of a gradient (`hpczero_kernels.reduce`): a block of threads for each block of squares, so that the cut changes nothing."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import inf
+from typing import NamedTuple
 
 import torch
 from numba import float32, uint32, uint64
@@ -15,16 +15,56 @@ from hpczero_kernels.pool import BLOCK
 from hpczero_kernels.precision import CODES, FP32
 
 _EACH = BLOCK // (THREADS * EIGHT)  # vectors of a thread
+_RUNS = 3  # what has arrived from the ranks before one's own piece, that piece, and what comes after it
+_WRAP = 2**64
+
+
+class Run(NamedTuple):
+    """Pieces at equal distances: in bytes from the first of all pieces to the first of these, and
+    between them (modulo 2^64: they may lie before it).
+    """
+
+    start: int
+    stride: int
+    pieces: int
+
+
+def runs(addresses: Sequence[int]) -> list[Run]:
+    """Return the pieces as runs, in their order."""
+    found: list[Run] = []
+    for address in addresses:
+        start = (address - addresses[0]) % _WRAP
+        if found:
+            last = found[-1]
+            stride = (start - last.start) % _WRAP
+            if last.pieces == 1 or stride == (last.stride * last.pieces) % _WRAP:
+                found[-1] = Run(last.start, stride if last.pieces == 1 else last.stride, last.pieces + 1)
+                continue
+        found.append(Run(start, 0, 1))
+    return found
 
 
 @inner
-def _piece(first, distances, number):
-    return moved(first, whole_number(distances, uint64(number - 1)))
+def _distance(number, table, has_table, first_stride, first_count, start, stride, count, last_start, last_stride):
+    """Bytes from the first piece to this one."""
+    if has_table:
+        return whole_number(table, uint64(number))
+    if number < first_count:
+        return uint64(number) * first_stride
+    if number < first_count + count:
+        return start + uint64(number - first_count) * stride
+    return last_start + uint64(number - first_count - count) * last_stride
 
 
-@kernel(ADDRESS, ADDRESS, CODE, CODE, ADDRESS, CODE, CODE, ADDRESS, CODE, ADDRESS, CODE, COUNT, CODE)
-def add(first, distances, pieces, precision, out, out_precision, accumulate, squares, has_squares, bad, has_bad, count, is_aligned):
-    """`distances` in bytes from the first piece to the others."""
+@kernel(
+    ADDRESS, CODE, CODE, ADDRESS, CODE, COUNT, CODE, COUNT, COUNT, CODE, COUNT, COUNT,
+    ADDRESS, CODE, CODE, ADDRESS, CODE, ADDRESS, CODE, COUNT, CODE,
+)  # fmt: skip
+def add(
+    first, pieces, precision, table, has_table, first_stride, first_count, start, stride, run_count, last_start, last_stride,
+    out, out_precision, accumulate, squares, has_squares, bad, has_bad, count, is_aligned,
+):  # fmt: skip
+    """Where the pieces lie is three runs, by value; or a table of distances, for pieces in more places."""
     words, numbers, total = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
     square, finite = float32(0.0), True
     for part in range(_EACH):
@@ -34,7 +74,10 @@ def add(first, distances, pieces, precision, out, out_precision, accumulate, squ
             fetch(words, first, precision, index, left, is_aligned)
             widen(total, words, precision)
             for piece in range(1, pieces):
-                fetch(words, _piece(first, distances, piece), precision, index, left, is_aligned)
+                distance = _distance(
+                    piece, table, has_table, first_stride, first_count, start, stride, run_count, last_start, last_stride
+                )
+                fetch(words, moved(first, distance), precision, index, left, is_aligned)
                 widen(numbers, words, precision)
                 for i in range(EIGHT):
                     total[i] += numbers[i]
@@ -59,17 +102,28 @@ def add(first, distances, pieces, precision, out, out_precision, accumulate, squ
 
 def sum_pieces(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, bad: torch.Tensor | None) -> None:
     """As hpczero_kernels.reduce.sum_pieces, on a device."""
-    count, first = out.numel(), pieces[0].data_ptr()
-    distances = _table(tuple(piece.data_ptr() - first for piece in pieces[1:]), out.device)
+    count, addresses = out.numel(), [piece.data_ptr() for piece in pieces]
+    found = runs(addresses)
+    table = _table(addresses, out.device) if len(found) > _RUNS else None
+    one, two, three = (found + [_NONE] * _RUNS)[:_RUNS]
     add.launch(
         (blocks(count, BLOCK), 1), THREADS,
-        first, distances.data_ptr(), len(pieces), CODES[pieces[0].dtype], out.data_ptr(), CODES[out.dtype], accumulate,
+        addresses[0], len(pieces), CODES[pieces[0].dtype], 0 if table is None else table.data_ptr(), table is not None,
+        one.stride, one.pieces, two.start, two.stride, two.pieces, three.start, three.stride,
+        out.data_ptr(), CODES[out.dtype], accumulate,
         0 if squares is None else squares.data_ptr(), squares is not None, 0 if bad is None else bad.data_ptr(), bad is not None,
         count, aligned(*pieces, out),
     )  # fmt: skip
 
 
-@lru_cache(maxsize=4096)
-def _table(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """On the device; buffers of an engine stay where they are, so that a step copies none."""
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
+_NONE = Run(0, 0, 0)
+
+
+def _table(addresses: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Distances on the device, for pieces that no carrier of hpczero's brings. Copied from pinned memory:
+    the host does not wait.
+    """
+    distances = [address - addresses[0] for address in addresses]
+    if device.type == "cpu":
+        return torch.tensor(distances, dtype=torch.int64)
+    return torch.tensor(distances, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)

@@ -100,7 +100,7 @@ def _of_block(value, combine):
 
 
 def _packed(low, high, dtype):
-    halves = torch.tensor([float(low), float(high)]).to(dtype).view(torch.int16)
+    halves = torch.tensor([float(low), float(high)], dtype=torch.float32).to(dtype).view(torch.int16)
     return uint32(int(halves[0]) & 0xFFFF | (int(halves[1]) & 0xFFFF) << 16)
 
 

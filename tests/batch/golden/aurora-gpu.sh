@@ -17,9 +17,11 @@ fail() {
 }
 
 # a-run-with-a-long-name on aurora/gpu: 2 x 12 ranks (nodes x ranks on each), started by mpiexec
+# where the job was rendered: `setup` finds its files by relative paths
+cd /work/jobs || fail "the job's folder is not here"
 export VIRTUAL_ENV=/work/venv
 export PATH="$VIRTUAL_ENV/bin:$PATH"
-cd /work/jobs || fail "the job's folder is not here"
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 3600)) # SECONDS: since the script began

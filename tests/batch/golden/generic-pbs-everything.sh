@@ -23,6 +23,8 @@ fail() {
 }
 
 # a-run-with-a-long-name on generic/pbs: 3 x 4 ranks (nodes x ranks on each), started by mpirun
+# where the job was rendered: `setup` finds its files by relative paths
+cd /work/jobs || fail "the job's folder is not here"
 module load gcc/13 openmpi/5 || fail "these modules cannot be loaded:" gcc/13 openmpi/5
 export NOTE='it'"'"'s $HOME'
 export OMP_PROC_BIND=close
@@ -32,7 +34,7 @@ set -e
 ulimit -s unlimited
 echo "on $(hostname)"
 set +e
-cd /work/jobs || fail "the job's folder is not here"
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 131400)) # SECONDS: since the script began

@@ -12,8 +12,10 @@ fail() {
 }
 
 # a-run-with-a-long-name on generic/slurm: 1 x 1 ranks (nodes x ranks on each), started by srun
-export SLURM_EXPORT_ENV=ALL
+# where the job was rendered: `setup` finds its files by relative paths
 cd /work/jobs || fail "the job's folder is not here"
+export SLURM_EXPORT_ENV=ALL
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02

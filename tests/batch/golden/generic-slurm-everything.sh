@@ -26,6 +26,8 @@ fail() {
 }
 
 # a-run-with-a-long-name on generic/slurm: 3 x 4 ranks (nodes x ranks on each), started by srun
+# where the job was rendered: `setup` finds its files by relative paths
+cd /work/jobs || fail "the job's folder is not here"
 module load gcc/13 openmpi/5 || fail "these modules cannot be loaded:" gcc/13 openmpi/5
 export SLURM_EXPORT_ENV=ALL
 export NOTE='it'"'"'s $HOME'
@@ -36,7 +38,7 @@ set -e
 ulimit -s unlimited
 echo "on $(hostname)"
 set +e
-cd /work/jobs || fail "the job's folder is not here"
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02

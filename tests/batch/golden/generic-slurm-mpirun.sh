@@ -11,10 +11,12 @@ fail() {
 }
 
 # a-run-with-a-long-name on generic/slurm: 2 x 2 ranks (nodes x ranks on each), started by mpirun
+# where the job was rendered: `setup` finds its files by relative paths
+cd /work/jobs || fail "the job's folder is not here"
 export SLURM_EXPORT_ENV=ALL
 export VIRTUAL_ENV=/work/venv
 export PATH="$VIRTUAL_ENV/bin:$PATH"
-cd /work/jobs || fail "the job's folder is not here"
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02

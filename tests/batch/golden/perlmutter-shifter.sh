@@ -18,10 +18,12 @@ fail() {
 }
 
 # a-run-with-a-long-name on perlmutter/gpu: 1 x 4 ranks (nodes x ranks on each), started by srun
+# where the job was rendered: `setup` finds its files by relative paths
+cd /work/jobs || fail "the job's folder is not here"
 export SLURM_EXPORT_ENV=ALL
 export FI_MR_CACHE_MONITOR=userfaultfd
 export HDF5_USE_FILE_LOCKING=FALSE
-cd /work/jobs || fail "the job's folder is not here"
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02

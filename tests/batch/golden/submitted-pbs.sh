@@ -9,6 +9,7 @@
 # shellcheck disable=SC2016 # what stands in single quotes is meant as it stands
 fail() {
     echo "hpczero job: $*" >&2
+    [ -e "$hpczero_books/over" ] || echo "$*" >"$hpczero_books/over" # no job after this one does better
     exit 2
 }
 
@@ -48,16 +49,19 @@ if [ -n "$holder" ] && grep -qF " $holder began " "$hpczero_run"/batch/*/links; 
 fi
 note began "$before" || fail "$hpczero_books/links cannot be written"
 trap 'note ended "${hpczero_code:-$?}"' EXIT
+# where the job was rendered: `setup` finds its files by relative paths
+cd /work/jobs || fail "the job's folder is not here"
 export VIRTUAL_ENV=/work/venv
 export PATH="$VIRTUAL_ENV/bin:$PATH"
-cd /work/jobs || fail "the job's folder is not here"
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 HPCZERO_DEADLINE=$(($(date +%s) - SECONDS + 3600)) # SECONDS: since the script began
 export HPCZERO_DEADLINE
 # asked to stop, the job asks the run, and waits for it to save and end
 trap 'touch "$hpczero_run/stop" 2>/dev/null' TERM USR2
-rm -f "$hpczero_books/code"
+rm -f "$hpczero_books/code" "$hpczero_books/wrong"
+export HPCZERO_WRONG_INPUT="$hpczero_books/wrong" # a rank notes there that the input is wrong
 {
     trap : TERM USR2
     mpirun -n 2 --bind-to none python3 -m hpczero run /work/jobs/spec.toml </dev/null
@@ -70,6 +74,7 @@ done
 hpczero_code=$(cat "$hpczero_books/code")
 hpczero_code=${hpczero_code:-137}
 # a launcher may tell how it ended the ranks instead of how the run ended
+[ ! -e "$hpczero_books/wrong" ] || hpczero_code=2
 if [ "$hpczero_code" -ne 2 ] && [ "$hpczero_run/summary.json" -nt "$hpczero_books/links" ]; then
     ! grep -q '"state": "finished"' "$hpczero_run/summary.json" || hpczero_code=0
     ! grep -q '"state": "stopped"' "$hpczero_run/summary.json" || hpczero_code=75

@@ -8,6 +8,7 @@
 # shellcheck disable=SC2016 # what stands in single quotes is meant as it stands
 fail() {
     echo "hpczero job: $*" >&2
+    [ -e "$hpczero_books/over" ] || echo "$*" >"$hpczero_books/over" # no job after this one does better
     exit 2
 }
 
@@ -46,10 +47,12 @@ if [ -n "$holder" ] && grep -qF " $holder began " "$hpczero_run"/batch/*/links; 
 fi
 note began "$before" || fail "$hpczero_books/links cannot be written"
 trap 'note ended "${hpczero_code:-$?}"' EXIT
+# where the job was rendered: `setup` finds its files by relative paths
+cd /work/jobs || fail "the job's folder is not here"
 export SLURM_EXPORT_ENV=ALL
 export VIRTUAL_ENV=/work/venv
 export PATH="$VIRTUAL_ENV/bin:$PATH"
-cd /work/jobs || fail "the job's folder is not here"
+cd /work/jobs || fail "the job's folder is not here" # `setup` may have left it
 
 # the run stops, with a checkpoint, before this moment (seconds since 1970)
 end=${SLURM_JOB_END_TIME:-} # since Slurm 23.02
@@ -58,7 +61,8 @@ HPCZERO_DEADLINE=${end:-$(($(date +%s) - SECONDS + 3600))} # SECONDS: since the 
 export HPCZERO_DEADLINE
 # asked to stop, the job asks the run, and waits for it to save and end
 trap 'touch "$hpczero_run/stop" 2>/dev/null' TERM USR2
-rm -f "$hpczero_books/code"
+rm -f "$hpczero_books/code" "$hpczero_books/wrong"
+export HPCZERO_WRONG_INPUT="$hpczero_books/wrong" # a rank notes there that the input is wrong
 {
     trap : TERM USR2
     srun --kill-on-bad-exit=1 --nodes=2 --ntasks=2 --ntasks-per-node=1 python3 -m hpczero run /work/jobs/spec.toml </dev/null
@@ -71,6 +75,7 @@ done
 hpczero_code=$(cat "$hpczero_books/code")
 hpczero_code=${hpczero_code:-137}
 # a launcher may tell how it ended the ranks instead of how the run ended
+[ ! -e "$hpczero_books/wrong" ] || hpczero_code=2
 if [ "$hpczero_code" -ne 2 ] && [ "$hpczero_run/summary.json" -nt "$hpczero_books/links" ]; then
     ! grep -q '"state": "finished"' "$hpczero_run/summary.json" || hpczero_code=0
     ! grep -q '"state": "stopped"' "$hpczero_run/summary.json" || hpczero_code=75

@@ -4,12 +4,14 @@ end the process.
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import h5py
+
+from hpczero import safe_files
 
 _PAGE = 4096  # bytes
 
@@ -54,13 +56,22 @@ class Pages(io.RawIOBase):
 
     def save(self, path: Path) -> None:
         """A new file. OSError: it cannot be written; what is there of it is left."""
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        file = safe_files.create(path)
         try:
-            for number, page in sorted(self._pages.items()):
-                write_all(file, memoryview(page), number * _PAGE)
-            os.ftruncate(file, self._size)
+            self.write_to(file)
         finally:
             os.close(file)
+
+    def write_to(self, file: int, but: Sequence[tuple[int, int]] = ()) -> None:
+        """Write what was written here; what lies between, and in the ranges `but`, stays as it is.
+
+        OSError: it cannot be written.
+        """
+        for number, page in sorted(self._pages.items()):
+            first = number * _PAGE
+            for begin, end in _outside(first, first + _PAGE, sorted(but)):
+                write_all(file, memoryview(page)[begin - first : end - first], begin)
+        os.ftruncate(file, self._size)
 
     def _parts(self, data: memoryview) -> Iterator[tuple[memoryview, int, int, int]]:
         """From the place on: a part of the data, the page that it belongs to, where in that."""
@@ -78,6 +89,17 @@ def made_in_memory(path: Path, **arguments: Any) -> Iterator[h5py.File]:
     with h5py.File(pages, "w", libver=("earliest", "v110"), **arguments) as file:
         yield file
     pages.save(path)
+
+
+def _outside(begin: int, end: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of begin .. end that are in none of the ranges."""
+    for low, high in ranges:
+        if low < end and high > begin:
+            if begin < low:
+                yield begin, low
+            begin = max(begin, high)
+    if begin < end:
+        yield begin, end
 
 
 def write_all(file: int, data: memoryview, place: int) -> None:

@@ -1,0 +1,85 @@
+"""What `data.source` has for a job, looked at before it runs: on login nodes, without torch; numpy and HDF5 are for token files."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpczero import env
+from hpczero.errors import InputError
+from hpczero.spec.schema import Spec
+from hpczero.spec.show import printable, shown
+
+IDS = {"byte": 257}  # of the tokenizers, which need numpy
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Tokens of a split, 0 where nothing is known; `problem`: why nothing is."""
+
+    wanted: int  # tokens that the job's steps read
+    train: int = 0
+    validation: int = 0
+    tokenizer: str = ""
+    problem: str = ""
+
+    @property
+    def epochs(self) -> float | None:
+        """How often the job reads each token."""
+        return self.wanted / self.train if self.train else None
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self) | {"epochs": self.epochs}
+
+    def in_words(self) -> str:
+        if self.problem or not self.epochs:
+            return self.problem
+        has = f"{self.train:,} tokens to train on, {self.validation:,} for validation ({self.tokenizer})"
+        return f"{has}; the job reads {self.wanted:,}: {_epochs(self.epochs)}"
+
+
+def look(spec: Spec, must_be_here: bool = False) -> Supply:
+    """InputError if the run would refuse what is there. A file that is not here may be where the job runs, unless it `must_be_here`."""
+    wanted = spec.train.steps * spec.train.global_batch * spec.model.seq_len
+    if spec.data.source == "synthetic":
+        return Supply(wanted, problem="random tokens, no text")
+    if spec.data.source == "stdlib":
+        return _library(spec, wanted)
+    path = Path(env.expand(spec.data.source)).absolute()
+    if not _is_there(path):
+        unset = ", and what follows the $ is not set" if "$" in str(path) else ""
+        missing = f"there is no file {printable(str(path))} here{unset}"
+        if must_be_here:
+            raise InputError(f"data.source = {shown(spec.data.source)}: {missing}: make one with `hpczero data build -o NAME.h5 TEXT...`")
+        return Supply(wanted, problem=missing)
+    from hpczero.data.source import refuse_unfit
+    from hpczero.data.tokenfile import open_token_file
+
+    file = open_token_file(path)
+    refuse_unfit(file, spec)
+    train, validation = (len(file.splits[split].tokens) for split in ("train", "validation"))
+    return Supply(wanted, train, validation, f"{printable(file.tokenizer)}, {file.vocabulary:,} ids")
+
+
+def _library(spec: Spec, wanted: int) -> Supply:
+    """As a run would say it once the file is made."""
+    needed = IDS[spec.data.tokenizer]
+    if spec.model.vocab < needed:
+        raise InputError(
+            f'data.source = "stdlib": model.vocab = {spec.model.vocab} is too small for the {needed} ids of the tokenizer '
+            f"'{spec.data.tokenizer}': set model.vocab = {needed} or more"
+        )
+    return Supply(wanted, problem="text of the running Python's library, a token file that is made on first use")
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise InputError(f"token file {printable(str(path))} cannot be read: {error.strerror}") from error
+    return True
+
+
+def _epochs(epochs: float) -> str:
+    return f"{epochs:.3g} epochs" if epochs >= 0.0095 else "less than 0.01 epochs"

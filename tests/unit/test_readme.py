@@ -1,0 +1,51 @@
+"""The README says of the program what the program does."""
+
+import argparse
+import re
+
+import pytest
+
+from hpczero import locations
+from hpczero.cli import _parser
+from hpczero.errors import HpczeroError, InputError, Stopped
+from tests.launch import CHECKOUT, hpczero, launch
+
+README = (CHECKOUT / "README.md").read_text()
+
+
+def test_every_page_is_linked_under_read_on() -> None:
+    pages = {f"docs/{path.name}" for path in (CHECKOUT / "docs").glob("*.md")}
+    assert set(re.findall(r"\]\((docs/[^)]*)\)", README.partition("## Read on")[2])) == pages
+
+
+def test_the_exit_codes_are_these() -> None:
+    codes = [int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)]
+    assert codes == [0, HpczeroError.exit_code, InputError.exit_code, Stopped.exit_code]
+
+
+def test_the_verbs_without_torch_and_mpi_are_all_but_run() -> None:
+    (verbs,) = [action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    said = README.partition("For every other verb")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", said)) == set(verbs) - {"run"}
+
+
+def test_an_install_command_survives_the_shell() -> None:
+    assert locations.install_command("/a b/python", "/c d", "train") == "'/a b/python' -m pip install '/c d[train]'"
+    assert locations.install_command("/python", "", "mpi") == "/python -m pip install '.[mpi]', in the folder of hpczero's source"
+    assert locations.install("train").endswith(f" -m pip install '{CHECKOUT}[train]'")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["model.heads=3", "model.hidden=32"], "note: model.heads = 3 does not divide model.hidden = 32: each head is 11 wide, 33 in all"),
+        (["model.heads=4", "model.hidden=32"], ""),
+        (["model.heads=3", "model.hidden=32", "model.head_dim=8"], ""),
+    ],
+)
+def test_check_says_when_heads_do_not_divide_the_width(settings: list[str], said: str) -> None:
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = launch(hpczero("check", "jobspecs/quickstart.toml", *words), 60)
+    assert done.code == 0, done
+    assert said in done.out
+    assert ("does not divide" in done.out) == bool(said)
