@@ -103,7 +103,7 @@ def release(engine: "Engine", room: int) -> None:
     axis, here = engine.axis, not engine.sharded.parameters
     if here and axis.shared:
         wanted = axis.neighbours * sum(unit.weights.nbytes for unit in engine.units)
-        here = bool((axis.all_gather(torch.tensor([room - wanted])) >= 0).all())
+        here = bool((axis.all_gather(torch.tensor([room - wanted], dtype=torch.int64)) >= 0).all())
     for unit in engine.units:
         weights = unit.weights.clone() if here and axis.shared else unit.weights
         for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
