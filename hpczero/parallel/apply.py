@@ -21,7 +21,7 @@ from hpczero.parallel.plan import PLANS, apply_plan
 from hpczero.parallel.running import Alone, Staged, Way
 from hpczero.parallel.sequence import residual_of
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.parallel.values import OwnValues
+from hpczero.parallel.values import OwnValues, no_values
 from hpczero.parallel.zero import DTYPES, Engine, Settings
 from hpczero.spec.schema import Spec
 
@@ -47,9 +47,11 @@ def find(spec: Spec, world: World, grid: Grid) -> Found:
     return found
 
 
-def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1, found: Found | None = None) -> Way:
+def assemble(
+    spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1, found: Found | None = None, bare: bool = False
+) -> Way:
     """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run. `found`: if it is known already,
-    what model.family has made.
+    what model.family has made. `bare`: hpczero's own models without values, to be loaded or made (`Engine.make_values`).
     """
     if not shapes.known(spec.model):
         found = found or find(spec, world, grid)
@@ -63,13 +65,14 @@ def assemble(spec: Spec, world: World, grid: Grid, accumulates: bool, threads: i
         apply_plan(layers, PLANS[spec.model.family], residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len))
     axis = data_axis(spec, world, _group(world, grid), grid.nodes_cut_data_alike)
     settings = settings_of(spec, accumulates, threads, own_model=True)
+    values = no_values if bare else None
     if pipeline is None:
-        return Alone(Engine(module, layers, axis, settings, tensor=tensor))
+        return Alone(Engine(module, layers, axis, settings, values, tensor))
     described = [layer for _, layer in layers]
     modules = {layer.name: part for part, layer in layers}
     held = chunks_of_stages(spec, described)[pipeline.rank]
     chunks = _with_modules(held, modules)
-    engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, None, tensor, pipeline)
+    engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, values, tensor, pipeline)
     engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
     _tie(engine, _tie_groups(dict.fromkeys((layer.name for layer in _tied(held)), (0, pipeline.size - 1)), world, pipeline))
     shape = handed_on(spec, tensor.rank if tensor else 0)

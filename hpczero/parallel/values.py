@@ -29,6 +29,11 @@ def reset_of(module: nn.Module) -> Callable[[], None] | None:
     return reset if callable(reset) else None
 
 
+def no_values(_: UnitLayout) -> Fill:
+    """For units that are loaded before they are read."""
+    return lambda parameter, first, out: None
+
+
 class OwnValues:
     """Made before the engine takes the module; then asked once for each unit, in one order on all ranks."""
 

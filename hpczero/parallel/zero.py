@@ -360,6 +360,10 @@ class Engine:
         assert not self._others, "other ranks have the rest"
         return whole.state_dict(self.module, self.units, self.axis)
 
+    def make_values(self) -> None:
+        """Collective. The parameters of a model of hpczero's get their initial values."""
+        self.renew(lambda unit: unit.fill_own(self._initial_values))
+
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""
         assert not self._others, "parts of whole tensors are not loaded this way"

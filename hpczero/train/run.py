@@ -147,7 +147,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         voice.event("WARN", what="no room for a copy of the states: training waits while a checkpoint is saved")
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
     before = account.held_on_nodes(world)
-    way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads, found=job.found)
+    way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads, found=job.found, bare=True)
     engine = way.engine
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
@@ -186,10 +186,12 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
 
 
 def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> tuple[int, Earlier]:
-    """Loads the checkpoint to begin from; how many steps are done, and what rank 0 knows of them."""
+    """Loads the checkpoint to begin from, or makes the initial values; how many steps are done, and what rank 0 knows of them."""
     resumed = checkpoints.resume()
     if resumed.path:
         checkpoints.settle()
+    elif shapes.known(checkpoints.spec.model):
+        checkpoints.engine.make_values()
     earlier = Earlier()
     if voice:
         own = resumed.path and resumed.path.parent == voice.directory.path / "checkpoints"

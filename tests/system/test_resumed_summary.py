@@ -1,6 +1,7 @@
 """What a run says of itself at the end of its second job."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,33 @@ def test_a_resumed_run_keeps_its_own_figures_apart_from_its_last_job(tmp_path: P
     assert "last job:   steps 5 to 6, 256 tokens (" in done.out
     assert f"loss:       {metrics[0]['loss']:.4f} at the first step, {metrics[5]['loss']:.4f} at the last" in done.out
     assert "after step 4; the text's unigram entropy" in done.out
+
+
+COUNTED = """
+import sys
+from hpczero.cli import main
+from hpczero.model import build
+make, made = build.initial_values, []
+def counted(parameter, *rest):
+    made.append(parameter.name)
+    make(parameter, *rest)
+build.initial_values = counted
+code = main()
+print("made", len(made), "for", len(set(made)))
+sys.exit(code)
+"""
+
+
+def test_initial_values_are_made_once_and_only_where_no_checkpoint_has_others(tmp_path: Path) -> None:
+    (tmp_path / "spec.toml").write_text(SPEC)
+    (tmp_path / "counted.py").write_text(COUNTED)
+
+    def made(*options: str) -> tuple[str, ...]:
+        done = launch([sys.executable, "counted.py", "run", "spec.toml", *options], 120, tmp_path)
+        assert done.code == 0, done
+        return tuple(done.out.splitlines()[-1].split()[1::2])
+
+    once, for_parameters = made()
+    assert once == for_parameters != "0"
+    assert made("--set", "train.steps=6") == ("0", "0")
+    assert made("--fresh") == (once, once)
