@@ -51,7 +51,7 @@ def assemble(
     spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1, found: Found | None = None, bare: bool = False
 ) -> Way:
     """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run. `found`: if it is known already,
-    what model.family has made. `bare`: hpczero's own models without values, to be loaded or made (`Engine.make_values`).
+    what model.family has made. `bare`: hpczero's own models without values, to be loaded or made (`Engine.initial_values`).
     """
     if not shapes.known(spec.model):
         found = found or find(spec, world, grid)

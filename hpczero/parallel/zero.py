@@ -127,7 +127,7 @@ class Engine:
         if self.settings.own_model:
             self._hooks += [part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer))) for part, layer in layers]
         for unit in self.units:
-            unit.fill_own(values(unit.layout) if values else self._initial_values)
+            unit.fill_own(values(unit.layout) if values else self.initial_values)
             self._start_arriving(unit)
         self.weights_here()
         self.outside.note()
@@ -137,7 +137,7 @@ class Engine:
         count = SLOTS if self.sharded.gradients else 0
         return [self.arena.take("gradient slots", largest, dtype) for _ in range(count)]
 
-    def _initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
+    def initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
         build.initial_values(parameter, self.settings.seed, first, out, self.pool)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -359,10 +359,6 @@ class Engine:
         """Collective. On data rank 0 what the module's state_dict would be, the parameters in fp32; empty on the others."""
         assert not self._others, "other ranks have the rest"
         return whole.state_dict(self.module, self.units, self.axis)
-
-    def make_values(self) -> None:
-        """Collective. The parameters of a model of hpczero's get their initial values."""
-        self.renew(lambda unit: unit.fill_own(self._initial_values))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""

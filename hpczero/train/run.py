@@ -191,7 +191,7 @@ def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> tuple[int, Ea
     if resumed.path:
         checkpoints.settle()
     elif shapes.known(checkpoints.spec.model):
-        checkpoints.engine.make_values()
+        checkpoints.engine.renew(lambda unit: unit.fill_own(checkpoints.engine.initial_values))
     earlier = Earlier()
     if voice:
         own = resumed.path and resumed.path.parent == voice.directory.path / "checkpoints"
