@@ -26,7 +26,7 @@ _LEAVE = 5  # seconds that processes get to go away after the command itself has
 
 
 _LOAD = re.compile(r'^\S+Z load spec=\S+ what="torch, MPI and kernels"\n', re.MULTILINE)
-_REMOVED = re.compile(r"^hpczero: .* killed MPICH jobs left in /dev/shm.*\n", re.MULTILINE)
+REMOVED = re.compile(r"^hpczero: .* killed MPICH jobs left in /dev/shm.*\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def launch(command: Sequence[str], seconds: float, folder: Path = CHECKOUT, envi
         code = None
     taken = time.monotonic() - started
     said = err.decode(errors="replace")
-    removed = "".join(_REMOVED.findall(said))
-    return Finished(code, out.decode(errors="replace"), _REMOVED.sub("", said), taken, _await_the_end(mark), removed)
+    removed = "".join(REMOVED.findall(said))
+    return Finished(code, out.decode(errors="replace"), REMOVED.sub("", said), taken, _await_the_end(mark), removed)
 
 
 def start(

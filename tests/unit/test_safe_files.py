@@ -30,8 +30,11 @@ def victim(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder like /tmp: everybody writes there, and removes only what is their own."""
-    with tempfile.TemporaryDirectory() as folder:
+    """A folder like /tmp: everybody writes there, and removes only what is their own.
+
+    It lies in /tmp, as others cannot get through the folder that the tests' TMPDIR may name.
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o1777)
         yield Path(folder)
 
