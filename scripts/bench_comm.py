@@ -8,6 +8,9 @@ In every round each contender moves the same buffer once or, when that is short,
 counts as long as its slowest rank takes. The tables give the median round, in GB/s of the whole buffer, its spread, and how many times
 faster hpczero is. The MPI libraries have no bfloat16: of the raw ones only the gather, which moves bytes, can be compared. What the
 watchdog costs is measured in the same way: the smallest all-reduces with it and before it was started.
+
+With --short it measures short collectives alone: through memory that the ranks share, twice, and by
+messages, in microseconds.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,51 @@ def contenders(world: World, operation: str, size: int, dtype: torch.dtype) -> d
     if dtype is not torch.float32 and operation != "all_gather":
         del chosen[operation]["MPI"]
     return chosen[operation]
+
+
+def short_contenders(world: World, operation: str, size: int) -> dict[str, Contender]:
+    """The same through memory, twice, and by messages; and MPI's own."""
+    groups = {name: world.group(name, range(world.size)) for name in ("memory", "again", "messages")}
+    groups["messages"].window = None
+    whole = torch.ones(size // 4)
+    part = torch.ones(whole.numel() // world.size)
+
+    def contender(name: str) -> Contender:
+        group = groups[name]
+        if operation == "all_reduce":
+            return lambda: group.all_reduce(whole)
+        if operation == "reduce_scatter":
+            return lambda: group.reduce_scatter(part, whole)
+        return lambda: group.all_gather(whole, part)
+
+    library = contenders(world, operation, size, torch.float32)["MPI"]
+    return {name: contender(name) for name in groups} | {"MPI": library}
+
+
+def short_table(world: World, operations: Sequence[str], rounds: int) -> list[str]:
+    lines = [
+        "| operation | bytes | by messages µs | through memory µs | MPI µs | ratio | A/A |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for operation in operations:
+        for size in (4096, 32768, 262144, 2097152):
+            found = measure(world, short_contenders(world, operation, size), rounds)
+            times = " | ".join(_microseconds(found[name]) for name in ("messages", "memory", "MPI"))
+            ratios = [_ratio(found["memory"], found[name]) for name in ("messages", "again")]
+            lines.append(f"| {operation} | {size:,} | {times} | {' | '.join(ratios)} |")
+    return lines
+
+
+def _microseconds(seconds: list[float]) -> str:
+    low, middle, high = (quartile * 1e6 for quartile in statistics.quantiles(seconds, n=4))
+    return f"{middle:.1f} ({low:.1f}–{high:.1f})"
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> str:
+    """Of turns side by side."""
+    ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.2f} ({low:.2f}–{high:.2f})"
 
 
 def measure(world: World, of: dict[str, Contender], rounds: int) -> dict[str, list[float]]:
@@ -132,10 +180,16 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--json", type=Path, help="write all measurements to this file, too")
+    parser.add_argument("--short", action="store_true", help="only short collectives inside a node")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # newer names, which older versions lack
     with World.start() as world, tempfile.TemporaryDirectory() as folder:
+        if options.short:
+            lines = short_table(world, options.operations, options.rounds)
+            if world.rank == 0:
+                print("\n".join(lines))
+            return
         join_gloo(world, world.share(folder))
         lines = [f"{world.library}, {world.size} ranks on {len(set(world.hosts))} host(s), {os.cpu_count()} cores, torch {torch.__version__}", ""]
         lines += cost_of_the_watchdog(world, options.rounds)

@@ -23,6 +23,7 @@ from hpczero.comm.connection import Connection
 from hpczero.comm.ledger import evenly
 from hpczero.comm.messages import ByMessages, Carrier, Combine, combine_into, shard
 from hpczero.comm.native import Native
+from hpczero.comm.short import ByWindow
 from hpczero.comm.status import Place, Signature
 from hpczero.comm.work import Steps, Work
 from hpczero.device import Device, Queue
@@ -45,6 +46,7 @@ class Group:
         self._messages, self._native = ByMessages(connection, axis, self.ranks, rank), native
         self._elsewhere = [node_of_rank[peer] != node_of_rank[self.ranks[rank]] for peer in self.ranks]
         self._count_elsewhere = sum(self._elsewhere)
+        self.window: ByWindow | None = None  # for short collectives, where the ranks share memory
         self._collectives = 0
         self._signatures: dict[object, Signature] = {}
         self._sent: dict[tuple[str, int], int] = {}
@@ -94,7 +96,12 @@ class Group:
         tiny = flat.nbytes * self.size <= _TINY
         place, code = self._next("all_reduce", flat, op)
         carrier = self._carrier(flat)
-        steps = carrier.all_reduce_tiny(flat, op, code, place) if tiny else carrier.all_reduce(flat, op, self._tag(place, code))
+        if window := self._window(carrier, flat):
+            steps = window.all_reduce(flat, op, code, place)
+        elif tiny:
+            steps = carrier.all_reduce_tiny(flat, op, code, place)
+        else:
+            steps = carrier.all_reduce(flat, op, self._tag(place, code))
         return self._start_even("all_reduce", steps, 2 * flat.nbytes, place, flat)
 
     def start_reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = "sum", combine: Combine | None = None) -> Work:
@@ -105,7 +112,11 @@ class Group:
         if combine is None:
             combine = combine_into(own, op)
         place, code = self._next("reduce_scatter", flat, op)
-        steps = self._carrier(flat).reduce_scatter(flat, combine, self._tag(place, code))
+        carrier = self._carrier(flat)
+        if window := self._window(carrier, flat):
+            steps = window.reduce_scatter(flat, combine, code, place)
+        else:
+            steps = carrier.reduce_scatter(flat, combine, self._tag(place, code))
         return self._start_even("reduce_scatter", steps, flat.nbytes, place, flat, own)
 
     def start_all_gather(self, output: Tensor, tensor: Tensor, detail: str = "") -> Work:
@@ -114,7 +125,12 @@ class Group:
         assert own.dtype is flat.dtype, f"an all_gather of {own.dtype} cannot be written to {flat.dtype}"
         self._check_shard("tensor", own, flat)
         place, code = self._next("all_gather", flat, detail)
-        return self._start_even("all_gather", self._carrier(flat).all_gather(flat, own, self._tag(place, code)), flat.nbytes, place, flat, own)
+        carrier = self._carrier(flat)
+        if window := self._window(carrier, flat):
+            steps = window.all_gather(flat, own, code, place)
+        else:
+            steps = carrier.all_gather(flat, own, self._tag(place, code))
+        return self._start_even("all_gather", steps, flat.nbytes, place, flat, own)
 
     def start_broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         flat = self._flat(tensor)
@@ -154,6 +170,12 @@ class Group:
 
     def _carrier(self, tensor: Tensor) -> Carrier:
         return self._native if self._native and self._native.takes(tensor) else self._messages
+
+    def _window(self, carrier: Carrier, tensor: Tensor) -> ByWindow | None:
+        """What carries it where it is short and the ranks share memory."""
+        if self.window is None or carrier is not self._messages or not self.window.takes(tensor):
+            return None
+        return None if self.connection.on_device(tensor) else self.window
 
     def _start_even(self, operation: str, steps: Steps, size: int, place: Place, *tensors: Tensor) -> Work:
         """An operation that sends `size` / N bytes to each of the other ranks."""
@@ -200,10 +222,11 @@ class Group:
         return self.connection.queue if self.connection.on_device(tensor) else None
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        here = tensor.device.type == "cpu" or self.connection.on_device(tensor)
+        here = tensor.is_cpu or self.connection.on_device(tensor)
         assert here, f"this group moves tensors of the CPU and of {self.connection.device.torch}; this one is on {tensor.device}"
         assert tensor.is_contiguous(), f"only contiguous tensors are sent; this one has shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-        return tensor.data.view(-1)  # not detach(): autograd would count what is written as a change of all that lies in the same block
+        flat = tensor.data  # not detach(): autograd would count what is written as a change of all that lies in the same block
+        return flat if flat.dim() == 1 else flat.view(-1)
 
     def _check_shard(self, name: str, own: Tensor, whole: Tensor) -> None:
         cut = shard(whole.numel(), self.size, self.rank)

@@ -6,6 +6,7 @@ Bytes follow one convention per rank, whatever algorithm carried them: with N ra
 """
 
 from dataclasses import asdict, dataclass
+from functools import cache
 
 
 @dataclass
@@ -28,6 +29,7 @@ class Entry:
         self.seconds = 0.0
 
 
+@cache
 def evenly(size: int, ranks: int, elsewhere: int) -> tuple[int, int]:
     """(inside, between): what a rank sends that gives each of the others size / ranks bytes, of whom so many are on other nodes."""
     sent = size * (ranks - 1) // ranks

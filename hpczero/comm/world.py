@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hpczero import env, job_note
+from hpczero import env, job_note, machine
 from hpczero.comm import clock
 from hpczero.comm.blocks import SharedBlocks
 from hpczero.comm.clock import Clock
@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from hpczero.comm.connection import Connection
     from hpczero.comm.group import Group
     from hpczero.comm.native import Native, Rendezvous
+    from hpczero.comm.short import ByWindow
     from hpczero.device import Device
 
 _NODES = "comm.ranks_per_node may not be more than the ranks of a host"
+_PLENTY = 64  # times what short messages of a group take: so large must /dev/shm be
 _PIECE = 1 << 30  # bytes: the largest message of share and collect
 _LAST_WORDS = 0.3  # seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends the job
 
@@ -190,8 +192,26 @@ class World:
             connection, native = Connection(means, communicator, axis, self.numbers(ranks)), self._native(axis, ranks)
             group = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection, native)
             group.label = f"{axis} {purpose}".rstrip()
+            group.window = self._window(axis, ranks)
             self._groups[key] = group, connection, native
         return self._groups[key][0]
+
+    def _window(self, axis: str, ranks: Sequence[int]) -> "ByWindow | None":
+        """Where the ranks share memory, of which there is so much that nobody misses this."""
+        from hpczero.comm.short import ByWindow, size_of
+
+        places = {(self.hosts[rank], self.node_of_rank[rank]) for rank in ranks}
+        if len(ranks) == 1 or len(places) > 1 or self.device.has_queues or self.backend != "mpi":
+            return None
+        size, cleared = size_of(len(ranks), self._limits.staging)
+        space = machine.shared_memory()
+        if space is None or space.size < _PLENTY * size * len(ranks):
+            return None
+        try:
+            shared = self.share_memory(ranks, f"short messages along {axis}", size, cleared)
+        except InputError:
+            return None
+        return ByWindow(shared, axis, self.numbers(ranks), ranks.index(self.rank))
 
     @property
     def device(self) -> "Device":
@@ -280,7 +300,10 @@ class World:
     def close(self) -> None:
         """The orderly end, on every rank; nothing may be under way."""
         self.progress.close()
-        for _, connection, native in self._groups.values():
+        for (_, ranks, _), (group, connection, native) in self._groups.items():
+            if group.window:
+                group.window.close()
+                self.unshare_memory(group.window.shared, ranks)
             connection.close()
             if native:
                 native.close()

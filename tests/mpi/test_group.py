@@ -1,5 +1,6 @@
 """Every collective against what one process computes: bit for bit, so that no two runs and no two MPI libraries can differ."""
 
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -20,6 +21,7 @@ HALF = (torch.float16, torch.bfloat16)
 OPERATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 SMALL = Limits(staging=100, message=7)  # bytes: everything goes in many pieces
 LENGTHS = (0, 1, 5, 64, 301)
+MIDDLE = 20_011  # elements: in two phases through the node's memory, or in messages
 LONG = 300_001  # elements: beyond what is gathered whole, and divided by no number of ranks here
 
 
@@ -61,7 +63,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
 def test_all_reduce_is_the_sum_in_rank_order(world: World, narrow: World, dtype: torch.dtype) -> None:
-    for where, lengths in ((world, (*LENGTHS, LONG)), (narrow, LENGTHS)):
+    for where, lengths in ((world, (*LENGTHS, MIDDLE, LONG)), (narrow, LENGTHS)):
         for length in lengths:
             parts = everyones(where.everyone, length, dtype)
             found = parts[where.rank].clone()
@@ -81,7 +83,7 @@ def test_all_reduce_of_extremes(world: World, narrow: World, dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
 def test_reduce_scatter_gives_each_rank_its_shard(world: World, narrow: World, dtype: torch.dtype) -> None:
-    for where, lengths in ((world, (*LENGTHS, LONG)), (narrow, LENGTHS)):
+    for where, lengths in ((world, (*LENGTHS, MIDDLE, LONG)), (narrow, LENGTHS)):
         group = where.everyone
         for length in lengths:
             parts = everyones(group, length, dtype)
@@ -118,7 +120,7 @@ def test_reduce_scatter_of_half_precision_into_fp32_is_not_rounded(world: World,
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
 def test_all_gather_puts_the_shards_in_rank_order(world: World, narrow: World, dtype: torch.dtype) -> None:
-    for where, lengths in ((world, (*LENGTHS, LONG)), (narrow, LENGTHS)):
+    for where, lengths in ((world, (*LENGTHS, MIDDLE, LONG)), (narrow, LENGTHS)):
         group = where.everyone
         for length in lengths:
             expected = values(7, length, dtype)
@@ -130,6 +132,49 @@ def test_all_gather_puts_the_shards_in_rank_order(world: World, narrow: World, d
             output[mine] = expected[mine]
             group.all_gather(output, output[mine])
             assert_same(output, expected)
+
+
+def test_many_short_ones_under_way_through_memory_and_messages(world: World) -> None:
+    """Waited for in another order than they were started, among long ones, along two axes."""
+    groups = [world.group(axis, range(world.size)) for axis in ("data", "tensor")]
+    assert all((group.window is not None) == shares_memory(world) for group in groups)
+    for lengths in ([5, MIDDLE, LONG, 64, 5, MIDDLE], [64] * 40):
+        expected, works = [], []
+        for number, length in enumerate(lengths):
+            parts = [values(rank + number, length, torch.float32) for rank in range(world.size)]
+            for group in groups:
+                found, scattered = parts[world.rank].clone(), parts[world.rank].clone()
+                mine = shard(length, world.size, world.rank)
+                works.append(group.start_all_reduce(found))
+                works.append(group.start_reduce_scatter(scattered[mine], scattered))
+                total = reduced(parts)
+                expected += [(found, total), (scattered[mine], total[mine])]
+        for work in reversed(works):
+            work.wait()
+        for found, total in expected:
+            assert_same(found, total)
+
+
+@pytest.mark.parametrize("late", [0, -1])
+def test_who_has_waited_for_short_ones_may_block_outside(world: World, late: int) -> None:
+    """It moves nothing any more; the others still wait for it, and come to the same call after that."""
+    group = world.group("data", range(world.size))
+    everyone = range(world.size)
+    for lengths in ([64], [MIDDLE], [64, MIDDLE, 5, MIDDLE]):
+        tensors = [values(world.rank, length, torch.float32) for length in lengths]
+        works = [group.start_all_reduce(tensor) for tensor in tensors]
+        if world.rank == everyone[late]:
+            time.sleep(0.1)
+        for work in works:
+            work.wait()
+        world.unshare_memory(world.share_memory(everyone, "a test's memory", 64, 64), everyone)
+        for length, tensor in zip(lengths, tensors, strict=True):
+            assert_same(tensor, reduced(everyones(group, length, torch.float32)))
+
+
+def shares_memory(world: World) -> bool:
+    """Else short collectives are messages, too."""
+    return world.size > 1 and world.backend == "mpi" and not world.device.has_queues
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)
