@@ -131,5 +131,6 @@ def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_
         batch = MicroBatch(windows[:, :-1], windows[:, 1:], torch.arange(len(own)), 0, seed)
         found = Tally.of([batch], [own]).validation(len(windows), SEQ_LEN)
         covered += abs(found.loss - of_split.mean().item()) <= 1.96 * (found.standard_error or 0)
+    print(f"the interval of 95 % of {covered} of 20 seeds has the whole split's loss in it")  # pytest -rP shows it
     assert covered >= 18
     assert of_split.mean().item() < log(257)
