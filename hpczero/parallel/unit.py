@@ -17,7 +17,7 @@ from hpczero.parallel.parameters import (
     gradient_left,
     leave_gradient,
 )
-from hpczero.parallel.states import Sharded
+from hpczero.parallel.states import SLOTS, Sharded
 from hpczero_kernels.adamw import State
 from hpczero_kernels.reduce import BLOCK
 
@@ -242,3 +242,10 @@ def take_moments(units: Sequence[Unit], arena: Arena) -> None:
         unit.moment1 = arena.take("moments", unit.own.stop - unit.own.start, torch.float32).zero_()
     for unit in units:
         unit.moment2 = arena.take("moments", unit.own.stop - unit.own.start, torch.float32).zero_()
+
+
+def take_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
+    """Take what the units gather gradients in, in turns; nothing where gradients are not sharded."""
+    count = SLOTS if units[0].sharded.gradients else 0
+    largest, dtype = max(unit.layout.size for unit in units), units[0].weights.dtype
+    return [arena.take("gradient slots", largest, dtype) for _ in range(count)]

@@ -34,9 +34,9 @@ from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.parallel.outside import Outside
 from hpczero.parallel.parameters import when_ready
 from hpczero.parallel.reduction import BadGradient, Reduction
-from hpczero.parallel.states import SLOTS, Precision, Sharded, state_bytes
+from hpczero.parallel.states import Precision, Sharded, state_bytes
 from hpczero.parallel.stray import StrayGradients
-from hpczero.parallel.unit import Fill, Unit, take_moments
+from hpczero.parallel.unit import Fill, Unit, take_moments, take_slots
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.adamw import Scalars, adamw, scalars_of_step
 from hpczero_kernels.pool import Pool
@@ -94,22 +94,13 @@ class Engine:
         self.loss_scale = LossScale(settings.train.loss_scale if fp16 else 1.0, dynamic=fp16)
         self.updates = 0
         self.pool = Pool(settings.threads)
-        dtype = DTYPES[settings.train.precision]
-        part = (tensor.size, tensor.rank) if tensor else (1, 0)
-        layouts = [unit_layout(layer, axis.size, *part) for _, layer in layers if layer.parameters]
-        precision = Precision(dtype.itemsize, settings.accumulates)
         around = used_around_others(layers)
-        sizes = state_bytes(layouts, self.sharded, precision, axis.shared, sum(unit.size for unit in layouts if unit.name in around))
-        seen = self.sharded.read_by_others
-        self.arena = Arena(sizes, axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}), self.device.torch)
-        dtypes = dtype, torch.float32 if settings.accumulates else dtype
-        written = [axis.written(layout.size, self.sharded.optimizer) for layout in layouts]
-        self.units = [Unit(layout, axis.rank, self.sharded, dtypes, self.arena, part) for layout, part in zip(layouts, written, strict=True)]
-        take_moments(self.units, self.arena)
+        self.arena, self.units = self._allocated([layer for _, layer in layers if layer.parameters], around)
+        module_parameters = dict(module.named_parameters())
         for unit in self.units:
-            unit.take_over(dict(module.named_parameters()))
+            unit.take_over(module_parameters)
         self._unit_of: dict[torch.Tensor, Unit] = {parameter: unit for unit in self.units for parameter in unit.parameters}
-        self.reduction = Reduction(self.units, axis, self.sharded, self._gradient_slots(dtype), self.pool)
+        self.reduction = Reduction(self.units, axis, self.sharded, take_slots(self.units, self.arena), self.pool)
         self.absent = AbsentGradients(self.units, axis, agrees=not settings.own_model)
         self._had_backward: set[Unit] = set()  # in this step
         self._stray = StrayGradients(self.reduction.name_of, says=axis.rank == 0)
@@ -132,10 +123,19 @@ class Engine:
         self.weights_here()
         self.outside.note()
 
-    def _gradient_slots(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        largest = max(unit.layout.size for unit in self.units)
-        count = SLOTS if self.sharded.gradients else 0
-        return [self.arena.take("gradient slots", largest, dtype) for _ in range(count)]
+    def _allocated(self, layers: Sequence[shapes.Layer], around: Collection[str]) -> tuple[Arena, list[Unit]]:
+        """Return the memory of the states, and in it a unit for each layer. `around`: layers in use while others run."""
+        axis, sharded, dtype = self.axis, self.sharded, DTYPES[self.settings.train.precision]
+        part = (self.tensor.size, self.tensor.rank) if self.tensor else (1, 0)
+        layouts = [unit_layout(layer, axis.size, *part) for layer in layers]
+        precision = Precision(dtype.itemsize, self.settings.accumulates)
+        sizes = state_bytes(layouts, sharded, precision, axis.shared, sum(unit.size for unit in layouts if unit.name in around))
+        seen = sharded.read_by_others
+        arena = Arena(sizes, axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}), self.device.torch)
+        dtypes = dtype, torch.float32 if self.settings.accumulates else dtype
+        units = [Unit(layout, axis.rank, sharded, dtypes, arena, axis.written(layout.size, sharded.optimizer)) for layout in layouts]
+        take_moments(units, arena)
+        return arena, units
 
     def initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
         build.initial_values(parameter, self.settings.seed, first, out, self.pool)
