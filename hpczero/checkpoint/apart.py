@@ -18,7 +18,6 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 from hpczero.checkpoint import manifest, view
 from hpczero.checkpoint.files import Unreadable
@@ -57,12 +56,8 @@ class Apart:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            command = [
-                sys.executable,
-                "-m",
-                "hpczero.checkpoint.apart",
-                str(self.folder.absolute()),
-            ]
+            folder = str(self.folder.absolute())
+            command = [sys.executable, "-m", "hpczero.checkpoint.apart", folder]
             pipe = subprocess.PIPE
             try:
                 quiet = subprocess.DEVNULL
@@ -107,12 +102,7 @@ class Apart:
     def __enter__(self) -> "Apart":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import xxhash
@@ -107,12 +106,7 @@ class Verification:
     def __enter__(self) -> "Verification":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _of_data(self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance) -> Iterator[Damage]:

@@ -162,10 +162,10 @@ class _Linear(torch.autograd.Function):
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         own_weight, own_bias = context.parameters
         needs_weight &= own_weight.requires_grad  # it may have been frozen since the forward
-        needs_bias &= needs_bias and own_bias.requires_grad
+        needs_bias = needs_bias and own_bias.requires_grad
         of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
-        has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)  # since the forward
-        if not in_own_backward or has_hooks:  # else it may be differentiated again, or is somebody else's
+        has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)  # put on since the forward
+        if not in_own_backward or has_hooks:  # a hook sees it, it may be differentiated again, or is somebody else's
             of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
             return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
 
@@ -205,7 +205,7 @@ class _Embedding(torch.autograd.Function):
         if not context.parameter.requires_grad:  # it has been frozen since the forward
             return None, None, None
         shape = context.parameter.shape
-        has_hooks = context.parameter._backward_hooks  # since the forward
+        has_hooks = context.parameter._backward_hooks  # put on since the forward
         if torch.is_grad_enabled() or not context.way.is_own() or has_hooks:
             zeros = gradient.new_zeros(shape)
             return None, zeros.index_add(0, tokens.flatten(), gradient.reshape(-1, shape[1])), None

@@ -7,7 +7,7 @@ computation is an error that names it.
 
 Not all that sees these values comes by autograd's hooks: a module's own hooks, a view kept in `ctx`, a graph
 of a backward (create_graph). So each time a unit is gathered its memory has a storage of its own, whose users
-are counted (`OnLoan`): memory that somebody still sees when the unit goes serves nobody else before it is let
+are counted (`memory.loans`): memory that somebody still sees when the unit goes serves nobody else before it is let
 go, and keeps the values that it had. That takes memory, not right numbers.
 
 The order of collectives follows the program: every rank runs the same layers, so gathers start in one order on all of them. The order of a
@@ -142,7 +142,7 @@ class Gatherer:
     @contextmanager
     def forward(self) -> Iterator[None]:
         self._expected, self._seen = max(self._expected, self._seen, key=len), []
-        with self._going_on("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), said():
+        with self._going_on("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), _way_out_without_hooks():
             yield
 
     def backward(self) -> AbstractContextManager[None]:
@@ -343,8 +343,8 @@ class _Opened:
 
 
 @contextmanager
-def said() -> Iterator[None]:
-    """torch.func's gradients refuse the hooks that stage 3 needs: here is the way out."""
+def _way_out_without_hooks() -> Iterator[None]:
+    """Say the way out where torch.func's gradients refuse the hooks that stage 3 needs."""
     try:
         yield
     except RuntimeError as problem:

@@ -6,14 +6,14 @@ the place of a parameter, or added, the engine does not train. Nobody counts wri
 `untyped_storage()`).
 """
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import HpczeroError
@@ -71,9 +71,15 @@ class Outside:
         if self._now() != self._structure:
             self._look_at_structure()
 
-    def lent(self, units: Collection[Unit]) -> AbstractContextManager[None]:
+    @contextmanager
+    def lent(self, units: Collection[Unit]) -> Iterator[None]:
         """Inside, these units' parameters may be written."""
-        return _Lent(self.owner, [own for unit in units for own in unit.parameters])
+        parameters = [own for unit in units for own in unit.parameters]
+        self.owner.lent.update(parameters)
+        try:
+            yield
+        finally:
+            self.owner.lent.difference_update(parameters)
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -116,17 +122,6 @@ class Outside:
             )
         self._modules = list(self._module.modules())
         self._structure = self._now()
-
-
-class _Lent:
-    def __init__(self, owner: Owner, parameters: Collection[Tensor]) -> None:
-        self._owner, self._parameters = owner, parameters
-
-    def __enter__(self) -> None:
-        self._owner.lent.update(self._parameters)
-
-    def __exit__(self, *_: object) -> None:
-        self._owner.lent.difference_update(self._parameters)
 
 
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:

@@ -35,12 +35,12 @@ def gathered(engine: "Engine", parameters: Iterable[torch.Tensor], modify: bool)
     finally:
         for unit in copies:
             _hide(engine, unit)
-    if not modify:
-        outside.look()
-    else:
+    if modify:
         for copy in copies.values():
             engine.axis.group.broadcast(copy)
         engine.take_changes(copies)
+    else:
+        outside.look()
 
 
 def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict[str, torch.Tensor]:
