@@ -38,8 +38,12 @@ def incomplete(checkpoints: Path) -> list[Path]:
 
 def oddly_named(checkpoints: Path) -> list[Path]:
     """Those with a step in the name, written as no save writes it."""
-    found = _folders(checkpoints, canonical=False)
-    return [path for step, path in found if path.name != name_of(step)]
+    return [path for _, path in _folders(checkpoints, canonical=False) if is_oddly_named(path)]
+
+
+def is_oddly_named(path: Path) -> bool:
+    match = _STEP.fullmatch(path.name)
+    return match is not None and path.name != name_of(int(match.group(1)))
 
 
 def aside(checkpoints: Path) -> list[Path]:

@@ -68,7 +68,7 @@ def _look_into(path: Path, step: int) -> Listed:
     try:
         size = sum(entry.lstat().st_size for entry in path.iterdir())
         if not (path / manifest.NAME).exists():
-            if path in folder.oddly_named(path.parent):
+            if folder.is_oddly_named(path):
                 return Listed(path, step, MISNAMED, f"no save writes step {step} so", size)
             return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
         content = manifest.read(path)

@@ -83,7 +83,7 @@ class PlainFile:
             return []
 
     def dataset(self, path: str) -> Dataset:
-        return self._dataset(self._address(path, "dataset"), path)
+        return _dataset(self._messages(self._address(path, "dataset")), path, self.size)
 
     def datasets_below(self, path: str) -> Iterator[tuple[str, Dataset]]:
         """All in a group and in groups in it, by their names below it."""
@@ -230,9 +230,6 @@ class PlainFile:
             if kind:
                 yield kind, content
             at += 8 + size
-
-    def _dataset(self, address: int, path: str) -> Dataset:
-        return _dataset(self._messages(address), path, self.size)
 
     def _attribute(self, raw: bytes) -> tuple[str, Value | None]:
         version, flags, name_size, type_size, space_size = unpacked("<BBHHH", raw)

@@ -17,8 +17,6 @@ from hpczero.comm.group import Group
 from hpczero.parallel.axis import DataAxis
 from hpczero.parallel.unit import Unit
 
-Absent = Mapping[Unit, frozenset[int]]  # which of a unit's parameters; units that miss none are not here
-
 
 class AbsentGradients:
     """`missed`: name -> updates of the model that left the parameter out. The same on all ranks."""
@@ -28,7 +26,7 @@ class AbsentGradients:
         self._units, self._axis, self._agrees = units, axis, agrees
         self._parameters = [(unit, index) for unit in units for index in range(len(unit.parameters))]
         self.missed: dict[str, int] = {}
-        self._now: dict[Unit, frozenset[int]] = {}
+        self._now: dict[Unit, frozenset[int]] = {}  # of units that miss any: which parameters
 
     def agree(self, tied: Mapping[Unit, Group]) -> None:
         """Collective. Settle which parameters this step leaves out; `tied` units lie on several stages."""
