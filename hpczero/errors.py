@@ -1,6 +1,5 @@
 """What can go wrong, and the exit code that each kind of failure ends the program with."""
 
-
 import re
 
 _LONG = re.compile(r"\S{501,}")
@@ -17,14 +16,17 @@ def for_terminal(text: str) -> str:
 
 
 def _line_for_terminal(line: str) -> str:
-    cut = line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
-    if cut.isprintable():
-        return cut
-    return "".join(one if one.isprintable() else _escape(one) for one in cut)
+    return escaped(line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…")
 
 
-def _escape(one: str) -> str:
-    return one.encode("unicode_escape", "surrogatepass").decode("ascii")
+def escaped(line: str) -> str:
+    """Write whatever a terminal would act on as an escape: control characters, line ends, right-to-left marks."""
+    if line.isprintable():
+        return line
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for one in line
+    )
 
 
 class HpczeroError(Exception):

@@ -56,10 +56,10 @@ def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
     """The first process on this computer to come here carries the action out, others wait for it; whether this is it. `name`: of the file that says
     that it was done.
     """
-    if _is_there(folder / name):
+    if safe_files.is_seen(folder / name):
         return False
     with _locked(folder / "lock"):
-        if _is_there(folder / name):
+        if safe_files.is_seen(folder / name):
             return False
         action()
         with suppress(OSError):
@@ -70,9 +70,9 @@ def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
 
 def _fill(folder: Path, kept: Path | None) -> None:
     """`kept`: the same in the user's cache."""
-    if kept and _is_there(kept):
+    if kept and safe_files.is_seen(kept):
         with suppress(OSError):
-            safe_files.copy_folder(kept, folder)
+            _copy_missing(kept, folder)
             return
     importlib.import_module(_USERS)
     _keep(folder, kept)
@@ -81,7 +81,7 @@ def _fill(folder: Path, kept: Path | None) -> None:
 def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) -> None:
     """As _fill, while others may read what is there already."""
     kept = env.cache_folder() / "kernels" / f"{folder.name}-{name}" if folder.parent == env.node_folder() else None
-    if kept and _is_there(kept):
+    if kept and safe_files.is_seen(kept):
         with suppress(OSError):
             _copy_missing(kept, folder)
             return
@@ -89,19 +89,11 @@ def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) ->
     _keep(folder, kept)
 
 
-def _is_there(path: Path) -> bool:
-    """A home that cannot be read has nothing."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
-
-
 def _keep(folder: Path, kept: Path | None) -> None:
     if kept:
         made = kept.with_name(f".{kept.name}-{os.uname().nodename}-{os.getpid()}")
         with suppress(OSError):  # no room there, or another computer was faster
-            safe_files.copy_folder(folder, made, leave_out="lock")
+            _copy_missing(folder, made)
             safe_files.rename(made, kept)
         with suppress(OSError):
             safe_files.remove_tree(made)

@@ -55,6 +55,14 @@ def open_to_read(path: Path) -> int:
     return file
 
 
+def is_seen(path: Path) -> bool:
+    """Return True if there is such a file or folder; False also where it cannot be looked for."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def create(path: Path) -> int:
     """Return a descriptor of a file that did not exist; FileExistsError if the name is taken."""
     return open_for_writing(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -149,16 +157,6 @@ def copy(source: Path, target: Path) -> None:
     """Copy a file's content to a name that nothing has."""
     with source.open("rb") as read, os.fdopen(create(target), "wb") as written:
         shutil.copyfileobj(read, written)
-
-
-def copy_folder(source: Path, target: Path, leave_out: str = "") -> None:
-    """Copy all files below `source` but those of one name; a file that `target` has stays."""
-    for path in sorted(source.rglob("*")):
-        if path.is_file() and path.name != leave_out:
-            copied = target / path.relative_to(source)
-            make_folders(copied.parent)
-            with contextlib.suppress(FileExistsError):
-                copy(path, copied)
 
 
 def rename(source: Path, target: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from hpczero import env
 from hpczero.data.tokenfile import TokenFile, open_token_file
 from hpczero.errors import HpczeroError, InputError
+from hpczero.safe_files import is_seen
 from hpczero.spec.schema import Spec
 
 
@@ -51,16 +52,9 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     if "error" in verdict:
         raise InputError(verdict["error"])
     path = Path(verdict["path"])
-    if not _is_seen(path):
+    if not is_seen(path):
         raise InputError(f"{path} was built by rank 0, but is not seen here: set paths.cache to a folder that every node shares")
     return _checked(open_token_file(path), spec)
-
-
-def _is_seen(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 def _checked(file: TokenFile, spec: Spec) -> Source:

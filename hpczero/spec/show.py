@@ -4,15 +4,16 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from hpczero.errors import escaped
+
 _LONGEST = 60
 _MOST_ITEMS = 8
 _FEW = 5
 
 
 def printable(text: str, longest: int = 500) -> str:
-    """`text` with whatever a terminal would act on written as an escape (control characters, line ends, right-to-left marks)."""
-    cut = text if len(text) <= longest else text[: longest - 1] + "…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in cut)
+    """The text, cut and `escaped`, as one line of a message."""
+    return escaped(text if len(text) <= longest else text[: longest - 1] + "…")
 
 
 def shown(value: Any) -> str:
