@@ -36,7 +36,7 @@ import psutil
 
 from hpczero import env, machine
 from hpczero.errors import HpczeroError, InputError
-from hpczero.safe_files import open_lock, remove
+from hpczero.safe_files import open_lock, open_to_read, remove
 
 _LONGEST_TEXT = 500  # characters of a value in a record
 STALE_AFTER = 600.0  # seconds without a beat after which a holder on another computer counts as dead
@@ -263,14 +263,12 @@ class RunLock:
 
 def living_holder(run_directory: Path) -> Holder | None:
     """Who writes there now, by the record in the lock's file; takes nothing."""
-    path = run_directory / "lock"
     try:
-        if not path.is_file():  # a pipe would be waited for
-            return None
-        holder = Holder.parse(path.read_text(encoding="utf-8", errors="replace"))
-        return holder if holder and holder.lives(time.time() - path.stat().st_mtime) else None
+        with os.fdopen(open_to_read(run_directory / "lock"), "rb") as file:
+            silence, holder = time.time() - os.fstat(file.fileno()).st_mtime, _read(file.fileno())
     except OSError:
         return None
+    return holder if holder and holder.lives(silence) else None
 
 
 def _read(descriptor: int) -> Holder | None:

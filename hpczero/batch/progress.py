@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import statistics
 import time
 import tomllib
@@ -11,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpczero import lock
+from hpczero import lock, safe_files
 from hpczero.batch import submission
 from hpczero.batch.queued import Queued
 from hpczero.batch.submission import Submission
@@ -72,14 +73,18 @@ class _Seen:
     @property
     def over(self) -> str:
         """Why the newest jobs have nothing left to do, unless somebody started the run since."""
-        record = self.records[-1] if self.records else None
-        return record.over if record and not self.began > record.last_word else ""
+        return self.records[-1].over if self.records and not self._started_since else ""
 
     @property
     def last_ended(self) -> Link | None:
         """The last job that did something, unless somebody started the run since."""
         ended = [link for link in self.links if link.state not in ("passed", "cancelled")]
-        return ended[-1] if ended and not self.began > self.records[-1].last_word else None
+        return ended[-1] if ended and not self._started_since else None
+
+    @property
+    def _started_since(self) -> bool:
+        """Return True if the run was started after the last word of its newest jobs."""
+        return self.began > self.records[-1].last_word
 
 
 def of(run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: float | None = None) -> Progress:
@@ -304,10 +309,8 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def _tail(path: Path) -> str:
     try:
-        if not path.is_file():  # a pipe would be waited for
-            return ""
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL))
+        with os.fdopen(safe_files.open_to_read(path), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             return file.read(_TAIL).decode("utf-8", "replace")
     except OSError:
         return ""
