@@ -47,11 +47,13 @@ def look_at(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
     """
     mine = [run for run in runs if _is_mine(run)]
     known, silent = _known(mine) if mine else ([], {})
-    nobody = scheduler.SCHEDULERS
-    return [
-        progress.of(run, known, silent) if run in mine else progress.of(run, [], nobody)
+    found = [
+        progress.of(run, known, silent)
+        if run in mine
+        else progress.of(run, [], silent=scheduler.SCHEDULERS)
         for run in runs
-    ], silent
+    ]
+    return found, silent
 
 
 def say_silent(silent: Mapping[str, str]) -> None:
@@ -105,14 +107,13 @@ def _run(name: str) -> Path:
         named = [path for path in submission.remembered() if path.name == name]
         if len(named) > 1 and not Path(name).is_dir():
             raise InputError(f"several runs are called {shown(name)}: {listed([str(path) for path in named])}; give the path of one")
-        here = [path.absolute() for path in (Path(name), Path("runs") / name) if path.is_dir()]
-        run = (
-            here[0]
-            if Path(name).is_dir() or (here and not named)
-            else named[0]
-            if named
-            else Path(name).absolute()
-        )
+        in_runs = Path("runs") / name
+        if Path(name).is_dir():
+            run = Path(name).absolute()
+        elif named:
+            run = named[0]
+        else:
+            run = (in_runs if in_runs.is_dir() else Path(name)).absolute()
     if not run.is_dir():
         raise InputError(
             f"{printable(str(run))}: there is no such run; hpczero status lists those that were "

@@ -133,14 +133,9 @@ def _hand_over_by_pbs(job: Job, handed: Mapping[str, str]) -> None:
             "and blanks at its end do not arrive as they are; "
             "set it by batch.env or a line of batch.setup"
         )
-    what = (
-        "the whole environment (batch.env_inherit)"
-        if job.batch.env_inherit
-        else listed(list(handed))
-        if handed
-        else ""
-    )
-    if what:
+    if handed or job.batch.env_inherit:
+        inherited = "the whole environment (batch.env_inherit)"
+        what = inherited if job.batch.env_inherit else listed(list(handed))
         print(
             f"hpczero: PBS shows {what} to every user (qstat -xf): "
             'a secret belongs in a file of yours, as in batch.setup = ["export TOKEN=$(cat ~/.token)"]',
