@@ -125,8 +125,8 @@ def from_json(data: dict[str, Any]) -> Report:
 
 def look_for_stale_segments(report: Report, remove: bool) -> None:
     """Enter this user's segments that nobody uses, and those of them that were removed."""
-    makers = None if remove and report.sees_all else frozenset[str]()
-    left, gone = machine.remove_stale_segments(makers)
+    may_remove = remove and report.sees_all
+    left, gone = machine.remove_stale_segments() if may_remove else (machine.stale_segments(), [])
     report.stale, report.removed = _described(left), _described(gone)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.planner.fit import Site, final_refusal, in_words, kinds_in_words
-from hpczero.planner.memory import NodeNeed, counted, needs_on_grid
+from hpczero.planner.memory import NodeNeed, needs_on_grid, of_account
 from hpczero.planner.platform import Hardware, Platform
 from hpczero.spec.schema import Spec
+from hpczero.spec.show import counted
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Forecast:
             },
             "host": {
                 "rank": host.fullest("host"),
-                "node": counted(host.node, "host"),
+                "node": of_account(host.node, "host"),
                 "available": int(self.node.memory_gb * 1e9),
             },
         }
@@ -66,8 +67,7 @@ class Forecast:
 
 def in_lines(memory: dict[str, Any]) -> list[str]:
     """Say what `Forecast.memory` has found."""
-    count = memory["ranks_on_node"]
-    ranks = "1 rank" if count == 1 else f"{count:,} ranks"
+    ranks = counted(memory["ranks_on_node"], "rank")
     if memory["on"] == "cpu":
         of_node, of_rank = (in_words(sum(memory[part].values())) for part in ("node", "rank"))
         windows = f" ({in_words(memory['windows'])} of it in shared windows)" if memory["windows"] else ""

@@ -100,7 +100,7 @@ class NodeNeed:
 
     def fullest(self, account: str) -> dict[str, int]:
         """Return what the rank holds that has the most in this account ("all", "host", "device")."""
-        counts = [counted(part.rank, account) for part in self.parts]
+        counts = [of_account(part.rank, account) for part in self.parts]
         return max(counts, key=lambda kinds: sum(kinds.values()))
 
     def of(self, ranks: int, account: str = "all") -> int:
@@ -111,16 +111,16 @@ class NodeNeed:
         few: these may be the ones that hold the most.
         """
         if account != "device":
-            return sum(counted(self.node, account).values()) * ranks // self.ranks
+            return sum(of_account(self.node, account).values()) * ranks // self.ranks
         found, left = 0, ranks
-        sizes = [(sum(counted(part.rank, account).values()), part.ranks) for part in self.parts]
+        sizes = [(sum(of_account(part.rank, account).values()), part.ranks) for part in self.parts]
         for size, having in sorted(sizes, reverse=True):
             found += size * min(having, left)
             left -= min(having, left)
         return found
 
 
-def counted(kinds: Mapping[str, int], account: str) -> dict[str, int]:
+def of_account(kinds: Mapping[str, int], account: str) -> dict[str, int]:
     """Return the kinds that count in an account: "all", or those on the "host", or the "device"."""
     if account == "all":
         return dict(kinds)

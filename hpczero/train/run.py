@@ -248,13 +248,13 @@ def _validation(outcome: Outcome) -> dict[str, Any] | None:
     return outcome.validation.facts() | {"validation_step": outcome.validated} if outcome.validation else None
 
 
-def _summary(job: Job, outcome: Outcome, of_run: dict[str, Any], parameters: int) -> dict[str, Any]:
-    split = "train" if of_run["validation_loss"] is None else "validation"
+def _summary(job: Job, outcome: Outcome, figures: dict[str, Any], parameters: int) -> dict[str, Any]:
+    split = "train" if figures["validation_loss"] is None else "validation"
     return {
         "state": outcome.state,
         "reason": outcome.reason,
         "steps": outcome.steps,
-        **of_run,
+        **figures,
         "unigram_entropy": job.source.unigram_entropy(split),
         "parameters": parameters,
         "ranks": job.world.size,
