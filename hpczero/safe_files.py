@@ -103,7 +103,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def written_durably(path: Path) -> Iterator[BinaryIO]:
-    """As `written_whole`; the name is not given before the content is on the disk."""
+    """Do as `written_whole`; the name is not given before the content is on the disk."""
     with _written(path, durably=True) as file:
         yield file
 

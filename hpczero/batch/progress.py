@@ -60,7 +60,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a run's files and its scheduler say, before a state is made of it."""
+    """The words of a run's files and of its scheduler, before a state is made of them."""
 
     records: list[Submission]
     links: list[Link]
@@ -156,7 +156,7 @@ def _state(seen: _Seen) -> tuple[str, str]:
 
 
 def _ended(seen: _Seen) -> tuple[str, str]:
-    """Of a run that is not finished, and that nobody works on."""
+    """Return the state of a run that is not finished and that nobody works on, and the reason."""
     last, said = seen.last_ended, seen.summary.get("state")
     reason = str(seen.summary.get("reason") or "")
     if last and last.state in ("failed", "gone"):

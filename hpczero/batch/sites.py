@@ -93,7 +93,7 @@ def platform(spec: Spec, gpus: int) -> Platform:
 
 
 def gigabytes(text: str) -> float:
-    """As schedulers count: 512000M are 500G."""
+    """Return the size as schedulers count: 512000M are 500G."""
     return int(text[:-1]) * {"M": 1 / 1024, "G": 1, "T": 1024}[text[-1]]
 
 

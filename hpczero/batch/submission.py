@@ -71,7 +71,7 @@ class Submission:
         return self.path / f"log-{job}"
 
     def last_words(self, job: str) -> Path:
-        """Where PBS leaves what it says of a job that it ends."""
+        """The file in which PBS leaves what it says of a job that it ends."""
         return self.path / f"{job}.OU"
 
     @property

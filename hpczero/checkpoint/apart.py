@@ -1,4 +1,4 @@
-"""What the HDF5 library says of a checkpoint's files, asked in a process of its own.
+"""The HDF5 library's view of a checkpoint's files, asked for in a process of its own.
 
 A crafted file can make that library write over its own memory, run for ever or ask for any amount
 of memory. So the process that asks has limits of processor time and memory, and may die.
@@ -43,7 +43,7 @@ class Apart:
         self._process: subprocess.Popen[bytes] | None = None
 
     def problems(self, shard: int = -1) -> list[str]:
-        """What is wrong with a shard file, or with the index. Unreadable: that cannot be told."""
+        """Return what is wrong with a shard file, or with the index. Unreadable: that cannot be told."""
         process = self._running()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it says why below
@@ -80,7 +80,7 @@ class Apart:
         return line if line.endswith(b"\n") else None
 
     def _ended(self, process: subprocess.Popen[bytes], shard: int) -> str:
-        """What the end of the process says of the file."""
+        """Return what the end of the process says of the file."""
         name = INDEX if shard < 0 else self.content.shards[shard].file
         try:
             code = process.wait(0.5)
@@ -129,7 +129,7 @@ def limited(size: int) -> None:
 
 
 def answer(folder: Path, content: Content, shard: int) -> list[str]:
-    """What is wrong with a file, with limits on this process."""
+    """Return what is wrong with a file, with limits on this process."""
     if shard < 0:
         with Checkpoint.open(folder) as checkpoint:
             table = checkpoint.table

@@ -33,7 +33,7 @@ DATASETS = {f"pieces/{name}" for name in (*COLUMNS, "names", "shapes")}  # those
 
 @dataclass(frozen=True)
 class Index:
-    """What is read of an index. `identity`: what makes the run what it is besides its spec."""
+    """The parts of an index that are read. `identity`: what makes the run what it is besides its spec."""
 
     table: Table
     buffers: dict[str, Array]
@@ -85,7 +85,7 @@ def _view(file: h5py.File, slot: str, number: int, tensor: Tensor, table: Table,
 
 
 def read(path: Path, descriptor: int) -> Index:
-    """What an open index says, whose checksum is right; a stranger may have made it all the same.
+    """Read an open index whose checksum is right; a stranger may have made it all the same.
 
     The HDF5 library has no part in this (`hdf5.reader`), nor has the whole-tensor view.
     """

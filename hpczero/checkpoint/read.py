@@ -184,7 +184,7 @@ class Lazy:
 
 
 def _index(folder: Path, content: Content) -> Index:
-    """What the index says, if it is the one that was written."""
+    """Read the index, if it is the one that was written."""
     path = folder / INDEX
     file = open_plain(path)
     try:

@@ -1,5 +1,5 @@
-"""Whether what other programs read of a checkpoint is what hpczero reads: the whole-tensor view of
-index.h5, its piece table by the HDF5 library, and the datasets of the shard files.
+"""A comparison of what other programs read of a checkpoint with what hpczero reads: the whole-tensor
+view of index.h5, its piece table by the HDF5 library, and the datasets of the shard files.
 
 hpczero reads none of these: it goes by the manifest and by the piece table as `hdf5.reader` has
 it. A stranger could make a view that leads elsewhere, or one that crashes the HDF5 library, so
@@ -23,7 +23,7 @@ from hpczero.checkpoint.table import Table
 
 
 def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:
-    """What is in index.h5 that the piece table does not say."""
+    """Yield what is in index.h5 that the piece table does not say."""
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
     missing = {f"{slot}/{tensor.name}": (slot, number) for slot in slots_in_view(table) for number, tensor in enumerate(table.tensors)}
     try:

@@ -46,7 +46,7 @@ class Recipe:
     field: str = FIELD  # of a line of .jsonl
 
     def attributes(self) -> dict[str, str | float | int]:
-        """What the token file says of it."""
+        """Return what the token file says of it."""
         return {"tokenizer": self.tokenizer, "validation_fraction": self.validation_fraction, "builder": self.builder}
 
 

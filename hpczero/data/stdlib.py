@@ -59,7 +59,7 @@ def token_file(spec: Spec) -> Path:
 
 
 def _remove_left(cache: Path) -> None:
-    """What builders left that were killed: folders whose lock nobody holds, not quite new."""
+    """Remove what killed builders left: folders whose lock nobody holds, not quite new."""
     for work in cache.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if work.is_symlink() or time.time() - work.stat().st_mtime < _QUITE_NEW:

@@ -1,4 +1,7 @@
-"""What `data.source` has for a job, looked at before it runs: on login nodes, without torch; numpy and HDF5 are for token files."""
+"""The tokens that `data.source` has for a job, counted before it runs.
+
+This is done on login nodes, without torch; numpy is imported for token files only.
+"""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -61,7 +64,7 @@ def look(spec: Spec, must_be_here: bool = False) -> Supply:
 
 
 def _library(spec: Spec, wanted: int) -> Supply:
-    """As a run would say it once the file is made."""
+    """Refuse what a run would refuse once the file is made."""
     needed = IDS[spec.data.tokenizer]
     if spec.model.vocab < needed:
         raise InputError(

@@ -88,7 +88,7 @@ class TokenFile:
         return {name: Blocks(self.path, name, one.tokens, one.checksums) for name, one in held}
 
     def damages(self) -> Iterator[str]:
-        """What in the file is not as it was written; all of it is read."""
+        """Yield what in the file is not as it was written; all of it is read."""
         digest = xxhash.xxh3_128()
         for name, blocks in self.blocks().items():
             split, counts = self.splits[name], np.zeros(self.vocabulary, np.int64)
@@ -144,7 +144,7 @@ def open_token_file(path: Path) -> TokenFile:
 
 
 def _opened(path: Path) -> int:
-    """Of a plain file, or a link to one: a pipe would be waited for."""
+    """Open a plain file, or a link to one: a pipe would be waited for."""
     try:
         return safe_files.open_to_read(path)
     except OSError as error:
@@ -273,7 +273,7 @@ def write_token_file(
 
 
 def _write(path: Path, file: int, block: bytes, place: int) -> int:
-    """Where the next block goes."""
+    """Write a block; return where the next one goes."""
     end = place + len(block)
     with writing(path):
         while block:

@@ -45,7 +45,7 @@ def shape_of(raw: bytes) -> tuple[int, ...]:
 
 
 def kind_of(raw: bytes) -> Kind:
-    """What a datatype message says."""
+    """Return the kind that a datatype message describes."""
     first, *bits, size = unpacked("<B3BI", raw)
     version, sort = first >> 4, first & 15
     if version not in (1, 2, 3, 4, 5):

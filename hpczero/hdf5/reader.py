@@ -35,7 +35,7 @@ Message = tuple[int, bytes]  # type and content
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where values lie in the file, in one piece."""
+    """A place in the file where values lie in one piece."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ class PlainFile:
     # -- what there is -----------------------------------------------------------------------------
 
     def names(self, path: str = "") -> list[str]:
-        """What is in a group; [] where there is none of that name."""
+        """Return the names in a group; [] if there is no group of that name."""
         try:
             return list(self._links(self._address(path, "group"), path))
         except _Missing:
@@ -158,7 +158,7 @@ class PlainFile:
         return address
 
     def _links(self, address: int, path: str) -> dict[str, int]:
-        """What a group has: names and object headers."""
+        """Return the names in a group, and their object headers."""
         messages = dict(self._messages(address))
         if _SYMBOLS not in messages:
             newer = any(kind in messages for kind in _LINKS_OF_NEWER_GROUPS)
@@ -182,7 +182,7 @@ class PlainFile:
         return found
 
     def _entries(self, tree: int, path: str) -> Iterator[tuple[int, int, int]]:
-        """Of a group's symbol table: where the name lies in the heap, object header, cache type."""
+        """Yield the entries of a group's symbol table: where the name lies in the heap, object header, cache type."""
         stack, seen = [tree], {tree}
         while stack:
             place = stack.pop()

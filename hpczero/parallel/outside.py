@@ -1,4 +1,4 @@
-"""What is done to the module from outside, found before a step is computed from it.
+"""Find what is done to the module from outside, before a step is computed from it.
 
 A write to a parameter is counted by PyTorch, whoever writes, and the engine's own writes are not:
 so a changed count is somebody else's write, which the master weights would never know. What was put in
@@ -48,7 +48,7 @@ class Outside:
         self._looked = False  # since the last note
 
     def note(self) -> None:
-        """What the parameters hold now is the engine's doing; graphs of before are out of date."""
+        """Take the parameters' present values for the engine's own; graphs of before are out of date."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(self._parameters)
         self._counts = self._writes()

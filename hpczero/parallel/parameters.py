@@ -36,7 +36,7 @@ _KEEP_VALUES = {"hpczero.parallel.gather", "torch.utils.checkpoint"}  # modules 
 
 
 class Owner:
-    """What an engine tells its parameters."""
+    """The state of an engine that its parameters ask for."""
 
     def __init__(self) -> None:
         self.lent: set[Tensor] = set()  # may be written now: inside gathered(..., modify=True)

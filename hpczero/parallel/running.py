@@ -62,7 +62,7 @@ class Staged:
         return _sum(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
-        """As above on the last stage; elsewhere zeros, one for each batch."""
+        """Return the losses as above on the last stage; elsewhere zeros, one for each batch."""
         self._trace = Trace()
         losses = self.pipeline.evaluate(self, _on_device(batches, self.engine))
         return _all(losses, self.engine) if losses else [[0.0] for _ in batches]

@@ -1,4 +1,7 @@
-"""What is said of a run at its end: summary.json and the closing words. Run and last job are apart: a run may have taken several jobs."""
+"""The figures of a run at its end: summary.json and the closing words.
+
+Those of the run and of its last job are apart: a run may have taken several jobs.
+"""
 
 import json
 from collections.abc import Iterable
@@ -13,7 +16,10 @@ _VALIDATION = "validation_"
 
 @dataclass(frozen=True)
 class Earlier:
-    """The steps that were done before this job, as metrics.jsonl tells them. Of lines that are missing it knows nothing."""
+    """The steps that were done before this job, as metrics.jsonl tells them.
+
+    Of lines that are missing it knows nothing.
+    """
 
     steps: int = 0  # lines
     tokens: int = 0
@@ -40,7 +46,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class LastJob:
-    """What this job did: the steps after `first`, in so many seconds of the training loop."""
+    """The work of this job: the steps after `first`, in so many seconds of the training loop."""
 
     first: int
     steps: int
@@ -87,7 +93,7 @@ def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) ->
 
 
 def closing_words(summary: dict[str, Any], what: str) -> list[str]:
-    """`what` was trained."""
+    """Return the lines that end a run; `what` was trained."""
     job, steps = summary["last_job"], summary["steps"]
     pace = f"({job['seconds']:.0f} s, {job['tokens_per_second']:,.0f} tokens/s on {counted(job['ranks'], 'rank')})"
     whole = job["steps"] == steps

@@ -51,7 +51,7 @@ def normal_reference(key: int, first: int, count: int, std: float) -> torch.Tens
 
 @inner
 def _radius(word):
-    """sqrt(-2 ln u) of the uniform number u = (word // 2 + 1) / 2^31."""
+    """Return sqrt(-2 ln u) of the uniform number u = (word // 2 + 1) / 2^31."""
     bits = bits_as(float32(int32(word >> uint32(1))) + _ONE, uint32)
     above = uint32(bits + uint32(0x3F800000 - _SQRT_HALF))
     exponent = float32(int32(above >> uint32(23)) - int32(127 + 31))
@@ -67,7 +67,7 @@ def _radius(word):
 
 @inner
 def _cosine_and_sine(word):
-    """Of the angle word / 2^32 of a turn: by that to the nearest quarter."""
+    """Return both for the angle word / 2^32 of a turn, by the angle to the nearest quarter."""
     quarter = uint32(uint32(word + uint32(1 << 29)) >> uint32(30))
     y = float32(int32(uint32(word - uint32(quarter << uint32(30))))) * _TURN
     square = y * y
