@@ -1,4 +1,4 @@
-"""What a connection asks of MPI, where there is none: enough to make one for a test of a single process."""
+"""A fake of MPI with what a connection asks of it: enough to make one for a test of a single process."""
 
 from typing import Any
 

@@ -151,7 +151,7 @@ class Outcome:
     named: bool
 
     def complaint(self, case: Case) -> str:
-        """What is wrong with how the job ended; "" if nothing is."""
+        """Return what is wrong with how the job ended; "" if nothing is."""
         ended = self.finished
         if ended.code is None:
             return "it hangs"

@@ -54,7 +54,7 @@ def _near(changed: bytearray, place: int, random: np.random.Generator) -> None:
 
 
 def _copied(changed: bytearray, place: int, random: np.random.Generator) -> None:
-    """What is elsewhere in the file."""
+    """Copy what is elsewhere in the file."""
     length, source = int(random.integers(4, 65)), int(random.integers(len(changed)))
     part = bytes(changed[source : source + length])[: len(changed) - place]
     changed[place : place + len(part)] = part

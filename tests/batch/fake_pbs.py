@@ -50,7 +50,7 @@ class Job:
 
     @property
     def end(self) -> dict[str, Any]:
-        """Of a job that a test has ended: as if it had finished by itself."""
+        """End a job for a test, as if it had finished by itself."""
         finished = {
             "substate": 92,
             "Exit_status": 0,
@@ -119,7 +119,7 @@ def wrapped(line: str) -> list[str]:
 
 
 def handed_over(name: str, value: str) -> str:
-    """What becomes of a value in `qsub -v NAME`."""
+    """Return what becomes of a value in `qsub -v NAME`."""
     if value.count('"') % 2 or value.count("'") % 2:
         end(1, "qsub: cannot send environment with the job")
     doubled = value.rstrip().replace("\\", "\\\\")

@@ -1,4 +1,4 @@
-"""What is made of a real PBS's words (tests/batch/pbs)."""
+"""The words of a real PBS (tests/batch/pbs), and what is made of them."""
 
 from pathlib import Path
 

@@ -295,7 +295,7 @@ def test_figures_of_wrong_types_are_left_out(record: Submission, step: str) -> N
 def test_a_record_of_a_submission_that_nobody_wrote(
     record: Submission, values: dict[str, Any]
 ) -> None:
-    """What it says becomes words of scancel and qdel."""
+    """Its job numbers become words of scancel and qdel."""
     path = record.path / "submission.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     assert Submission.read(record.path) is None

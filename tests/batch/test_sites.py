@@ -213,7 +213,7 @@ def test_a_new_profile_is_one(moon: Path) -> None:
 
 
 def test_a_sinfo_that_fails_does_not_hide_qstat(moon: Path) -> None:
-    """As where Slurm's commands are installed and PBS runs."""
+    """Slurm's commands may be installed where PBS runs."""
     (moon / "bin").mkdir()
     odd = (Path(__file__).parent / "pbs" / "qstat-Qf-odd-queues.txt").read_text()
     for name, code in (

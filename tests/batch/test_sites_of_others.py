@@ -83,7 +83,7 @@ def test_a_folder_that_was_chosen_is_trusted(sites: Path, monkeypatch: pytest.Mo
 
 
 def _in_time(*words: str) -> subprocess.CompletedProcess[str]:
-    """What hangs fails here."""
+    """A command that hangs fails here."""
     command = [sys.executable, "-m", "hpczero", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 

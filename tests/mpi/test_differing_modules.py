@@ -95,7 +95,7 @@ def test_only_values_and_memory_may_differ(world: World) -> None:
 
 
 class Factory:
-    """What model.family names; it is told its rank by the test."""
+    """The factory that model.family names; the test tells it its rank."""
 
     rank = 0
 

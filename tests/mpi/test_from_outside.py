@@ -46,7 +46,7 @@ Rounds = list[tuple[float, float]]  # loss and norm of the gradient
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is let go becomes NaN at once."""
+    """Let what is released become NaN at once."""
     give_back = Region.give_back
 
     def poisoned(region: Region, part: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def said_well(problem: HpczeroError) -> bool:
 def compared(
     name: str, expected: str, run: Callable[[], Rounds], reference: Rounds
 ) -> Iterator[str]:
-    """What is wrong with it, if anything."""
+    """Return what is wrong with it, if anything."""
     try:
         found = run()
     except HpczeroError as problem:

@@ -1,4 +1,4 @@
-"""What a program may do to an engine's module between steps."""
+"""Things that a program may do to an engine's module between steps."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What scripts/gpu_check.sh does where there is no GPU."""
+"""scripts/gpu_check.sh where there is no GPU."""
 
 import os
 import subprocess

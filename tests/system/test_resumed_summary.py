@@ -1,4 +1,4 @@
-"""What a run says of itself at the end of its second job."""
+"""The words of a run at the end of its second job."""
 
 import json
 import sys

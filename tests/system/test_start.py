@@ -1,4 +1,4 @@
-"""What comes before the first step: a line at once, and no library that nothing needs."""
+"""The time before the first step: a line at once, and no library that nothing needs."""
 
 import os
 import re

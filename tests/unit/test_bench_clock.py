@@ -1,4 +1,4 @@
-"""What `scripts/bench_kernels.py` takes for a kernel's time, on a GPU that is made of numbers."""
+"""The times that `scripts/bench_kernels.py` takes of kernels, on a GPU that is made of numbers."""
 
 import sys
 from pathlib import Path

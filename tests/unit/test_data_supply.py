@@ -1,4 +1,4 @@
-"""What `check`, `render` and `submit` say of data.source before a job is in the queue."""
+"""data.source in the words of `check`, `render` and `submit`, before a job is in the queue."""
 
 import json
 from pathlib import Path

@@ -27,7 +27,7 @@ def batch_of(samples: int) -> MicroBatch:
 
 
 def evaluated(losses: np.ndarray, seed: int, count: int, sizes: Sequence[int], by_sample: bool = True) -> Validation:
-    """As a run does it: `count` windows in micro-batches of these sizes in turn."""
+    """Evaluate as a run does it: `count` windows in micro-batches of these sizes in turn."""
     drawn = [float(losses[window(seed, len(losses), sample)]) * SEQ_LEN for sample in range(count)]
     batches, told = [], []
     while drawn:

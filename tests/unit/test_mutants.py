@@ -62,7 +62,7 @@ def judged(counts: Counts, ended: Ended, what: str, seed: int) -> int:
 
 
 def read_all(folder: Path) -> int:
-    """As a run that resumes reads it."""
+    """Read it as a run that resumes does."""
     try:
         with Checkpoint.open(folder) as opened:
             for name in opened:
@@ -73,7 +73,7 @@ def read_all(folder: Path) -> int:
 
 
 def looked_at(folder: Path) -> int:
-    """What `verify` has done in a process of its own."""
+    """Do what `verify` has done in a process of its own."""
     return min(len(apart.answer(folder, manifest.read(folder), -1)), 1)
 
 

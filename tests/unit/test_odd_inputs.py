@@ -21,7 +21,7 @@ def odd(path: Path, kind: str) -> Path:
 
 
 def refused(*words: str | Path) -> str:
-    """What is said; a command that hangs fails here."""
+    """Return what is said; a command that hangs fails here."""
     command = [sys.executable, "-m", "hpczero", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr

@@ -1,4 +1,4 @@
-"""What is planned for GPUs: device and host apart, held against formulas that are written out here."""
+"""Plans for GPUs: device and host apart, held against formulas that are written out here."""
 
 import json
 from dataclasses import dataclass

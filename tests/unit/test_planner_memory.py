@@ -221,7 +221,7 @@ def test_activations_are_what_autograd_keeps(model: Model, precision: str) -> No
 
 
 def test_our_cross_entropy_keeps_no_logits_in_fp32() -> None:
-    """What autograd keeps and what backward gives, of the very function that GPUs have."""
+    """Count what autograd keeps and what backward gives, of the very function that GPUs have."""
     torch = pytest.importorskip("torch")
     from hpczero_kernels.cross_entropy import CrossEntropy
 

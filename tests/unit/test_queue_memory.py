@@ -1,4 +1,4 @@
-"""What an operation on a device's tensors needs besides them, it makes in its queue: memory that was made
+"""An operation on a device's tensors makes what else it needs in its queue: memory that was made
 beside the computing would be given to others while the queue still uses it.
 """
 

@@ -121,7 +121,7 @@ def test_what_a_submission_keeps_there_is_no_other_run(spec: Spec) -> None:
 def test_a_job_whose_run_is_held_has_failed_alone(
     spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of a job that was requeued while its ranks live on: exit code 2 would end the chain."""
+    """A job may be requeued while its ranks live on: exit code 2 would end the chain."""
     monkeypatch.setattr(lock, "PATIENCE", 0.0)
     first = RunDirectory.claim(spec, resume=False, fresh=False)
     monkeypatch.setenv("PBS_JOBID", "17.headnode")

@@ -1,4 +1,4 @@
-"""What summary.json and the closing words say of a run that took several jobs."""
+"""summary.json and the closing words of a run that took several jobs."""
 
 import json
 from typing import Any
