@@ -1,11 +1,14 @@
 """The only module that opens files for writing, and makes, renames and removes files and folders.
 
-Others may be able to write where runs, token files and caches lie, and the names there can be guessed. Hence four rules:
+Others may be able to write where runs, token files and caches lie, and the names there can be
+guessed. Hence four rules:
 
 1. No link is followed at the end of a path. What is opened is a plain file: no pipe, no device.
-2. A new file is new (O_EXCL): what a predictable temporary name led to is removed, never written to.
+2. A new file is new (O_EXCL): what a predictable temporary name led to is removed, never written
+   to.
 3. A folder that is found where one would be made belongs to this user, or is refused.
-4. What lies in a folder is removed by way of a descriptor of that folder: what is put in its place meanwhile stays.
+4. What lies in a folder is removed by way of a descriptor of that folder: what is put in its place
+   meanwhile stays.
 
 `open_to_read` is here too, for files that a stranger names: a pipe or a device does not hang it.
 """
@@ -47,7 +50,7 @@ def open_for_writing(path: Path, flags: int = os.O_WRONLY) -> int:
 
 
 def open_to_read(path: Path) -> int:
-    """Return a descriptor of a plain file, also by a link; OSError at once if it is something else."""
+    """Return a descriptor of a plain file, also by a link; OSError at once for anything else."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -93,8 +96,9 @@ def touch(path: Path) -> None:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Give the name to what is written inside once all of it is; what had the name keeps it until then.
+    """Give the name to what is written inside once all of it is.
 
+    What had the name keeps it until then.
     A link that has the name is replaced, not followed; a pipe, a device or a folder is an OSError.
     """
     with _written(path, durably=False) as file:
@@ -182,7 +186,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make the folder, and those above it, where it is missing; whose one is that is found is all the same."""
+    """Make the folder, and those above it, where it is missing; what is found may be anybody's."""
     path.mkdir(parents=True, exist_ok=True)
 
 
@@ -206,14 +210,15 @@ def own_folder(path: Path, mode: int = 0o777) -> bool:
         if one.st_uid not in (os.geteuid(), 0) and one.st_uid != _owner_of_what_is_made_in(path):
             what = "a link that" if stat.S_ISLNK(one.st_mode) else "a folder that"
             raise InputError(
-                f"{path} exists and is {what} belongs to {_user(one.st_uid)}, not to {_user(os.geteuid())}: "
-                "nothing is written there; choose another name, or another folder"
+                f"{path} exists and is {what} belongs to {_user(one.st_uid)}, not to"
+                f" {_user(os.geteuid())}: nothing is written there; choose another name, or"
+                " another folder"
             )
     return False
 
 
 def _owner_of_what_is_made_in(folder: Path) -> int:
-    """Return whose files this process makes there: a file server may know root by another number."""
+    """Return whose files this process makes there: file servers may know root by another number."""
     probe = folder / f".hpczero-{secrets.token_hex(8)}"
     try:
         file = create(probe)
@@ -234,7 +239,7 @@ def _user(number: int) -> str:
 
 
 def owner_if_another(path: Path) -> str:
-    """Return who else the file, the folder, or a link to it belongs to; "" for this user and root."""
+    """Return who else the file, folder, or a link to it belongs to; "" for this user or root."""
     owners = {os.lstat(path).st_uid, os.stat(path).st_uid} - {os.geteuid(), 0}
     return _user(min(owners)) if owners else ""
 

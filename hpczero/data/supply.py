@@ -36,12 +36,16 @@ class Supply:
     def in_words(self) -> str:
         if self.problem or not self.epochs:
             return self.problem
-        has = f"{self.train:,} tokens to train on, {self.validation:,} for validation ({self.tokenizer})"
-        return f"{has}; the job reads {self.wanted:,}: {_epochs(self.epochs)}"
+        has = f"{self.train:,} tokens to train on, {self.validation:,} for validation"
+        reads = f"the job reads {self.wanted:,}: {_epochs(self.epochs)}"
+        return f"{has} ({self.tokenizer}); {reads}"
 
 
 def look(spec: Spec, must_be_here: bool = False) -> Supply:
-    """InputError if the run would refuse what is there. A file that is not here may be where the job runs, unless it `must_be_here`."""
+    """Count the tokens; InputError if the run would refuse what is there.
+
+    A file that is not here may be where the job runs, unless it `must_be_here`.
+    """
     wanted = spec.train.steps * spec.train.global_batch * spec.model.seq_len
     if spec.data.source == "synthetic":
         return Supply(wanted, problem="random tokens, no text")
@@ -52,7 +56,8 @@ def look(spec: Spec, must_be_here: bool = False) -> Supply:
         unset = ", and what follows the $ is not set" if "$" in str(path) else ""
         missing = f"there is no file {printable(str(path))} here{unset}"
         if must_be_here:
-            raise InputError(f"data.source = {shown(spec.data.source)}: {missing}: make one with `hpczero data build -o NAME.h5 TEXT...`")
+            way_out = "make one with `hpczero data build -o NAME.h5 TEXT...`"
+            raise InputError(f"data.source = {shown(spec.data.source)}: {missing}: {way_out}")
         return Supply(wanted, problem=missing)
     from hpczero.data.source import refuse_unfit
     from hpczero.data.tokenfile import open_token_file
@@ -60,7 +65,8 @@ def look(spec: Spec, must_be_here: bool = False) -> Supply:
     file = open_token_file(path)
     refuse_unfit(file, spec)
     train, validation = (len(file.splits[split].tokens) for split in ("train", "validation"))
-    return Supply(wanted, train, validation, f"{printable(file.tokenizer)}, {file.vocabulary:,} ids")
+    ids = f"{printable(file.tokenizer)}, {file.vocabulary:,} ids"
+    return Supply(wanted, train, validation, ids)
 
 
 def _library(spec: Spec, wanted: int) -> Supply:
@@ -68,10 +74,11 @@ def _library(spec: Spec, wanted: int) -> Supply:
     needed = IDS[spec.data.tokenizer]
     if spec.model.vocab < needed:
         raise InputError(
-            f'data.source = "stdlib": model.vocab = {spec.model.vocab} is too small for the {needed} ids of the tokenizer '
-            f"'{spec.data.tokenizer}': set model.vocab = {needed} or more"
+            f'data.source = "stdlib": model.vocab = {spec.model.vocab} is too small for the'
+            f" {needed} ids of the tokenizer '{spec.data.tokenizer}': set model.vocab = {needed} or more"
         )
-    return Supply(wanted, problem="text of the running Python's library, a token file that is made on first use")
+    text = "text of the running Python's library, a token file that is made on first use"
+    return Supply(wanted, problem=text)
 
 
 def _is_there(path: Path) -> bool:
@@ -80,7 +87,8 @@ def _is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
-        raise InputError(f"token file {printable(str(path))} cannot be read: {error.strerror}") from error
+        name = printable(str(path))
+        raise InputError(f"token file {name} cannot be read: {error.strerror}") from error
     return True
 
 

@@ -1,12 +1,16 @@
-"""The validation loss, and how far it may be from that of the whole split: from a random sample of windows.
+"""The validation loss of a random sample of windows, and how far it may be from the whole split's.
 
-The windows that an evaluation reads are drawn without replacement from the whole split (`Batches.evaluation`), so that the mean
-over them estimates the mean over the split without bias, and the standard error follows from how much they differ among each other
-(Cochran 1977, Sampling Techniques, chapter 2), however alike windows of one document are:
+The windows that an evaluation reads are drawn without replacement from the whole split
+(`Batches.evaluation`), so that the mean over them estimates the mean over the split without bias.
+The standard error follows from how much they differ among each other, however alike windows of one
+document are (Cochran 1977, Sampling Techniques, chapter 2):
 
-    standard error = sqrt((1 - n / N) s^2 / n)        n of N windows are read; s^2: their losses' variance
+    standard error = sqrt((1 - n / N) s^2 / n)
 
-A model that gives one loss for a whole micro-batch tells the same variance by fewer numbers: the mean of m windows differs by s^2 / m.
+where n of N windows are read, and s^2 is the variance of their losses.
+
+A model that gives one loss for a whole micro-batch tells the same variance by fewer numbers: the
+mean of m windows differs by s^2 / m.
 """
 
 from collections.abc import Iterable
@@ -18,7 +22,10 @@ from hpczero.model.batch import MicroBatch
 
 @dataclass(frozen=True)
 class Validation:
-    """The mean loss in nats per token, over so many of the split's tokens. `standard_error` is None where one number says nothing."""
+    """The mean loss in nats per token, over so many of the split's tokens.
+
+    `standard_error` is None where one number says nothing.
+    """
 
     loss: float
     standard_error: float | None
@@ -36,7 +43,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over groups of windows, each with one loss; all of them add up over ranks and batches."""
+    """Sums over groups of windows, each with one loss; all add up over ranks and batches."""
 
     loss: float = 0.0  # summed over tokens
     squares: float = 0.0  # of each group's loss, divided by its windows
@@ -55,7 +62,8 @@ class Tally:
         return found
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(own + theirs for own, theirs in zip(self.values(), other.values(), strict=True)))
+        pairs = zip(self.values(), other.values(), strict=True)
+        return Tally(*(own + theirs for own, theirs in pairs))
 
     def values(self) -> list[float]:
         return [self.loss, self.squares, self.groups, self.windows]
@@ -63,7 +71,8 @@ class Tally:
     def validation(self, of_windows: int, seq_len: int) -> Validation:
         """From these to the loss of a split of so many windows."""
         tokens = round(self.windows) * seq_len
-        return Validation(self.loss / tokens, self._standard_error(of_windows, seq_len), tokens, of_windows * seq_len)
+        error = self._standard_error(of_windows, seq_len)
+        return Validation(self.loss / tokens, error, tokens, of_windows * seq_len)
 
     def _standard_error(self, of_windows: int, seq_len: int) -> float | None:
         unseen = 1 - self.windows / of_windows

@@ -75,7 +75,8 @@ class LastJob:
 def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) -> dict[str, Any]:
     """The figures of the whole run; `last_job` has those of its last job.
 
-    Of steps whose lines are missing, tokens are counted as this job's, and neither first loss nor time are known.
+    Of steps whose lines are missing, tokens are counted as this job's, and neither first loss nor
+    time are known.
     """
     known = earlier.steps == job.first
     seconds = earlier.seconds + job.seconds if known else None
@@ -95,30 +96,45 @@ def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) ->
 def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     """Return the lines that end a run; `what` was trained."""
     job, steps = summary["last_job"], summary["steps"]
-    pace = f"({job['seconds']:.0f} s, {job['tokens_per_second']:,.0f} tokens/s on {counted(job['ranks'], 'rank')})"
+    speed = f"{job['tokens_per_second']:,.0f} tokens/s on {counted(job['ranks'], 'rank')}"
+    pace = f"({job['seconds']:.0f} s, {speed})"
     whole = job["steps"] == steps
-    words = [f"trained:    {what}, on {summary['tokens']:,} tokens in {counted(steps, 'step')}" + (f" {pace}" if whole else "")]
+    trained = f"{what}, on {summary['tokens']:,} tokens in {counted(steps, 'step')}"
+    words = [f"trained:    {trained} {pace}" if whole else f"trained:    {trained}"]
     if job["steps"] and not whole:
-        span = f"steps {job['first_step']:,} to {steps:,}" if job["steps"] > 1 else f"step {steps:,}"
-        words.append(f"last job:   {span}, {job['tokens']:,} tokens {pace}, loss {loss(job['first_loss'])} at its first step")
-    words.append(f"loss:       {loss(summary['first_loss'])} at the first step, {loss(summary['final_loss'])} at the last (nats per token)")
+        several = f"steps {job['first_step']:,} to {steps:,}"
+        span = several if job["steps"] > 1 else f"step {steps:,}"
+        at_first = f"loss {loss(job['first_loss'])} at its first step"
+        words.append(f"last job:   {span}, {job['tokens']:,} tokens {pace}, {at_first}")
+    first, final = loss(summary["first_loss"]), loss(summary["final_loss"])
+    words.append(f"loss:       {first} at the first step, {final} at the last (nats per token)")
     return words + _validation_words(summary)
 
 
 def _validation_words(summary: dict[str, Any]) -> list[str]:
     if summary["validation_loss"] is None:
         return []
-    at = f" after step {summary['validation_step']:,}" if summary["validation_step"] != summary["steps"] else ""
-    error, tokens = summary.get("validation_standard_error"), summary.get("validation_tokens")
-    whole = tokens is not None and tokens == summary["validation_tokens_of_split"]
-    sampled = f" over {tokens:,} of {summary['validation_tokens_of_split']:,} tokens" if tokens is not None and not whole else ""
-    bound = "" if whole or tokens is None else f" ± {loss(error)} (standard error),"
-    found = f"{summary['validation_loss']:.4f}{bound}{sampled or (' over the whole split' if whole else '')}{at}"
+    step = summary["validation_step"]
+    at = f" after step {step:,}" if step != summary["steps"] else ""
+    found = f"{summary['validation_loss']:.4f}{_extent(summary)}{at}"
     return [f"validation: {found}; the text's unigram entropy is {summary['unigram_entropy']:.4f}"]
 
 
+def _extent(summary: dict[str, Any]) -> str:
+    """Return how much of the split was read, and the standard error; "" if metrics say neither."""
+    tokens = summary.get("validation_tokens")
+    if tokens is None:
+        return ""
+    of_split = summary["validation_tokens_of_split"]
+    if tokens == of_split:
+        return " over the whole split"
+    error = loss(summary.get("validation_standard_error"))
+    return f" ± {error} (standard error), over {tokens:,} of {of_split:,} tokens"
+
+
 def _validation_of(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in metrics.items() if name.startswith(_VALIDATION)} | {"validation_step": metrics["step"]}
+    found = {name: value for name, value in metrics.items() if name.startswith(_VALIDATION)}
+    return found | {"validation_step": metrics["step"]}
 
 
 def _number(value: Any) -> float | None:
