@@ -95,7 +95,7 @@ def has_package(name: str) -> bool:
 
 
 def wrong_input_note() -> Path | None:
-    """Return the file in which a rank notes that the input is wrong: its launcher may say something else."""
+    """Return the file for a rank's note that the input is wrong: its launcher may say otherwise."""
     note = variable("HPCZERO_WRONG_INPUT")
     return Path(note) if note else None
 

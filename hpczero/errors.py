@@ -20,7 +20,10 @@ def _line_for_terminal(line: str) -> str:
 
 
 def escaped(line: str) -> str:
-    """Write whatever a terminal would act on as an escape: control characters, line ends, right-to-left marks."""
+    """Write whatever a terminal would act on as an escape.
+
+    That is control characters, line ends and right-to-left marks.
+    """
     if line.isprintable():
         return line
     return "".join(

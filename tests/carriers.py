@@ -1,4 +1,4 @@
-"""A fake of MPI with what a connection asks of it: enough to make one for a test of a single process."""
+"""A fake of MPI, with as much as a connection asks of it in a test of a single process."""
 
 from typing import Any
 

@@ -43,7 +43,7 @@ class Apart:
         self._process: subprocess.Popen[bytes] | None = None
 
     def problems(self, shard: int = -1) -> list[str]:
-        """Return what is wrong with a shard file, or with the index. Unreadable: that cannot be told."""
+        """Return what is wrong with a shard file, or with the index; Unreadable: nobody can tell."""
         process = self._running()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it says why below

@@ -33,7 +33,7 @@ DATASETS = {f"pieces/{name}" for name in (*COLUMNS, "names", "shapes")}  # those
 
 @dataclass(frozen=True)
 class Index:
-    """The parts of an index that are read. `identity`: what makes the run what it is besides its spec."""
+    """The parts of an index that are read. `identity`: what makes the run itself besides its spec."""
 
     table: Table
     buffers: dict[str, Array]

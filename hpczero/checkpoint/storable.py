@@ -57,8 +57,9 @@ def _of_texts(*those: Collection[str]) -> str:
 
 
 def dtype_of(values: Any) -> str:
-    """Return the dtype of an array, or of what has one like it, in the words of `DTYPES`; what is not
-    in this machine's order of bytes is none of them.
+    """Return the dtype of an array, or of what has one like it, in the words of `DTYPES`.
+
+    What is not in this machine's order of bytes is none of them.
     """
     return str(values.dtype.name if values.dtype.isnative else values.dtype.str)
 

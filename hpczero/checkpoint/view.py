@@ -1,5 +1,7 @@
-"""A comparison of what other programs read of a checkpoint with what hpczero reads: the whole-tensor
-view of index.h5, its piece table by the HDF5 library, and the datasets of the shard files.
+"""Compare what other programs read of a checkpoint with what hpczero reads.
+
+That is the whole-tensor view of index.h5, its piece table by the HDF5 library, and the datasets of
+the shard files.
 
 hpczero reads none of these: it goes by the manifest and by the piece table as `hdf5.reader` has
 it. A stranger could make a view that leads elsewhere, or one that crashes the HDF5 library, so

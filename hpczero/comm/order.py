@@ -64,7 +64,10 @@ class Order:
 
 
 class Agreement:
-    """The agreement of a communicator's ranks; it owns the communicator. All calls are made under the lock of `Progress`."""
+    """The agreement of a communicator's ranks; it owns the communicator.
+
+    All calls are made under the lock of `Progress`.
+    """
 
     def __init__(self, mpi: Any, communicator: Any) -> None:
         self._mpi, self._communicator = mpi, communicator

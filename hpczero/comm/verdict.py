@@ -12,8 +12,10 @@ _SHOWN = 8  # ranks told about one by one
 
 @dataclass(frozen=True)
 class Question:
-    """The thing that a rank waits for, and the ranks with which it does. If that is operation `number`
-    of a group, `started` are those of the group that are remembered; it need not be among them.
+    """The thing that a rank waits for, and the ranks with which it does.
+
+    If that is operation `number` of a group, `started` are those of the group that are remembered; it
+    need not be among them.
     """
 
     place: str

@@ -75,7 +75,8 @@ def _library(spec: Spec, wanted: int) -> Supply:
     if spec.model.vocab < needed:
         raise InputError(
             f'data.source = "stdlib": model.vocab = {spec.model.vocab} is too small for the'
-            f" {needed} ids of the tokenizer '{spec.data.tokenizer}': set model.vocab = {needed} or more"
+            f" {needed} ids of the tokenizer '{spec.data.tokenizer}': "
+            f"set model.vocab = {needed} or more"
         )
     text = "text of the running Python's library, a token file that is made on first use"
     return Supply(wanted, problem=text)

@@ -182,7 +182,10 @@ class PlainFile:
         return found
 
     def _entries(self, tree: int, path: str) -> Iterator[tuple[int, int, int]]:
-        """Yield the entries of a group's symbol table: where the name lies in the heap, object header, cache type."""
+        """Yield the entries of a group's symbol table.
+
+        Of each, where its name lies in the heap, its object header and its cache type.
+        """
         stack, seen = [tree], {tree}
         while stack:
             place = stack.pop()

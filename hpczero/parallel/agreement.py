@@ -34,7 +34,10 @@ def refuse_modules_that_differ(module: nn.Module, world: World) -> None:
 
 
 def _entries(module: nn.Module) -> Iterator[Entry]:
-    """Yield what must be equal on all ranks. The device need not be: a rank's parameters may be on meta."""
+    """Yield what must be equal on all ranks.
+
+    The device need not be: a rank's parameters may be on meta.
+    """
     first_name: dict[Tensor | nn.Module, str] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         yield ["module", path or "(itself)", {"class": type(part).__qualname__} | _shared(part, path, first_name)]

@@ -164,8 +164,10 @@ class _Linear(torch.autograd.Function):
         needs_weight &= own_weight.requires_grad  # it may have been frozen since the forward
         needs_bias = needs_bias and own_bias.requires_grad
         of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
-        has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)  # put on since the forward
-        if not in_own_backward or has_hooks:  # a hook sees it, it may be differentiated again, or is somebody else's
+        # put on since the forward
+        has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)
+        # a hook sees it, or it may be differentiated again, or is somebody else's
+        if not in_own_backward or has_hooks:
             of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
             return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
 

@@ -48,7 +48,7 @@ class Outside:
         self._looked = False  # since the last note
 
     def note(self) -> None:
-        """Take the parameters' present values for the engine's own; graphs of before are out of date."""
+        """Take the parameters' present values for the engine's own; earlier graphs are out of date."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(self._parameters)
         self._counts = self._writes()

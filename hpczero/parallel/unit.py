@@ -245,7 +245,7 @@ def take_moments(units: Sequence[Unit], arena: Arena) -> None:
 
 
 def take_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
-    """Take what the units gather gradients in, in turns; nothing where gradients are not sharded."""
+    """Take the slots that units gather gradients in, in turns; none if gradients are not sharded."""
     count = SLOTS if units[0].sharded.gradients else 0
     largest, dtype = max(unit.layout.size for unit in units), units[0].weights.dtype
     return [arena.take("gradient slots", largest, dtype) for _ in range(count)]

@@ -73,8 +73,9 @@ def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> t
 def _of_whole_vocabulary(
     logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for each row the largest logit, the sum of exp(logit - largest) and the target's logit: the
-    same on all ranks.
+    """Return for each row the largest logit, the sum of exp(logit - largest) and the target's logit.
+
+    These are the same on all ranks.
     """
     own_most, own_sums, of_targets = part_statistics(logits, targets, first)
     most = own_most.clone()

@@ -95,7 +95,7 @@ class Engine:
         self.updates = 0
         self.pool = Pool(settings.threads)
         around = used_around_others(layers)
-        self.arena, self.units = self._allocated([layer for _, layer in layers if layer.parameters], around)
+        self.arena, self.units = self._allocated([layer for _, layer in layers], around)
         module_parameters = dict(module.named_parameters())
         for unit in self.units:
             unit.take_over(module_parameters)
@@ -123,11 +123,11 @@ class Engine:
         self.weights_here()
         self.outside.note()
 
-    def _allocated(self, layers: Sequence[shapes.Layer], around: Collection[str]) -> tuple[Arena, list[Unit]]:
-        """Return the memory of the states, and in it a unit for each layer. `around`: layers in use while others run."""
+    def _allocated(self, layers: Iterable[shapes.Layer], around: Collection[str]) -> tuple[Arena, list[Unit]]:
+        """Return the memory of the states, and the units in it. `around`: in use while others run."""
         axis, sharded, dtype = self.axis, self.sharded, DTYPES[self.settings.train.precision]
         part = (self.tensor.size, self.tensor.rank) if self.tensor else (1, 0)
-        layouts = [unit_layout(layer, axis.size, *part) for layer in layers]
+        layouts = [unit_layout(layer, axis.size, *part) for layer in layers if layer.parameters]
         precision = Precision(dtype.itemsize, self.settings.accumulates)
         sizes = state_bytes(layouts, sharded, precision, axis.shared, sum(unit.size for unit in layouts if unit.name in around))
         seen = sharded.read_by_others

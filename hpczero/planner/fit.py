@@ -100,7 +100,7 @@ def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
 
 
 def final_refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
-    """Return the `refusal` of a run that does without the copy for saving behind the training if it must."""
+    """Return the `refusal` of a run that saves without a copy, while training waits, if it must."""
     refused = refusal(spec, layers, site)
     if refused and saves_behind(spec):
         return refusal(_with(spec, "checkpoint", asynchronous=False), layers, site)

@@ -120,8 +120,10 @@ _DATA, _VALUES = "data.fingerprint", "model.initial_values"
 
 
 def identity_of(fingerprint: str, rule: int = 0) -> dict[str, str]:
-    """Return what makes a run what it is besides its spec: the tokens, whatever the path says, and the
-    rule by which hpczero made its initial values (0: the model made them itself).
+    """Return what makes a run what it is besides its spec.
+
+    That is the tokens, whatever the path says, and the rule by which hpczero made its initial values
+    (0: the model made them itself).
     """
     return {_DATA: fingerprint} | ({_VALUES: str(rule)} if rule else {})
 

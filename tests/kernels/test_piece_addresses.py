@@ -1,4 +1,4 @@
-"""The places of a sum's pieces reach the GPU by value: nothing is uploaded, and nobody waits for that."""
+"""The places of a sum's pieces reach the GPU by value: nothing is uploaded or waited for."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,10 @@ UNIT = 1 << 12  # elements
 
 
 def by_messages(ranks: int, rank: int, buffer: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces as MPI brings them: the neighbour's first, in slots of one buffer; and one's own, elsewhere."""
+    """Return the pieces as MPI brings them.
+
+    The neighbour's is first, in slots of one buffer; one's own lies elsewhere.
+    """
     slots = {(rank + distance) % ranks: distance - 1 for distance in range(1, ranks)}
     pieces = [buffer[slots[peer]] if peer != rank else own for peer in range(ranks)]
     return [piece.view(-1) for piece in pieces]

@@ -99,7 +99,7 @@ def test_frozen_and_unused_parameters_are_stepped_as_by_pytorch(world: World, st
 
 
 class Growing(nn.Module):
-    """The module that model.family names: a layer joins in the fourth forward; a buffer says when."""
+    """Module that model.family names: a layer joins in the fourth forward; a buffer says when."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()

@@ -52,7 +52,10 @@ class Meeting:
 
 
 def rounds(bucket: int, sizes: list[int]) -> tuple[int, int]:
-    """Return the rounds of reducing units of these sizes in bf16, and the bytes of the buffer. Nothing is allocated."""
+    """Return the rounds of reducing units of these sizes in bf16, and the bytes of the buffer.
+
+    Nothing is allocated.
+    """
     processes = Asked()
     native = Native(processes, Meeting(), 0, bucket, Order(None))  # type: ignore[arg-type]
     for size in sizes:

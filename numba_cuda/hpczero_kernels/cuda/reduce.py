@@ -64,7 +64,7 @@ def add(
     first, pieces, precision, table, has_table, first_stride, first_count, start, stride, run_count, last_start, last_stride,
     out, out_precision, accumulate, squares, has_squares, bad, has_bad, count, is_aligned,
 ):  # fmt: skip
-    """Add up pieces that lie in three runs, given by value, or in places of a table of distances."""
+    """Add up pieces that lie in three runs, given by value, or in places that a table gives."""
     words, numbers, total = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
     square, finite = float32(0.0), True
     for part in range(_EACH):
