@@ -4,6 +4,7 @@ import re
 
 _LONG = re.compile(r"\S{501,}")
 _LONGEST_LINE = 4000  # characters
+_ACTED_ON = re.compile(r"[^\t\n -~]")  # or not: what is no ASCII may well be printable
 
 
 def for_terminal(text: str) -> str:
@@ -13,6 +14,14 @@ def for_terminal(text: str) -> str:
     """
     cut = _LONG.sub(lambda found: found.group()[:499] + "…", text)
     return "\n".join(map(_line_for_terminal, cut.split("\n")))
+
+
+def log_for_terminal(text: str) -> str:
+    """Return the text of a log with its lines and tabs as they are, and nothing left out.
+
+    What else a terminal would act on is written as an escape.
+    """
+    return _ACTED_ON.sub(lambda found: escaped(found.group()), text.replace("\r\n", "\n"))
 
 
 def _line_for_terminal(line: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import statistics
 import time
 import tomllib
@@ -24,6 +25,9 @@ _START = 600.0  # nor is the first one of a job, which comes after a checkpoint 
 _RECENT = 200  # steps that the pace is taken from
 _TAIL = 1 << 20  # bytes that are read of a file's end
 _WRITTEN = ("metrics.jsonl", "events.jsonl", "summary.json", "spec.toml", "batch")
+_MOST = 1e15  # steps, and seconds of one, that can be meant
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_CODE = re.compile(r"[0-9]{1,3}")  # of a process that ended
 _WITHOUT_A_WORD = "it ended without a word: killed, or its node failed"
 
 
@@ -185,7 +189,7 @@ def _links(record: Submission, known: Sequence[Queued], alive: str | None) -> li
         job, own = by_number.get(number), told.get(number, "")
         if job and job.lives:
             found.append(Link(number, job.state, job.reason, job.start))
-        elif own.isdigit():
+        elif _CODE.fullmatch(own):
             state = {"0": "finished", "75": "interrupted"}.get(own, "failed")
             found.append(Link(number, state, "" if own in ("0", "75") else _why(own, job)))
         elif own == "passed":
@@ -248,11 +252,18 @@ def _seconds(moment: str) -> float:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    """Return a finite number; None for anything else that JSON may have there."""
+    try:
+        number = float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:  # JSON's whole numbers have any length
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _is_step(line: dict[str, Any]) -> bool:
-    return _number(line.get("step")) is not None and _number(line.get("step_seconds")) is not None
+    """Return True for a line of metrics whose step and time can be meant."""
+    found = [_number(line.get(name)) for name in ("step", "step_seconds")]
+    return all(number is not None and 0 <= number < _MOST for number in found)
 
 
 def _changed(path: Path) -> float:
@@ -267,14 +278,17 @@ def _steps(run: Path, records: Sequence[Submission]) -> int:
     """What the newest resolved spec asks for."""
     for path in [*(record.path / "spec.toml" for record in reversed(records)), run / "spec.toml"]:
         try:
-            return int(tomllib.loads(_tail(path))["train"]["steps"])
+            found = _number(tomllib.loads(_tail(path))["train"]["steps"])
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
+        if found is not None and 0 <= found < _MOST:
+            return int(found)
     return 0
 
 
 def _last_save(run: Path) -> int | None:
-    steps = [int(path.parent.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*/MANIFEST.json") if path.parent.name[5:].isdigit()]
+    folders = (path.parent.name for path in run.glob("checkpoints/step-*/MANIFEST.json"))
+    steps = [int(found.group(1)) for name in folders if (found := _STEP.fullmatch(name))]
     return max(steps, default=None)
 
 

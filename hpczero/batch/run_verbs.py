@@ -1,5 +1,6 @@
 """The verbs about a run: status, cancel, logs."""
 
+import codecs
 import json
 import os
 import shlex
@@ -14,12 +15,16 @@ from hpczero.batch import progress, scheduler, submission
 from hpczero.batch.progress import Progress
 from hpczero.batch.queued import Queued
 from hpczero.batch.submit import living_under, still_living
-from hpczero.errors import HpczeroError, InputError
+from hpczero.errors import HpczeroError, InputError, log_for_terminal
+from hpczero.safe_files import open_to_read
 from hpczero.spec.load import load
 from hpczero.spec.show import listed, printable, shown
 from hpczero.train.rundir import path_of
 
 _LOOK_EVERY = 1.0  # seconds between two looks at a log
+_PIECE = 1 << 20  # bytes of a log that are printed at a time
+_LONGEST = 400  # characters of a reason
+_LARGE = 1e6  # a loss from which on its digits say nothing
 
 
 def status(options: Namespace) -> int:
@@ -81,7 +86,7 @@ def cancel(options: Namespace) -> int:
     for name, numbers in alive.items():
         scheduler.cancel(name, numbers)
     cancelled = [number for numbers in alive.values() for number in numbers]
-    print(f"cancelled: {listed(cancelled)}" if cancelled else f"{run} has no job in the queue")
+    print(f"cancelled: {listed(cancelled)}" if cancelled else f"{printable(str(run))} has no job in the queue")
     return 0
 
 
@@ -178,7 +183,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def figures(one: Progress) -> list[str]:
     return [
         f"{one.step:,}/{one.steps:,}",
-        "?" if one.loss is None else f"{one.loss:.4f}",
+        "?" if one.loss is None else f"{one.loss:.4f}" if abs(one.loss) < _LARGE else f"{one.loss:.4g}",
         "?" if one.tokens_per_second is None else f"{one.tokens_per_second:,.4g}",
         "" if one.state == "finished" else "?" if one.seconds_left is None else _duration(one.seconds_left),
         "" if one.last_save is None else f"{one.last_save:,}",
@@ -187,14 +192,15 @@ def figures(one: Progress) -> list[str]:
 
 def _jobs(one: Progress) -> str:
     alive = [link for link in one.links if link.state in ("queued", "held", "running")]
-    return ", ".join(f"{link.number} {link.state}" + (f" ({link.reason})" if link.reason else "") for link in alive)
+    words = (f"{link.state} ({printable(link.reason)})" if link.reason else link.state for link in alive)
+    return ", ".join(f"{link.number} {said}" for link, said in zip(alive, words, strict=True))
 
 
 def _in_full(one: Progress) -> list[str]:
     step, loss, speed, left, saved = figures(one)
     node_hours = f"{one.node_hours:.3g} node-hours, " if one.links else ""
     lines = [
-        f"{printable(str(one.run))}: {one.state}" + (f" ({printable(one.reason)})" if one.reason else ""),
+        f"{printable(str(one.run))}: {one.state}" + (f" ({printable(one.reason, _LONGEST)})" if one.reason else ""),
         f"  step        {step}, loss {loss}",
         f"  speed       {speed} tokens/s" + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
         f"  time left   {left}" + (f"; of its job {_duration(one.job_seconds_left)}" if one.job_seconds_left is not None else "") if left else "",
@@ -230,7 +236,7 @@ def _newest_log(run: Path) -> Path | None:
     there = []
     for record in submission.of_run(run):
         passed = {number for _, number, event, _ in record.events() if event == "passed"}
-        there += [path for number in record.jobs if number not in passed and (path := record.log(number)).exists()]
+        there += [path for number in record.jobs if number not in passed and (path := record.log(number)).is_file()]
     return there[-1] if there else None
 
 
@@ -239,25 +245,36 @@ def _print(path: Path | None) -> int:
     said = (path, path.with_name(path.name.removeprefix("log-") + ".OU")) if path else ()
     for one in said:
         if one.is_file():
-            print(one.read_text(encoding="utf-8", errors="replace"), end="")
+            _show(one, 0, _decoder())
     return 0
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    """Return one that waits for the rest of a character that is only begun."""
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def _show(path: Path, place: int, decoder: codecs.IncrementalDecoder) -> int:
+    """Print what a log has from a byte on, without what a terminal would act on; return its end."""
+    with os.fdopen(open_to_read(path), "rb") as file:
+        file.seek(place)
+        while piece := file.read(_PIECE):
+            sys.stdout.write(log_for_terminal(decoder.decode(piece)))
+            place += len(piece)
+    sys.stdout.flush()
+    return place
 
 
 def _follow(run: Path) -> int:
     """The newest log, and the next job's when it begins, until no job is left."""
-    path, place = None, 0
+    path, place, decoder = None, 0, _decoder()
     while True:
         alive = still_living(run)
         newest = _newest_log(run)
         if newest != path and newest:
-            path, place = newest, 0
+            path, place, decoder = newest, 0, _decoder()
         if path:
-            with path.open("rb") as file:
-                file.seek(place)
-                text = file.read()
-            place += len(text)
-            sys.stdout.write(text.decode("utf-8", "replace"))
-            sys.stdout.flush()
+            place = _show(path, place, decoder)
         if not alive:
             return 0
         time.sleep(_LOOK_EVERY)
@@ -266,10 +283,13 @@ def _follow(run: Path) -> int:
 def _of_rank(run: Path, rank: int) -> list[str]:
     """What is known of one rank: where it ran, and the lines of the newest log that name it."""
     starts = [event for event in progress.lines_of(run / "events.jsonl") if event.get("event") == "start"]
-    places = [place for place in (starts[-1].get("ranks", []) if starts else []) if place.get("rank") == rank]
+    ranks = starts[-1].get("ranks") if starts else None
+    dicts = [place for place in ranks if isinstance(place, dict)] if isinstance(ranks, list) else []
+    places = [place for place in dicts if place.get("rank") == rank]
     if not places:
         raise InputError(f"{run}: the run has not started with a rank {rank} yet")
-    lines = [f"rank {rank}: process {places[0].get('pid')} on {places[0].get('host')}"]
+    where = (printable(str(places[0].get(name)), 100) for name in ("pid", "host"))
+    lines = ["rank {}: process {} on {}".format(rank, *where)]
     path = _newest_log(run)
-    text = path.read_text(encoding="utf-8", errors="replace").splitlines() if path else []
-    return lines + [line for line in text if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")]
+    text = path.read_text(encoding="utf-8", errors="replace").split("\n") if path else []
+    return lines + [log_for_terminal(line) for line in text if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")]

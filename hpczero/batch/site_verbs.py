@@ -8,7 +8,7 @@ from typing import Any
 from hpczero import env
 from hpczero.batch import interrogate
 from hpczero.batch.sites import Limit, Partition, all_names, facts
-from hpczero.errors import InputError
+from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new
 from hpczero.spec import site as profiles
 from hpczero.spec.show import printable, shown
@@ -25,7 +25,9 @@ def list_(options: Namespace) -> int:
         return 0
     width = max(len(str(row["site"])) for row in rows)
     for row in rows:
-        print(f"{'*' if row['here'] else ' '} {row['site']:<{width}}  {row['support']:<13}  {row['description']}: {row['node']}")
+        sign = "*" if row["here"] else " "
+        of_site = f"{row['site']:<{width}}  {row['support']:<13}  {row['description']}"
+        print(for_terminal(f"{sign} {of_site}: {row['node']}"))
     print(f"\n* this computer's site; profiles are looked for in {', '.join(printable(str(folder)) for folder in profiles.folders())}")
     return 0
 
@@ -45,7 +47,7 @@ def show(options: Namespace) -> int:
     lines += ["  what a job has there, unless its spec says something else:"]
     lines += [f"    {name} = {_value(value)}" for name, value in spec.items() if not isinstance(value, dict)]
     lines += [f"    {table}.{leaf} = {_value(value)}" for table, inner in spec.items() if isinstance(inner, dict) for leaf, value in inner.items()]
-    print("\n".join(lines))
+    print("\n".join(map(for_terminal, lines)))
     return 0
 
 

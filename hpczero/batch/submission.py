@@ -178,14 +178,14 @@ def remember(run: Path) -> None:
 def remembered() -> list[Path]:
     """The runs that were submitted from here and are still there."""
     try:
-        lines = (env.state_folder() / "runs").read_text(encoding="utf-8").splitlines()
+        lines = _text(env.state_folder() / "runs").splitlines()
     except OSError:
         return []
     found = []
     for line in lines:
         try:
             path = Path(json.loads(line))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
         if path not in found and (path / "batch").is_dir():
             found.append(path)

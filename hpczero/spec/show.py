@@ -13,7 +13,8 @@ _FEW = 5
 
 def printable(text: str, longest: int = 500) -> str:
     """The text, cut and `escaped`, as one line of a message."""
-    return escaped(text if len(text) <= longest else text[: longest - 1] + "…")
+    safe = escaped(text if len(text) <= longest else text[: longest - 1] + "…")
+    return safe if len(safe) <= longest else safe[: longest - 1] + "…"
 
 
 def shown(value: Any) -> str:
