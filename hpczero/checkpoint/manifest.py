@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
+from hpczero.checkpoint import storable
 from hpczero.checkpoint.files import Damaged, Newer, not_read, open_plain
 from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
 from hpczero.safe_files import sync, written_durably
@@ -21,7 +22,9 @@ from hpczero.spec.show import printable
 FORMAT = 2  # the newest that is read
 NAME = "MANIFEST.json"
 INDEX = "index.h5"
-_LONGEST = 64 << 20  # bytes of a manifest: 100,000 ranks have a third of it
+_LONGEST = 32 << 20  # bytes of a manifest: some 130,000 ranks, each with a file of its own
+# signs of JSON in such a manifest, that of each rank and of each tensor that missed an update
+_MOST_SIGNS = {b"{": 400_000, b"[": 400_000, b'"': 4_000_000, b",": 2_500_000}
 LARGEST_INDEX = 4 << 30  # bytes: it is read whole; 70 million pieces, or buffers
 _STRUCTURE = 1 << 20, 64 << 10  # bytes that HDF5's structure of a shard file has at most: in all, and for each rank
 
@@ -56,7 +59,7 @@ class ShardFile(_Part):
     file: Annotated[str, Field(pattern=r"^shard-[0-9]{5,9}\.h5$")]
     size: _Count
     rest: _Checksum
-    ranks: list[RankData]
+    ranks: Annotated[list[RankData], FailFast()]
 
 
 class IndexFile(_Part):
@@ -94,7 +97,7 @@ class Content(_Part):
     grid: dict[str, int]  # axis -> ranks
     ranks: _Count
     index: IndexFile
-    shards: list[ShardFile]
+    shards: Annotated[list[ShardFile], FailFast()]
 
     @property
     def size(self) -> int:
@@ -146,13 +149,22 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _parsed(raw: bytes) -> Content:
-    whole = json.loads(raw)
+    if not raw.isascii() or any(raw.count(sign) > most for sign, most in _MOST_SIGNS.items()):
+        raise Damaged("it has more in it than a manifest can have")
+    whole = json.loads(raw, object_pairs_hook=_bounded)
     if not isinstance(whole, dict) or not isinstance(whole.get("content"), dict):
         raise Damaged("it is no manifest of a checkpoint")
     found = whole["content"].get("format")
     if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
         raise Newer(f"format {found} was written by a newer hpczero; this one reads up to format {FORMAT}: update hpczero")
     return Content.model_validate(whole["content"])
+
+
+def _bounded(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a table with more keys than any of a manifest has: each would get a message."""
+    if len(pairs) > storable.MOST_TENSORS:
+        raise ValueError("a table with too many keys")
+    return dict(pairs)
 
 
 def _checksum(inner: dict[str, Any]) -> str:

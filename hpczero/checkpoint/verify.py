@@ -110,14 +110,17 @@ class Verification:
         self.close()
 
     def _of_data(self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance) -> Iterator[Damage]:
-        """Each run of damaged blocks is one damage."""
+        """Each run of damaged blocks is one damage. What a file lacks takes no time and no memory."""
         extent, place, bad = data.extent, data.data[slot], list[int]()
-        for number, checksum in enumerate(_checksums(file, data)[slot]):
+        stored = -(-(os.fstat(file).st_size - place) // BLOCK)
+        there = min(extent.blocks, max(0, stored))
+        for number, checksum in enumerate(_checksums(file, data, slot, there)):
             length = min(BLOCK, extent.length - number * BLOCK)
             if not _fits(file, place + number * BLOCK, length, checksum):
                 bad.append(number)
             advance(length)
-        for run in _runs(bad):
+        advance(max(0, extent.length - there * BLOCK))
+        for run in _runs(bad, range(there, extent.blocks)):
             begin, end = run.start * BLOCK, min(run.stop * BLOCK, extent.length)
             names = self._at(data.rank, slot, begin // WIDTH, end // WIDTH)
             yield Damage(shard.file, f"damaged at bytes {place + begin} to {place + end - 1}, data of rank {data.rank}", names)
@@ -138,11 +141,11 @@ class Verification:
         return tuple(f"/{slot}/{self.table.tensors[number].name}" for slot in SLOTS for number in numbers)
 
 
-def _checksums(file: int, data: RankData) -> Array:
-    blocks = data.extent.blocks
-    raw = os.pread(file, 8 * len(SLOTS) * blocks, data.checksums)
-    whole = raw + bytes(8 * len(SLOTS) * blocks - len(raw))
-    return np.frombuffer(whole, "<u8").reshape(len(SLOTS), blocks)
+def _checksums(file: int, data: RankData, slot: int, blocks: int) -> Array:
+    """Return those of a slot's first blocks; 0 where the file has none."""
+    size = 8 * blocks
+    raw = os.pread(file, size, data.checksums + 8 * slot * data.extent.blocks)
+    return np.frombuffer(raw + bytes(size - len(raw)), "<u8")
 
 
 def _fits(file: int, place: int, length: int, checksum: int) -> bool:
@@ -154,8 +157,17 @@ def _fits(file: int, place: int, length: int, checksum: int) -> bool:
         return False
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Those that follow each other, together."""
+def _runs(numbers: Sequence[int], last: range) -> Iterator[range]:
+    """Those that follow each other, together; `last` follows all of them."""
+    begin, left = last.start, list(numbers)
+    while left and last and left[-1] == begin - 1:
+        begin = left.pop()
+    yield from _together(left)
+    if last:
+        yield range(begin, last.stop)
+
+
+def _together(numbers: Sequence[int]) -> Iterator[range]:
     for _, run in groupby(enumerate(numbers), key=lambda one: one[1] - one[0]):
         together = [number for _, number in run]
         yield range(together[0], together[-1] + 1)
