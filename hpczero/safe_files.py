@@ -28,6 +28,7 @@ from typing import BinaryIO, TextIO
 from hpczero.errors import InputError
 
 Identity = tuple[int, int]  # device and inode
+_NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
 _REFUSED = {errno.ELOOP: "it is a link", errno.ENXIO: "it is no plain file"}
 
 
@@ -155,6 +156,29 @@ def write_new(path: Path, text: str) -> None:
     except BaseException:
         remove(path)
         raise
+
+
+def nameless(folder: Path) -> int | None:
+    """Return a descriptor of a new file without a name, which is gone with its process.
+
+    None where the file system has no such files, as NFS and Lustre. `give_name` makes it stay.
+    """
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in _NO_NAMELESS_FILES:
+            return None
+        raise
+
+
+def give_name(file: int, path: Path) -> None:
+    """Give a nameless file its name; FileExistsError if the name is taken."""
+    os.link(place_of(file), path, src_dir_fd=file, follow_symlinks=True)
+
+
+def place_of(file: int) -> Path:
+    """Return a path that leads to an open file of this process, whatever its name is."""
+    return Path(f"/proc/self/fd/{file}")
 
 
 def copy(source: Path, target: Path) -> None:

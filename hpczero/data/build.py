@@ -22,13 +22,22 @@ import xxhash
 
 from hpczero.data.corpus import FIELD, Found, Input, Section, open_text, sections
 from hpczero.data.rawfiles import RawFile, replace_file, writing
-from hpczero.data.tokenfile import SPLITS, TokenFile, open_token_file, write_token_file
+from hpczero.data.tokenfile import (
+    SPLITS,
+    TokenFile,
+    fill_token_file,
+    open_token_file,
+    write_token_file,
+)
 from hpczero.data.tokenizer import token_dtype, tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import (
+    give_name,
+    nameless,
     open_lock,
     own_folder,
     remove_tree,
+    sync,
     written_durably,
 )
 
@@ -110,6 +119,31 @@ def build_token_file(
     return open_token_file(output)
 
 
+def build_in_one_go(found: Found, output: Path, recipe: Recipe, listener: Listener) -> bool:
+    """Makes `output`, and gives nothing a name before: a builder that is killed leaves nothing.
+
+    False, and nothing is done, where the file system has no files without a name.
+    """
+    with writing(output):
+        made = nameless(output.parent)
+    if made is None:
+        return False
+    try:
+        with contextlib.closing(Reader(found.inputs, recipe, output.parent, listener, 0)) as reader:
+            reader.read()
+            _report(reader, found, listener)
+            attributes = recipe.attributes() | {"inputs": names_digest(found.inputs, recipe.field)}
+            encoding = tokenizer(recipe.tokenizer)
+            fill_token_file(output, made, encoding, attributes, reader.raw, listener.copied)
+        with writing(output), contextlib.suppress(FileExistsError):  # of another one: the same bytes
+            os.fsync(made)
+            give_name(made, output)
+            sync(output.parent)
+    finally:
+        os.close(made)
+    return True
+
+
 def is_up_to_date(made: TokenFile, found: Found, recipe: Recipe) -> bool:
     """Whether the file was made by this recipe from files of these names and sizes, none of which is newer."""
     same = (made.tokenizer, made.validation_fraction, made.builder) == (recipe.tokenizer, recipe.validation_fraction, recipe.builder)
@@ -156,21 +190,30 @@ def _only_builder(work: Path, output: Path, listener: Listener) -> Iterator[None
 
 
 class Reader:
-    """Phase 1: text in, raw files out."""
+    """Phase 1: text in, raw files out. `commit_every`: bytes of text; 0: no journal is kept, and the
+    raw files have no names.
+    """
 
     def __init__(self, inputs: list[Input], recipe: Recipe, work: Path, listener: Listener, commit_every: int) -> None:
         self._inputs, self._work, self._listener, self._commit_every = inputs, work, listener, commit_every
         self._fraction, self._tokenizer, self._field = recipe.validation_fraction, tokenizer(recipe.tokenizer), recipe.field
-        self.state = _resumed(inputs, recipe, work, listener) or State(asdict(recipe))
+        resumed = _resumed(inputs, recipe, work, listener) if commit_every else None
+        self.state = resumed or State(asdict(recipe))
         self._digest = _digest(inputs[: self.state.done])
         dtypes = {"tokens": token_dtype(self._tokenizer.vocabulary), "documents": np.dtype("<i8")}
         self.raw = {
-            split: {kind: RawFile(work / f"{split}.{kind}", dtypes[kind], self.state.lengths.get(f"{split}.{kind}", 0)) for kind in dtypes}
+            split: {kind: self._raw_file(f"{split}.{kind}", dtype) for kind, dtype in dtypes.items()}
             for split in SPLITS
         }
         for files in self.raw.values():
             if not files["documents"].length:
                 files["documents"].append(np.zeros(1))
+
+    def _raw_file(self, name: str, dtype: np.dtype) -> RawFile:
+        if self._commit_every:
+            return RawFile(self._work / name, dtype, self.state.lengths.get(name, 0))
+        with writing(self._work):
+            return RawFile(self._work, dtype, 0, nameless(self._work))
 
     def close(self) -> None:
         for files in self.raw.values():
@@ -189,7 +232,7 @@ class Reader:
                 unsaved += section.resume - state.position
                 state.position = section.resume
                 self._listener.advanced(min(total, before + min(source.size, state.position)), total)  # a file may grow meanwhile
-                if unsaved >= self._commit_every:
+                if unsaved >= self._commit_every > 0:
                     self._commit(source)
                     unsaved = 0
             before += source.size
@@ -248,6 +291,8 @@ class Reader:
             for kind, file in files.items():
                 file.commit()
                 self.state.lengths[f"{split}.{kind}"] = file.length
+        if not self._commit_every:
+            return
         journal = self._work / "journal.json"
         with writing(journal), written_durably(journal) as new:
             new.write(json.dumps(asdict(self.state)).encode())

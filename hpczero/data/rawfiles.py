@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from hpczero.errors import HpczeroError
-from hpczero.safe_files import create, open_for_writing, remove, rename, sync
+from hpczero.safe_files import create, open_for_writing, place_of, remove, rename, sync
 
 _BUFFER = 2**20  # bytes
 
@@ -35,15 +35,22 @@ def _free(path: Path) -> int:
 class RawFile:
     """An array on disk that grows at its end, and nothing else; `length` counts its values."""
 
-    def __init__(self, path: Path, dtype: np.dtype, length: int) -> None:
-        """Goes on after the first `length` values; what follows them is cut off."""
+    def __init__(self, path: Path, dtype: np.dtype, length: int, file: int | None = None) -> None:
+        """Goes on after the first `length` values; what follows them is cut off.
+
+        `file`: an empty one that is open already, and `path` is where its room comes from.
+        """
         self.path, self.dtype, self.length = path, dtype, length
+        self._where = path
         self._pending = bytearray()
         with writing(path):
-            if not length:
-                remove(path)
-            descriptor = open_for_writing(path) if length else create(path)
-            self._file = os.fdopen(descriptor, "wb", buffering=0)
+            if file is None:
+                if not length:
+                    remove(path)
+                file = open_for_writing(path) if length else create(path)
+            else:
+                self.path = place_of(file)
+            self._file = os.fdopen(file, "wb", buffering=0)
             self._file.truncate(length * dtype.itemsize)
             self._file.seek(0, os.SEEK_END)
 
@@ -56,7 +63,7 @@ class RawFile:
     def commit(self) -> None:
         """On return, everything is on the disk."""
         self._flush()
-        with writing(self.path):
+        with writing(self._where):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -65,7 +72,7 @@ class RawFile:
 
     def _flush(self) -> None:
         left = memoryview(self._pending)
-        with writing(self.path):
+        with writing(self._where):
             while left:
                 left = left[self._file.write(left) :]
         self._pending = bytearray()

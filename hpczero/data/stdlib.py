@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from hpczero import env
-from hpczero.data.build import BUILDER, Recipe, build_token_file
-from hpczero.data.corpus import find
+from hpczero.data.build import BUILDER, Recipe, build_in_one_go, build_token_file
+from hpczero.data.corpus import Found, find
+from hpczero.data.rawfiles import writing
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import make_folders, open_lock, remove_tree, temporary_folder
 from hpczero.spec.schema import Spec
@@ -33,7 +34,9 @@ class Silent:
 def token_file(spec: Spec) -> Path:
     """The path of the stdlib's token file for this spec; builds it if it is not there yet.
 
-    Several jobs may build at once: each in a folder of its own, each puts the same bytes in place.
+    Several jobs may build at once: each in files without a name, each puts the same bytes in place.
+    Where the file system has no such files each builds in a folder, which stays, if the builder is
+    killed, until the next one comes.
     """
     cache = Path(env.expand(spec.paths.cache)) if spec.paths.cache else env.cache_folder()
     recipe = Recipe(spec.data.tokenizer, spec.data.validation_fraction)
@@ -44,18 +47,26 @@ def token_file(spec: Spec) -> Path:
             return final
         make_folders(cache)
         _remove_left(cache)
-        work = temporary_folder(cache, _PREFIX)
     except OSError as error:
         raise InputError(f"the cache folder {cache} cannot be used ({error.strerror}): set paths.cache to a folder that can be written") from error
+    corpus = find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT)
     print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
     try:
-        build_token_file(find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT), final, recipe, work, Silent())
+        if not build_in_one_go(corpus, final, recipe, Silent()):
+            _build_in_a_folder(corpus, final, recipe)
     except HpczeroError as error:
         raise InputError(f"building the stdlib corpus: {error} (paths.cache says where it goes)") from error
+    return final
+
+
+def _build_in_a_folder(corpus: Found, final: Path, recipe: Recipe) -> None:
+    with writing(final.parent):
+        work = temporary_folder(final.parent, _PREFIX)
+    try:
+        build_token_file(corpus, final, recipe, work, Silent())
     finally:
         with contextlib.suppress(OSError):
             remove_tree(work)
-    return final
 
 
 def _remove_left(cache: Path) -> None:

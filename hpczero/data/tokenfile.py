@@ -229,11 +229,29 @@ def _mapped(descriptor: int, dataset: Dataset) -> np.ndarray:
 def write_token_file(
     path: Path, encoding: Tokenizer, facts: dict[str, Any], raw: dict[str, dict[str, RawFile]], copied: Callable[[int, int], None]
 ) -> None:
-    """Makes a token file of the raw files.
+    """Makes a token file of the raw files. `copied` is told how many bytes of how many are there."""
+    with writing(path):
+        safe_files.remove(path)  # a builder may have been killed
+        made = safe_files.create(path)
+    try:
+        fill_token_file(path, made, encoding, facts, raw, copied)
+    finally:
+        os.close(made)
+
+
+def fill_token_file(
+    path: Path,
+    made: int,
+    encoding: Tokenizer,
+    facts: dict[str, Any],
+    raw: dict[str, dict[str, RawFile]],
+    copied: Callable[[int, int], None],
+) -> None:
+    """Makes a token file of the raw files in an empty file that is open, the one at `path`.
 
     HDF5 makes the structure in memory: on a disk that fills up it may end the process. The values
     are written to where they belong by plain writes, counted and hashed on the way. The same
-    values give the same bytes. `copied` is told how many bytes of how many are there.
+    values give the same bytes.
     """
     import h5py
 
@@ -242,34 +260,28 @@ def write_token_file(
     pages, digest = Pages(), xxhash.xxh3_128()
     total, done = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values()), 0
     written: list[tuple[int, int]] = []  # ranges of bytes that have values
+    with h5py.File(pages, "w", libver=LIBRARY_VERSIONS, alignment_threshold=_PAGE, alignment_interval=_PAGE) as structure:
+        places = _allocate(structure, encoding.vocabulary, raw)
+        for split in SPLITS:
+            dtype, place = raw[split]["tokens"].dtype, places[split, "tokens"]
+            counts, checksums = np.zeros(encoding.vocabulary, np.int64), list[int]()
+            for block in _blocks(raw[split]["tokens"].path):
+                counts += np.bincount(np.frombuffer(block, dtype), minlength=encoding.vocabulary)
+                digest.update(block)
+                checksums += [checksum(block[at : at + BLOCK]) for at in range(0, len(block), BLOCK)]
+                place = _write(path, made, block, place)
+                done += len(block)
+                copied(done, total)
+            written.append((places[split, "tokens"], place))
+            place = places[split, "documents"]
+            for block in _blocks(raw[split]["documents"].path):
+                place = _write(path, made, block, place)
+            written.append((places[split, "documents"], place))
+            structure[f"{split}/counts"][:] = counts
+            structure[f"{split}/{CHECKSUMS}"][:] = np.array(checksums, "<u8")
+        _describe(structure, encoding, facts | {"fingerprint": digest.hexdigest()})
     with writing(path):
-        safe_files.remove(path)  # a builder may have been killed
-        made = safe_files.create(path)
-    try:
-        with h5py.File(pages, "w", libver=LIBRARY_VERSIONS, alignment_threshold=_PAGE, alignment_interval=_PAGE) as structure:
-            places = _allocate(structure, encoding.vocabulary, raw)
-            for split in SPLITS:
-                dtype, place = raw[split]["tokens"].dtype, places[split, "tokens"]
-                counts, checksums = np.zeros(encoding.vocabulary, np.int64), list[int]()
-                for block in _blocks(raw[split]["tokens"].path):
-                    counts += np.bincount(np.frombuffer(block, dtype), minlength=encoding.vocabulary)
-                    digest.update(block)
-                    checksums += [checksum(block[at : at + BLOCK]) for at in range(0, len(block), BLOCK)]
-                    place = _write(path, made, block, place)
-                    done += len(block)
-                    copied(done, total)
-                written.append((places[split, "tokens"], place))
-                place = places[split, "documents"]
-                for block in _blocks(raw[split]["documents"].path):
-                    place = _write(path, made, block, place)
-                written.append((places[split, "documents"], place))
-                structure[f"{split}/counts"][:] = counts
-                structure[f"{split}/{CHECKSUMS}"][:] = np.array(checksums, "<u8")
-            _describe(structure, encoding, facts | {"fingerprint": digest.hexdigest()})
-        with writing(path):
-            pages.write_to(made, but=written)
-    finally:
-        os.close(made)
+        pages.write_to(made, but=written)
 
 
 def _write(path: Path, file: int, block: bytes, place: int) -> int:

@@ -4,6 +4,9 @@ import fcntl
 import math
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,7 +326,7 @@ def test_a_failed_build_leaves_nothing(small_library: Path, tmp_path: Path, monk
     def full(*_: object) -> None:
         raise HpczeroError("no room")
 
-    monkeypatch.setattr("hpczero.data.build.write_token_file", full)
+    monkeypatch.setattr("hpczero.data.build.fill_token_file", full)
     with pytest.raises(InputError, match=r"no room \(paths\.cache"):
         open_source(spec("stdlib", paths=Paths(cache=str(tmp_path / "cache"))), alone)
     assert list((tmp_path / "cache").iterdir()) == []
@@ -342,3 +345,41 @@ def test_what_killed_builders_left_is_removed_and_what_others_build_stays(small_
         open_source(spec("stdlib", eval_batches=0, paths=Paths(cache=str(cache))), alone)
     left = sorted(path.name for path in cache.glob(".building-*"))
     assert left == [".building-living", ".building-new"]
+
+
+_KILLED_AT = """
+import os, signal, sys
+from pathlib import Path
+from hpczero.data import build, stdlib
+from hpczero.spec.schema import Paths, Spec
+library, cache, moment = sys.argv[1:]
+stdlib.sysconfig.get_paths = lambda: {"stdlib": library}
+owner = build.Reader if moment == "read" else build
+whole = getattr(owner, moment)
+def killed(*words):
+    if moment == "read":
+        whole(*words)
+    os.kill(os.getpid(), signal.SIGKILL)
+setattr(owner, moment, killed)
+stdlib.token_file(Spec(name="killed", paths=Paths(cache=cache)))
+"""
+
+
+@pytest.mark.parametrize("moment", ["read", "fill_token_file", "give_name"])
+def test_a_killed_build_leaves_nothing(small_library: Path, tmp_path: Path, moment: str) -> None:
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-c", _KILLED_AT, str(small_library), str(cache), moment]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list(cache.iterdir()) == []
+
+
+def test_without_nameless_files_the_same_bytes_are_made(
+    small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [spec("stdlib", paths=Paths(cache=str(tmp_path / name))) for name in ("a", "b")]
+    one = stdlib.token_file(asked[0])
+    monkeypatch.setattr("hpczero.data.build.nameless", lambda folder: None)
+    other = stdlib.token_file(asked[1])
+    assert one.read_bytes() == other.read_bytes()
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [other.name]
