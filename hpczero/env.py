@@ -1,6 +1,7 @@
 """The only reader of the environment (style 5): every variable that hpczero looks at is named here."""
 
 import os
+import sys
 import tempfile
 from importlib import util
 from pathlib import Path
@@ -118,3 +119,13 @@ def prepare_mpi() -> None:
     for size in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):  # what a call moves over TCP: too little for a poll a millisecond
         os.environ.setdefault(size, "512k")
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # Open MPI 5's wheel: "OSC UCX component priority set" for every window
+
+
+def python_command(module: str) -> list[str]:
+    """Return the command that runs a module of hpczero as this process would.
+
+    It looks for packages where this process does. `python -m` would begin with the current folder,
+    in which a stranger may have put an `h5py.py`.
+    """
+    begin = f"import sys; sys.path[:] = {sys.path!r}; import runpy; runpy.run_module"
+    return [sys.executable, "-P", "-c", f"{begin}({module!r}, run_name='__main__')"]

@@ -19,6 +19,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 
+from hpczero import env
 from hpczero.checkpoint import manifest, view
 from hpczero.checkpoint.files import Unreadable
 from hpczero.checkpoint.manifest import INDEX, Content
@@ -56,8 +57,8 @@ class Apart:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            folder = str(self.folder.absolute())
-            command = [sys.executable, "-m", "hpczero.checkpoint.apart", folder]
+            python = env.python_command("hpczero.checkpoint.apart")
+            command = [*python, str(self.folder.absolute())]
             pipe = subprocess.PIPE
             try:
                 quiet = subprocess.DEVNULL

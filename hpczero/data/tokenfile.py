@@ -111,7 +111,7 @@ class TokenFile:
         ends = np.asarray(split.ends)
         if not len(split.tokens):
             return not split.documents
-        if (np.diff(ends) <= 0).any() or split.counts[self.end_of_document] != split.documents:
+        if (ends[1:] <= ends[:-1]).any() or split.counts[self.end_of_document] != split.documents:
             return False
         return bool((split.tokens[ends[1:] - 1] == self.end_of_document).all())
 

@@ -63,7 +63,7 @@ def _alone(report: Report, clean: bool) -> Report:
     if report.packages["mpi4py"]:
         try:
             asked = subprocess.run(
-                [sys.executable, "-m", "hpczero.comm.library"],
+                env.python_command("hpczero.comm.library"),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,

@@ -1,5 +1,7 @@
 """The process in which `verify` asks the HDF5 library: it may die, and the checkpoint's reader not."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,3 +48,16 @@ def test_a_process_that_cannot_look_says_nothing_of_the_checkpoint(
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert main(["ckpt", "verify", str(crafted)]) == 2
     assert "NOT READ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["ckpt", "verify"], ["doctor"]], ids=" ".join)
+def test_nothing_is_imported_from_the_current_folder(words: list[str], tmp_path: Path) -> None:
+    folder = make(tmp_path / "run", Grid())
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    for name in ("h5py", "mpi4py", "hpczero", "json"):
+        (evil / f"{name}.py").write_text("open('imported', 'w').close()\n")
+    hpczero = [sys.executable, "-P", "-m", "hpczero"]
+    paths = [str(folder)] if "verify" in words else []
+    subprocess.run([*hpczero, *words, *paths], cwd=evil, capture_output=True, timeout=120, check=False)
+    assert not (evil / "imported").exists()

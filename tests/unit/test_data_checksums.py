@@ -120,6 +120,15 @@ def test_verify_looks_at_documents_and_counts(path: Path, capsys: pytest.Capture
     assert "/validation/counts are not those of its tokens" in said
 
 
+def test_documents_that_begin_where_64_bits_end_are_found(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with h5py.File(path, "r+") as file:
+        file["train/documents"][1:3] = [(1 << 63) - 1, -2]  # each difference is positive, modulo 2**64
+    assert main(["data", "verify", str(path)]) == 1
+    assert "/train/documents do not end with token" in capsys.readouterr().out
+
+
 def test_show_says_the_fingerprint_and_whether_there_are_checksums(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
