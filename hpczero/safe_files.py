@@ -119,19 +119,31 @@ def _written(path: Path, durably: bool) -> Iterator[BinaryIO]:
     _refuse_special(path)
     remove(temporary)
     descriptor = create(temporary)
+    made = os.fstat(descriptor)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             if durably:
                 os.fsync(file.fileno())
+        if not _has_name(made, temporary):
+            raise OSError(errno.EBUSY, "another process writes it at the same time", str(path))
         os.replace(temporary, path)
         if durably:
             sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            remove(temporary)
+            if _has_name(made, temporary):
+                remove(temporary)
         raise
+
+
+def _has_name(made: os.stat_result, path: Path) -> bool:
+    """Return False if another file has got the name of one that this process has made."""
+    try:
+        return os.path.samestat(made, os.lstat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _refuse_special(path: Path) -> None:

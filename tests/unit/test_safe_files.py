@@ -228,3 +228,20 @@ def test_a_lock_that_is_a_link_or_a_pipe_is_one_error(tmp_path: Path, victim: Pa
     os.mkfifo(tmp_path / "lock")
     with pytest.raises(InputError, match="it is no plain file"):
         RunLock(tmp_path).take()
+
+
+def test_what_another_process_has_half_written_gets_no_name(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    second = safe_files.written_whole(path)
+
+    def both() -> None:
+        with safe_files.written_whole(path) as first:
+            first.write(b"first")
+            second.__enter__().write(b"sec")
+
+    with pytest.raises(OSError, match="at the same time"):
+        both()
+    assert not path.exists()
+    second.__exit__(None, None, None)
+    assert path.read_bytes() == b"sec"
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
