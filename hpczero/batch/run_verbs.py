@@ -183,7 +183,7 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def figures(one: Progress) -> list[str]:
     return [
         f"{one.step:,}/{one.steps:,}",
-        "?" if one.loss is None else f"{one.loss:.4f}" if abs(one.loss) < _LARGE else f"{one.loss:.4g}",
+        "?" if one.loss is None else format(one.loss, ".4f" if abs(one.loss) < _LARGE else ".4g"),
         "?" if one.tokens_per_second is None else f"{one.tokens_per_second:,.4g}",
         "" if one.state == "finished" else "?" if one.seconds_left is None else _duration(one.seconds_left),
         "" if one.last_save is None else f"{one.last_save:,}",
@@ -192,7 +192,7 @@ def figures(one: Progress) -> list[str]:
 
 def _jobs(one: Progress) -> str:
     alive = [link for link in one.links if link.state in ("queued", "held", "running")]
-    words = (f"{link.state} ({printable(link.reason)})" if link.reason else link.state for link in alive)
+    words = (link.state + (f" ({printable(link.reason)})" if link.reason else "") for link in alive)
     return ", ".join(f"{link.number} {said}" for link, said in zip(alive, words, strict=True))
 
 

@@ -110,7 +110,7 @@ class Verification:
         self.close()
 
     def _of_data(self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance) -> Iterator[Damage]:
-        """Each run of damaged blocks is one damage. What a file lacks takes no time and no memory."""
+        """Each run of damaged blocks is one damage. What a file lacks takes no time or memory."""
         extent, place, bad = data.extent, data.data[slot], list[int]()
         stored = -(-(os.fstat(file).st_size - place) // BLOCK)
         there = min(extent.blocks, max(0, stored))

@@ -59,5 +59,6 @@ def test_nothing_is_imported_from_the_current_folder(words: list[str], tmp_path:
         (evil / f"{name}.py").write_text("open('imported', 'w').close()\n")
     hpczero = [sys.executable, "-P", "-m", "hpczero"]
     paths = [str(folder)] if "verify" in words else []
-    subprocess.run([*hpczero, *words, *paths], cwd=evil, capture_output=True, timeout=120, check=False)
+    command = [*hpczero, *words, *paths]
+    subprocess.run(command, cwd=evil, capture_output=True, timeout=120, check=False)
     assert not (evil / "imported").exists()

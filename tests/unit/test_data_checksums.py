@@ -124,7 +124,7 @@ def test_documents_that_begin_where_64_bits_end_are_found(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with h5py.File(path, "r+") as file:
-        file["train/documents"][1:3] = [(1 << 63) - 1, -2]  # each difference is positive, modulo 2**64
+        file["train/documents"][1:3] = [(1 << 63) - 1, -2]  # they go up, modulo 2**64
     assert main(["data", "verify", str(path)]) == 1
     assert "/train/documents do not end with token" in capsys.readouterr().out
 
