@@ -15,7 +15,7 @@ mean of m windows differs by s^2 / m.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 
 from hpczero.model.batch import MicroBatch
 
@@ -78,7 +78,7 @@ class Tally:
         unseen = 1 - self.windows / of_windows
         if unseen <= 0:
             return 0.0
-        if self.groups < 2:
+        if self.groups < 2 or not isfinite(self.loss):
             return None
         variance = max(0.0, self.squares - self.loss**2 / self.windows) / (self.groups - 1)
         return sqrt(unseen * variance / self.windows) / seq_len

@@ -88,3 +88,10 @@ def test_ranks_add_up() -> None:
     whole = Tally.of([batch_of(len(own)) for own in losses], losses)
     parts = [Tally.of([batch_of(len(own))], [own]) for own in losses]
     assert whole == parts[0] + parts[1] + parts[2]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_has_no_standard_error(broken: float) -> None:
+    losses = np.full(100, 2.0)
+    losses[window(1, len(losses), 3)] = broken
+    assert evaluated(losses, 1, 20, [4]).standard_error is None
