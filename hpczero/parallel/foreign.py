@@ -183,6 +183,9 @@ def _is_ours(name: str, parameter: nn.Parameter) -> bool:
     if taken(parameter):
         ways = "close that one first, or give this one a module of its own"
         raise InputError(f"{name} is trained by another engine already: {ways}")
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        way = "give it one for its gradient (register_hook)"
+        raise InputError(f"{name} has a hook for p.grad, which hpczero's gradients do not pass: {way}")
     if parameter.requires_grad and not parameter.is_floating_point():
         raise InputError(f"{name} is {parameter.dtype}: hpczero trains real floating-point parameters")
     return parameter.is_floating_point()

@@ -126,3 +126,12 @@ def test_a_module_has_one_engine_at_a_time(world: World, stage: int) -> None:
                 hpczero.initialize(again, spec_of(stage), world)
         engine.backward(engine(torch.ones(2, 4)).sum())
         assert engine.step().grad_norm > 0
+
+
+def test_a_hook_that_would_see_no_gradient_is_refused(world: World) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    hook = module[1].weight.register_post_accumulate_grad_hook(lambda own: own.grad.mul_(0.5))
+    with pytest.raises(InputError, match=r"1\.weight has a hook for p\.grad.*register_hook"):
+        hpczero.initialize(module, spec_of(0), world)
+    hook.remove()
+    hpczero.initialize(module, spec_of(0), world).close()
