@@ -116,7 +116,7 @@ class ShardedParameter(OwnedParameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if not _asks_for_no_values(function):
+            if not (_asks_for_no_values(function) or _is_autograd(function)):
                 for parameter in _sharded_in((args, kwargs)):
                     if parameter.released_as:
                         parameter.fetch()

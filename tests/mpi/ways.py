@@ -277,6 +277,12 @@ def _penalty_between(caller: Caller, x: Tensor) -> Tensor:
     return out + slope.square().sum()
 
 
+def _penalty_of_parameters(caller: Caller, x: Tensor) -> Tensor:
+    loss = caller.run(x)
+    slopes = torch.autograd.grad(loss, list(caller.net.blocks.parameters()), create_graph=True)
+    return loss + sum(slope.square().sum() for slope in slopes) / 100
+
+
 def _submodules(caller: Caller, x: Tensor) -> Tensor:
     net = caller.net
     x = net.first(x)
@@ -346,6 +352,7 @@ AROUND: dict[str, tuple[Around, str]] = {
     "layer.forward(x)": (lambda caller, x: caller.net.blocks[0].forward(x).sum(), REFUSED),
     "hooks around the engine's call": (_hooks_around, RIGHT),
     "a gradient penalty": (_penalty_between, RIGHT),
+    "a penalty on the parameters' gradients": (_penalty_of_parameters, RIGHT),
     "checkpoint around the call": (
         lambda caller, x: checkpoint(caller.run, x, use_reentrant=False),
         RIGHT,
