@@ -25,6 +25,11 @@ class Loan:
         assert self.values is not None
         return self.values
 
+    def fill_with(self, value: torch.Tensor) -> None:
+        """Give all views of the memory this value, also after the loan was given back."""
+        whole = value.new_empty(0).set_(self.storage)
+        whole.fill_(value)
+
 
 class Loans:
     def __init__(self, memory: torch.Tensor) -> None:
@@ -49,6 +54,11 @@ class Loans:
         loan.values = None
         self.still_seen.append(loan)
         self._collect()
+
+    def sees(self, loan: Loan) -> bool:
+        """Return True if the loan was given back, but somebody has views of it."""
+        self._collect()
+        return loan in self.still_seen
 
     def grow(self, memory: torch.Tensor) -> None:
         """More memory, for good."""

@@ -8,7 +8,8 @@ computation is an error that names it.
 Not all that sees these values comes by autograd's hooks: a module's own hooks, a view kept in `ctx`, a graph
 of a backward (create_graph). So each time a unit is gathered its memory has a storage of its own, whose users
 are counted (`memory.loans`): memory that somebody still sees when the unit goes serves nobody else before it is let
-go, and keeps the values that it had. That takes memory, not right numbers.
+go, and keeps the values that it had. That takes memory, not right numbers. When a step gives the unit new
+values, what is still seen of the old ones becomes NaN: a view that is used after it would be wrong.
 
 The order of collectives follows the program: every rank runs the same layers, so gathers start in one order on all of them. The order of a
 pass (a forward and its backward) is remembered, and in the next one the unit that comes next is gathered ahead.
@@ -21,7 +22,7 @@ whole until their gradients are there. What is used outside of the layer that ho
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,6 +71,8 @@ class Gatherer:
         self._expected: list[Unit] = []  # the order of the last pass
         self._seen: list[Unit] = []  # of this one
         self._version = dict.fromkeys(units, 0)  # of their values
+        self._outlived: dict[Loan, Unit] = {}  # given back while somebody still saw them
+        self._outdated: dict[int, Unit] = {}  # address of such a storage -> whose old values were there
         self._warned = False
         for unit in units:
             self._let_go_of_values(unit)
@@ -126,11 +129,15 @@ class Gatherer:
 
     def _unit_under(self, tensor: torch.Tensor) -> Unit | None:
         """The unit whose values the tensor shows."""
+        return self._unit_in(self._under, tensor)
+
+    @staticmethod
+    def _unit_in(unit_at: Mapping[int, Unit], tensor: torch.Tensor) -> Unit | None:
         try:
             address = tensor.untyped_storage().data_ptr()
         except RuntimeError:  # it has no memory: inside transforms, sparse, zeros of forward mode
             return None
-        return self._under.get(address)
+        return unit_at.get(address)
 
     def keep_place(self, unit: Unit) -> None:
         """The unit is in use around others."""
@@ -224,6 +231,15 @@ class Gatherer:
         self._version[unit] += 1
         if unit in self._whole:
             self._evict(unit)
+        self._spoil(unit)
+
+    def _spoil(self, unit: Unit) -> None:
+        """Views of the unit that somebody still has cannot follow its new values: they become NaN."""
+        self._outlived = {loan: own for loan, own in self._outlived.items() if self.loans.sees(loan)}
+        for loan, own in self._outlived.items():
+            if own is unit:
+                loan.fill_with(unit.nothing)
+                self._outdated[loan.storage.data_ptr()] = unit
 
     def forget_all(self) -> None:
         """Begin anew, so that the ranks gather alike whatever each of them has whole now."""
@@ -260,6 +276,7 @@ class Gatherer:
     def _gather_into(self, loan: Loan, unit: Unit) -> None:
         self._whole[unit] = loan
         self._under[loan.storage.data_ptr()] = unit
+        self._outdated.pop(loan.storage.data_ptr(), None)
         self._arriving[unit] = self._start(unit, loan.tensor)
 
     def _room_for(self, unit: Unit, spare: Unit | None = None) -> Loan | None:
@@ -293,6 +310,8 @@ class Gatherer:
         loan = self._whole.pop(unit)
         del self._under[loan.storage.data_ptr()]
         self.loans.give_back(loan)
+        if self.loans.sees(loan):
+            self._outlived[loan] = unit
 
     def _show_values(self, unit: Unit, buffer: torch.Tensor) -> None:
         for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
@@ -309,10 +328,21 @@ class Gatherer:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
         unit = self._unit_under(tensor)
+        if unit is None and self._outdated:
+            self._refuse_outdated(tensor)
         if unit is None or tensor.dtype != unit.weights.dtype:
             return tensor.detach() if isinstance(tensor, ShardedParameter) else tensor
         first = int(tensor.storage_offset())
         return Saved(unit, self._version[unit], first, tuple(tensor.shape), tensor.stride())
+
+    def _refuse_outdated(self, tensor: torch.Tensor) -> None:
+        unit = self._unit_in(self._outdated, tensor)
+        if unit is not None:
+            name = unit.layout.places[0].parameter.name
+            raise HpczeroError(
+                f"a view of the layer with {name} was made before the last step, or change, of its parameters, and"
+                " does not follow them (zero.stage = 3): make it anew in every forward, or take zero.stage = 2"
+            )
 
     @undisturbed
     def _unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:

@@ -213,6 +213,35 @@ def test_what_is_written_in_gathered_is_everyones(world: World, case: Case) -> N
 
 
 @on(GATHERED, SHARED)
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_view_kept_from_step_to_step_is_never_of_old_values(
+    world: World, case: Case, is_saved: bool
+) -> None:
+    """`is_saved`: autograd keeps the view for backward, which says that it is used."""
+    net = Net()
+    kept: list[torch.Tensor] = []
+
+    def way(net: Net, x: torch.Tensor) -> torch.Tensor:
+        kept.extend([] if kept else [net.first.weight.t()])
+        product = net.body(x) @ kept[0] if is_saved else net.body(x @ kept[0])
+        return product.square().sum()
+
+    net.way = way
+    with quiet(), hpczero.initialize(net, spec_of(case), world) as engine:
+        engine.backward(engine(inputs()))
+        engine.step(lr=0.1)
+        if not is_gathered(case):
+            with_old_view = engine(inputs()).item()
+            kept.clear()
+            assert with_old_view == engine(inputs()).item()
+        elif is_saved:
+            with pytest.raises(HpczeroError, match=r"first\.weight was made before the last step"):
+                engine(inputs())
+        else:
+            assert engine(inputs()).isnan()
+
+
+@on(GATHERED, SHARED)
 def test_a_backward_of_an_older_forward_is_an_error(world: World, case: Case) -> None:
     with hpczero.initialize(Net(), spec_of(case), world) as engine:
         old = engine(inputs())
