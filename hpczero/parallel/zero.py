@@ -174,7 +174,8 @@ class Engine:
         return [unit for unit in self.units if unit.layout.name in names]
 
     def start_gather(self, unit: Unit, whole: torch.Tensor) -> Work:
-        self._gathers.append(unit)
+        if self.reduction.is_open:
+            self._gathers.append(unit)
         whole[unit.shard].copy_(unit.weights)
         return self.axis.gather(whole, name=unit.layout.name)
 

@@ -241,6 +241,15 @@ def test_a_view_kept_from_step_to_step_is_never_of_old_values(
             assert engine(inputs()).isnan()
 
 
+@on(GATHERED)
+def test_forwards_alone_leave_no_notes(world: World, case: Case) -> None:
+    """Gathers are counted during a backward only."""
+    with hpczero.initialize(Net(), spec_of(case), world) as engine:
+        for _ in range(3):
+            engine(inputs())
+        assert not engine.engine._gathers
+
+
 @on(GATHERED, SHARED)
 def test_a_backward_of_an_older_forward_is_an_error(world: World, case: Case) -> None:
     with hpczero.initialize(Net(), spec_of(case), world) as engine:
