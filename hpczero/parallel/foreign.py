@@ -183,6 +183,9 @@ def _is_ours(name: str, parameter: nn.Parameter) -> bool:
     if taken(parameter):
         ways = "close that one first, or give this one a module of its own"
         raise InputError(f"{name} is trained by another engine already: {ways}")
+    if parameter.is_inference():
+        way = "build the module outside of it"
+        raise InputError(f"{name} was made in torch.inference_mode and cannot be trained: {way}")
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         way = "give it one for its gradient (register_hook)"
         raise InputError(f"{name} has a hook for p.grad, which hpczero's gradients do not pass: {way}")
