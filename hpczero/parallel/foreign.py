@@ -187,8 +187,8 @@ def _is_ours(name: str, parameter: nn.Parameter) -> bool:
         way = "build the module outside of it"
         raise InputError(f"{name} was made in torch.inference_mode and cannot be trained: {way}")
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
-        way = "give it one for its gradient (register_hook)"
-        raise InputError(f"{name} has a hook for p.grad, which hpczero's gradients do not pass: {way}")
+        what = "has a hook for p.grad, which hpczero's gradients do not pass"
+        raise InputError(f"{name} {what}: give it one for its gradient (register_hook)")
     if parameter.requires_grad and not parameter.is_floating_point():
         raise InputError(f"{name} is {parameter.dtype}: hpczero trains real floating-point parameters")
     return parameter.is_floating_point()

@@ -72,7 +72,7 @@ class Gatherer:
         self._seen: list[Unit] = []  # of this one
         self._version = dict.fromkeys(units, 0)  # of their values
         self._outlived: dict[Loan, Unit] = {}  # given back while somebody still saw them
-        self._outdated: dict[int, Unit] = {}  # address of such a storage -> whose old values were there
+        self._outdated: dict[int, Unit] = {}  # by the address of such a storage
         self._warned = False
         for unit in units:
             self._let_go_of_values(unit)
@@ -234,8 +234,9 @@ class Gatherer:
         self._spoil(unit)
 
     def _spoil(self, unit: Unit) -> None:
-        """Views of the unit that somebody still has cannot follow its new values: they become NaN."""
-        self._outlived = {loan: own for loan, own in self._outlived.items() if self.loans.sees(loan)}
+        """Fill with NaN what is still seen of the unit: it cannot follow the new values."""
+        seen = [(loan, own) for loan, own in self._outlived.items() if self.loans.sees(loan)]
+        self._outlived = dict(seen)
         for loan, own in self._outlived.items():
             if own is unit:
                 loan.fill_with(unit.nothing)
@@ -340,8 +341,9 @@ class Gatherer:
         if unit is not None:
             name = unit.layout.places[0].parameter.name
             raise HpczeroError(
-                f"a view of the layer with {name} was made before the last step, or change, of its parameters, and"
-                " does not follow them (zero.stage = 3): make it anew in every forward, or take zero.stage = 2"
+                f"a view of the layer with {name} was made before the last step, or change, of its"
+                " parameters, and does not follow them (zero.stage = 3): make it anew in every forward,"
+                " or take zero.stage = 2"
             )
 
     @undisturbed
