@@ -26,6 +26,7 @@ FINE, SAID, WATCHED, LAUNCHER = "ends well", "says so itself", "is named", "is e
 # What a fault leads to at stages 0 to 3.
 KINDS: dict[str, tuple[str, str, str, str]] = {
     "sleep": (WATCHED,) * 4,
+    "given_world": (WATCHED,) * 4,
     "short_sleep": (FINE,) * 4,
     "stop": (WATCHED,) * 4,
     "gil": (WATCHED,) * 4,
@@ -70,7 +71,7 @@ spec = {
 
 
 def befall():
-    if kind == "sleep":
+    if kind in ("sleep", "given_world"):
         time.sleep(6 * seconds)
     elif kind == "short_sleep":
         time.sleep(seconds / 2)
@@ -90,7 +91,8 @@ def befall():
         raise KeyboardInterrupt
 
 
-with hpczero.initialize(net, spec) as engine:
+world = hpczero.World.start() if kind == "given_world" else None
+with hpczero.initialize(net, spec, world) as engine:
     def loss():
         return engine(torch.ones(2, width)).square().sum()
 

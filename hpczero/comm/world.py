@@ -121,6 +121,11 @@ class World:
         origin = self.numbers(ranks)
         return World(self._mpi, self._subset(ranks, "a part of the world"), ranks_per_node, limits or self._limits, self, origin)
 
+    @property
+    def is_watched(self) -> bool:
+        """Or a part of one, which is not watched by itself."""
+        return self._is_part or self._watch is not None
+
     def watch(self, seconds: float, folder: Path | None = None) -> None:
         """Collective. From now on a rank that waits longer than this for others ends the job, and says who did not come (`comm/watch.py`). In
         `folder`, if given, nodes tell each other what their ranks are doing once something is amiss.

@@ -92,8 +92,7 @@ class Engine:
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         fp16 = settings.train.precision == "fp16"
         self.loss_scale = LossScale(settings.train.loss_scale if fp16 else 1.0, dynamic=fp16)
-        self.updates = 0
-        self.pool = Pool(settings.threads)
+        self.updates, self.pool = 0, Pool(settings.threads)
         around = used_around_others(layers)
         self.arena, self.units = self._allocated([layer for _, layer in layers], around)
         module_parameters = dict(module.named_parameters())

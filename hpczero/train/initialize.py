@@ -34,13 +34,13 @@ def initialize(
     """Takes over the module's parameters: they lie in hpczero's memory from now on, in `train.precision`, cut as `zero.stage` says. Collective:
     every rank calls it with the same module; the values are rank 0's. Of the spec (rank 0's too) the tables model and data do not matter.
 
-    Without `world` MPI is started, and ended by `close`; started without mpirun there is one rank. `accumulates=False` saves memory where every
-    step has one backward.
+    Without `world` MPI is started, and ended by `close`; started without mpirun there is one rank. A `world` of all ranks is watched from now on,
+    if it is not yet. `accumulates=False` saves memory where every step has one backward.
     """
     whole = world or World.start()
     spec = _agreed(spec, whole)
     own = None if world else whole.part(range(whole.size), spec.comm.ranks_per_node, Limits(staging=bucket_bytes(spec.zero, "cpu")))
-    if own:
+    if not whole.is_watched:
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
     facts.use_kernels(inner)
@@ -94,7 +94,7 @@ class Training:
 
         A batch can so be left out; after a backward that raised, training goes on with this alone.
         """
-        self.engine.zero_grad()
+        self._opened().zero_grad()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """On rank 0 what the module's state_dict would be, whole tensors, parameters in fp32; empty on the other ranks."""
