@@ -1,8 +1,9 @@
 """The data of a checkpoint, read back: whatever is given out has been held against its checksum."""
 
 import contextlib
+import errno
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import xxhash
 
 from hpczero.checkpoint.files import Damaged, Unreadable, not_read, open_plain
 from hpczero.checkpoint.manifest import Content, ShardFile
-from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Extent, rest
+from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Extent, aligned, rest
 
+_AT_ONCE = 4  # blocks in a read past the page cache
 _KEPT = 16  # blocks that were read last
-_OPEN = 64  # files that are open at a time
+_OPEN = 32  # files that are open at a time, twice each
 
 
 class Shards:
@@ -24,11 +26,13 @@ class Shards:
         self.folder = folder
         self._of_rank = {data.rank: (shard, data.extent) for shard in content.shards for data in shard.ranks}
         self._files: OrderedDict[str, int] = OrderedDict()  # open ones, the one that was used last at the end
+        self._direct: dict[int, int] = {}  # those of them that are open past the page cache, too
+        self._buffers: list[Array] = []
         self._known: dict[str, tuple[int, ...]] = {}  # those that were found to be what was written
         self._is_closed = False
         self._checksums: dict[int, Array] = {}
         self._kept: OrderedDict[tuple[int, int, int], Array] = OrderedDict()
-        self._ahead: ThreadPoolExecutor | None = None  # reads the next block while one is looked at
+        self._ahead: ThreadPoolExecutor | None = None  # reads the next blocks while some are looked at
 
     def read(self, rank: int, slot: int, first: int, out: Array, what: str) -> None:
         """Fills `out` with as many elements of the slot. `what`: the tensor, for what is said of damage."""
@@ -52,27 +56,46 @@ class Shards:
     def _read_blocks(
         self, shard: ShardFile, extent: Extent, slot: int, blocks: range, out: Array, what: str
     ) -> None:
-        """Fill `out` with whole blocks that follow each other: the next is read while one is held against its checksum."""
-        file = self.open(shard)
-        parts = [out[place : place + BLOCK] for place in range(0, len(blocks) * BLOCK, BLOCK)]
-        coming: Future[None] | None = None
-        try:
-            for index, number in enumerate(blocks):
-                place = extent.data[slot] + number * BLOCK
-                if coming:
-                    coming.result()
-                else:
-                    self._fill(shard, file, place, parts[index])
-                if index + 1 < len(parts):
-                    coming = self._reader().submit(self._fill, shard, file, place + BLOCK, parts[index + 1])
-                self._check(shard, extent, slot, number, parts[index], what)
-        finally:
-            if coming:
-                coming.exception()  # nobody writes into `out` any more
-
-    def _reader(self) -> ThreadPoolExecutor:
+        """Fill `out` with whole blocks that follow each other: while some are held against their checksums,
+        the next are read.
+        """
+        file, coming = self.open(shard), deque[Future[Array]]()
+        self._buffers = self._buffers or [aligned(_AT_ONCE * BLOCK) for _ in range(2)]
         self._ahead = self._ahead or ThreadPoolExecutor(1, "hpczero-reader")
-        return self._ahead
+        parts = [blocks[at : at + _AT_ONCE] for at in range(0, len(blocks), _AT_ONCE)]
+        try:
+            for index, part in enumerate([*parts, None]):
+                if part:
+                    place, size = extent.data[slot] + part[0] * BLOCK, len(part) * BLOCK
+                    buffer = self._buffers[index % 2][:size]
+                    coming.append(self._ahead.submit(self._filled, shard, file, place, buffer))
+                if index:
+                    self._take(shard, extent, slot, parts[index - 1], coming.popleft().result(), out, what)
+                    out = out[len(parts[index - 1]) * BLOCK :]
+        finally:
+            for future in coming:
+                future.exception()  # nobody writes into the buffers any more
+
+    def _take(
+        self, shard: ShardFile, extent: Extent, slot: int, blocks: range, found: Array, out: Array, what: str
+    ) -> None:
+        for at, number in enumerate(blocks):
+            block = found[at * BLOCK : (at + 1) * BLOCK]
+            self._check(shard, extent, slot, number, block, what)
+            out[at * BLOCK : (at + 1) * BLOCK] = block
+
+    def _filled(self, shard: ShardFile, file: int, place: int, buffer: Array) -> Array:
+        """Past the page cache, where that can be done: it would cost more than all the rest."""
+        direct = self._direct.get(file)
+        if direct is not None:
+            try:
+                if os.preadv(direct, [buffer.data], place) == len(buffer):
+                    return buffer
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise not_read(self.folder / shard.file, error, f" at byte {place}") from error
+        self._fill(shard, file, place, buffer)
+        return buffer
 
     def file_of(self, rank: int) -> str:
         return self._of_rank[rank][0].file
@@ -84,7 +107,7 @@ class Shards:
         if shard.file not in self._files:
             self._files[shard.file] = self._opened(shard)
             while len(self._files) > _OPEN:
-                os.close(self._files.popitem(last=False)[1])
+                self._close(self._files.popitem(last=False)[1])
         self._files.move_to_end(shard.file)
         return self._files[shard.file]
 
@@ -102,7 +125,14 @@ class Shards:
                 raise Damaged(f"{path}: {problem}")
             self._known[shard.file] = identity
             otherwise.pop_all()
+        with contextlib.suppress(OSError):
+            self._direct[file] = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         return file
+
+    def _close(self, file: int) -> None:
+        for one in (file, self._direct.pop(file, None)):
+            if one is not None:
+                os.close(one)
 
     def close(self) -> None:
         self._is_closed = True
@@ -110,7 +140,7 @@ class Shards:
             self._ahead.shutdown()
             self._ahead = None
         for file in self._files.values():
-            os.close(file)
+            self._close(file)
         self._files.clear()
 
     def _kept_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, what: str) -> Array:
