@@ -92,7 +92,7 @@ def read(path: Path, descriptor: int) -> Index:
     try:
         file = PlainFile(descriptor)
         columns = [_plain(file, name, "<u8", dims) for name, dims in COLUMNS.items()]
-        names, shapes = (json.loads(_text(file, name)) for name in ("names", "shapes"))
+        names, shapes = (_list_of_tensors(file, name) for name in ("names", "shapes"))
         if len(names) != len(shapes) or len(names) > storable.MOST_TENSORS:
             raise ValueError(f"{len(names):,} names and {len(shapes):,} shapes")
         tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
@@ -107,6 +107,17 @@ def read(path: Path, descriptor: int) -> Index:
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise Damaged(f"{path}: it is no index of a checkpoint: {printable(str(error))}") from error
     return Index(table, buffers, identity)
+
+
+def _list_of_tensors(file: PlainFile, name: str) -> list[Any]:
+    """Read what the piece table has of each tensor, if it is no more than that."""
+    raw = _text(file, name)
+    if raw.count(b",") > 8 * storable.MOST_TENSORS:  # a shape has some, and a list takes 60 bytes
+        raise ValueError(f"{name} of more than {storable.MOST_TENSORS:,} tensors")
+    found = json.loads(raw)
+    if not isinstance(found, list):
+        raise ValueError(f"{name} are no list")
+    return found
 
 
 def _identity(file: PlainFile) -> dict[str, str]:

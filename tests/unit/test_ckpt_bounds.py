@@ -5,8 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
+import hpczero.checkpoint
 from hpczero.checkpoint import Damaged, manifest
 from hpczero.cli import main
 from tests.checkpoints import Grid, Wanted, make, parameters, seal
@@ -74,3 +77,20 @@ def test_data_that_only_the_manifest_has_takes_no_memory(crafted: Path, size: in
     seal(crafted, change)
     ended = in_process(lambda: main(["ckpt", "verify", str(crafted)]), 0)
     assert ended.result == 1, ended.wrong
+
+
+@pytest.mark.parametrize("name", ["names", "shapes"])
+def test_an_index_of_lists_without_end_takes_no_memory(crafted: Path, name: str) -> None:
+    raw = b"[" + b",".join([b"[]"] * (5 << 20)) + b"]"
+    with h5py.File(crafted / "index.h5", "r+") as file:
+        del file[f"pieces/{name}"]
+        file.create_dataset(f"pieces/{name}", data=np.frombuffer(raw, np.uint8))
+    seal(crafted)
+
+    def read() -> int:
+        with pytest.raises(Damaged, match="more than 250,000 tensors"):
+            hpczero.checkpoint.open(crafted)
+        return 0
+
+    ended = in_process(read, len(raw))
+    assert ended.result == 0, ended.wrong
