@@ -145,7 +145,10 @@ class Progress:
             self._under_way.append(work)
             if far:
                 self._far.add(work)
-            self._resume(work)
+            try:
+                self._resume(work)
+            except CommunicationError as error:
+                raise self._explained(work, error) from error.__cause__
         if far and not work.done:
             self._background.wake()
         return work
@@ -212,11 +215,17 @@ class Progress:
                 if not self._move_on(work):
                     os.sched_yield()
         except CommunicationError as error:
-            raise CommunicationError("\n".join(filter(None, [str(error), self.status.explain()]))) from error.__cause__
+            raise self._explained(work, error) from error.__cause__
         finally:
             self._waits = False
             self.trace.end()
             self.status.goes_on()
+
+    def _explained(self, work: Work, error: CommunicationError) -> CommunicationError:
+        """Return the error with what the other ranks are doing."""
+        if self.status.wait is None:
+            self.status.waits(work.place)
+        return CommunicationError("\n".join(filter(None, [str(error), self.status.explain()])))
 
     def _move_on(self, work: Work) -> bool:
         with self.lock:

@@ -12,6 +12,7 @@ FEW = [
     Case("stop", 1, shared=True, units=40),
     Case("return", 2, shared=False, units=2),
     Case("kill", 3, shared=False, units=6),
+    Case("eval_one", 3, shared=False, units=6),  # it meets the others in another operation
 ]
 PLACES = [(shared, units) for shared in (False, True) for units in (2, 6, 40)]
 # Every kind at every stage, in all of these places by turns; `python -m tests.faults` tries all.
