@@ -305,10 +305,8 @@ class World:
     def close(self) -> None:
         """The orderly end, on every rank; nothing may be under way."""
         self.progress.close()
-        for (_, ranks, _), (group, connection, native) in self._groups.items():
-            if group.window:
-                group.window.close()
-                self.unshare_memory(group.window.shared, ranks)
+        windows = [(group.window, ranks) for (_, ranks, _), (group, _, _) in self._groups.items() if group.window]
+        for _, connection, native in self._groups.values():
             connection.close()
             if native:
                 native.close()
@@ -321,6 +319,9 @@ class World:
             self._watch.stop()
             self.status.move_to(memoryview(bytearray(SLOT)))
             self.unshare_memory(self._slots, self._neighbours)
+        for window, ranks in windows:
+            window.close()
+            self.unshare_memory(window.shared, ranks)
         self.status.leave(self._entry)
         self._communicator.Free()
         if self._finalizes:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -242,7 +243,7 @@ def test_a_run_whose_folder_is_held_is_no_wrong_input(machine: Machine) -> None:
             f"import sys; {here}\ntry: {held}\nexcept Exception as error: sys.exit(error.exit_code)"
         )
         (machine.folder / "take.py").write_text(program)
-        take = f'python3 {machine.folder / "take.py"} "$RUN"'
+        take = f'{sys.executable} {machine.folder / "take.py"} "$RUN"'
         code, said = machine.job("1", take, PYTHONPATH=str(CHECKOUT))
     assert code == 1
     assert "waiting: the run directory" in said

@@ -130,8 +130,11 @@ def trained(folder: Path, ranks: int, stage: int, parallel: dict[str, object], *
 
 @pytest.mark.parametrize("parallel", GRIDS, ids=str)
 def test_what_grids_allocate_is_what_was_predicted(tmp_path: Path, parallel: dict[str, object]) -> None:
-    """Of every rank, by kind: without data ranks, whose reductions may be two at a time or not, the buffers of messages too."""
-    memory = trained(tmp_path, 4, 2, parallel, "model.hidden=64", "model.vocab=512", "train.global_batch=8", "train.micro_batch=2")
+    """Of every rank, by kind: without data ranks, whose reductions may be two at a time or not, the buffers of messages too. What is
+    summed is so large that it goes by messages.
+    """
+    size = "model.hidden=128", "model.seq_len=1024", "model.vocab=2048"
+    memory = trained(tmp_path, 4, 2, parallel, *size, "train.global_batch=8", "train.micro_batch=2")
     for of_rank in memory["ranks"]:
         assert of_rank["allocated"] == {kind: of_rank["predicted"][kind] for kind in of_rank["allocated"]}
         assert of_rank["allocated"]["pipeline"] > 0
