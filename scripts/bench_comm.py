@@ -111,7 +111,7 @@ def _microseconds(seconds: list[float]) -> str:
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> str:
-    """Of turns side by side."""
+    """Format the quartiles of the ratios of turns side by side."""
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return f"{middle:.2f} ({low:.2f}–{high:.2f})"

@@ -172,7 +172,7 @@ class Group:
         return self._native if self._native and self._native.takes(tensor) else self._messages
 
     def _window(self, carrier: Carrier, tensor: Tensor) -> ByWindow | None:
-        """What carries it where it is short and the ranks share memory."""
+        """Return the window if the tensor is short and the ranks share memory."""
         if self.window is None or carrier is not self._messages or not self.window.takes(tensor):
             return None
         return None if self.connection.on_device(tensor) else self.window

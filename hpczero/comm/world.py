@@ -202,7 +202,7 @@ class World:
         return self._groups[key][0]
 
     def _window(self, axis: str, ranks: Sequence[int]) -> "ByWindow | None":
-        """Where the ranks share memory, of which there is so much that nobody misses this."""
+        """Make the window for short collectives; None if the ranks share no memory, or little."""
         from hpczero.comm.short import ByWindow, size_of
 
         places = {(self.hosts[rank], self.node_of_rank[rank]) for rank in ranks}

@@ -130,8 +130,8 @@ def trained(folder: Path, ranks: int, stage: int, parallel: dict[str, object], *
 
 @pytest.mark.parametrize("parallel", GRIDS, ids=str)
 def test_what_grids_allocate_is_what_was_predicted(tmp_path: Path, parallel: dict[str, object]) -> None:
-    """Of every rank, by kind: without data ranks, whose reductions may be two at a time or not, the buffers of messages too. What is
-    summed is so large that it goes by messages.
+    """Each rank allocates what was predicted, by kind. There are no data ranks, whose reductions may be
+    two at a time or not; what is summed is so large that it goes by messages.
     """
     size = "model.hidden=128", "model.seq_len=1024", "model.vocab=2048"
     memory = trained(tmp_path, 4, 2, parallel, *size, "train.global_batch=8", "train.micro_batch=2")
