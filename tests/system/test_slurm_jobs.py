@@ -273,7 +273,7 @@ def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user:
 
     (On a machine that is very busy a minute may pass before the first step: such a job is lost, and the next one goes on.)
     """
-    longer = ("--set", "train.steps=5000", "--set", "checkpoint.every=0")
+    longer = ("--set", "train.steps=12000", "--set", "checkpoint.every=0")
     user.submits("whole", *longer)
     user.waits("whole", over, "the run without interruption ends")
     user.submits("parts", *longer, "--set", "batch.walltime=1m", "--set", "batch.chain=20", "--set", "train.log_every=100")
