@@ -145,8 +145,8 @@ def test_what_grids_allocate_is_what_was_predicted(tmp_path: Path, parallel: dic
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2), (2, 2)])
 def test_grids_of_two_hundred_million_parameters(tmp_path: Path, tensor: int, pipeline: int, stage: int) -> None:
-    """On 4 ranks: what two layers do not need and 16 do is measured as it was allocated (what a process takes besides, whatever its
-    model, is in neither), and each rank's states are those of the balanced share of parameters.
+    """On 4 ranks: what 16 layers take more than two is measured as it was allocated (what a process takes
+    whatever its model is compared apart), and each rank's states are the balanced share of parameters'.
     """
     model = Model(layers=16, hidden=1024, heads=16, vocab=8192, seq_len=128)
     changes = [f"model.{key}={getattr(model, key)}" for key in ("hidden", "heads", "vocab", "seq_len")]
@@ -157,8 +157,7 @@ def test_grids_of_two_hundred_million_parameters(tmp_path: Path, tensor: int, pi
     memory = trained(tmp_path / "16", 4, stage, parallel, *changes, "model.layers=16", seconds=400)
     node = memory["nodes"][0]
     assert node["measured"] - small["measured"] == pytest.approx(node["allocated"] - small["allocated"], rel=0.02)
-    runtime = memory["ranks"][0]["predicted"]["runtime"]
-    assert 0 <= small["measured"] - small["allocated"] < 4 * runtime
+    assert 0 <= small["measured"] - small["allocated"] < 4 * 30e6  # code that is loaded when first used, threads
     copies = model.vocab * model.hidden if pipeline > 1 else 0
     share = (parameter_count(model) + copies) / (tensor * pipeline)
     shards = 1 if stage == 0 else 4 // (tensor * pipeline)
