@@ -54,6 +54,7 @@ launch() {
 pure() {
     part ruff 120 "$venv/bin/ruff" check --no-cache .
     part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
+    part house 60 "$venv/bin/python" scripts/measure_house.py
     tests unit 600 -- tests/unit
     tests batch 600 -- tests/batch
     tests kernels 600 -- tests/kernels
