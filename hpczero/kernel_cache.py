@@ -38,7 +38,7 @@ def load(module: str) -> ModuleType:
 
 def of_gpu(capability: tuple[int, int]) -> None:
     """Those for the GPU that this process has made its own, unless PyTorch does all their work."""
-    registry = importlib.import_module("hpczero_kernels.registry")
+    registry = importlib.import_module("hpczero_kernels.dispatch")
     if not registry.on_gpus():
         return
     folder = env.numba_cache()

@@ -77,7 +77,7 @@ class Bench:
 
         from hpczero.comm.grid import Grid
         from hpczero.planner.memory import saves_behind
-        from hpczero.train.checkpoints import Checkpoints
+        from hpczero.train.checkpointing import Checkpoints
 
         self.arguments, self.world = arguments, world
         self.folder = world.share(str(arguments.folder.absolute()))

@@ -20,7 +20,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.model import build, shapes
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.apply import assemble
+from hpczero.parallel.parallelize import assemble
 from hpczero.spec.schema import Spec
 
 

@@ -28,9 +28,9 @@ from hpczero.comm.world import World  # noqa: E402
 from hpczero.errors import InputError  # noqa: E402
 from hpczero.model import build, shapes  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
-from hpczero.parallel.apply import assemble  # noqa: E402
+from hpczero.parallel.parallelize import assemble  # noqa: E402
 from hpczero.spec.schema import Model, Optimizer, Spec, Train, Zero  # noqa: E402
-from hpczero.train.placing import place  # noqa: E402
+from hpczero.train.setup import place  # noqa: E402
 from hpczero_kernels.pool import Pool  # noqa: E402
 
 TOLERANCE = 0.02  # of the loss: roundings to bf16 are at other places

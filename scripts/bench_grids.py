@@ -89,8 +89,8 @@ def spec_of(arguments: argparse.Namespace, grid: str) -> Any:
 
 def measure(spec: Any, world: Any, arguments: argparse.Namespace, seen: Seen) -> None:
     from hpczero.comm.grid import Grid
-    from hpczero.data.source import SyntheticSource
-    from hpczero.parallel.apply import assemble
+    from hpczero.data.dataset import SyntheticSource
+    from hpczero.parallel.parallelize import assemble
     from hpczero.planner.volumes import resolved
     from hpczero.train.batches import Batches
 

@@ -8,7 +8,7 @@ import torch
 from bench_kernels import Run, Setting, Work
 from torch import Tensor
 
-from hpczero_kernels import operations, registry
+from hpczero_kernels import dispatch, operations
 from hpczero_kernels.adamw import State, adamw, scalars_of_step
 from hpczero_kernels.pool import BLOCK
 from hpczero_kernels.reduce import sum_pieces
@@ -139,8 +139,8 @@ def _compared(setting: Setting, own: Run, torchs: Run) -> dict[str, Run]:
 def _ours_if_any(operation: str, setting: Setting, runs: dict[str, Run]) -> dict[str, Run]:
     """Without ours where it is PyTorch's."""
     key = "norm" if "norm" in operation else operation
-    ours = registry.choose(key, torch.empty(0, dtype=setting.dtype, device=setting.device))
-    return {name: run for name, run in runs.items() if name != "hpczero" or ours != registry.TORCH}
+    ours = dispatch.choose(key, torch.empty(0, dtype=setting.dtype, device=setting.device))
+    return {name: run for name, run in runs.items() if name != "hpczero" or ours != dispatch.TORCH}
 
 
 def _turning(rotary: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:

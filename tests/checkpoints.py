@@ -14,8 +14,8 @@ import xxhash
 
 from hpczero.checkpoint import alone, apart
 from hpczero.checkpoint.manifest import State
-from hpczero.checkpoint.shard import BLOCK, SLOTS, Array, bounce, empty_chunks
-from hpczero.checkpoint.table import Holding, Table, Tensor, stored
+from hpczero.checkpoint.piece_table import Holding, Table, Tensor, stored
+from hpczero.checkpoint.shard_file import BLOCK, SLOTS, Array, bounce, empty_chunks
 from hpczero.model.shapes import ZEROS, Layer, Parameter, layers
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.spec.schema import Model, Spec

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpczero import env
 from hpczero.errors import HpczeroError
-from hpczero.spec.show import first_few, printable
+from hpczero.text import first_few, printable
 
 SECONDS = 60.0
 _JOB = re.compile(r"\d+(\[\d*\])?(\.[\w.-]+)?")

@@ -4,7 +4,7 @@ import shlex
 
 from hpczero.errors import InputError
 from hpczero.spec.schema import Batch
-from hpczero.spec.show import shown
+from hpczero.text import shown
 
 MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
 

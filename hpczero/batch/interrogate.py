@@ -8,8 +8,8 @@ from typing import Any
 from hpczero.batch import command
 from hpczero.errors import HpczeroError
 from hpczero.spec.duration import clock
-from hpczero.spec.show import printable
-from hpczero.spec.write import toml_value
+from hpczero.spec.toml import toml_value
+from hpczero.text import printable
 
 _SINFO = ["sinfo", "--noheader", "--format=%R|%c|%m|%G|%l|%D"]
 _QSTAT = ["qstat", "-Qf"]

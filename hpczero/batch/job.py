@@ -17,7 +17,7 @@ from hpczero.planner.platform import as_run
 from hpczero.planner.volumes import resolved
 from hpczero.spec.duration import clock, seconds
 from hpczero.spec.schema import Batch, Spec
-from hpczero.spec.show import shown
+from hpczero.text import shown
 
 _SUBMITS = {"slurm": "sbatch", "pbs": "qsub"}
 _OF_THE_SYSTEM = ("/usr", "/usr/local")

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from hpczero.batch import run_verbs, submission
-from hpczero.batch.progress import Progress
+from hpczero.batch import submission
+from hpczero.batch.run_status import Progress
+from hpczero.commands import jobs
 from hpczero.errors import InputError
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 _STARTED = ("events.jsonl", "metrics.jsonl", "checkpoints")  # beside spec.toml
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -26,7 +27,7 @@ def runs(options: Namespace) -> int:
         )
     unreadable: list[str] = []
     paths = sorted(below(folder.absolute(), unreadable))
-    found, silent = run_verbs.look_at(paths)
+    found, silent = jobs.look_at(paths)
     if options.json:
         print(json.dumps([asdict(one) | {"run": str(one.run)} for one in found], indent=2))
     else:
@@ -34,7 +35,7 @@ def runs(options: Namespace) -> int:
             "\n".join(_rows(found, folder.absolute()))
             or f"no run lies below {printable(str(folder))}"
         )
-    run_verbs.say_silent(silent)
+    jobs.say_silent(silent)
     for words in unreadable:
         print(f"hpczero: not looked into: {printable(words)}", file=sys.stderr)
     return 0
@@ -67,9 +68,9 @@ def _rows(found: Sequence[Progress], folder: Path) -> Iterator[str]:
     for one in found:
         name = str(one.run.relative_to(folder)) if one.run != folder else one.run.name
         rows.append(
-            [printable(name, 60), one.state, *run_verbs.figures(one), _age(one.age_seconds)]
+            [printable(name, 60), one.state, *jobs.figures(one), _age(one.age_seconds)]
         )
-    yield from run_verbs.table(rows)
+    yield from jobs.table(rows)
 
 
 def _age(seconds: float | None) -> str:

@@ -9,7 +9,7 @@ from hpczero import env
 from hpczero.batch import command
 from hpczero.batch.job import Job
 from hpczero.errors import HpczeroError, InputError
-from hpczero.spec.show import shown
+from hpczero.text import shown
 
 # PyPI's package -> the MPI in it, and the plugins of Slurm that start it (the first is advised)
 _STARTED_BY = {"mpich": ("MPICH", ("pmi2", "cray_shasta")), "openmpi": ("Open MPI", ("pmix",))}

@@ -25,10 +25,10 @@ from hpczero.batch import header
 from hpczero.batch.job import Job
 from hpczero.batch.launch import words
 from hpczero.errors import InputError
-from hpczero.spec import site
+from hpczero.spec import site_profile
 from hpczero.spec.schema import PATTERNS, VARIABLE, WORD
-from hpczero.spec.show import printable, shown
-from hpczero.spec.site import profiles
+from hpczero.spec.site_profile import profiles
+from hpczero.text import printable, shown
 
 _WRONG = (  # what a template's expressions may end with
     *(ArithmeticError, LookupError, TypeError, ValueError, AttributeError),
@@ -80,7 +80,7 @@ def _template(profile: Path, name: str) -> str | None:
     for folder in (profile.parent, locations.shared_folder("templates")):
         path = folder.joinpath(*split_template_path(name))
         if path.exists():
-            return site.template(path)
+            return site_profile.template(path)
     return None
 
 

@@ -1,4 +1,4 @@
-"""What a site's profile says of its computers and queues: data, read from TOML (where it lies: `hpczero.spec.site`)."""
+"""What a site's profile says of its computers and queues: data, read from TOML (where it lies: `hpczero.spec.site_profile`)."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,9 +7,9 @@ from pydantic import Field, ValidationError
 from hpczero import env
 from hpczero.errors import InputError
 from hpczero.planner.platform import Hardware, Platform, device_of
-from hpczero.spec import site as profiles
+from hpczero.spec import site_profile as profiles
 from hpczero.spec.schema import VARIABLE, WALLTIME, WORD, Batch, Spec, Table
-from hpczero.spec.show import listed, printable
+from hpczero.text import listed, printable
 
 _Word = Annotated[str, Field(pattern=WORD, min_length=1)]
 _Name = Annotated[str, Field(pattern=VARIABLE)]

@@ -30,12 +30,12 @@ from hpczero.data.supply import look
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
 from hpczero.safe_files import make_folder, own_folder, write_text
-from hpczero.spec import site
+from hpczero.spec import site_profile
 from hpczero.spec.load import load, to_toml
 from hpczero.spec.schema import Batch, Spec
-from hpczero.spec.show import counted, listed, shown
-from hpczero.spec.write import toml_value
-from hpczero.train import rundir
+from hpczero.spec.toml import toml_value
+from hpczero.text import counted, listed, shown
+from hpczero.train import run_directory
 
 _PROBED, _PROBED_BEFORE = 5, 3  # steps of a probe, and of them before the save
 _BETWEEN = (2.0, 5.0, 15.0, 15.0)  # seconds after an attempt that nobody answered
@@ -43,13 +43,13 @@ _BETWEEN = (2.0, 5.0, 15.0, 15.0)  # seconds after an attempt that nobody answer
 
 def submit(options: Namespace) -> int:
     spec = load(options.spec, [*options.overrides, *(_probing(options) if options.probe else [])]).spec
-    run = rundir.path_of(spec)
+    run = run_directory.path_of(spec)
     if "$" in str(run):
         raise InputError(f"output = {shown(spec.output)}: this leads to {run}, and what follows the $ is not set here")
-    if done := rundir.finished(spec):
+    if done := run_directory.finished(spec):
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
-    rundir.refuse_another(spec)
+    run_directory.refuse_another(spec)
     supply = look(spec, must_be_here=not options.dry_run)
     job = plan(spec, Here.now(), ())
     record = Submission.new(run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain)
@@ -58,7 +58,7 @@ def submit(options: Namespace) -> int:
     job = replace(job, arguments=arguments, first=first, run=str(run), submission=str(record.path), tag=record.tag(0))
     script = render(job)
     print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
-    for line in site.left_out():
+    for line in site_profile.left_out():
         print(f"hpczero: {line}", file=sys.stderr)
     if options.dry_run:
         print(script, end="")

@@ -9,9 +9,9 @@ from hpczero.batch.render import render as script_of
 from hpczero.data.supply import look
 from hpczero.errors import InputError
 from hpczero.safe_files import write_text
-from hpczero.spec import site
+from hpczero.spec import site_profile
 from hpczero.spec.load import load
-from hpczero.spec.show import counted, printable, shown
+from hpczero.text import counted, printable, shown
 
 
 def render(options: Namespace) -> int:
@@ -26,7 +26,7 @@ def render(options: Namespace) -> int:
         print(script, end="")
     print(f"hpczero: {job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}, {job.cost}", file=sys.stderr)
     print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
-    for line in site.left_out():
+    for line in site_profile.left_out():
         print(f"hpczero: {line}", file=sys.stderr)
     if spec.batch.chain > 1:
         print(f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one", file=sys.stderr)

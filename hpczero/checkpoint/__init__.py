@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 from hpczero.checkpoint.files import Damaged, Unreadable
 
 if TYPE_CHECKING:
-    from hpczero.checkpoint.read import Checkpoint
+    from hpczero.checkpoint.load import Checkpoint
 
 __all__ = ["Damaged", "Unreadable", "open"]
 
 
 def open(path: str | Path, step: int | None = None) -> "Checkpoint":
     """The checkpoint in this folder; of a run's directory the newest complete one, or that of `step`."""
+    from hpczero.checkpoint.load import Checkpoint
     from hpczero.checkpoint.locate import checkpoint_at
-    from hpczero.checkpoint.read import Checkpoint
 
     return Checkpoint.open(checkpoint_at(Path(path), step))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hpczero import __version__
-from hpczero.checkpoint import folder, index, manifest, shard
+from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.manifest import INDEX, Content, IndexFile, RankData, ShardFile, State
-from hpczero.checkpoint.shard import SLOTS, Array, Extent, Writer
-from hpczero.checkpoint.table import Table
+from hpczero.checkpoint.piece_table import Table
+from hpczero.checkpoint.shard_file import SLOTS, Array, Extent, Writer
 
 Read = Callable[[int, int], Iterable[Array]]  # rank, slot -> its data, as `shard.Writer.write` takes it
 
@@ -30,7 +30,7 @@ class Made:
 
 def save(checkpoints: Path, made: Made, read: Read) -> Path:
     """A new folder in `checkpoints`. What cannot be finished is removed."""
-    path = folder.begin(checkpoints, made.state.step)
+    path = directory.begin(checkpoints, made.state.step)
     try:
         elements = made.table.elements(sum(map(len, made.files)))
         shards = [_shard(path, f"shard-{number:05d}.h5", {rank: elements[rank] for rank in ranks}, read) for number, ranks in enumerate(made.files)]
@@ -43,13 +43,13 @@ def save(checkpoints: Path, made: Made, read: Read) -> Path:
         )  # fmt: skip
         manifest.write(path, content)
     except BaseException:
-        folder.remove(path)
+        directory.remove(path)
         raise
     return path
 
 
 def _shard(path: Path, name: str, elements: Mapping[int, int], read: Read) -> ShardFile:
-    extents = shard.make(path / name, elements)
+    extents = shard_file.make(path / name, elements)
     for extent in extents:
         writer = Writer(path / name, extent, direct=True)
         try:
@@ -66,12 +66,12 @@ def _described(extent: Extent) -> RankData:
     return RankData(rank=extent.rank, elements=extent.elements, data=list(extent.data), checksums=extent.checksums)
 
 
-def _sealed(path: Path, checksum: str, data: Iterable[shard.Range]) -> dict[str, Any]:
+def _sealed(path: Path, checksum: str, data: Iterable[shard_file.Range]) -> dict[str, Any]:
     """The size of a file that is on the disk now, and the checksum of all of it but the data."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
         size = os.fstat(file).st_size
-        return {"size": size, checksum: shard.rest(file, size, data)}
+        return {"size": size, checksum: shard_file.rest(file, size, data)}
     finally:
         os.close(file)

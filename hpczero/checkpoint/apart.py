@@ -22,8 +22,8 @@ from pathlib import Path
 from hpczero import env
 from hpczero.checkpoint import manifest, view
 from hpczero.checkpoint.files import Unreadable
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content
-from hpczero.checkpoint.read import Checkpoint
 from hpczero.errors import HpczeroError
 
 _MOST_PROBLEMS = 20  # that are said of a file

@@ -10,9 +10,9 @@ import numpy as np
 import xxhash
 
 from hpczero.checkpoint import manifest
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.progress import Advance
-from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.safetensors_file import (
+from hpczero.checkpoint.safetensors import (
     Entry,
     SafetensorsFile,
     dtype_of,
@@ -20,10 +20,10 @@ from hpczero.checkpoint.safetensors_file import (
     placed,
     write,
 )
-from hpczero.checkpoint.shard import SLOTS, Array
+from hpczero.checkpoint.shard_file import SLOTS, Array
 from hpczero.errors import InputError
 from hpczero.safe_files import written_durably
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _SOURCE = "hpczero.checkpoint"

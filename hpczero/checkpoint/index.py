@@ -20,11 +20,11 @@ import numpy as np
 from hpczero.checkpoint import storable
 from hpczero.checkpoint.files import Damaged, not_read
 from hpczero.checkpoint.manifest import ShardFile, slot_elements
-from hpczero.checkpoint.shard import SLOTS, Array
-from hpczero.checkpoint.table import Table, Tensor
+from hpczero.checkpoint.piece_table import Table, Tensor
+from hpczero.checkpoint.shard_file import SLOTS, Array
 from hpczero.hdf5.in_memory import made_in_memory
 from hpczero.hdf5.reader import PlainFile
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 _MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
 COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions

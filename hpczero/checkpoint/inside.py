@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from hpczero.checkpoint.files import not_read
-from hpczero.checkpoint.shard import Array
+from hpczero.checkpoint.shard_file import Array
 
 WRONG = (OSError, KeyError, ValueError, TypeError, RuntimeError, RecursionError, AttributeError, MemoryError)  # what h5py says of such a file
 _DEEPEST = 32  # groups in groups: more than any name that can be meant has

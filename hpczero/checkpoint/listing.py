@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpczero.checkpoint import folder, manifest
+from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.files import Damaged, Newer, Unreadable, not_read
 from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.safe_files import Identity, identity
@@ -45,15 +45,15 @@ class Listed:
 def listed(checkpoints: Path) -> Iterator[Listed]:
     """Those in a folder of checkpoints, by step."""
     try:
-        found = [*folder.steps(checkpoints).values(), *folder.incomplete(checkpoints), *folder.aside(checkpoints)]
-        found += folder.oddly_named(checkpoints)
+        found = [*directory.steps(checkpoints).values(), *directory.incomplete(checkpoints), *directory.aside(checkpoints)]
+        found += directory.oddly_named(checkpoints)
     except OSError as error:
         raise not_read(Path(error.filename or checkpoints), error) from error
-    return (_look_at(path) for path in sorted(found, key=lambda path: (folder.step_of(path) or 0, path.name)))
+    return (_look_at(path) for path in sorted(found, key=lambda path: (directory.step_of(path) or 0, path.name)))
 
 
 def _look_at(path: Path) -> Listed:
-    step = folder.step_of(path) or 0
+    step = directory.step_of(path) or 0
     try:
         before = identity(path)
         if path.is_symlink():
@@ -68,7 +68,7 @@ def _look_into(path: Path, step: int) -> Listed:
     try:
         size = sum(entry.lstat().st_size for entry in path.iterdir())
         if not (path / manifest.NAME).exists():
-            if folder.is_oddly_named(path):
+            if directory.is_oddly_named(path):
                 return Listed(path, step, MISNAMED, f"no save writes step {step} so", size)
             return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
         content = manifest.read(path)
@@ -79,11 +79,11 @@ def _look_into(path: Path, step: int) -> Listed:
         state = DAMAGED if isinstance(error, Damaged) else NEWER if isinstance(error, Newer) else UNREADABLE
         return Listed(path, step, state, str(error), size)
     named = path.absolute().name
-    if folder.name_of(content.state.step) not in (named, named.partition(".")[0]):
-        problem = f"it is of step {content.state.step}, which is {folder.name_of(content.state.step)}"
+    if directory.name_of(content.state.step) not in (named, named.partition(".")[0]):
+        problem = f"it is of step {content.state.step}, which is {directory.name_of(content.state.step)}"
         state = MISNAMED
     else:
-        state = DAMAGED if problem else COMPLETE if named == folder.name_of(step) else ASIDE
+        state = DAMAGED if problem else COMPLETE if named == directory.name_of(step) else ASIDE
     return Listed(path, content.state.step, state, problem, size, content.created, content.ranks, content.grid)
 
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from hpczero.checkpoint import folder, manifest
+from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.files import not_read
 from hpczero.errors import InputError
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 _SHOWN = 8
 
@@ -23,22 +23,22 @@ def _checkpoint_at(path: Path, step: int | None) -> Path:
     if not path.is_dir():
         raise InputError(f"{said} {'is no folder' if path.exists() else 'does not exist'}: name a checkpoint's folder or a run's directory")
     if (path / manifest.NAME).is_file():
-        if step is not None and folder.step_of(path) != step:
+        if step is not None and directory.step_of(path) != step:
             raise InputError(f"--step {step}: {said} is a checkpoint itself; name its run's directory to choose a step")
         return path
-    if folder.step_of(path) is not None:
+    if directory.step_of(path) is not None:
         raise InputError(f"{said} has no {manifest.NAME}: it is what a save left that did not come to its end")
-    complete = folder.steps(checkpoints_of(path))
+    complete = directory.steps(checkpoints_of(path))
     if not complete:
         raise InputError(f"{said} has no complete checkpoint")
     if step is not None and step not in complete:
         there = ", ".join(map(str, list(complete)[:_SHOWN])) + (", …" if len(complete) > _SHOWN else "")
         raise InputError(f"--step {step}: {said} has no complete checkpoint of that step; there are {there}")
     if step is not None:
-        if folder.misnamed(complete[step]):
+        if directory.misnamed(complete[step]):
             raise InputError(f"--step {step}: what has that name in {said} is of another step")
         return complete[step]
-    named_well = (path for path in complete.values() if not folder.misnamed(path))
+    named_well = (path for path in complete.values() if not directory.misnamed(path))
     return next(named_well, complete[next(iter(complete))])
 
 
@@ -53,7 +53,7 @@ def folders_of_checkpoints(path: Path) -> list[Path]:
         raise InputError(f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}")
     try:
         own = checkpoints_of(path)
-        if own != path or folder.holds_any(path):
+        if own != path or directory.holds_any(path):
             return [own]
         return sorted(run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir())
     except OSError as error:

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionW
 
 from hpczero.checkpoint import storable
 from hpczero.checkpoint.files import Damaged, Newer, not_read, open_plain
-from hpczero.checkpoint.shard import PAGE, SLOTS, WIDTH, Extent, padded
+from hpczero.checkpoint.shard_file import PAGE, SLOTS, WIDTH, Extent, padded
 from hpczero.safe_files import sync, written_durably
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 FORMAT = 2  # the newest that is read
 NAME = "MANIFEST.json"

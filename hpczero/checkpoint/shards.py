@@ -12,7 +12,7 @@ import xxhash
 
 from hpczero.checkpoint.files import Damaged, Unreadable, not_read, open_plain
 from hpczero.checkpoint.manifest import Content, ShardFile
-from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Extent, aligned, rest
+from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH, Array, Extent, aligned, rest
 
 _AT_ONCE = 4  # blocks in a read past the page cache
 _KEPT = 16  # blocks that were read last

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint.shard import Array
+from hpczero.checkpoint.shard_file import Array
 
 
 @dataclass

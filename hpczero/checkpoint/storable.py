@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")  # of buffers
 MOST_DIMENSIONS = 32  # as HDF5 has it

@@ -15,7 +15,7 @@ from hpczero.checkpoint.files import Damaged, Unreadable
 from hpczero.checkpoint.locate import checkpoint_at
 from hpczero.checkpoint.progress import bar
 from hpczero.checkpoint.verify import Damage, Verification
-from hpczero.spec.show import in_bytes, printable
+from hpczero.text import in_bytes, printable
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World

@@ -20,8 +20,8 @@ import numpy as np
 from hpczero.checkpoint.index import COLUMNS, DATASETS, slots_in_view
 from hpczero.checkpoint.inside import WRONG, dataset, datasets_below, opened, plain
 from hpczero.checkpoint.manifest import RankData, ShardFile, slot_elements
-from hpczero.checkpoint.shard import SLOTS
-from hpczero.checkpoint.table import Table
+from hpczero.checkpoint.piece_table import Table
+from hpczero.checkpoint.shard_file import SLOTS
 
 
 def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:

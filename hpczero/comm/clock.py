@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hpczero import machine
-from hpczero.comm.work import Steps
+from hpczero.comm.progress import Steps
 
 _QUESTIONS = 20
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.ledger import Ledger
+from hpczero.comm.progress import Limits, Progress
 from hpczero.comm.staging import Incoming, InPlace, Outgoing
 from hpczero.comm.status import NOWHERE, Place, Signature
-from hpczero.comm.work import Limits, Progress
 from hpczero.device import CPU, Device
 
 BLOCK = 4096  # elements

@@ -21,11 +21,11 @@ from torch import Tensor
 from hpczero.comm import reduction
 from hpczero.comm.connection import Connection
 from hpczero.comm.ledger import evenly
-from hpczero.comm.messages import ByMessages, Carrier, Combine, combine_into, shard
-from hpczero.comm.native import Native
+from hpczero.comm.mpi_backend import ByMessages, Carrier, Combine, combine_into, shard
+from hpczero.comm.progress import Steps, Work
 from hpczero.comm.short import ByWindow
 from hpczero.comm.status import Place, Signature
-from hpczero.comm.work import Steps, Work
+from hpczero.comm.torch_backend import Native
 from hpczero.device import Device, Queue
 
 _TINY = 1 << 15  # bytes over all ranks: up to here an all_reduce gathers whole tensors

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hpczero.comm.blocks import PAGE, SharedBlocks
+from hpczero.comm.progress import Progress
+from hpczero.comm.shared_memory import PAGE, SharedBlocks
 from hpczero.comm.status import Place, Status
-from hpczero.comm.work import Progress
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from hpczero.comm import reduction
-from hpczero.comm.blocks import PAGE, SharedBlocks
-from hpczero.comm.messages import Combine, shard
+from hpczero.comm.mpi_backend import Combine, shard
+from hpczero.comm.progress import CommunicationError, Steps
+from hpczero.comm.shared_memory import PAGE, SharedBlocks
 from hpczero.comm.status import Place
-from hpczero.comm.work import CommunicationError, Steps
 
 _LARGEST = 1 << 18  # bytes of a tensor
 _ALL = 1 << 23  # bytes of all ranks' slots of one kind: with many ranks tensors must be shorter

@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hpczero import env, job_note, machine
 from hpczero.comm import clock
-from hpczero.comm.blocks import SharedBlocks
 from hpczero.comm.clock import Clock
 from hpczero.comm.launcher import HEAD_START, library, refuse_foreign_launcher, refuse_unusable
 from hpczero.comm.ledger import Entry, Ledger
 from hpczero.comm.order import Order
+from hpczero.comm.progress import Limits, Progress, Steps
+from hpczero.comm.shared_memory import SharedBlocks
 from hpczero.comm.status import CLEARED, SLOT, Place, Signature, Status
 from hpczero.comm.trace import Trace
-from hpczero.comm.watch import Member, Watch
-from hpczero.comm.work import Limits, Progress, Steps
+from hpczero.comm.watchdog import Member, Watch
 from hpczero.errors import HpczeroError, InputError, Stopped
 
 if TYPE_CHECKING:
     from hpczero.comm.connection import Connection
     from hpczero.comm.group import Group
-    from hpczero.comm.native import Native, Rendezvous
     from hpczero.comm.short import ByWindow
+    from hpczero.comm.torch_backend import Native, Rendezvous
     from hpczero.device import Device
 
 _NODES = "comm.ranks_per_node may not be more than the ranks of a host"
@@ -127,7 +127,7 @@ class World:
         return self._is_part or self._watch is not None
 
     def watch(self, seconds: float, folder: Path | None = None) -> None:
-        """Collective. From now on a rank that waits longer than this for others ends the job, and says who did not come (`comm/watch.py`). In
+        """Collective. From now on a rank that waits longer than this for others ends the job, and says who did not come (`comm/watchdog.py`). In
         `folder`, if given, nodes tell each other what their ranks are doing once something is amiss.
         """
         if self.size == 1:
@@ -229,14 +229,14 @@ class World:
         """Collective, before any group is made. The groups also move tensors of this device; `backend` ("mpi", "nccl", "gloo") carries the
         collectives on its tensors. `staging`: bytes of their buffers (`Limits`); 0: as they were.
         """
-        from hpczero.comm import library
-        from hpczero.comm.native import Rendezvous
+        from hpczero.comm import mpi_library
+        from hpczero.comm.torch_backend import Rendezvous
 
         assert not self._groups, "groups have been made"
         self._device, self.backend = device, backend
         if staging:
             self._limits = replace(self._limits, staging=staging)
-        self._direct = device.has_queues and all(self.share(self.collect(bool(library.facts().cuda_aware))))
+        self._direct = device.has_queues and all(self.share(self.collect(bool(mpi_library.facts().cuda_aware))))
         self._rendezvous = Rendezvous.of(self, backend) if backend != "mpi" and self.size > 1 else None
 
     def _native(self, axis: str, ranks: Sequence[int]) -> "Native | None":

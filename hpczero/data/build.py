@@ -21,8 +21,8 @@ import numpy as np
 import xxhash
 
 from hpczero.data.corpus import FIELD, Found, Input, Section, open_text, sections
-from hpczero.data.rawfiles import RawFile, replace_file, writing
-from hpczero.data.tokenfile import (
+from hpczero.data.raw_files import RawFile, replace_file, writing
+from hpczero.data.token_file import (
     SPLITS,
     TokenFile,
     fill_token_file,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from hpczero.errors import InputError
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")  # also compressed: .txt.gz
 FIELD = "text"  # of a line of .jsonl

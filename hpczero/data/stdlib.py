@@ -12,7 +12,7 @@ from pathlib import Path
 from hpczero import env
 from hpczero.data.build import BUILDER, Recipe, build_in_one_go, build_token_file
 from hpczero.data.corpus import Found, find
-from hpczero.data.rawfiles import writing
+from hpczero.data.raw_files import writing
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import make_folders, open_lock, remove_tree, temporary_folder
 from hpczero.spec.schema import Spec

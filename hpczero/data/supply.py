@@ -10,7 +10,7 @@ from typing import Any
 from hpczero import env
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
-from hpczero.spec.show import printable, shown
+from hpczero.text import printable, shown
 
 IDS = {"byte": 257}  # of the tokenizers, which need numpy
 
@@ -59,8 +59,8 @@ def look(spec: Spec, must_be_here: bool = False) -> Supply:
             way_out = "make one with `hpczero data build -o NAME.h5 TEXT...`"
             raise InputError(f"data.source = {shown(spec.data.source)}: {missing}: {way_out}")
         return Supply(wanted, problem=missing)
-    from hpczero.data.source import refuse_unfit
-    from hpczero.data.tokenfile import open_token_file
+    from hpczero.data.dataset import refuse_unfit
+    from hpczero.data.token_file import open_token_file
 
     file = open_token_file(path)
     refuse_unfit(file, spec)

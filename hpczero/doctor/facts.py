@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from hpczero import __version__, env, locations, machine
-from hpczero.comm.library import Library, installed_wheels
+from hpczero.comm.mpi_library import Library, installed_wheels
 from hpczero_kernels.table import OLDEST, available
 
 PACKAGES = ("torch", "mpi4py", "numba", "numba-cuda", "h5py", "numpy", "pydantic")

@@ -11,8 +11,8 @@ from hpczero.model import shapes
 from hpczero.model.gpt import GPT
 from hpczero.spec.schema import Model
 from hpczero_kernels.normal import fill_normal
-from hpczero_kernels.philox import key_of
 from hpczero_kernels.pool import INLINE, Pool
+from hpczero_kernels.random import key_of
 
 
 def on_meta(model: Model) -> GPT:

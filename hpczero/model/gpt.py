@@ -14,7 +14,7 @@ from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
 from hpczero_kernels.dropout import Place
 from hpczero_kernels.operations import OPERATIONS
-from hpczero_kernels.philox import key_of
+from hpczero_kernels.random import key_of
 
 
 class GPT(nn.Module):

@@ -14,8 +14,8 @@ from hashlib import blake2b
 import torch
 
 from hpczero.comm.group import Group
-from hpczero.parallel.axis import DataAxis
-from hpczero.parallel.unit import Unit
+from hpczero.parallel.zero.data_axis import DataAxis
+from hpczero.parallel.zero.unit import Unit
 
 
 class AbsentGradients:

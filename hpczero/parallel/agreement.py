@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpczero.comm.world import World
 from hpczero.errors import InputError
-from hpczero.spec.show import printable
+from hpczero.text import printable
 
 Entry = list[Any]  # kind, name, facts: of a part of the module, in its order
 

@@ -6,7 +6,7 @@ from itertools import chain
 
 from hpczero.model.shapes import Layer, Parameter, known
 from hpczero.parallel.layout import UnitLayout, share, unit_layout
-from hpczero.parallel.stages import estimated_costs, layers_of, parts
+from hpczero.parallel.pipeline.partition import estimated_costs, layers_of, parts
 from hpczero.spec.schema import Spec
 
 

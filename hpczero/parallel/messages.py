@@ -9,7 +9,7 @@ all that come before it.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hpczero.parallel.schedule import ALL_RESULTS, RESULTS, Action, Result, Schedule, gives, needs, receiver
+from hpczero.parallel.pipeline.schedule import ALL_RESULTS, RESULTS, Action, Result, Schedule, gives, needs, receiver
 
 AHEAD = 2  # actions: the next forward and the next backward
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 
 from hpczero.errors import HpczeroError
-from hpczero.parallel.direct import in_an_engine
-from hpczero.parallel.parameters import leave_gradient
+from hpczero.parallel.zero.parameters import leave_gradient
+from hpczero.parallel.zero.weight_gradients import in_an_engine
 
 _OWN = "a step takes the gradients of engine.backward(loss), which names the engine that is to have them"
 

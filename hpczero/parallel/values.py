@@ -15,10 +15,10 @@ from hpczero.comm.group import Group
 from hpczero.errors import InputError
 from hpczero.model.shapes import Parameter
 from hpczero.parallel.layout import UnitLayout
-from hpczero.parallel.unit import Fill
-from hpczero.parallel.whole import from_first_rank, from_rank_0
-from hpczero.spec.show import first_few
-from hpczero_kernels.philox import key_of
+from hpczero.parallel.zero.state_dict import from_first_rank, from_rank_0
+from hpczero.parallel.zero.unit import Fill
+from hpczero.text import first_few
+from hpczero_kernels.random import key_of
 
 _SEEDS = 1 << 63
 

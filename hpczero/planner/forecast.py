@@ -11,7 +11,7 @@ from hpczero.planner.fit import Site, final_refusal, in_words, kinds_in_words
 from hpczero.planner.memory import NodeNeed, needs_on_grid, of_account
 from hpczero.planner.platform import Hardware, Platform
 from hpczero.spec.schema import Spec
-from hpczero.spec.show import counted
+from hpczero.text import counted
 
 
 @dataclass(frozen=True)

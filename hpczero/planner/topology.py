@@ -13,7 +13,7 @@ from hpczero.parallel.layout import rectangles
 from hpczero.parallel.states import shares_nodes
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Spec, Zero
-from hpczero.spec.show import in_bytes, shown
+from hpczero.text import in_bytes, shown
 
 _SHOWN = 8  # lines of a list before it is cut short
 _CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis

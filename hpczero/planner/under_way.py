@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hpczero.parallel.messages import AHEAD, most_arrived, steps
-from hpczero.parallel.schedule import Action, Schedule, forward_only, schedule
+from hpczero.parallel.pipeline.schedule import Action, Schedule, forward_only, schedule
 from hpczero.spec.schema import Parallel
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hpczero.spec.schema import LARGEST, PATTERNS, Role, Spec
-from hpczero.spec.show import listed, shown
+from hpczero.text import listed, shown
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hpczero.errors import InputError
 from hpczero.spec.keys import keys
 from hpczero.spec.locate import TooDeep, locate
 from hpczero.spec.mistakes import Mistake, Source
-from hpczero.spec.show import printable, shown
+from hpczero.text import printable, shown
 
 _LARGEST_FILE = 100_000  # bytes; what a spec can say fits many times
 _LONG_NUMBER = re.compile(r"[\d_]{4300,}")

@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpczero.errors import InputError
-from hpczero.spec import site
+from hpczero.spec import site_profile
 from hpczero.spec.keys import flat, keys, tables
 from hpczero.spec.layers import Layer, read_layers
 from hpczero.spec.mistakes import Mistake, Source, message, not_allowed, unknown
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Role, Spec
-from hpczero.spec.write import to_toml
+from hpczero.spec.toml import to_toml
 
 __all__ = ["Difference", "Given", "Loaded", "Source", "differences", "load", "to_toml"]
 
@@ -54,7 +54,7 @@ class Difference:
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     layers, mistakes = read_layers(path, overrides)
-    return _judged(str(path), [*site.layers(layers), *layers], mistakes)
+    return _judged(str(path), [*site_profile.layers(layers), *layers], mistakes)
 
 
 def from_dict(tree: Mapping[str, Any]) -> Loaded:

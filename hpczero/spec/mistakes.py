@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpczero.spec.keys import keys, nearest, tables
-from hpczero.spec.show import listed, printable, shown
+from hpczero.text import listed, printable, shown
 
 _MOST_SHOWN = 20  # mistakes in one message
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from hpczero.spec.keys import Key, about, tables
-from hpczero.spec.write import toml_value
+from hpczero.spec.toml import toml_value
 
 ROLES = {
     "identity": "a change makes it another run: refused when a run goes on",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hpczero.errors import InputError
 from hpczero.model.shapes import known, layer_count
 from hpczero.spec.schema import Parallel, Spec
-from hpczero.spec.show import listed, shown
+from hpczero.text import listed, shown
 
 AXES = ("tensor", "data", "pipeline")  # "data" is what remains; every other axis is a key of [parallel]
 _SHOWN = 4  # choices written out before a list is cut short

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hpczero.data import sampler
-from hpczero.data.source import Source
+from hpczero.data.dataset import Source
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
 

@@ -9,8 +9,8 @@ import torch
 from hpczero import __version__, env, machine
 from hpczero.comm.world import World
 from hpczero.errors import InputError
-from hpczero.spec.show import in_bytes
-from hpczero_kernels import registry
+from hpczero.text import in_bytes
+from hpczero_kernels import dispatch
 
 _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
 
@@ -59,7 +59,7 @@ def use_kernels(world: World) -> None:
         if len(set(asked)) > 1:
             raise InputError(f"HPCZERO_KERNELS is not the same on all ranks: {', '.join(map(repr, dict.fromkeys(asked)))}")
         try:
-            registry.force(asked[0])
+            dispatch.force(asked[0])
         except ValueError as error:
             raise InputError(f"HPCZERO_KERNELS: {error}") from error
 

@@ -11,21 +11,21 @@ from torch import nn
 
 from hpczero import machine
 from hpczero.comm.grid import Grid
-from hpczero.comm.work import Limits
+from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.memory.malloc import keep_free_memory
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.agreement import refuse_modules_that_differ
-from hpczero.parallel.apply import adopt
-from hpczero.parallel.foreign import layers_of
-from hpczero.parallel.zero import DTYPES, Engine, StepResult
+from hpczero.parallel.parallelize import adopt
+from hpczero.parallel.user_module import layers_of
+from hpczero.parallel.zero.engine import DTYPES, Engine, StepResult
 from hpczero.planner.platform import bucket_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import facts, preflight
-from hpczero.train.placing import place
+from hpczero.train.setup import place
 
 
 def initialize(

@@ -14,14 +14,14 @@ from rich.text import Text
 
 from hpczero import env
 from hpczero.train import terminal
-from hpczero.train.output import Metrics, Pace, Tolerant, duration, line, loss, number, shares, tokens_per_second
+from hpczero.train.console import Metrics, Pace, Tolerant, duration, line, loss, number, shares, tokens_per_second
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _STEPS_IN_AVERAGES = 20
 
 
 class Live:
-    """Output (see `hpczero.train.output`) for people at a terminal."""
+    """Output (see `hpczero.train.console`) for people at a terminal."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
         self._terminal = terminal.find(stream)

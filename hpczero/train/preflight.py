@@ -5,18 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpczero import machine
+from hpczero import machine, process_memory
 from hpczero.comm.world import World
 from hpczero.device import Device
 from hpczero.errors import InputError
-from hpczero.memory import account
 from hpczero.model.shapes import Layer
-from hpczero.parallel.zero import DTYPES
+from hpczero.parallel.zero.engine import DTYPES
 from hpczero.planner.fit import Bound, Site, refusal
 from hpczero.planner.memory import RUNTIME, saves_behind
 from hpczero.planner.platform import Platform
 from hpczero.spec.schema import Spec
-from hpczero_kernels import registry
+from hpczero_kernels import dispatch
 
 
 def refuse_what_does_not_fit(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -> None:
@@ -55,7 +54,7 @@ def _seen(world: World, spec: Spec, given: int) -> dict[str, Any]:
         "available": machine.memory().available,
         "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
         "shm": shm.free if shm else 0,
-        "held": min(account.held(), RUNTIME + given),
+        "held": min(process_memory.held(), RUNTIME + given),
         "gpu": _gpu(world.device),
         "kernels": sorted(platform_of(world, spec).kernels),
         "native": world.backend != "mpi",
@@ -66,7 +65,7 @@ def platform_of(world: World, spec: Spec) -> Platform:
     """Return what this rank runs on."""
     if world.device.kind != "cuda" or spec.model.kernels == "torch":
         return Platform(world.device.kind, native=world.backend != "mpi")
-    kernels = registry.of_gpus(DTYPES[spec.train.precision])
+    kernels = dispatch.of_gpus(DTYPES[spec.train.precision])
     return Platform("cuda", kernels, native=world.backend != "mpi")
 
 

@@ -12,37 +12,37 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from hpczero import process_memory
 from hpczero.comm.grid import Grid
-from hpczero.comm.work import Limits
+from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
+from hpczero.data.dataset import Source, open_source
 from hpczero.data.sampler import micro_batch_sizes
-from hpczero.data.source import Source, open_source
 from hpczero.errors import InputError, Stopped
-from hpczero.memory import account
 from hpczero.memory.malloc import keep_free_memory
 from hpczero.model import build, shapes
 from hpczero.model.shapes import Layer
-from hpczero.parallel.apply import Found, assemble, find
-from hpczero.parallel.foreign import layers_of
+from hpczero.parallel.parallelize import Found, assemble, find
+from hpczero.parallel.user_module import layers_of
 from hpczero.planner.memory import need, placement
 from hpczero.planner.platform import bucket_bytes
 from hpczero.planner.topology import sharing_left_out
 from hpczero.planner.volumes import resolved
-from hpczero.spec import site
+from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
-from hpczero.train import facts, preflight, rundir
+from hpczero.train import facts, preflight, run_directory
 from hpczero.train.batches import Batches
-from hpczero.train.beginning import identity_of, look_ahead
-from hpczero.train.checkpoints import Checkpoints
-from hpczero.train.output import choose, loss
-from hpczero.train.placing import place
-from hpczero.train.rundir import RunDirectory
+from hpczero.train.checkpointing import Checkpoints
+from hpczero.train.console import choose, loss
+from hpczero.train.resume import identity_of, look_ahead
+from hpczero.train.run_directory import RunDirectory
+from hpczero.train.setup import place
 from hpczero.train.summary import Earlier, LastJob, closing_words, of_run
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
-from hpczero_kernels import normal, registry
+from hpczero_kernels import dispatch, normal
 
 _OR = " or "
 
@@ -90,10 +90,10 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     if not shapes.known(spec.model):
         world.together(lambda: build.factory_of(spec.model))  # before data is built
     source = world.together(lambda: open_source(spec, world.share, first))
-    done = world.share(world.together(lambda: rundir.finished(spec) if first and not options.fresh else None))
+    done = world.share(world.together(lambda: run_directory.finished(spec) if first and not options.fresh else None))
     if done:
         if first:
-            print(f"{rundir.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew")
+            print(f"{run_directory.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew")
         return None, None
     found = None if shapes.known(spec.model) else find(spec, world, grid)
     layers, fits = _layers(spec, found), spec
@@ -102,7 +102,7 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
         fits = preflight.fitting(world, spec, layers, given)
     world.together(lambda: look_ahead(spec, identity_of(source.describe()["fingerprint"])) if first else None)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
-    whole.watch(spec.comm.timeout_s, rundir.path_of(spec) / "watch")
+    whole.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
     return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
 
 
@@ -141,12 +141,12 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         what = "activations are not known" if needed else "what the stages need is not known"
         voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
     if voice:
-        for what in filter(None, [sharing_left_out(spec.zero, job.grid), *site.left_out()]):
+        for what in filter(None, [sharing_left_out(spec.zero, job.grid), *site_profile.left_out()]):
             voice.event("WARN", what=what)
     if voice and job.no_room_for_copy:
         voice.event("WARN", what="no room for a copy of the states: training waits while a checkpoint is saved")
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
-    before = account.held_on_nodes(world)
+    before = process_memory.held_on_nodes(world)
     way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads, found=job.found, bare=True)
     engine = way.engine
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
@@ -159,10 +159,10 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     began_training, cpu_before = time.perf_counter(), time.process_time()
     outcome = trainer.train(first)
     seconds = time.perf_counter() - began_training
-    measured = account.growth(before, account.held_on_nodes(world))
+    measured = process_memory.growth(before, process_memory.held_on_nodes(world))
     held = way.memory() | {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
     of_ranks = {
-        "memory": account.summary(world, needed.rank if needed else {}, part.part_of_rank(held), measured),
+        "memory": process_memory.summary(world, needed.rank if needed else {}, part.part_of_rank(held), measured),
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
@@ -172,7 +172,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     last_job = LastJob(first, outcome.steps - first, tokens, seconds, world.size, outcome.first_loss, outcome.final_loss)
     summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
     summary |= {"wall_seconds": time.perf_counter() - began} | of_ranks
-    kernels = world.collect(registry.choices())
+    kernels = world.collect(dispatch.choices())
     if voice:
         summary["kernels"] = _kernels_of_all(kernels or [])
         if several := [f"{what}: {names}" for what, names in summary["kernels"].items() if _OR in names]:
@@ -269,7 +269,7 @@ def _what(job: Job, summary: dict[str, Any]) -> str:
 
 
 def _how_it_ended(job: Job, outcome: Outcome) -> list[str]:
-    words = [f"run:        {rundir.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)"]
+    words = [f"run:        {run_directory.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)"]
     if outcome.final_loss is None:
         words.append(f"nothing was left to do: {outcome.steps} steps are done, and train.steps = {job.spec.train.steps}")
     if outcome.state == "stopped":

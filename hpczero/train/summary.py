@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hpczero.spec.show import counted
-from hpczero.train.output import loss
+from hpczero.text import counted
+from hpczero.train.console import loss
 
 _VALIDATION = "validation_"
 

@@ -20,7 +20,7 @@ from hpczero.comm.world import World
 from hpczero.safe_files import remove
 from hpczero.spec.schema import Spec
 from hpczero.train import timeline, trace_file
-from hpczero.train.rundir import path_of
+from hpczero.train.run_directory import path_of
 
 NAME = "trace.json.gz"
 MOST = 1_000_000  # events in the file: the viewers cannot show many more

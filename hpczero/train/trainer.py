@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from hpczero import env
-from hpczero.checkpoint.write import SaveFailed
-from hpczero.comm.patience import patiently
+from hpczero.checkpoint.save import SaveFailed
+from hpczero.comm.objects import patiently
 from hpczero.comm.world import World
 from hpczero.data.prefetch import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.running import Way
-from hpczero.parallel.zero import StepResult
+from hpczero.parallel.step import Way
+from hpczero.parallel.zero.engine import StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
-from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.checkpointing import Checkpoints
+from hpczero.train.console import Output
 from hpczero.train.deadline import WRITTEN, Deadline
 from hpczero.train.evaluation import Tally, Validation
-from hpczero.train.output import Output
-from hpczero.train.rundir import RunDirectory
-from hpczero.train.signals import REASONS, StopRequests
+from hpczero.train.run_directory import RunDirectory
+from hpczero.train.stop import REASONS, StopRequests
 
 _MOST_SKIPPED = 100  # steps in a row without an update after which the run gives up
 

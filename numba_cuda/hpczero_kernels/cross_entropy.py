@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hpczero_kernels.dispatch import CUDA, choose
 from hpczero_kernels.operators import operator
-from hpczero_kernels.registry import CUDA, choose
 
 IGNORED = -100  # torch's own
 _BLOCK = 1 << 18  # elements that are in fp32 at a time

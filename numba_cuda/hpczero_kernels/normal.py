@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numba import float32, int32, int64, njit, uint32, uint64
 
-from hpczero_kernels.philox import block_of_words, words_reference
+from hpczero_kernels.cpu import bits_as, inner
 from hpczero_kernels.pool import INLINE, Pool
-from hpczero_kernels.precision import bits_as, inner
+from hpczero_kernels.random import block_of_words, words_reference
 from hpczero_kernels.sources import named_by_sources
 
 RULE = 2  # 1: in fp64, by the C library's functions

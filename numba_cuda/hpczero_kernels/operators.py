@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpczero_kernels.registry import SIMULATED
+from hpczero_kernels.dispatch import SIMULATED
 
 _LIBRARY = torch.library.Library("hpczero", "DEF")
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numba import float32, njit, uint64
 
+from hpczero_kernels.cpu import BF16, CODES, STRETCH, add, address_of, inner, load, load_sum, pointer, store_and_square
+from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 from hpczero_kernels.pool import BLOCK, INLINE, Pool
-from hpczero_kernels.precision import BF16, CODES, STRETCH, add, address_of, inner, load, load_sum, pointer, store_and_square
-from hpczero_kernels.registry import CUDA, NUMBA, choose
 from hpczero_kernels.sources import named_by_sources
 
 

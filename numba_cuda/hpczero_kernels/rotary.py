@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpczero_kernels.dispatch import CUDA, choose
 from hpczero_kernels.operators import empty, operator, wide
-from hpczero_kernels.registry import CUDA, choose
 
 
 def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:

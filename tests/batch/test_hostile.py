@@ -22,7 +22,7 @@ from hpczero.batch.launch import words
 from hpczero.batch.render import render
 from hpczero.errors import InputError
 from hpczero.spec.load import load
-from hpczero.spec.write import toml_value
+from hpczero.spec.toml import toml_value
 
 EVIL = [
     *("$(touch HERE)", "`touch HERE`", "; touch HERE;", "| touch HERE", "& touch HERE &", "${IFS}touch${IFS}HERE", "$((HERE=1))", "<(touch HERE)"),

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch import listing, run_verbs
+from hpczero.batch import listing
 from hpczero.cli import main
+from hpczero.commands import jobs
 from hpczero.lock import RunLock
 from tests.batch import fakes
 from tests.batch.test_progress import by_hand
@@ -106,7 +107,7 @@ def test_somebody_elses_jobs_are_not_asked_for(
     """The scheduler tells of a user's own jobs: another's would look as if they were gone."""
     assert main(["submit", "spec.toml"]) == 0
     asked = len(fakes.calls(queue, "qstat"))
-    monkeypatch.setattr(run_verbs, "_is_mine", lambda run: False)
+    monkeypatch.setattr(jobs, "_is_mine", lambda run: False)
     capsys.readouterr()
     assert main(["runs"]) == 0
     assert rows(capsys.readouterr().out)["a-run"][1] == "unknown"

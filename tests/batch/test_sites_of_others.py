@@ -10,7 +10,7 @@ import pytest
 from hpczero.batch.job import Here, plan
 from hpczero.batch.render import render
 from hpczero.errors import InputError
-from hpczero.spec import site
+from hpczero.spec import site_profile
 from hpczero.spec.load import load
 
 DAEMON = 1
@@ -51,20 +51,20 @@ def test_what_belongs_to_another_user_is_left_out_and_said(sites: Path, whose: s
     give_away(sites / whose)
     spec = load("spec.toml").spec
     assert spec.batch.setup == ()
-    assert "evil" not in site.profiles()
+    assert "evil" not in site_profile.profiles()
     words = r"evil\.toml: it belongs to daemon \(user 1\).*HPCZERO_SITES"
     with pytest.raises(InputError, match=words):
         load("spec.toml", ["batch.site=evil"])
-    assert any("belongs to daemon" in line for line in site.left_out())
+    assert any("belongs to daemon" in line for line in site_profile.left_out())
 
 
 @AS_ROOT
 def test_a_link_to_anothers_profile_is_left_out(sites: Path, tmp_path: Path) -> None:
     (sites / "evil.toml").rename(tmp_path / "theirs.toml")
     (sites / "evil.toml").symlink_to(tmp_path / "theirs.toml")
-    assert "evil" in site.profiles()
+    assert "evil" in site_profile.profiles()
     give_away(tmp_path / "theirs.toml")
-    assert "evil" not in site.profiles()
+    assert "evil" not in site_profile.profiles()
 
 
 @AS_ROOT
@@ -79,7 +79,7 @@ def test_a_template_of_another_user_is_refused(sites: Path) -> None:
 def test_a_folder_that_was_chosen_is_trusted(sites: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     give_away(sites)
     monkeypatch.setenv("HPCZERO_SITES", str(sites))
-    assert "evil" in site.profiles()
+    assert "evil" in site_profile.profiles()
 
 
 def _in_time(*words: str) -> subprocess.CompletedProcess[str]:

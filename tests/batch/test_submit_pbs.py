@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from hpczero import env
-from hpczero.batch import pbs, run_verbs, scheduler, submission, submit
+from hpczero.batch import pbs, scheduler, submission, submit
 from hpczero.batch.queued import Refused
 from hpczero.cli import main
+from hpczero.commands import jobs
 from hpczero.errors import HpczeroError
 from tests.batch import fakes
 from tests.batch.conftest import SPEC, record
@@ -231,7 +232,7 @@ def test_the_log_is_followed_from_job_to_job(
         next(happens)()
         scheduler.forget("pbs")
 
-    monkeypatch.setattr(run_verbs, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
     assert main(["logs", "-f", "a-run"]) == 0
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
 

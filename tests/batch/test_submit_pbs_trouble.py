@@ -15,7 +15,7 @@ from hpczero.cli import main
 from hpczero.errors import HpczeroError
 from hpczero.lock import Holder, RunLock
 from hpczero.spec.load import load
-from hpczero.train import rundir
+from hpczero.train import run_directory
 from tests.batch import fakes
 from tests.batch.conftest import record
 
@@ -122,7 +122,7 @@ def test_the_job_works_in_the_folder_that_was_meant_here(
     assert main(["submit", "spec.toml", "--set", "output=$SCRATCH_OF_MINE/runs"]) == 0
     (own,) = submission.of_run(tmp_path / "scratch" / "runs" / "a-run")
     monkeypatch.setenv("SCRATCH_OF_MINE", "/elsewhere")
-    assert rundir.path_of(load(own.path / "spec.toml").spec) == tmp_path / "scratch" / "runs" / "a-run"
+    assert run_directory.path_of(load(own.path / "spec.toml").spec) == tmp_path / "scratch" / "runs" / "a-run"
     monkeypatch.delenv("SCRATCH_OF_MINE")
     assert main(["submit", "spec.toml", "--set", "output=$SCRATCH_OF_MINE/runs"]) == 2
     assert "what follows the $ is not set here" in capsys.readouterr().err

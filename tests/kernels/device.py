@@ -5,7 +5,7 @@ simulator of the CUDA kernels, which is slow: shapes are small there.
 import torch
 from torch import Tensor
 
-from hpczero_kernels.registry import SIMULATED
+from hpczero_kernels.dispatch import SIMULATED
 
 DEVICE = "cuda" if torch.cuda.is_available() and not SIMULATED else "cpu"
 KERNELS = SIMULATED or DEVICE == "cuda"  # are what runs

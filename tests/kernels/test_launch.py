@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from hpczero_kernels import adamw, cross_entropy, gelu, norm, reduce
+from hpczero_kernels import adamw, cross_entropy, elementwise, norm, reduce
 from hpczero_kernels.adamw import State
 from tests.kernels.device import DEVICE
 from tests.kernels.ptx import missing
@@ -51,15 +51,15 @@ def test_every_thread_makes_its_own_streams() -> None:
 def test_a_kernel_may_be_the_first_that_a_thread_asks_of_a_gpu() -> None:
     """As in backward, which has a thread of its own."""
     x, found = torch.randn(4, 64, device="cuda"), list[torch.Tensor]()
-    expected = gelu.gelu(x)
-    in_a_thread(lambda: found.append(gelu.gelu(x)))
+    expected = elementwise.gelu(x)
+    in_a_thread(lambda: found.append(elementwise.gelu(x)))
     assert torch.equal(found[0], expected)
 
 
 def step(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, state: State, scalars: adamw.Scalars) -> torch.Tensor:
     """Forward, backward, and an update of what was computed of them alone."""
     normal, _ = norm.add_layer_norm(x, x, weight, weight)
-    loss = cross_entropy.cross_entropy(gelu.gelu(normal, weight), targets)
+    loss = cross_entropy.cross_entropy(elementwise.gelu(normal, weight), targets)
     (of_x,) = torch.autograd.grad(loss, x)
     squares = torch.empty(1, device=x.device)
     reduce.sum_pieces([of_x.view(-1), of_x.view(-1)], state.gradient, False, squares)
@@ -120,5 +120,5 @@ def test_there_may_be_more_elements_than_32_bits_count(operation: str) -> None:
         elif operation == "cross_entropy":
             torch.testing.assert_close(cross_entropy.cross_entropy(x, targets), cross_entropy.cross_entropy(x[last], targets[last]))
         else:
-            run = gelu.gelu if operation == "gelu" else lambda x: norm.rms_norm(x, weight)
+            run = elementwise.gelu if operation == "gelu" else lambda x: norm.rms_norm(x, weight)
             assert torch.equal(run(x)[last], run(x[last]))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero_kernels import cross_entropy, dropout, gelu, norm, rotary, swiglu
+from hpczero_kernels import cross_entropy, dropout, elementwise, norm, rotary, swiglu
 from hpczero_kernels.operations import OPERATIONS
 from tests.kernels.device import DEVICE, KERNELS, distance, drawn, size
 
@@ -80,10 +80,12 @@ CASES = {
     "add_rms_norm": Case(
         rows_and_columns("x", "x", "column"), lambda x, r, w: norm.Norm.apply(x, r, w, None, norm.EPS, False), norm.add_rms_norm_reference
     ),
-    "gelu_tanh": Case(rows_and_columns("x"), lambda x: gelu.Gelu.apply(x, None, True), gelu.gelu_reference),
-    "bias_gelu_tanh": Case(rows_and_columns("x", "column"), lambda x, b: gelu.Gelu.apply(x, b, True), gelu.gelu_reference),
+    "gelu_tanh": Case(rows_and_columns("x"), lambda x: elementwise.Gelu.apply(x, None, True), elementwise.gelu_reference),
+    "bias_gelu_tanh": Case(rows_and_columns("x", "column"), lambda x, b: elementwise.Gelu.apply(x, b, True), elementwise.gelu_reference),
     "bias_gelu_erf": Case(
-        rows_and_columns("x", "column"), lambda x, b: gelu.Gelu.apply(x, b, False), lambda x, b: gelu.gelu_reference(x, b, by_tanh=False)
+        rows_and_columns("x", "column"),
+        lambda x, b: elementwise.Gelu.apply(x, b, False),
+        lambda x, b: elementwise.gelu_reference(x, b, by_tanh=False),
     ),
     "swiglu": Case(rows_and_columns("both"), swiglu.Swiglu.apply, swiglu.swiglu_reference),
     "dropout": Case(rows_and_columns("x"), own_dropout, torchs_dropout),

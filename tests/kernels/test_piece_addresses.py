@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from hpczero_kernels.dispatch import SIMULATED
 from hpczero_kernels.reduce import sum_pieces_reference
-from hpczero_kernels.registry import SIMULATED
 from tests.kernels.ptx import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()) and not SIMULATED, reason=missing())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpczero_kernels import registry, table
+from hpczero_kernels import dispatch, table
 from hpczero_kernels.norm import layer_norm
 from hpczero_kernels.operations import OPERATIONS
 from hpczero_kernels.table import TABLE, Implementation
@@ -20,19 +20,19 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def nothing_forced() -> Iterator[None]:
-    registry.force("")
+    dispatch.force("")
     yield
-    registry.force("")
+    dispatch.force("")
 
 
 def test_the_best_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Implementation, "missing", lambda self: "")
-    on_gpu, on_cpu = (registry._decide(operation, device, "bfloat16", True) for operation, device in (("adamw", "cuda"), ("adamw", "cpu")))
+    on_gpu, on_cpu = (dispatch._decide(operation, device, "bfloat16", True) for operation, device in (("adamw", "cuda"), ("adamw", "cpu")))
     assert (on_gpu, on_cpu) == ("cuda", "numba")
-    assert registry._decide("norm", "cpu", "bfloat16", True) == "torch"
-    assert registry._decide("norm", "cuda", "bfloat16", False) == "torch", "a shape that no kernel has"
-    assert registry._decide("norm", "cuda", "float64", True) == "torch"
-    assert registry._decide("norm", "xpu", "bfloat16", True) == "torch"
+    assert dispatch._decide("norm", "cpu", "bfloat16", True) == "torch"
+    assert dispatch._decide("norm", "cuda", "bfloat16", False) == "torch", "a shape that no kernel has"
+    assert dispatch._decide("norm", "cuda", "float64", True) == "torch"
+    assert dispatch._decide("norm", "xpu", "bfloat16", True) == "torch"
 
 
 def test_every_operation_can_be_had_everywhere() -> None:
@@ -49,9 +49,9 @@ def test_what_is_missing_is_passed_over_and_said_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Implementation, "missing", lambda self: "the package numba-cuda is not installed" if self.name == "cuda" else "")
     with caplog.at_level(logging.INFO, "hpczero_kernels"):
         for _ in range(3):
-            assert registry._decide("gelu", "cuda", "float16", True) == "torch"
+            assert dispatch._decide("gelu", "cuda", "float16", True) == "torch"
     assert caplog.messages == ["gelu on cuda in float16: torch (the package numba-cuda is not installed)"]
-    assert registry.choices()["gelu on cuda in float16"] == "torch"
+    assert dispatch.choices()["gelu on cuda in float16"] == "torch"
 
 
 def test_a_folder_of_the_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,25 +77,25 @@ def test_a_gpu_that_the_kernels_are_not_for_has_torchs(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert registry._best("gelu", "cuda", "bfloat16") == (name, reason)
-    assert registry.on_gpus() == (name == "cuda")
-    registry.force("torch")
-    assert not registry.on_gpus()
+    assert dispatch._best("gelu", "cuda", "bfloat16") == (name, reason)
+    assert dispatch.on_gpus() == (name == "cuda")
+    dispatch.force("torch")
+    assert not dispatch.on_gpus()
 
 
 def test_a_choice_can_be_forced_and_taken_back() -> None:
     x = torch.ones(3)
-    usual = registry.choose("adamw", x)
+    usual = dispatch.choose("adamw", x)
     assert usual == "numba"
-    registry.force("norm=torch, adamw=torch")
-    assert registry.choose("adamw", x) == "torch"
-    assert registry.choose("sum", x) == "numba"
-    registry.force("torch")
-    assert registry.choose("sum", x) == "torch"
-    registry.force("cuda")
-    assert registry.choose("sum", x) == "numba", "there is none for this device"
-    registry.force("")
-    assert registry.choose("adamw", x) == usual
+    dispatch.force("norm=torch, adamw=torch")
+    assert dispatch.choose("adamw", x) == "torch"
+    assert dispatch.choose("sum", x) == "numba"
+    dispatch.force("torch")
+    assert dispatch.choose("sum", x) == "torch"
+    dispatch.force("cuda")
+    assert dispatch.choose("sum", x) == "numba", "there is none for this device"
+    dispatch.force("")
+    assert dispatch.choose("adamw", x) == usual
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_choice_can_be_forced_and_taken_back() -> None:
 )
 def test_a_mistake_is_said(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        registry.force(text)
+        dispatch.force(text)
 
 
 def test_a_forced_sum_and_step_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     from hpczero_kernels import adamw, reduce
 
-    registry.force("torch")
+    dispatch.force("torch")
     monkeypatch.setattr(reduce, "_sum_pieces", None)
     monkeypatch.setattr(adamw, "_adamw_of_cpu", None)
     out = torch.zeros(5)

@@ -8,14 +8,14 @@ from typing import Any
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.data.source import SyntheticSource
-from hpczero.parallel.apply import assemble
-from hpczero.parallel.zero import Engine
+from hpczero.data.dataset import SyntheticSource
+from hpczero.parallel.parallelize import assemble
+from hpczero.parallel.zero.engine import Engine
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Checkpoint as Settings
 from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
 from hpczero.train.batches import Batches
-from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.trainer import Trainer, Voice
 from tests.mpi.training import Record
 

@@ -6,8 +6,8 @@ import pytest
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.parallel.unit import Unit
-from hpczero.parallel.zero import Engine, StepResult
+from hpczero.parallel.zero.engine import Engine, StepResult
+from hpczero.parallel.zero.unit import Unit
 from tests.covering import Case
 from tests.mpi.grids import PLAIN, Serial, assert_all_ranks_say, on_grid, spec_of
 from tests.mpi.training import Record

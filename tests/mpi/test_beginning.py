@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
-from hpczero.train.beginning import look_ahead
-from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.checkpointing import Checkpoints
+from hpczero.train.resume import look_ahead
 from tests.mpi.saving import divided, engine_on, save_steps
 
 pytestmark = pytest.mark.mpi

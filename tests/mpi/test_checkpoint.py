@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from hpczero.checkpoint import folder, manifest, shard, write
-from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.shard import SLOTS
-from hpczero.checkpoint.write import SaveFailed
+from hpczero.checkpoint import directory, manifest, shard_file
+from hpczero.checkpoint import save as write
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.save import SaveFailed
+from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.comm.world import World
 from hpczero.model.shapes import layers
-from hpczero.parallel.unit import Unit
-from hpczero.parallel.whole import gathered
-from hpczero.parallel.zero import Engine
+from hpczero.parallel.zero.engine import Engine
+from hpczero.parallel.zero.state_dict import gathered
+from hpczero.parallel.zero.unit import Unit
 from hpczero.spec.schema import Spec
 from tests.checkpoints import seal
 from tests.mpi.saving import GRIDS, divided, engine_on, spec_of
@@ -112,7 +113,7 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
         for step in (1, 2):
             checkpoints.begin(step, ends=True)
             checkpoints.conclude()
-        path = checkpoints.path / folder.name_of(2)
+        path = checkpoints.path / directory.name_of(2)
         if world.rank == 0:
             with Checkpoint.open(path) as checkpoint:
                 last = max(checkpoint.content.shards[0].ranks, key=lambda data: data.data)
@@ -134,7 +135,7 @@ def test_a_view_that_is_none_keeps_nobody_from_resuming(world: World, shared_fol
         for step in (1, 2):
             checkpoints.begin(step, ends=True)
             checkpoints.conclude()
-        path = checkpoints.path / folder.name_of(2)
+        path = checkpoints.path / directory.name_of(2)
         if world.rank == 0:
             with Checkpoint.open(path) as checkpoint:
                 tensor = checkpoint.table.tensors[0]
@@ -161,15 +162,15 @@ def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str,
         saved(1)
         with monkeypatch.context() as patch:
             if world.rank == world.size - 1:
-                patch.setattr(shard, "write_all", refused)
+                patch.setattr(shard_file, "write_all", refused)
             with pytest.raises(SaveFailed, match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes"):
                 saved(2)
             assert not checkpoints.saver.under_way
         world.everyone.barrier()
-        assert [path.name for path in checkpoints.path.iterdir()] == [folder.name_of(1)]
+        assert [path.name for path in checkpoints.path.iterdir()] == [directory.name_of(1)]
         world.everyone.barrier()
         saved(2)
-        assert list(folder.steps(checkpoints.path)) == [2, 1]
+        assert list(directory.steps(checkpoints.path)) == [2, 1]
 
 
 def test_hdf5_that_cannot_write_is_a_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,12 +178,12 @@ def test_hdf5_that_cannot_write_is_a_save_that_failed(world: World, shared_folde
         raise RuntimeError("Unable to flush file (file write failed: errno = 28, error message = 'No space left on device')")
 
     with engine_on(world, spec_of(shared_folder, "alone")) as (_, checkpoints):
-        monkeypatch.setattr(shard, "make", refused)
+        monkeypatch.setattr(shard_file, "make", refused)
         with pytest.raises(SaveFailed, match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there"):
             checkpoints.begin(1, ends=True)
         assert not checkpoints.saver.under_way
         world.everyone.barrier()
-        assert not folder.steps(checkpoints.path)
+        assert not directory.steps(checkpoints.path)
 
 
 def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> None:
@@ -192,7 +193,7 @@ def test_retention_never_drops_the_newest(world: World, shared_folder: str) -> N
             checkpoints.begin(step, ends=True)
             checkpoints.conclude()
         world.everyone.barrier()
-        assert list(folder.steps(checkpoints.path)) == [7, 6, 3]
+        assert list(directory.steps(checkpoints.path)) == [7, 6, 3]
 
 
 def slow(world: World, rank: int, action: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,14 +215,14 @@ def test_ranks_meet_while_one_is_slow(world: World, shared_folder: str, asynchro
     """The watchdog ends a job of which a rank does not show up."""
     last = world.size - 1
     with engine_on(world, divided(shared_folder, asynchronous=asynchronous, keep=1, writers="rank")) as (_, checkpoints):
-        of_last, of_first = ((shard, "make"), (shard.Writer, "finish"), (shard, "rest")), ((folder, "remove"), (manifest, "write"))
+        of_last, of_first = ((shard_file, "make"), (shard_file.Writer, "finish"), (shard_file, "rest")), ((directory, "remove"), (manifest, "write"))
         for owner, name, rank in [(*one, last) for one in of_last] + [(*one, 0) for one in of_first]:
             monkeypatch.setattr(owner, name, slow(world, rank, getattr(owner, name)))
         monkeypatch.setattr(checkpoints, "_read", slow(world, last, checkpoints._read))
         for step in (1, 2):
             checkpoints.begin(step, ends=not asynchronous)
             assert checkpoints.conclude()[1] == ""
-        assert list(folder.steps(checkpoints.path)) == [2]
+        assert list(directory.steps(checkpoints.path)) == [2]
         assert checkpoints.resume().step == 2
 
 
@@ -230,7 +231,7 @@ def test_a_save_that_is_waited_for_makes_no_more_pauses(world: World, shared_fol
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         checkpoints.begin(1, ends=False)
         checkpoints.conclude()  # in this life
-        assert list(folder.steps(checkpoints.path)) == [1]
+        assert list(directory.steps(checkpoints.path)) == [1]
 
 
 def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint import folder, shard
+from hpczero.checkpoint import directory, shard_file
 from hpczero.comm.world import World
-from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.checkpointing import Checkpoints
 from tests.mpi.saving import divided, engine_on, names, save_steps, trained
 
 pytestmark = pytest.mark.mpi
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 def spoil(checkpoints: Checkpoints, step: int) -> None:
     """On rank 0."""
     if checkpoints.world.rank == 0:
-        with (checkpoints.path / folder.name_of(step) / "index.h5").open("r+b") as file:
+        with (checkpoints.path / directory.name_of(step) / "index.h5").open("r+b") as file:
             file.write(b"damaged")
     checkpoints.world.everyone.barrier()
 
@@ -37,32 +37,32 @@ def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(w
         said = ["passed over a damaged checkpoint"] * 2 + ["set aside, as the run goes on from step 4"] * 2
         assert [warning.split(":")[0] for warning in resumed.warnings] == said
         save_steps(checkpoints, 5, 6)
-        assert list(folder.steps(checkpoints.path)) == [6, 5]
-        assert len(folder.aside(checkpoints.path)) == 2
+        assert list(directory.steps(checkpoints.path)) == [6, 5]
+        assert len(directory.aside(checkpoints.path)) == 2
         world.everyone.barrier()
         if world.rank == 0:  # somebody else's
-            shutil.copytree(checkpoints.path / folder.name_of(6), checkpoints.path / folder.name_of(99))
+            shutil.copytree(checkpoints.path / directory.name_of(6), checkpoints.path / directory.name_of(99))
         world.everyone.barrier()
         save_steps(checkpoints, 7)
-        assert list(folder.steps(checkpoints.path)) == [99, 7, 6]
+        assert list(directory.steps(checkpoints.path)) == [99, 7, 6]
     with engine_on(world, divided(shared_folder, keep=2, resume="never")) as (_, checkpoints):
         assert checkpoints.resume().step == 0
         save_steps(checkpoints, 1, 2, 3)
-        assert list(folder.steps(checkpoints.path)) == [3, 2]
+        assert list(directory.steps(checkpoints.path)) == [3, 2]
 
 
 def test_a_copy_under_another_name_is_passed_over(world: World, shared_folder: str) -> None:
     with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):
         save_steps(checkpoints, 1, 2)
         if world.rank == 0:
-            copy = checkpoints.path / folder.name_of(99)
-            shutil.copytree(checkpoints.path / folder.name_of(1), copy)
+            copy = checkpoints.path / directory.name_of(99)
+            shutil.copytree(checkpoints.path / directory.name_of(1), copy)
         world.everyone.barrier()
         resumed = checkpoints.resume()
         assert resumed.step == 2
         assert "it is of step 1, and its name is not step-00000001" in resumed.warnings[0]
-        assert list(folder.steps(checkpoints.path)) == [2, 1]
-        assert len(folder.aside(checkpoints.path)) == 1
+        assert list(directory.steps(checkpoints.path)) == [2, 1]
+        assert len(directory.aside(checkpoints.path)) == 1
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -82,29 +82,29 @@ def test_what_saves_left_is_cleared_away_at_the_start(world: World, shared_folde
         save_steps(checkpoints, 1)
         if world.rank == 0:
             for step in (2, 3, 4):
-                (checkpoints.path / folder.name_of(step)).mkdir()
-            (checkpoints.path / folder.name_of(2) / "shard-00000.h5.new").touch()
-            (checkpoints.path / folder.name_of(3) / ".nfs0001").touch()
+                (checkpoints.path / directory.name_of(step)).mkdir()
+            (checkpoints.path / directory.name_of(2) / "shard-00000.h5.new").touch()
+            (checkpoints.path / directory.name_of(3) / ".nfs0001").touch()
         world.everyone.barrier()
         resumed = checkpoints.resume()
         assert resumed.step == 1
         assert len(resumed.warnings) == 1
-        (aside,) = folder.aside(checkpoints.path)
+        (aside,) = directory.aside(checkpoints.path)
         assert names(aside) == [".nfs0001"]
-        assert names(checkpoints.path) == [folder.name_of(1), aside.name]
+        assert names(checkpoints.path) == [directory.name_of(1), aside.name]
         world.everyone.barrier()
         if world.rank == 0:
-            (checkpoints.path / folder.name_of(2)).mkdir()
-            (checkpoints.path / folder.name_of(2) / ".nfs0002").touch()
-            (checkpoints.path / folder.name_of(3)).touch()
+            (checkpoints.path / directory.name_of(2)).mkdir()
+            (checkpoints.path / directory.name_of(2) / ".nfs0002").touch()
+            (checkpoints.path / directory.name_of(3)).touch()
         world.everyone.barrier()
         save_steps(checkpoints, 2, 3)
-        assert list(folder.steps(checkpoints.path)) == [3, 2]
+        assert list(directory.steps(checkpoints.path)) == [3, 2]
 
 
 def test_a_new_folder_of_checkpoints_is_on_the_disk_before_they_are(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(folder, "sync", synced.append)
+    monkeypatch.setattr(directory, "sync", synced.append)
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         save_steps(checkpoints, 1)
         assert (checkpoints.path.parent in synced) == (world.rank == 0)
@@ -113,15 +113,15 @@ def test_a_new_folder_of_checkpoints_is_on_the_disk_before_they_are(world: World
 @contextmanager
 def failing_saves(world: World, *steps: int) -> Iterator[None]:
     """Nothing can be written into the checkpoints of these steps, by the last rank."""
-    write = shard.Writer.finish
+    write = shard_file.Writer.finish
 
-    def finish(writer: shard.Writer) -> None:
-        if world.rank == world.size - 1 and writer.path.parent.name in map(folder.name_of, steps):
+    def finish(writer: shard_file.Writer) -> None:
+        if world.rank == world.size - 1 and writer.path.parent.name in map(directory.name_of, steps):
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         write(writer)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard.Writer, "finish", finish)
+        patch.setattr(shard_file.Writer, "finish", finish)
         yield
 
 
@@ -132,7 +132,7 @@ def test_a_save_that_failed_does_not_keep_the_next_from_being_tried(world: World
         record = trained(world, spec)
     assert record.outcome is not None
     assert (record.outcome.state, record.outcome.saved) == ("finished", 6)
-    assert list(folder.steps(Path(shared_folder) / "run" / "checkpoints")) == [6]
+    assert list(directory.steps(Path(shared_folder) / "run" / "checkpoints")) == [6]
     assert {values["step"] for name, values in record.events if name == "WARN"} == {6}
 
 
@@ -161,7 +161,7 @@ def test_a_run_that_fails_keeps_the_save_under_way(world: World, shared_folder: 
     record = trained(world, divided(shared_folder, every=5), spoils_gradients=True)
     assert record.outcome is not None
     assert (record.outcome.state, record.outcome.saved) == ("failed", 5)
-    assert list(folder.steps(Path(shared_folder) / "run" / "checkpoints")) == [5]
+    assert list(directory.steps(Path(shared_folder) / "run" / "checkpoints")) == [5]
 
 
 def test_an_old_one_that_cannot_be_removed_is_no_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +171,14 @@ def test_an_old_one_that_cannot_be_removed_is_no_save_that_failed(world: World, 
     with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):
         save_steps(checkpoints, 1, 2)
         checkpoints.spec = divided(shared_folder, keep=1)
-        monkeypatch.setattr(folder, "remove", refuse)
+        monkeypatch.setattr(directory, "remove", refuse)
         checkpoints.begin(3, ends=True)
         saved, left = checkpoints.conclude()
         assert saved.step == 3
         assert left.count("it was to be removed: Permission denied") == 2
-        assert list(folder.steps(checkpoints.path)) == [3, 2, 1]
+        assert list(directory.steps(checkpoints.path)) == [3, 2, 1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folder, "remove", refuse)
+        patch.setattr(directory, "remove", refuse)
         record = trained(world, divided(shared_folder, keep=1, on_error="stop", every=0))
     assert record.outcome is not None
     assert (record.outcome.state, record.outcome.saved) == ("finished", 6)

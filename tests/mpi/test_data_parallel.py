@@ -79,7 +79,7 @@ def test_clipping_limits_the_update_not_the_reported_norm(world: World) -> None:
 @pytest.mark.parametrize("bad_rank", [0, -1])
 def test_a_bad_gradient_is_skipped_on_all_ranks_and_named(world: World, bad_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's gradient of one tensor is made infinite in the second step."""
-    from hpczero.parallel.zero import Unit
+    from hpczero.parallel.zero.engine import Unit
 
     bad_rank %= world.size
     complete, calls = Unit.complete, []

@@ -11,7 +11,7 @@ import hpczero
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import InputError
-from hpczero.parallel.apply import find
+from hpczero.parallel.parallelize import find
 from hpczero.spec.schema import Model, Spec
 
 pytestmark = pytest.mark.mpi

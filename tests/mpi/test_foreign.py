@@ -13,7 +13,7 @@ import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.memory.region import Region
-from hpczero.parallel.foreign import layers_of
+from hpczero.parallel.user_module import layers_of
 from hpczero.spec.schema import Model, Spec
 from hpczero.train.initialize import Training
 from tests.mpi.models import CLASSES, SIDE, Again, Convolutions, Odd, Pair, Positions, TextModel, Tower

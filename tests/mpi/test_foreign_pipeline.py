@@ -12,9 +12,9 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.apply import assemble
-from hpczero.parallel.offered import stage_of
-from hpczero.parallel.pipeline import Pipeline
+from hpczero.parallel.parallelize import assemble
+from hpczero.parallel.pipeline.executor import Pipeline
+from hpczero.parallel.pipeline.user_stages import stage_of
 from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
 from tests.mpi.test_data_parallel import assert_same
 from tests.mpi.training import Record, train

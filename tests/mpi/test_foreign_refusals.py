@@ -8,9 +8,9 @@ import hpczero
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
-from hpczero.parallel.apply import assemble
+from hpczero.parallel.parallelize import assemble
 from hpczero.planner.volumes import resolved
-from hpczero.train.checkpoints import Checkpoints
+from hpczero.train.checkpointing import Checkpoints
 from tests.mpi.models import Convolutions, Odd
 from tests.mpi.test_checkpoint import spec_of as checkpoint_spec
 from tests.mpi.test_foreign import SHARE_SAMPLES, WAYS, alone, assert_same, made, of_images, of_tokens, spec_of, trained

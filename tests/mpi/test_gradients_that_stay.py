@@ -12,7 +12,7 @@ from torch.nn import functional
 import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
-from hpczero.parallel.parameters import gradient_left
+from hpczero.parallel.zero.parameters import gradient_left
 from tests.mpi.test_foreign import WAYS, made
 
 pytestmark = pytest.mark.mpi

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.group import Group, shard
-from hpczero.comm.work import Limits
+from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]

@@ -14,8 +14,8 @@ from hpczero.comm.world import World
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.model import shapes
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.apply import assemble
-from hpczero.parallel.running import Way
+from hpczero.parallel.parallelize import assemble
+from hpczero.parallel.step import Way
 from hpczero.planner.memory import need, placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero

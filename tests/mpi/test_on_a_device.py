@@ -10,9 +10,9 @@ from torch.distributed import TCPStore
 
 from hpczero import device
 from hpczero.comm.group import Group, shard
-from hpczero.comm.native import Native, Rendezvous
 from hpczero.comm.order import Order
-from hpczero.comm.work import Work
+from hpczero.comm.progress import Work
+from hpczero.comm.torch_backend import Native, Rendezvous
 from hpczero.comm.world import World
 from hpczero.device import CPU, Device, of_rank
 from tests.covering import Case
@@ -183,7 +183,7 @@ def test_a_run_is_that_of_one_cpu(world: World, there: World, case: Case) -> Non
 
 
 def test_a_bad_gradient_is_skipped_and_its_tensor_named(world: World, there: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpczero.parallel.unit import Unit
+    from hpczero.parallel.zero.unit import Unit
 
     complete, calls = Unit.complete, []
 

@@ -16,10 +16,10 @@ from hpczero.comm.world import World
 from hpczero.data.sampler import micro_batches_of
 from hpczero.errors import HpczeroError
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.pipeline import Buffers, Pipeline
-from hpczero.parallel.schedule import schedule
-from hpczero.parallel.simulate import simulate
-from hpczero.parallel.stages import layers_of, parts
+from hpczero.parallel.pipeline.executor import Buffers, Pipeline
+from hpczero.parallel.pipeline.partition import layers_of, parts
+from hpczero.parallel.pipeline.schedule import schedule
+from hpczero.parallel.pipeline.simulate import simulate
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 

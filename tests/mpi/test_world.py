@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpczero.comm.patience import patiently
+from hpczero.comm.objects import patiently
 from hpczero.comm.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]

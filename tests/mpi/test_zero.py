@@ -162,7 +162,7 @@ def test_fp16_overflow_is_skipped_alike_at_every_stage(world: World) -> None:
 def test_a_parameter_used_outside_its_layer_is_named(world: World) -> None:
     from hpczero.comm.grid import Grid
     from hpczero.errors import HpczeroError
-    from hpczero.parallel.apply import assemble
+    from hpczero.parallel.parallelize import assemble
 
     spec = spec_of(3, False)
     engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False).engine
@@ -175,7 +175,7 @@ def test_a_parameter_used_outside_its_layer_is_named(world: World) -> None:
 
 def test_memory_is_what_the_states_say(world: World) -> None:
     from hpczero.comm.grid import Grid
-    from hpczero.parallel.apply import assemble
+    from hpczero.parallel.parallelize import assemble
 
     count, held = world.size, {}
     for stage in range(4):
@@ -209,8 +209,8 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.by_mpi_alone("what gloo makes for a gather, and pinned memory, are PyTorch's own")
 def test_the_step_allocates_nothing_to_speak_of(world: World, stage: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums and the step of a model of 3.6 MB make no tensor that grows with it, from the second step on."""
-    from hpczero.parallel.unit import Unit
-    from hpczero.parallel.zero import Engine
+    from hpczero.parallel.zero.engine import Engine
+    from hpczero.parallel.zero.unit import Unit
 
     base = spec_of(stage, shared, 6 * world.size, 2, "bf16", steps=3)
     spec = base.model_copy(update={"model": base.model.model_copy(update={"hidden": 288})})

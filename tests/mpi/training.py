@@ -11,10 +11,10 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.group import Group
 from hpczero.comm.ledger import Ledger
 from hpczero.comm.world import World
-from hpczero.data.source import SyntheticSource
-from hpczero.parallel.apply import assemble
+from hpczero.data.dataset import SyntheticSource
 from hpczero.parallel.layout import Place
-from hpczero.parallel.unit import Unit
+from hpczero.parallel.parallelize import assemble
+from hpczero.parallel.zero.unit import Unit
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches

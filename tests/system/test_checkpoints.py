@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from hpczero.checkpoint import folder as checkpoints
-from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint import directory as checkpoints
+from hpczero.checkpoint.load import Checkpoint
 from tests.launch import Finished, hpczero, launch, mpirun, started
 from tests.system.test_run import wait_for
 

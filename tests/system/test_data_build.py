@@ -104,7 +104,7 @@ def test_control_c_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPat
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpczero.data.verbs.build_token_file", interrupted)
+    monkeypatch.setattr("hpczero.commands.data.build_token_file", interrupted)
     assert main(["data", "build", "-o", str(folder / "a.h5"), str(folder / "text")]) == 75
     assert "the same command goes on where it was" in capsys.readouterr().err
 

@@ -120,7 +120,7 @@ def test_a_request_to_stop_that_one_rank_gets_stops_all_after_the_same_step(fold
 
 SLOW = """
 import sys, time
-from hpczero.parallel.running import Staged
+from hpczero.parallel.step import Staged
 from hpczero.cli import main
 forward = Staged.forward
 def slow(self, chunk, x, batch):

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpczero.train.beginning import gone_on_with, identity_of
+from hpczero.train.resume import gone_on_with, identity_of
 from tests.launch import Finished, hpczero, launch
 
 pytest.importorskip("torch", reason="training needs torch")

@@ -9,9 +9,9 @@ pytest.importorskip("torch")
 import torch
 
 from hpczero.comm.connection import Connection, Means
-from hpczero.comm.native import Native
 from hpczero.comm.order import Order
-from hpczero.comm.work import Limits
+from hpczero.comm.progress import Limits
+from hpczero.comm.torch_backend import Native
 from hpczero.device import Device
 from hpczero.model.shapes import layers
 from hpczero.planner.memory import Placement, need

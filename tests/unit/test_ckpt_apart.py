@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.cli import main
 from tests.checkpoints import Grid, Wanted, make, parameters, seal
 

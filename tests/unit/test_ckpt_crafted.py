@@ -15,7 +15,7 @@ import pytest
 
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
-from hpczero.checkpoint.shard import rest
+from hpczero.checkpoint.shard_file import rest
 from hpczero.cli import main
 from tests.checkpoints import Grid, Wanted, look_without_a_process, make, memory_at_most, parameters, seal
 
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_plain_file_is_refused(crafted: Path, secret: Path, ca
     (crafted / name).unlink()
     {"link": lambda path: path.symlink_to(secret), "pipe": os.mkfifo, "folder": os.mkdir}[kind](crafted / name)
     with pytest.raises(Damaged, match=name):
-        hpczero.checkpoint.read.Checkpoint.open(crafted)["/model/a"].numpy()
+        hpczero.checkpoint.load.Checkpoint.open(crafted)["/model/a"].numpy()
     assert main(["ckpt", "verify", str(crafted)]) == 1
     assert main(["ckpt", "ls", str(crafted.parent)]) == 0
     assert "damaged" in capsys.readouterr().out or name == "shard-00000.h5"

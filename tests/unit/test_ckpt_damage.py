@@ -9,7 +9,7 @@ import pytest
 
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
-from hpczero.checkpoint.shard import SLOTS
+from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.checkpoint.verify import Damage, Verification
 from hpczero.cli import main
 from tests.checkpoints import Grid, Wanted, look_without_a_process, make, parameters
@@ -149,7 +149,7 @@ def test_without_its_manifest_or_index_it_is_no_checkpoint(copy: Path, name: str
     assert main(["ckpt", "verify", str(copy)]) == 1
     assert name in capsys.readouterr().out
     with pytest.raises(Damaged, match=name):
-        hpczero.checkpoint.read.Checkpoint.open(copy)
+        hpczero.checkpoint.load.Checkpoint.open(copy)
 
 
 def test_all_damages_are_listed_and_the_exit_code_is_1(copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
 import hpczero.checkpoint
-from hpczero.checkpoint.safetensors_file import from_float32, to_float32
+from hpczero.checkpoint.safetensors import from_float32, to_float32
 from hpczero.cli import main
 from tests.checkpoints import BUFFERS, SMALL, Grid, Wanted, make, parameters
 

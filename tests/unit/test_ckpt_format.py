@@ -14,10 +14,10 @@ import pytest
 import xxhash
 
 from hpczero.checkpoint import index
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, RankData, ShardFile
-from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.shard import SLOTS
-from hpczero.checkpoint.table import Holding, Table, Tensor
+from hpczero.checkpoint.piece_table import Holding, Table, Tensor
+from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.model.shapes import layers, parameter_count
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.spec.schema import Model

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import hpczero.checkpoint
-from hpczero.checkpoint import alone, folder
-from hpczero.checkpoint.safetensors_file import SafetensorsFile
+from hpczero.checkpoint import alone, directory
+from hpczero.checkpoint.safetensors import SafetensorsFile
 from hpczero.cli import main
 from hpczero.errors import InputError
 from tests.checkpoints import memory_at_most
@@ -87,7 +87,7 @@ def test_an_import_without_room_is_refused_before_anything_is_written(
     spec: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
-    monkeypatch.setattr(folder, "free_bytes", lambda path: asked.append(path) or 3 * 4 * 1000 - 1)
+    monkeypatch.setattr(directory, "free_bytes", lambda path: asked.append(path) or 3 * 4 * 1000 - 1)
     save_file({"w": np.ones(1000, np.float32)}, spec.parent / "in.safetensors")
     imported(spec, spec.parent / "in.safetensors", code=2)
     assert "12.0 kB are to be written" in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_an_import_that_fails_leaves_nothing_that_a_run_would_begin_from(spec: P
         patch.setattr(alone.manifest, "write", full)
         imported(spec, spec.parent / "in.safetensors", code=1)
     assert not (spec.parent / "run" / "spec.toml").exists()
-    assert not folder.steps(spec.parent / "run" / "checkpoints")
+    assert not directory.steps(spec.parent / "run" / "checkpoints")
     imported(spec, spec.parent / "in.safetensors", code=0)
     assert (spec.parent / "run" / "spec.toml").exists()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.checkpoint import folder
+from hpczero.checkpoint import directory
 from hpczero.checkpoint.listing import listed
 from hpczero.cli import main
 from hpczero.errors import InputError
@@ -69,7 +69,7 @@ def test_what_does_not_fit_its_name_is_a_state_of_its_own(
 def test_a_run_keeps_its_own_beside_copies_under_other_names(checkpoints: Path) -> None:
     of_step = made(checkpoints, 1, 2, 4)
     shutil.copytree(of_step[4], checkpoints / "step-00000003")
-    old = [path for path, _ in folder.outdated(checkpoints, 4, keep=2, keep_every=0)]
+    old = [path for path, _ in directory.outdated(checkpoints, 4, keep=2, keep_every=0)]
     assert old == [of_step[1]]
 
 
@@ -100,7 +100,7 @@ def test_prune_does_not_remove_through_a_link(checkpoints: Path, other: Path) ->
 def test_a_run_that_starts_does_not_remove_through_a_link(checkpoints: Path, other: Path) -> None:
     made(checkpoints, 1)
     (checkpoints / "step-00000007").symlink_to(other)
-    assert folder.make_way(checkpoints, 1, checkpoints / "step-00000001") == []
+    assert directory.make_way(checkpoints, 1, checkpoints / "step-00000001") == []
     assert names(other) == ["shard-00000.h5.new"]
 
 
@@ -109,7 +109,7 @@ def test_a_save_does_not_remove_through_a_link_that_has_its_name(
 ) -> None:
     made(checkpoints, 1)
     (checkpoints / "step-00000007").symlink_to(other)
-    path = folder.begin(checkpoints, 7)
+    path = directory.begin(checkpoints, 7)
     assert not path.is_symlink()
     assert names(path) == []
     assert names(other) == ["shard-00000.h5.new"]
@@ -119,7 +119,7 @@ def test_retention_does_not_remove_through_a_link(checkpoints: Path, tmp_path: P
     archived = made(tmp_path / "archive", 1)[1]
     made(checkpoints, 2, 3)
     (checkpoints / "step-00000001").symlink_to(archived)
-    old = [path.name for path, _ in folder.outdated(checkpoints, 3, keep=1, keep_every=0)]
+    old = [path.name for path, _ in directory.outdated(checkpoints, 3, keep=1, keep_every=0)]
     assert old == ["step-00000002"]
 
 
@@ -129,11 +129,11 @@ def test_a_folder_that_took_the_name_meanwhile_is_not_removed(checkpoints: Path)
     of_step[1].rename(checkpoints / "elsewhere")
     shutil.copytree(of_step[2], of_step[1])
     with pytest.raises(OSError, match="another folder has got its name"):
-        folder.remove(looked_at.path, looked_at.identity)
+        directory.remove(looked_at.path, looked_at.identity)
     of_step[2].rename(checkpoints / "away")
     of_step[2].symlink_to(checkpoints / "away")
     with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
-        folder.remove(of_step[2])
+        directory.remove(of_step[2])
     assert (of_step[1] / "MANIFEST.json").exists()
     assert (checkpoints / "away" / "MANIFEST.json").exists()
 
@@ -146,9 +146,9 @@ def test_checkpoints_that_are_another_runs_by_a_link_are_refused(
     checkpoints.symlink_to(other.parent)
     words = "leads to the checkpoints of another run.*remove the link"
     with pytest.raises(InputError, match=words):
-        folder.begin(checkpoints, 7)
+        directory.begin(checkpoints, 7)
     with pytest.raises(InputError, match=words):
-        folder.make_way(checkpoints, 0, None)
+        directory.make_way(checkpoints, 0, None)
     assert names(other) == ["shard-00000.h5.new"]
 
 

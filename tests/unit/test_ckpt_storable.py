@@ -8,8 +8,8 @@ import pytest
 
 from hpczero.checkpoint import storable
 from hpczero.checkpoint.export import Export
-from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.safetensors_file import SafetensorsFile
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.safetensors import SafetensorsFile
 from hpczero.checkpoint.storable import dtype_of, problem
 from hpczero.checkpoint.verify import Verification
 from tests.checkpoints import Grid, Wanted, make, parameters

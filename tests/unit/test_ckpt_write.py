@@ -13,12 +13,13 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.checkpoint import folder, write
+from hpczero.checkpoint import directory
+from hpczero.checkpoint import save as write
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import State
-from hpczero.checkpoint.read import Checkpoint
-from hpczero.checkpoint.shard import BLOCK, SLOTS, WIDTH, Array, Writer, bounce, empty_chunks, make
-from hpczero.checkpoint.table import Holding, Table, Tensor
-from hpczero.checkpoint.write import Job, SaveFailed, Saver
+from hpczero.checkpoint.piece_table import Holding, Table, Tensor
+from hpczero.checkpoint.save import Job, SaveFailed, Saver
+from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH, Array, Writer, bounce, empty_chunks, make
 from hpczero.comm.world import World
 from hpczero.parallel.layout import unit_layout
 from tests.checkpoints import parameters
@@ -68,7 +69,7 @@ def test_a_writer_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkey
     with pytest.raises(SaveFailed, match="can't start new thread"):
         save(own, 1, asynchronous)
     assert not own.under_way
-    assert not folder.steps(tmp_path)
+    assert not directory.steps(tmp_path)
     monkeypatch.undo()
     with Checkpoint.open(save(own, 2, asynchronous)) as checkpoint:
         assert np.array_equal(checkpoint["/optimizer/moment1/weight"].numpy(), np.full(ELEMENTS, 3, np.float32))
@@ -82,7 +83,7 @@ def test_a_thread_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkey
     monkeypatch.setattr(write.threading.Thread, "start", refuse)
     with pytest.raises(SaveFailed, match="can't start new thread"):
         save(own, 1, asynchronous=True)
-    assert not folder.steps(tmp_path)
+    assert not directory.steps(tmp_path)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -94,10 +95,10 @@ def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(tmp_path: Path, mo
 
     own = saver(tmp_path, asynchronous)
     monkeypatch.setattr(write.Writer, "finish", stale)
-    monkeypatch.setattr(folder, "free_bytes", stale)
+    monkeypatch.setattr(directory, "free_bytes", stale)
     with pytest.raises(SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"):
         save(own, 1, asynchronous)
-    assert not folder.steps(tmp_path)
+    assert not directory.steps(tmp_path)
 
 
 def full_disk(place: Path, size: int) -> str:

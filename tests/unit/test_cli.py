@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from hpczero.cli import main
+from hpczero.commands import check
 from hpczero.errors import HpczeroError, InputError, Stopped
-from hpczero.spec import verbs
 
 
 def ends_with(error: BaseException) -> Callable[[object], int]:
@@ -28,6 +28,6 @@ def ends_with(error: BaseException) -> Callable[[object], int]:
 def test_an_end_is_one_line_and_a_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, said: str
 ) -> None:
-    monkeypatch.setattr(verbs, "check", ends_with(error))
+    monkeypatch.setattr(check, "check", ends_with(error))
     assert main(["check", "spec.toml"]) == code
     assert capsys.readouterr() == ("", said)

@@ -17,7 +17,7 @@ import pytest
 
 from hpczero.data.build import Recipe, build_token_file, is_up_to_date
 from hpczero.data.corpus import find
-from hpczero.data.tokenfile import TokenFile, open_token_file
+from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.errors import HpczeroError, InputError
 
 

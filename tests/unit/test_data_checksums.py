@@ -13,8 +13,8 @@ from hpczero.cli import main
 from hpczero.data import blocks, stdlib
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.source import FileSource
-from hpczero.data.tokenfile import open_token_file
+from hpczero.data.dataset import FileSource
+from hpczero.data.token_file import open_token_file
 from hpczero.errors import InputError
 from tests.checkpoints import memory_at_most
 

@@ -19,8 +19,8 @@ import pytest
 from hpczero.data import stdlib
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.source import open_source
-from hpczero.data.tokenfile import open_token_file
+from hpczero.data.dataset import open_source
+from hpczero.data.token_file import open_token_file
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.schema import Data, Model, Paths, Spec, Train
 

@@ -4,7 +4,7 @@ import pytest
 
 from hpczero import env
 from hpczero.train.deadline import Deadline
-from hpczero.train.signals import REASONS, StopRequests
+from hpczero.train.stop import REASONS, StopRequests
 
 
 class Clock:

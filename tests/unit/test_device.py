@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from hpczero import device  # noqa: E402  # needs torch
 from hpczero.comm.staging import Incoming, InPlace, Outgoing  # noqa: E402
 from hpczero.errors import InputError  # noqa: E402
-from hpczero.train.placing import carrier  # noqa: E402
+from hpczero.train.setup import carrier  # noqa: E402
 from tests.queued import Queued  # noqa: E402
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from hpczero.parallel.direct import DirectGradients
+from hpczero.parallel.zero.weight_gradients import DirectGradients
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.comm.library import Choice, Library, loaded, mpirun_of, why
+from hpczero.comm.mpi_library import Choice, Library, loaded, mpirun_of, why
 from hpczero.doctor import facts
 from hpczero.doctor.facts import Launcher, Report, Storage
 from hpczero.doctor.findings import FAIL, OK, WARN, Finding, judge

@@ -12,9 +12,10 @@ from hpczero.device import Device  # noqa: E402  # needs torch
 from hpczero.memory.loans import Loan, Loans  # noqa: E402
 from hpczero.model import build, shapes  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
-from hpczero.parallel import reduction, zero  # noqa: E402
-from hpczero.parallel.unit import Unit  # noqa: E402
-from hpczero.parallel.zero import Engine, Settings  # noqa: E402
+from hpczero.parallel.zero import engine as zero  # noqa: E402
+from hpczero.parallel.zero import reduce as reduction  # noqa: E402
+from hpczero.parallel.zero.engine import Engine, Settings  # noqa: E402
+from hpczero.parallel.zero.unit import Unit  # noqa: E402
 from hpczero.spec.schema import Model, Spec, Train, Zero  # noqa: E402
 
 MODEL = Model(layers=2, hidden=24, heads=3, seq_len=33, vocab=61, kernels="torch")

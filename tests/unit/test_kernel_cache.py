@@ -116,7 +116,7 @@ def test_kernels_for_gpus_are_kept_as_well(cache: Path, tmp_path: Path, monkeypa
         (folder / "gelu" / "forward.nbc").write_text("code")
 
     launch = SimpleNamespace(all_kernels=lambda: [SimpleNamespace(compile=compile_one)])
-    monkeypatch.setattr("hpczero_kernels.registry.on_gpus", lambda: True)
+    monkeypatch.setattr("hpczero_kernels.dispatch.on_gpus", lambda: True)
     monkeypatch.setitem(sys.modules, "hpczero_kernels.cuda.launch", launch)
     for computer in ("first", "second"):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / computer))
@@ -152,6 +152,6 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(broken: str, said: str, 
 
 
 def test_where_pytorch_does_the_work_nothing_of_cuda_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpczero_kernels.registry.on_gpus", lambda: False)
+    monkeypatch.setattr("hpczero_kernels.dispatch.on_gpus", lambda: False)
     monkeypatch.setitem(sys.modules, "hpczero_kernels.cuda.launch", None)
     kernel_cache.of_gpu((7, 0))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.checkpoint.table import Holding, stored
+from hpczero.checkpoint.piece_table import Holding, stored
 from hpczero.model import shapes
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import ALIGNMENT, rectangles, share, stretches_of_part, unit_layout

@@ -7,7 +7,7 @@ import pytest
 from hpczero.comm.ledger import Ledger
 
 torch = pytest.importorskip("torch")
-from hpczero.comm.messages import shard, tree  # noqa: E402  # needs torch
+from hpczero.comm.mpi_backend import shard, tree  # noqa: E402  # needs torch
 from hpczero.comm.reduction import combine  # noqa: E402
 
 

@@ -19,13 +19,13 @@ import pytest
 
 from hpczero.checkpoint import apart, manifest
 from hpczero.checkpoint.files import Damaged
-from hpczero.checkpoint.read import Checkpoint
+from hpczero.checkpoint.load import Checkpoint
 from hpczero.cli import main
 from hpczero.data import stdlib
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.source import FileSource
-from hpczero.data.tokenfile import SPLITS, open_token_file
+from hpczero.data.dataset import FileSource
+from hpczero.data.token_file import SPLITS, open_token_file
 from hpczero.errors import InputError
 from tests.checkpoints import Grid, Wanted, make, parameters, seal
 from tests.mutants import Ended, in_process, mutated

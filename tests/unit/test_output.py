@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.train import output, terminal
-from hpczero.train.output import Lines, Pace, duration, line, number, shares, value
+from hpczero.train import console, terminal
+from hpczero.train.console import Lines, Pace, duration, line, number, shares, value
 from tests.launch import on_a_terminal
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -162,8 +162,8 @@ def test_a_full_disk_does_not_stop_the_run_but_a_closed_pipe_does() -> None:
 
 def test_a_file_gets_lines_even_if_live_is_asked_for(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as file:
-        output.choose("live", 1, 1, file).event("start")
-        output.choose("auto", 1, 1, file).event("start")
+        console.choose("live", 1, 1, file).event("start")
+        console.choose("auto", 1, 1, file).event("start")
         file.seek(0)
         warning, *rest = file.read().splitlines()
     assert " WARN what=" in warning

@@ -3,9 +3,9 @@
 import pytest
 
 from hpczero.model import build, shapes
-from hpczero.parallel.plan import PLANS, _matches
-from hpczero.parallel.tensor import ColumnLinear, RowLinear
-from hpczero.parallel.vocabulary import VocabularyLookup
+from hpczero.parallel.tensor.linear import ColumnLinear, RowLinear
+from hpczero.parallel.tensor.plan import PLANS, _matches
+from hpczero.parallel.tensor.vocabulary import VocabularyLookup
 from hpczero.spec.schema import Model
 
 MODELS = [Model(family=family, tied_embeddings=tied) for family in PLANS for tied in (True, False)]

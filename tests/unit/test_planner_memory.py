@@ -145,7 +145,7 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
     """On a model whose units are mostly padding, to the byte, and in blocks of just that size."""
     torch = pytest.importorskip("torch")
     from hpczero.model import build
-    from hpczero.parallel.zero import Engine, Settings
+    from hpczero.parallel.zero.engine import Engine, Settings
 
     spec = job(ODD, stage, precision, accumulates)
     for ranks in (1, 3, 4):
@@ -165,8 +165,8 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
 def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
     """A module with parameters beside its parts: they have a place of their own while these are gathered."""
     torch = pytest.importorskip("torch")
-    from hpczero.parallel.foreign import layers_of
-    from hpczero.parallel.zero import Engine, Settings
+    from hpczero.parallel.user_module import layers_of
+    from hpczero.parallel.zero.engine import Engine, Settings
 
     class Beside(torch.nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:

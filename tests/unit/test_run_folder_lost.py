@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hpczero.checkpoint import folder
+from hpczero.checkpoint import directory as folder
 from hpczero.cli import main
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
 from hpczero.spec.schema import Spec
-from hpczero.train import rundir
-from hpczero.train.rundir import RunDirectory
+from hpczero.train import run_directory
+from hpczero.train.run_directory import RunDirectory
 from tests.checkpoints import Wanted, make
 
 
@@ -44,7 +44,7 @@ def killed_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpczero.checkpoint.changing_verbs.written_durably", killed)
+        patch.setattr("hpczero.commands.checkpoint_upkeep.written_durably", killed)
         assert main(command) == 1
     assert not (tmp_path / "run" / "spec.toml").exists()
     assert list(folder.steps(tmp_path / "run" / "checkpoints")) == [0]
@@ -64,7 +64,7 @@ def test_a_run_goes_on_where_an_import_was_killed_before_its_end(
     killed_import: list[str], tmp_path: Path
 ) -> None:
     spec = load(tmp_path / "spec.toml", [f'output="{tmp_path}"']).spec
-    rundir.refuse_another(spec)
+    run_directory.refuse_another(spec)
     other = spec.model_copy(update={"seed": 7})
     with pytest.raises(InputError, match=r"(?s)holds another run.*seed"):
         claimed(other)

@@ -14,8 +14,8 @@ from hpczero import lock
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import to_toml
 from hpczero.spec.schema import Spec
-from hpczero.train import rundir
-from hpczero.train.rundir import RunDirectory
+from hpczero.train import run_directory
+from hpczero.train.run_directory import RunDirectory
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_full_disk_at_the_start_leaves_nothing(spec: Spec, monkeypatch: pytest
     monkeypatch.setattr(os, call, full_disk)
     with pytest.raises(InputError, match="No space left on device"):
         RunDirectory.claim(spec, resume=False, fresh=False)
-    assert not rundir.path_of(spec).exists()
+    assert not run_directory.path_of(spec).exists()
 
 
 def test_a_full_disk_later_is_one_error_that_names_the_file(spec: Spec, directory: Path) -> None:
@@ -77,7 +77,7 @@ def test_figures_that_are_not_finite_are_null(spec: Spec) -> None:
     metrics = json.loads((claimed.path / "metrics.jsonl").read_text())
     assert datetime.fromisoformat(metrics.pop("time")).tzinfo == UTC
     assert metrics == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
-    assert rundir.finished(spec) == {"state": "finished", "steps": 100, "final_loss": None, "ranks": [{"x": None}]}
+    assert run_directory.finished(spec) == {"state": "finished", "steps": 100, "final_loss": None, "ranks": [{"x": None}]}
 
 
 FINISHED = '{"state": "finished", "steps": 100, "final_loss": 1.5}'
@@ -85,7 +85,7 @@ FINISHED = '{"state": "finished", "steps": 100, "final_loss": 1.5}'
 
 def test_a_finished_run_is_known_by_its_summary(spec: Spec, directory: Path) -> None:
     (directory / "summary.json").write_text(FINISHED)
-    assert rundir.finished(spec) == {"state": "finished", "steps": 100, "final_loss": 1.5}
+    assert run_directory.finished(spec) == {"state": "finished", "steps": 100, "final_loss": 1.5}
 
 
 @pytest.mark.parametrize(
@@ -93,13 +93,13 @@ def test_a_finished_run_is_known_by_its_summary(spec: Spec, directory: Path) -> 
 )
 def test_a_damaged_summary_is_no_finished_run(spec: Spec, directory: Path, old: str, new: str) -> None:
     (directory / "summary.json").write_text(FINISHED.replace(old, new))
-    assert rundir.finished(spec) is None
+    assert run_directory.finished(spec) is None
 
 
 def test_a_directory_that_lost_its_spec_is_left_or_begun_anew(spec: Spec, directory: Path) -> None:
     (directory / "summary.json").write_text(FINISHED)
     (directory / "spec.toml").unlink()
-    assert rundir.finished(spec) is None
+    assert run_directory.finished(spec) is None
     with pytest.raises(InputError, match=r"has no spec\.toml and no checkpoint.* --fresh"):
         RunDirectory.claim(spec, resume=False, fresh=False)
     RunDirectory.claim(spec, resume=False, fresh=True).close()
@@ -108,12 +108,12 @@ def test_a_directory_that_lost_its_spec_is_left_or_begun_anew(spec: Spec, direct
 
 def test_what_a_submission_keeps_there_is_no_other_run(spec: Spec) -> None:
     """`hpczero submit` makes the folder before the run begins."""
-    books = rundir.path_of(spec) / "batch" / "20260105T100000-0123456789ab"
+    books = run_directory.path_of(spec) / "batch" / "20260105T100000-0123456789ab"
     books.mkdir(parents=True)
     RunDirectory.claim(spec, resume=False, fresh=False).close()
     assert books.is_dir()
-    (rundir.path_of(spec) / "spec.toml").unlink()
-    (rundir.path_of(spec) / "thesis.tex").touch()
+    (run_directory.path_of(spec) / "spec.toml").unlink()
+    (run_directory.path_of(spec) / "thesis.tex").touch()
     with pytest.raises(InputError, match="is no run directory"):
         RunDirectory.claim(spec, resume=False, fresh=False)
 
@@ -137,7 +137,7 @@ def test_the_run_that_was_waited_for_must_be_the_same(
     spec: Spec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its spec was not there yet when the job began to wait."""
-    path = rundir.path_of(spec)
+    path = run_directory.path_of(spec)
     other = spec.model_copy(update={"seed": spec.seed + 1})
 
     def wait(own: lock.RunLock) -> lock.RunLock:

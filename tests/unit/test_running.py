@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpczero.device import CPU  # noqa: E402  # needs torch
-from hpczero.parallel.running import _sum  # noqa: E402
+from hpczero.parallel.step import _sum  # noqa: E402
 
 
 def test_losses_of_one_element_are_summed_whatever_their_shape() -> None:

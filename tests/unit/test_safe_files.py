@@ -14,7 +14,7 @@ from hpczero.cli import main
 from hpczero.errors import InputError
 from hpczero.lock import RunLock
 from hpczero.spec.schema import Spec
-from hpczero.train.rundir import RunDirectory
+from hpczero.train.run_directory import RunDirectory
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NOBODY, DAEMON = 65534, 1
@@ -191,10 +191,10 @@ def _as_nobody(home: Path, what: str) -> subprocess.CompletedProcess[str]:
     program = f"""
 import os, sys
 import h5py
-import hpczero.data.verbs
+import hpczero.commands.data
 from hpczero.cli import main
 from hpczero.spec.schema import Spec
-from hpczero.train.rundir import RunDirectory
+from hpczero.train.run_directory import RunDirectory
 claim = RunDirectory.claim
 os.setgroups([])
 os.setgid({NOBODY})

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpczero.errors import HpczeroError
-from hpczero.parallel import schedule as schedules
-from hpczero.parallel.schedule import Action, Schedule, forward_only, schedule
-from hpczero.parallel.simulate import InvalidSchedule, Simulation, Times, simulate
+from hpczero.parallel.pipeline import schedule as schedules
+from hpczero.parallel.pipeline.schedule import Action, Schedule, forward_only, schedule
+from hpczero.parallel.pipeline.simulate import InvalidSchedule, Simulation, Times, simulate
 
 KINDS = {"f": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpczero.commands.check import check
 from hpczero.errors import InputError
 from hpczero.spec.keys import flat, keys, tables
 from hpczero.spec.load import load, to_toml
 from hpczero.spec.schema import Spec
-from hpczero.spec.verbs import check
-from hpczero.spec.write import to_start_from
+from hpczero.spec.toml import to_start_from
 
 TEXTS = [to_toml(Spec()), to_start_from("fuzz"), 'extends = "other.toml"\n[train]\nsteps = 3\n']
 PIECES = [

@@ -9,8 +9,8 @@ from hpczero.spec.keys import about, flat, keys, nearest, tables
 from hpczero.spec.load import load
 from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text
 from hpczero.spec.schema import Spec
-from hpczero.spec.show import printable, shown
-from hpczero.spec.write import to_start_from
+from hpczero.spec.toml import to_start_from
+from hpczero.text import printable, shown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "spec.md"
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpczero.errors import InputError
 from hpczero.model import shapes
-from hpczero.parallel.stages import cut, estimated_costs, layers_of, parts
+from hpczero.parallel.pipeline.partition import cut, estimated_costs, layers_of, parts
 from hpczero.spec.schema import Model, Parallel
 
 
@@ -87,7 +87,7 @@ def test_costs_are_there_for_every_layer() -> None:
 )
 def test_more_parts_than_layers_of_a_module_is_refused_with_what_would_work(layers: int, stages: int, chunks: int, expected: str) -> None:
     nn = pytest.importorskip("torch").nn
-    from hpczero.parallel.offered import stage_of
+    from hpczero.parallel.pipeline.user_stages import stage_of
 
     class Offering(nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:

@@ -13,8 +13,8 @@ from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.held import chunks_of_stages, layers_that_run
 from hpczero.parallel.messages import AHEAD, most_arrived, steps
-from hpczero.parallel.schedule import forward_only, schedule
-from hpczero.parallel.simulate import simulate
+from hpczero.parallel.pipeline.schedule import forward_only, schedule
+from hpczero.parallel.pipeline.simulate import simulate
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.regather import gathered, gathers, gathers_in_step
 from hpczero.planner.under_way import Moments, arrived, peak

@@ -12,7 +12,7 @@ ROOM = "safe_files"
 # module -> what it does, and why that is none of the module's business
 EXCEPTIONS = {
     "hpczero/hdf5/in_memory.py": {"h5py.File"},  # into memory: `Pages`
-    "hpczero/data/tokenfile.py": {"h5py.File"},  # likewise
+    "hpczero/data/token_file.py": {"h5py.File"},  # likewise
     "hpczero/train/trace_file.py": {"gzip.open"},  # into a file that the module has opened
     "hpczero/train/terminal.py": {"os.open"},  # a terminal that is there, to ask whether it is one
 }

@@ -9,12 +9,12 @@ from math import inf
 import torch
 from numba import float32, uint32, uint64
 
+from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cross_entropy import IGNORED
 from hpczero_kernels.cuda.intrinsics import WARP, block_max, block_sum, exp, inner, moved
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, blocks, kernel
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, whole_number, widen
-from hpczero_kernels.precision import CODES, FP32
 
 _MOST = 512  # threads
 _IGNORED = uint64(IGNORED % 2**64)

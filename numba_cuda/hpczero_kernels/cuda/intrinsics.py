@@ -8,7 +8,7 @@ index adds wrap-around: hence the many float32(...) and uint64(...).
 from numba.core import types
 
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.registry import SIMULATED
+from hpczero_kernels.dispatch import SIMULATED
 
 WARP = 32
 

@@ -18,7 +18,7 @@ from numba import types
 
 import hpczero_kernels.cuda
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.registry import SIMULATED
+from hpczero_kernels.dispatch import SIMULATED
 from hpczero_kernels.sources import named_by_sources
 
 if not SIMULATED:

@@ -7,12 +7,12 @@ what is left to do is a sum over the blocks, in one order.
 import torch
 from numba import float32, uint32, uint64
 
+from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import WARP, block_sum, block_sums, inner, sqrt
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, address_of, blocks, contiguous, kernel, rows_aligned
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, widen
 from hpczero_kernels.norm import LONGEST
-from hpczero_kernels.precision import CODES, FP32
 
 PARTS = 2
 assert LONGEST == 512 * PARTS * EIGHT

@@ -3,10 +3,10 @@
 import torch
 from numba import float32, uint32, uint64
 
+from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, THREADS, aligned, blocks, kernel
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
-from hpczero_kernels.precision import CODES, FP32
 
 
 @kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS, CODE, COUNT, COUNT, COUNT, COUNT, CODE, CODE)

@@ -3,12 +3,12 @@
 import torch
 from numba import float32, uint32, uint64
 
+from hpczero_kernels.cpu import CODES
 from hpczero_kernels.cuda.intrinsics import exp, inner
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, kernel, rows_aligned
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.tiles import grid_over, own_column, threads_for
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
-from hpczero_kernels.precision import CODES
 
 
 @inner

@@ -7,7 +7,7 @@ environment). There it is done here, before anybody imports numba.cuda.
 import importlib
 from contextlib import suppress
 
-from hpczero_kernels.registry import SIMULATED
+from hpczero_kernels.dispatch import SIMULATED
 
 with suppress(ImportError):
     importlib.import_module("_numba_cuda_redirector")

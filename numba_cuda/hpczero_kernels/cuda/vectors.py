@@ -7,6 +7,7 @@ threads take the same way. Words are fetched before anything is computed, so tha
 
 from numba import float32, uint32, uint64
 
+from hpczero_kernels.cpu import BF16, FP32
 from hpczero_kernels.cuda.intrinsics import (
     bits_of,
     from_fp16x2,
@@ -21,7 +22,6 @@ from hpczero_kernels.cuda.intrinsics import (
     to_bf16x2,
     to_fp16x2,
 )  # fmt: skip
-from hpczero_kernels.precision import BF16, FP32
 
 EIGHT = 8
 

@@ -1,0 +1,186 @@
+"""`hpczero data build` and `hpczero data show`."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpczero.data.build import Listener, Recipe, build_token_file, is_up_to_date
+from hpczero.data.corpus import Found, find
+from hpczero.data.token_file import TokenFile, open_token_file
+from hpczero.errors import InputError, Stopped, for_terminal
+from hpczero.safe_files import own_folder, remove_tree
+from hpczero.text import printable
+
+_SECONDS_BETWEEN_LINES = 10.0
+_MOST_DAMAGES = 20  # that are said
+
+
+def build(options: argparse.Namespace) -> int:
+    output, recipe = Path(options.output), Recipe(options.tokenizer, options.validation_fraction, field=options.field)
+    _check_output(output)
+    if not 0 <= recipe.validation_fraction < 1:  # NaN is neither
+        raise InputError(f"--validation-fraction is {recipe.validation_fraction}: it must be at least 0 and less than 1")
+    found = find(options.paths)
+    work = output.with_name(output.name + ".partial")
+    if output.exists():
+        _check_up_to_date(output, found, recipe)
+        with contextlib.suppress(OSError):
+            remove_tree(work)  # left if a builder was killed between its last two actions
+        print(f"{output} is up to date")
+        return 0
+    _make(work)
+    try:
+        with _listener() as listener:
+            made = build_token_file(found, output, recipe, work, listener)
+    except KeyboardInterrupt:
+        raise Stopped(f"stopped; the same command goes on where it was (what is done lies in {work})") from None
+    print(_summary(made))
+    if recipe.validation_fraction and not made.splits["validation"].documents:
+        print(f"WARN nothing for validation: too little text for a share of {recipe.validation_fraction}; --validation-fraction sets it")
+    return 0
+
+
+def show(options: argparse.Namespace) -> int:
+    file = open_token_file(Path(options.path))
+    if options.json:
+        print(json.dumps(_facts(file), indent=2))
+    else:
+        print(_summary(file))
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """0: all tokens are as they were written; 1: some are not."""
+    file = open_token_file(Path(options.path))
+    damages = list(file.damages())
+    if options.json:
+        print(json.dumps(file.describe() | {"damages": damages}, indent=2))
+        return 1 if damages else 0
+    path, said = printable(str(file.path)), "" if file.has_checksums else " (it has no checksums of blocks: hpczero builds them in)"
+    if damages:
+        print("\n".join([f"{path}: DAMAGED", *(f"  {damage}" for damage in damages[:_MOST_DAMAGES])]))
+        if len(damages) > _MOST_DAMAGES:
+            print(f"  and {len(damages) - _MOST_DAMAGES:,} more")
+        return 1
+    tokens = sum(len(split.tokens) for split in file.splits.values())
+    print(f"{path}: good, {tokens:,} tokens with the fingerprint {file.fingerprint}{said}")
+    return 0
+
+
+def _check_output(output: Path) -> None:
+    if output.suffix not in (".h5", ".hdf5"):
+        raise InputError(f"the output {output} must end in .h5")
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"the output's folder {folder} does not exist")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"the output's folder {folder} cannot be written")
+
+
+def _make(work: Path) -> None:
+    """Some folders look as if they could be written, and cannot."""
+    try:
+        own_folder(work)
+    except OSError as error:
+        raise InputError(f"the output's folder {work.absolute().parent} cannot be written: {error.strerror}") from error
+
+
+def _check_up_to_date(output: Path, found: Found, recipe: Recipe) -> None:
+    try:
+        same = is_up_to_date(open_token_file(output), found, recipe)
+    except InputError as error:
+        raise InputError(f"the output exists, and is left alone: {error}") from error
+    if not same:
+        raise InputError(f"{output} exists, and was made from other text or with other parameters: remove it, or choose another output")
+
+
+def _facts(file: TokenFile) -> dict[str, Any]:
+    more = {
+        "bytes": file.path.stat().st_size,
+        "bytes_per_token": file.splits["train"].tokens.itemsize,
+        "validation_fraction": file.validation_fraction,
+        "block_checksums": file.has_checksums,
+        "unigram_entropy": {name: split.entropy() for name, split in file.splits.items()},
+    }
+    return file.describe() | more
+
+
+def _summary(file: TokenFile) -> str:
+    lines = [f"{printable(str(file.path))}: tokenizer {file.tokenizer}, vocabulary {file.vocabulary}, fingerprint {file.fingerprint}"]
+    for name, split in file.splits.items():
+        size = f"{len(split.tokens):>15,} tokens {split.documents:>11,} documents"
+        lines.append(f"  {name:10} {size}   unigram entropy {split.entropy():.4f} nats per token")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _listener() -> Iterator[Listener]:
+    if not sys.stdout.isatty():
+        yield _Lines()
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        yield _Bar(progress)
+
+
+class _Bar:
+    """A progress bar on the terminal: one for reading, one for putting the token file together."""
+
+    def __init__(self, progress: Any) -> None:
+        self._progress = progress
+        self._tasks: dict[str, Any] = {}
+        self._shown = 0.0
+
+    def said(self, line: str) -> None:
+        self._progress.print(for_terminal(line), markup=False, highlight=False, soft_wrap=True)
+
+    def advanced(self, done: int, total: int) -> None:
+        self._show("reading text", done, total)
+
+    def copied(self, done: int, total: int) -> None:
+        self._show("writing tokens", done, total)
+
+    def _show(self, doing: str, done: int, total: int) -> None:
+        if doing not in self._tasks:
+            self._tasks[doing] = self._progress.add_task(doing, total=total, completed=done)
+        now = time.monotonic()
+        if done == total or now - self._shown > 0.1:
+            self._progress.update(self._tasks[doing], completed=done)
+            self._shown = now
+
+
+class _Lines:
+    """A line every few seconds, for logs."""
+
+    def __init__(self) -> None:
+        self._shown = time.monotonic()
+        self._began: dict[str, tuple[float, int]] = {}  # what is done -> when it began, and where
+        self._finished: set[str] = set()
+
+    def said(self, line: str) -> None:
+        print(f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ} build {for_terminal(line)}", flush=True)
+
+    def advanced(self, done: int, total: int) -> None:
+        self._show("read", done, total)
+
+    def copied(self, done: int, total: int) -> None:
+        self._show("written", done, total)
+
+    def _show(self, doing: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        began, first = self._began.setdefault(doing, (now, done))
+        last = done == total and doing not in self._finished
+        if last or now - self._shown > _SECONDS_BETWEEN_LINES:
+            rate = f" bytes_per_second={(done - first) / (now - began):.0f}" if now > began else ""
+            self.said(f"{doing}={done} total={total}{rate}")
+            self._shown = now
+            self._finished |= {doing} if last else set()

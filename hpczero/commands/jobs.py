@@ -1,0 +1,295 @@
+"""The verbs about a run: status, cancel, logs."""
+
+import codecs
+import json
+import os
+import shlex
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from hpczero.batch import run_status, scheduler, submission
+from hpczero.batch.queued import Queued
+from hpczero.batch.run_status import Progress
+from hpczero.batch.submit import living_under, still_living
+from hpczero.errors import HpczeroError, InputError, log_for_terminal
+from hpczero.safe_files import open_to_read
+from hpczero.spec.load import load
+from hpczero.text import listed, printable, shown
+from hpczero.train.run_directory import path_of
+
+_LOOK_EVERY = 1.0  # seconds between two looks at a log
+_PIECE = 1 << 20  # bytes of a log that are printed at a time
+_LONGEST = 400  # characters of a reason
+_LARGE = 1e6  # a loss from which on its digits say nothing
+
+
+def status(options: Namespace) -> int:
+    runs = [_run(options.run)] if options.run else submission.remembered()
+    found, silent = look_at(runs)
+    if options.json:
+        data = [asdict(one) | {"run": str(one.run)} for one in found]
+        print(json.dumps(data[0] if options.run else data, indent=2))
+    elif options.run:
+        print("\n".join(_in_full(found[0])))
+    else:
+        print(
+            "\n".join(_rows(found))
+            or "no run was submitted from here yet: hpczero submit SPEC; "
+            "hpczero runs FOLDER lists those below a folder"
+        )
+    say_silent(silent)
+    return 0
+
+
+def look_at(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
+    """Return how they stand, and which schedulers say nothing, and why.
+
+    Somebody else's jobs are not asked for: of those runs only the files speak.
+    """
+    mine = [run for run in runs if _is_mine(run)]
+    known, silent = _known(mine) if mine else ([], {})
+    found = [
+        run_status.of(run, known, silent)
+        if run in mine
+        else run_status.of(run, [], silent=scheduler.SCHEDULERS)
+        for run in runs
+    ]
+    return found, silent
+
+
+def say_silent(silent: Mapping[str, str]) -> None:
+    for words in silent.values():
+        print(f"hpczero: {words}; what the runs themselves have written is shown", file=sys.stderr)
+
+
+def _is_mine(run: Path) -> bool:
+    try:
+        return run.stat().st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def cancel(options: Namespace) -> int:
+    """The record is closed first, so that a job that begins meanwhile ends at once; but a full disk keeps no job in the queue."""
+    run = _submitted(options.run)
+    alive = {name: [job.number for job in jobs] for name, jobs in living_under(run, now=True).items() if jobs}
+    for record in submission.of_run(run):
+        if record.scheduler in alive and not record.over:
+            try:
+                record.close("cancelled")
+            except HpczeroError as error:
+                print(f"hpczero: {error}", file=sys.stderr)
+    for name, numbers in alive.items():
+        scheduler.cancel(name, numbers)
+    cancelled = [number for numbers in alive.values() for number in numbers]
+    print(f"cancelled: {listed(cancelled)}" if cancelled else f"{printable(str(run))} has no job in the queue")
+    return 0
+
+
+def logs(options: Namespace) -> int:
+    if options.rank is not None:
+        print("\n".join(_of_rank(_run(options.run), options.rank)))
+        return 0
+    run = _submitted(options.run)
+    path = _newest_log(run)
+    if path is None and not options.follow:
+        raise InputError(f"{run}: no job has printed anything yet; logs -f waits for it")
+    return _follow(run) if options.follow else _print(path)
+
+
+def _run(name: str) -> Path:
+    """A run's directory by its path, its spec, or its name.
+
+    A name is that of a run that was submitted, or that lies in `runs`.
+    """
+    if name.endswith(".toml"):
+        run = path_of(load(name).spec)
+    else:
+        named = [path for path in submission.remembered() if path.name == name]
+        if len(named) > 1 and not Path(name).is_dir():
+            raise InputError(f"several runs are called {shown(name)}: {listed([str(path) for path in named])}; give the path of one")
+        in_runs = Path("runs") / name
+        if Path(name).is_dir():
+            run = Path(name).absolute()
+        elif named:
+            run = named[0]
+        else:
+            run = (in_runs if in_runs.is_dir() else Path(name)).absolute()
+    if not run.is_dir():
+        raise InputError(
+            f"{printable(str(run))}: there is no such run; hpczero status lists those that were "
+            "submitted, hpczero runs FOLDER all below it"
+        )
+    return run
+
+
+def _submitted(name: str) -> Path:
+    """The directory of a run that the batch system knows."""
+    run = _run(name)
+    if not submission.of_run(run):
+        stop = f"touch {shlex.quote(str(run / 'stop'))} stops it with a checkpoint"
+        by_hand = "was started by hand, and never submitted: it printed where it was started"
+        raise InputError(f"{printable(str(run))} {by_hand}, and {stop}")
+    return run
+
+
+def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
+    """What the schedulers say of these runs' jobs, and which of them say nothing, and why. (Of all runs: another is no new question.)"""
+    records = [record for run in dict.fromkeys([*runs, *submission.remembered()]) for record in submission.of_run(run)]
+    found: list[Queued] = []
+    silent: dict[str, str] = {}
+    for name in sorted({record.scheduler for record in records}):
+        numbers = [number for record in records if record.scheduler == name for number in record.unsettled()]
+        if not numbers:
+            continue
+        try:
+            found += scheduler.jobs(name, numbers)
+        except HpczeroError as error:
+            silent[name] = str(error)
+    return found, silent
+
+
+def _rows(found: Sequence[Progress]) -> Iterator[str]:
+    if not found:
+        return
+    head = ["run", "state", "step", "loss", "tokens/s", "left", "saved", "node-hours", "jobs"]
+    yield from table(
+        [
+            head,
+            *(
+                [
+                    printable(one.run.name, 40),
+                    one.state,
+                    *figures(one),
+                    f"{one.node_hours:.3g}",
+                    _jobs(one),
+                ]
+                for one in found
+            ),
+        ]
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def figures(one: Progress) -> list[str]:
+    return [
+        f"{one.step:,}/{one.steps:,}",
+        "?" if one.loss is None else format(one.loss, ".4f" if abs(one.loss) < _LARGE else ".4g"),
+        "?" if one.tokens_per_second is None else f"{one.tokens_per_second:,.4g}",
+        "" if one.state == "finished" else "?" if one.seconds_left is None else _duration(one.seconds_left),
+        "" if one.last_save is None else f"{one.last_save:,}",
+    ]
+
+
+def _jobs(one: Progress) -> str:
+    alive = [link for link in one.links if link.state in ("queued", "held", "running")]
+    words = (link.state + (f" ({printable(link.reason)})" if link.reason else "") for link in alive)
+    return ", ".join(f"{link.number} {said}" for link, said in zip(alive, words, strict=True))
+
+
+def _in_full(one: Progress) -> list[str]:
+    step, loss, speed, left, saved = figures(one)
+    node_hours = f"{one.node_hours:.3g} node-hours, " if one.links else ""
+    lines = [
+        f"{printable(str(one.run))}: {one.state}" + (f" ({printable(one.reason, _LONGEST)})" if one.reason else ""),
+        f"  step        {step}, loss {loss}",
+        f"  speed       {speed} tokens/s" + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
+        f"  time left   {left}" + (f"; of its job {_duration(one.job_seconds_left)}" if one.job_seconds_left is not None else "") if left else "",
+        f"  last save   step {saved}" if saved else "  last save   none yet",
+        f"  used        {node_hours}{_size(one.run) / 1e6:,.1f} MB on disk",
+    ]
+    width = max((len(link.number) for link in one.links), default=0)
+    for link in one.links:
+        more = "; ".join(printable(words) for words in (link.reason, f"start {link.start}" if link.start and link.state == "queued" else "") if words)
+        lines.append(f"  job {link.number:<{width}}  {link.state}" + (f": {more}" if more else ""))
+    if one.last_lines:
+        lines += ["  its last words:", *(f"    {printable(line, 300)}" for line in one.last_lines)]
+    return [line for line in lines if line]
+
+
+def _size(run: Path) -> int:
+    total = 0
+    for path in run.rglob("*"):
+        try:
+            total += path.lstat().st_size if path.is_file() else 0
+        except OSError:  # a file that is being replaced
+            continue
+    return total
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+def _newest_log(run: Path) -> Path | None:
+    """Not of a job that found nothing left to do."""
+    there = []
+    for record in submission.of_run(run):
+        passed = {number for _, number, event, _ in record.events() if event == "passed"}
+        there += [path for number in record.jobs if number not in passed and (path := record.log(number)).is_file()]
+    return there[-1] if there else None
+
+
+def _print(path: Path | None) -> int:
+    """Also what PBS said at the job's end, where it ended it."""
+    said = (path, path.with_name(path.name.removeprefix("log-") + ".OU")) if path else ()
+    for one in said:
+        if one.is_file():
+            _show(one, 0, _decoder())
+    return 0
+
+
+def _decoder() -> codecs.IncrementalDecoder:
+    """Return one that waits for the rest of a character that is only begun."""
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
+def _show(path: Path, place: int, decoder: codecs.IncrementalDecoder) -> int:
+    """Print what a log has from a byte on, without what a terminal would act on; return its end."""
+    with os.fdopen(open_to_read(path), "rb") as file:
+        file.seek(place)
+        while piece := file.read(_PIECE):
+            sys.stdout.write(log_for_terminal(decoder.decode(piece)))
+            place += len(piece)
+    sys.stdout.flush()
+    return place
+
+
+def _follow(run: Path) -> int:
+    """The newest log, and the next job's when it begins, until no job is left."""
+    path, place, decoder = None, 0, _decoder()
+    while True:
+        alive = still_living(run)
+        newest = _newest_log(run)
+        if newest != path and newest:
+            path, place, decoder = newest, 0, _decoder()
+        if path:
+            place = _show(path, place, decoder)
+        if not alive:
+            return 0
+        time.sleep(_LOOK_EVERY)
+
+
+def _of_rank(run: Path, rank: int) -> list[str]:
+    """What is known of one rank: where it ran, and the lines of the newest log that name it."""
+    starts = [event for event in run_status.lines_of(run / "events.jsonl") if event.get("event") == "start"]
+    ranks = starts[-1].get("ranks") if starts else None
+    dicts = [place for place in ranks if isinstance(place, dict)] if isinstance(ranks, list) else []
+    places = [place for place in dicts if place.get("rank") == rank]
+    if not places:
+        raise InputError(f"{run}: the run has not started with a rank {rank} yet")
+    where = (printable(str(places[0].get(name)), 100) for name in ("pid", "host"))
+    lines = ["rank {}: process {} on {}".format(rank, *where)]
+    path = _newest_log(run)
+    text = path.read_text(encoding="utf-8", errors="replace").split("\n") if path else []
+    return lines + [log_for_terminal(line) for line in text if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")]

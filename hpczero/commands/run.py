@@ -1,0 +1,21 @@
+"""`hpczero run`, as far as it needs nothing that takes long to import: what it says first."""
+
+import argparse
+import sys
+
+from hpczero import env, kernel_cache
+from hpczero.train.console import Tolerant, line
+
+
+def run(options: argparse.Namespace) -> int:
+    if all(rank == 0 for rank, _ in env.launched_tasks().values()):
+        _say(line("load", {"spec": options.spec, "what": "torch, MPI and kernels"}))
+    code: int = kernel_cache.load("hpczero.train.run").run(options)
+    return code
+
+
+def _say(words: str) -> None:
+    """To whoever waits while many ranks read the libraries from a shared file system."""
+    stream = Tolerant(sys.stdout)
+    stream.write(words + "\n")
+    stream.flush()

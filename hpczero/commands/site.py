@@ -1,0 +1,93 @@
+"""The verbs about sites: list, show, new."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from hpczero import env
+from hpczero.batch import interrogate
+from hpczero.batch.sites import Limit, Partition, all_names, facts
+from hpczero.errors import InputError, for_terminal
+from hpczero.safe_files import make_folders, write_new
+from hpczero.spec import site_profile as profiles
+from hpczero.text import printable, shown
+
+
+def list_(options: Namespace) -> int:
+    here, rows = profiles.here(), []
+    for name in all_names():
+        _, site, partition = facts(name)
+        row: dict[str, Any] = {"site": name, "support": partition.support, "description": site.description, "node": _node(partition)}
+        rows.append(row | {"here": name.startswith(f"{here}/")})
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    width = max(len(str(row["site"])) for row in rows)
+    for row in rows:
+        sign = "*" if row["here"] else " "
+        of_site = f"{row['site']:<{width}}  {row['support']:<13}  {row['description']}"
+        print(for_terminal(f"{sign} {of_site}: {row['node']}"))
+    print(f"\n* this computer's site; profiles are looked for in {', '.join(printable(str(folder)) for folder in profiles.folders())}")
+    return 0
+
+
+def show(options: Namespace) -> int:
+    name, site, partition = facts(options.name)
+    _, _, profile = profiles.read(name)
+    spec = _together(site.spec, partition.spec)
+    if options.json:
+        data = {"site": name, "file": profile.file, "facts": site.model_dump(exclude={"partitions", "spec"}), "spec": spec}
+        print(json.dumps(data | {"partition": partition.model_dump(exclude={"spec"})}, indent=2))
+        return 0
+    lines = [f"{name}: {site.description} ({partition.support})", f"  file      {printable(profile.file)}", f"  a node    {_node(partition)}"]
+    lines += [f"  account   {'has to be given' if site.account_required else 'as the site wants it'}"]
+    lines += [f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour"] if partition.charge else []
+    lines += [f"  limit     {row.walltime:>4} for {_nodes(row)} nodes{f' in {row.queue}' if row.queue else ''}" for row in partition.limits]
+    lines += ["  what a job has there, unless its spec says something else:"]
+    lines += [f"    {name} = {_value(value)}" for name, value in spec.items() if not isinstance(value, dict)]
+    lines += [f"    {table}.{leaf} = {_value(value)}" for table, inner in spec.items() if isinstance(inner, dict) for leaf, value in inner.items()]
+    print("\n".join(map(for_terminal, lines)))
+    return 0
+
+
+def _nodes(row: Limit) -> str:
+    return f"{row.least:,} to {row.nodes:,}" if row.least > 1 else f"up to {row.nodes:,}"
+
+
+def new(options: Namespace) -> int:
+    if not options.name.replace("-", "").replace("_", "").isalnum() or not options.name.isascii():
+        raise InputError(f"{shown(options.name)}: a site's name has letters, digits, - and _")
+    path = Path(options.output) if options.output else env.config_folder() / "sites" / f"{options.name}.toml"
+    text = interrogate.profile(options.name)
+    try:
+        make_folders(path.parent)
+        write_new(path, text)
+    except FileExistsError:
+        raise InputError(f"{printable(str(path))} exists already and is left as it is: name another file (-o)") from None
+    except OSError as error:
+        raise InputError(f"{printable(str(path))} cannot be written: {error.strerror}") from None
+    print(f"wrote {printable(str(path))}; read it, and complete what the scheduler did not say")
+    return 0
+
+
+def _node(partition: Partition) -> str:
+    known = {
+        f"{partition.cpus} CPUs": partition.cpus,
+        f"{partition.memory_gb} GB": partition.memory_gb,
+        f"{partition.gpus} GPUs of {partition.gpu_memory_gb} GB": partition.gpus,
+    }
+    return ", ".join(words for words, number in known.items() if number) or "not known"
+
+
+def _together(of_site: dict[str, Any], of_partition: dict[str, Any]) -> dict[str, Any]:
+    found = {name: dict(inner) if isinstance(inner, dict) else inner for name, inner in of_site.items()}
+    for name, inner in of_partition.items():
+        found[name] = {**found.get(name, {}), **inner} if isinstance(inner, dict) else inner
+    return found
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={inner}" for name, inner in value.items())
+    return shown(value)

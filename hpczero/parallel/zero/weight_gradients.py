@@ -1,0 +1,220 @@
+"""Gradients that are written where they are summed.
+
+Autograd makes the gradient of a weight in memory of its own, from where it would be copied into the unit's buffer; that of an embedding is a whole
+tensor of zeros but for a few rows, to which that of a tied head is added. Where `DirectGradients.here()` is, linear maps and embeddings of the
+engine's parameters go another way: the product that is a weight's gradient is written into the buffer at once, and an embedding's gradient is its
+rows alone (summed in fp32, rounded once). To autograd such a gradient is an empty sparse tensor, which it adds up with what else the parameter is
+used for, and which tells the engine at the right time that the gradient is there.
+
+hpczero's own models ask for these maps (`model.maps`). In others every operation is looked at, which takes some 10 microseconds each.
+
+What gathers in another precision is made as ever, by the same arithmetic: the results do not depend on it.
+"""
+
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from hpczero.model import maps
+from hpczero.parallel.zero.parameters import ShardedParameter, saved_as_it_is
+
+
+class Sums(Protocol):
+    """Where gradients are added up. False: not there, autograd is to do it."""
+
+    def write(self, parameter: Tensor, into: Callable[[Tensor], None]) -> bool: ...
+
+    def add(self, parameter: Tensor, rows: Tensor) -> None: ...
+
+
+_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0"}
+
+
+def among_ourselves() -> AbstractContextManager[None]:
+    """Inside, no function mode or tensor subclass looks at what is computed: a look takes longer than a small tensor operation. Weights that are
+    away are not fetched.
+    """
+    return torch._C.DisableTorchFunction()
+
+
+def in_an_engine() -> bool:
+    """Return True inside the forward or backward of some engine of a user's module."""
+    return any(isinstance(mode, _Watch) for mode in _get_current_function_mode_stack())
+
+
+class DirectGradients:
+    def __init__(self, parameters: Container[Tensor], sums: Sums, watches: bool = True) -> None:
+        """`watches`: modules that do not ask, too."""
+        self.sums = sums
+        self._parameters, self._watches = parameters, watches
+        self._task = -1  # autograd's number of the backward that is the engine's own
+
+    def here(self) -> AbstractContextManager[object]:
+        return _Watch(self) if self._watches else maps.done_by(self)
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if _usual():
+            return functional.linear(input, weight, bias)
+        own_weight, own_bias = self._parameter(weight), None if bias is None else self._parameter(bias)
+        known = own_weight is not None and (bias is None) == (own_bias is None)
+        plain = type(input) is Tensor and input.layout is torch.strided and input.dim() >= 2 and input.dtype == weight.dtype and weight.numel() > 0
+        fits = plain and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+        if isinstance(weight, ShardedParameter) and saved_as_it_is():
+            fits = False
+        if not (known and fits):
+            return functional.linear(input, weight, bias)
+        return _Linear.apply(input, own_weight, own_bias, self)
+
+    def embedding(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, sparse: bool = False,
+    ) -> Tensor:  # fmt: skip
+        special = _usual() or padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
+        special |= input.device.type != "cpu"  # which rows there are, the host would have to wait for
+        if special or type(input) is not Tensor or self._parameter(weight) is not weight:
+            return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        return _Embedding.apply(input, weight, self)
+
+    def backward(self, output: Tensor, gradient: Tensor) -> None:
+        """As output.backward(gradient), which would leave every mode while it runs: what is recomputed in backward goes the way that forward went."""
+
+        def begins(*_: object) -> None:
+            self._task = torch._C._current_graph_task_id()
+
+        hook = output.grad_fn.register_prehook(begins) if output.grad_fn else None
+        try:
+            torch.autograd.Variable._execution_engine.run_backward(
+                (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        finally:
+            self._task = -1
+            if hook:
+                hook.remove()
+
+    def is_own(self) -> bool:
+        """Whether what goes on is the engine's backward itself: not one inside it, nor one that somebody else asks for."""
+        return self._task >= 0 and torch._C._current_graph_task_id() == self._task
+
+    def _parameter(self, tensor: Tensor) -> Tensor | None:
+        """The parameter that the tensor is, or is all of in another shape, with nothing of anybody's in between."""
+        base = tensor if tensor._base is None else tensor._base
+        if base not in self._parameters or not base.requires_grad or base._backward_hooks or not tensor.requires_grad:
+            return None
+        if tensor is base:
+            return base
+        node = tensor.grad_fn
+        while node is not None and node.name() in _VIEWS:
+            node = node.next_functions[0][0]
+        ends_there = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+        return base if ends_there and tensor.is_contiguous() and tensor.numel() == base.numel() and not tensor._backward_hooks else None
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, way: DirectGradients) -> None:
+        super().__init__()
+        self._replaced: dict[Any, Callable[..., Tensor]] = {functional.linear: way.linear, functional.embedding: way.embedding}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._replaced.get(function, function)(*args, **(kwargs or {}))
+
+
+def _usual() -> bool:
+    """Return True where autograd's own way is taken: without gradients, inside autocast, compilation,
+    forward-mode differentiation and function transforms.
+    """
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    forward_mode = forward_ad._current_level >= 0
+    special = autocast or forward_mode or torch._C._are_functorch_transforms_active()
+    return not torch.is_grad_enabled() or special or torch.compiler.is_compiling()
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., inputs] -> [..., outputs]; the weight is [outputs, inputs] and the bias [outputs], in whatever shape they have as parameters."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: DirectGradients) -> Tensor:
+        context.save_for_backward(x, weight)
+        context.parameters, context.way = (weight, bias), way
+        rows, matrix = x.reshape(-1, x.shape[-1]), weight.view(-1, x.shape[-1])
+        out = x.new_empty(*x.shape[:-1], len(matrix))  # no view of anything: what follows may work in place
+        if bias is None:
+            torch.mm(rows, matrix.t(), out=out.view(len(rows), len(matrix)))
+        else:
+            torch.addmm(bias.view(-1), rows, matrix.t(), out=out.view(len(rows), len(matrix)))
+        return out
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = context.saved_tensors  # which may be computed again here, in the way that forward went
+        in_own_backward = context.way.is_own() and not torch.is_grad_enabled()
+        with among_ourselves() if in_own_backward and type(weight) in (Tensor, nn.Parameter) else nullcontext():
+            return _Linear._gradients(context, gradient, x, weight, in_own_backward)
+
+    @staticmethod
+    def _gradients(context: Any, gradient: Tensor, x: Tensor, weight: Tensor, in_own_backward: bool) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
+        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        own_weight, own_bias = context.parameters
+        needs_weight &= own_weight.requires_grad  # it may have been frozen since the forward
+        needs_bias = needs_bias and own_bias.requires_grad
+        of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
+        # put on since the forward
+        has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)
+        # a hook sees it, or it may be differentiated again, or is somebody else's
+        if not in_own_backward or has_hooks:
+            of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
+            return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
+
+        def write_weight(out: Tensor) -> None:
+            torch.mm(rows.t(), inputs, out=out.view(rows.shape[1], inputs.shape[1]))
+
+        def write_bias(out: Tensor) -> None:
+            torch.sum(rows, 0, out=out.view(-1))
+
+        sums = context.way.sums
+        of_weight = _gradient(own_weight, write_weight, sums) if needs_weight else None
+        return of_x, of_weight, _gradient(own_bias, write_bias, sums) if needs_bias else None, None
+
+
+def _gradient(parameter: Tensor, into: Callable[[Tensor], None], sums: Sums) -> Tensor:
+    if sums.write(parameter, into):
+        return _nothing(parameter)
+    made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    into(made)
+    return made
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tokens: Tensor, weight: Tensor, way: DirectGradients) -> Tensor:
+        context.save_for_backward(tokens)
+        context.parameter, context.way = weight, way
+        return functional.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
+        (tokens,) = context.saved_tensors
+        if not context.parameter.requires_grad:  # it has been frozen since the forward
+            return None, None, None
+        shape = context.parameter.shape
+        has_hooks = context.parameter._backward_hooks  # put on since the forward
+        if torch.is_grad_enabled() or not context.way.is_own() or has_hooks:
+            zeros = gradient.new_zeros(shape)
+            return None, zeros.index_add(0, tokens.flatten(), gradient.reshape(-1, shape[1])), None
+        rows, row_of_token = tokens.flatten().unique(return_inverse=True)
+        sums = torch.zeros(rows.numel(), shape[1], dtype=torch.float32, device=gradient.device)
+        sums.index_add_(0, row_of_token, gradient.reshape(-1, shape[1]).float())
+        values, ours = sums.to(gradient.dtype), {"is_coalesced": True, "check_invariants": False}
+        made = torch.sparse_coo_tensor(rows[None], values, shape, dtype=values.dtype, **ours)
+        context.way.sums.add(context.parameter, made)
+        return None, _nothing(context.parameter), None
