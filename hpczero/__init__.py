@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hpczero import kernel_cache, locations
+from hpczero import env, kernel_cache
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 __all__ = ["World", "__version__", "initialize"]
 __version__ = "0.1.0.dev0"
 
-locations.make_kernels_importable()
+env.make_kernels_importable()
 
 
 def __getattr__(name: str) -> Any:

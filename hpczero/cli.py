@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Sequence
 
-from hpczero import __version__, job_note, locations
+from hpczero import __version__, env
 from hpczero.errors import HpczeroError, InputError, for_terminal
 
 _FOR_TRAINING = ("torch", "mpi4py", "numba")
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character shows its number
     code = _carry_out(_parser().parse_args(arguments))
     if code == InputError.exit_code:
-        job_note.wrong_input()
+        env.wrong_input()
     return code
 
 
@@ -40,7 +40,7 @@ def _carry_out(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _FOR_TRAINING:
             raise
-        way_out = locations.install("train")
+        way_out = env.install("train")
         print(f"hpczero: this needs the package {error.name}, which is not installed: {way_out}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -110,7 +110,7 @@ def _run(verbs: argparse._SubParsersAction) -> None:
 
 
 def _render(verbs: argparse._SubParsersAction) -> None:
-    verb = _verb(verbs, "render", "hpczero.batch.verbs:render", "write the batch script of a job, for Slurm or PBS")
+    verb = _verb(verbs, "render", "hpczero.commands.jobs:render", "write the batch script of a job, for Slurm or PBS")
     _takes_spec(verb)
     verb.add_argument("-o", "--output", metavar="FILE", help="write it there, not to stdout")
 
@@ -137,7 +137,7 @@ def _submitted(verbs: argparse._SubParsersAction) -> None:
     runs = _verb(
         verbs,
         "runs",
-        "hpczero.batch.listing:runs",
+        "hpczero.commands.jobs:runs",
         "all runs below a folder, a row each, also those started by hand",
     )
     runs.add_argument(
@@ -188,7 +188,7 @@ def _checkpoints(verbs: argparse._SubParsersAction) -> None:
     for verb, slot in ((stats, "model"), (diff, "all")):
         choices = ["model", "moment1", "moment2", "all"]
         verb.add_argument("--slot", choices=choices, default=slot, help=f"of the weights, or of a moment (default: {slot})")
-    verify = _verb(kinds, "verify", "hpczero.checkpoint.verify_verb:verify", "hold all of it against its checksums (alone or under mpirun)")
+    verify = _verb(kinds, "verify", "hpczero.commands.checkpoint_upkeep:verify", "hold all of it against its checksums (alone or under mpirun)")
     verify.add_argument("checkpoints", nargs="+", metavar="CKPT", help=_WHICH)
     _takes_step(verify)
     for verb in (ls, show, stats, diff, verify):

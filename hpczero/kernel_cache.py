@@ -126,7 +126,7 @@ def _own_folder(key: str) -> Path | None:
 
 def _key() -> str:
     """Names the machine code."""
-    binding, sources = importlib.import_module("llvmlite.binding"), importlib.import_module("hpczero_kernels.sources")
+    binding, sources = importlib.import_module("llvmlite.binding"), importlib.import_module("hpczero_kernels.cpu")
     facts = blake2b(digest_size=8)
     versions = [metadata.version(name) for name in ("numba", "numba-cuda") if any(metadata.distributions(name=name))]
     for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), *versions):

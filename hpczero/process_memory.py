@@ -4,14 +4,15 @@ Pages that several processes share count in equal parts (the proportional set si
 from the node: each shared window once. Files' pages, which the kernel gives back when asked, are left out.
 """
 
+import ctypes
 import re
 import resource
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpczero import env
 from hpczero.comm.world import World
-from hpczero.memory.malloc import give_back_free_memory
 
 _OWN = Path("/proc/self/smaps_rollup")
 
@@ -64,3 +65,31 @@ def summary(world: World, predicted: Mapping[str, int], allocated: Mapping[str, 
 
 def growth(before: list[int] | None, after: list[int] | None) -> list[int] | None:
     return [late - early for early, late in zip(before, after, strict=True)] if before is not None and after is not None else None
+
+
+# What the C library does with memory that was freed; where it cannot be told, it does what it likes.
+_LARGEST = (1 << 31) - 1
+_KEEP = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, _LARGEST), "M_TOP_PAD": (-2, 64 << 20)}  # names and numbers of glibc
+_OLDER = 32 << 20  # older versions take no larger threshold
+
+
+def keep_free_memory() -> dict[str, int]:
+    """It stays for the next step, which needs as much: the kernel would clear it, page by page, every time. With what was accepted; nothing is
+    changed where the environment says what malloc is to do.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if not mallopt or env.tells_malloc():
+        return {}
+    accepted = {}
+    for name, (parameter, value) in _KEEP.items():
+        smaller = next((size for size in (value, _OLDER) if mallopt(parameter, size)), None)
+        if smaller is not None:
+            accepted[name] = smaller
+    return accepted
+
+
+def give_back_free_memory() -> None:
+    """To the kernel: it belongs to nothing."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)

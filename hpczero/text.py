@@ -1,7 +1,8 @@
 """Values, names and sizes as messages show them: one line, no control characters, no longer than a reader wants."""
 
 import datetime
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpczero.errors import escaped
@@ -62,3 +63,87 @@ def in_bytes(size: int) -> str:
     while amount >= 999.5:
         amount, unit = amount / 1000, next(units, "000 EB")
     return f"{amount:.{max(0, 2 - (amount >= 9.995) - (amount >= 99.95))}f} {unit}"
+
+
+def line(event: str, values: Mapping[str, object]) -> str:
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return " ".join([stamp, event, *(f"{key}={value(item)}" for key, item in values.items())])
+
+
+
+def value(item: object) -> str:
+    """A value on one line: quoted where it holds spaces or quotes, everything unprintable escaped."""
+    if isinstance(item, bool) or item is None:
+        return str(item).lower()
+    if isinstance(item, float):
+        return f"{item:.5g}"
+    if isinstance(item, Mapping):
+        item = ",".join(f"{key}:{entry}" for key, entry in item.items())
+    elif isinstance(item, (list, tuple)):
+        item = ",".join(map(str, item))
+    text = "".join(_printable(character) for character in str(item))
+    if text and not any(character in text for character in ' "='):
+        return text
+    return '"' + text.replace('"', '\\"') + '"'
+
+
+
+def _printable(character: str) -> str:
+    if character == "\\":
+        return "\\\\"
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+
+def loss(figure: float | None) -> str:
+    return "?" if figure is None else f"{figure:.4f}"
+
+
+
+def number(figure: float | None) -> str:
+    """Three significant digits, as people read them: 0.0123, 4.57, 18.2k, 1.20M; small ones as 3.00e-04."""
+    if figure is None:
+        return "?"
+    size = abs(figure)
+    if size != size or size == float("inf"):
+        return str(figure)
+    if 0 < size < 1e-2:
+        return f"{figure:.2e}"
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit * 0.9995:
+            return _three_digits(figure / limit) + unit
+    return _three_digits(figure)
+
+
+
+def _three_digits(figure: float) -> str:
+    size = abs(figure)
+    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3 if size >= 0.09995 or not size else 4
+    return f"{figure:.{digits}f}"
+
+
+
+def duration(seconds: float) -> str:
+    """h:mm:ss"""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+
+
+# Durations as a spec writes them, and as schedulers want them (pure).
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+
+
+def seconds(text: str) -> int:
+    """Of "1h30m", "12:00:00" or "1-12:00:00" (schema.WALLTIME)."""
+    if ":" not in text:
+        return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
+    days, _, clock = text.rpartition("-")
+    hours, minutes, rest = map(int, clock.split(":"))
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
+
+
+def clock(duration: int) -> str:
+    """hh:mm:ss, hours past 24 included: what both Slurm and PBS read."""
+    return f"{duration // 3600:02d}:{duration // 60 % 60:02d}:{duration % 60:02d}"

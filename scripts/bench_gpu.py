@@ -31,7 +31,7 @@ from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.parallelize import assemble  # noqa: E402
 from hpczero.spec.schema import Model, Optimizer, Spec, Train, Zero  # noqa: E402
 from hpczero.train.setup import place  # noqa: E402
-from hpczero_kernels.pool import Pool  # noqa: E402
+from hpczero_kernels.cpu import Pool  # noqa: E402
 
 TOLERANCE = 0.02  # of the loss: roundings to bf16 are at other places
 Step = Callable[[], torch.Tensor]  # the summed loss before it, on the device

@@ -52,7 +52,7 @@ class Seen:
 
 def main() -> int:
     arguments = options()
-    from hpczero.memory.malloc import keep_free_memory
+    from hpczero.process_memory import keep_free_memory
 
     keep_free_memory()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -127,7 +127,7 @@ def step(spec: Any, world: Any, way: Any, batches: Any) -> float:
 def traced(spec: Any, world: Any, way: Any, batches: Any) -> list[dict[str, float]]:
     """What every rank did in one step, in seconds; on rank 0."""
     from hpczero.comm.trace import Recording, Trace, events
-    from hpczero.train import timeline
+    from hpczero.train import trace_file
 
     recording = Recording()
     world.record(recording)
@@ -135,7 +135,7 @@ def traced(spec: Any, world: Any, way: Any, batches: Any) -> list[dict[str, floa
         step(spec, world, way, batches)
     world.record(Trace())
     happened = [event for kept in recording.steps for event in events(kept.rows, recording.whats)]
-    found = world.collect(timeline.own_seconds(timeline.of_step(happened, 1)))
+    found = world.collect(trace_file.own_seconds(trace_file.of_step(happened, 1)))
     return found or []
 
 

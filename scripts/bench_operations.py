@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hpczero_kernels import dispatch, operations
 from hpczero_kernels.adamw import State, adamw, scalars_of_step
-from hpczero_kernels.pool import BLOCK
+from hpczero_kernels.cpu import BLOCK
+from hpczero_kernels.elementwise import angles
 from hpczero_kernels.reduce import sum_pieces
-from hpczero_kernels.rotary import angles
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-3
 

@@ -34,7 +34,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     arguments = options()
-    from hpczero.memory.malloc import keep_free_memory
+    from hpczero.process_memory import keep_free_memory
 
     keep_free_memory()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -97,7 +97,7 @@ def communicate(engine: Any) -> None:
 def traced(world: Any, ours: Any) -> tuple[tuple[int, int], float]:
     """Of a step in the middle of others: reductions begun while backward went on, of how many; the share of communication beside compute."""
     from hpczero.comm.trace import Recording, Trace, events
-    from hpczero.train import timeline
+    from hpczero.train import trace_file
 
     recording = Recording()
     world.record(recording)
@@ -107,8 +107,8 @@ def traced(world: Any, ours: Any) -> tuple[tuple[int, int], float]:
     ours.engine.weights_here()
     world.record(Trace())
     happened = [event for step in recording.steps for event in events(step.rows, recording.whats)]
-    middle = timeline.of_step(happened, 2)
-    return timeline.started_during(middle, "reduce_scatter", "backward"), timeline.hidden(middle, "data")
+    middle = trace_file.of_step(happened, 2)
+    return trace_file.started_during(middle, "reduce_scatter", "backward"), trace_file.hidden(middle, "data")
 
 
 def step_in_phases(world: Any, ours: Any) -> None:

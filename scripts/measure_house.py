@@ -95,7 +95,8 @@ def imports(checkout: Path, trees: dict[Path, ast.Module]) -> dict[str, set[str]
             if isinstance(node, ast.Import):
                 asked |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                asked |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                modules = {f"{node.module}.{alias.name}" for alias in node.names}
+                asked |= modules if modules <= names.keys() else {node.module, *modules}
         found[name] = {one for one in asked if one in names and one != name}
     return found
 

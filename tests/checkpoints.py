@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from hpczero.checkpoint import alone, apart
+from hpczero.checkpoint import apart, import_safetensors
 from hpczero.checkpoint.manifest import State
 from hpczero.checkpoint.piece_table import Holding, Table, Tensor, stored
 from hpczero.checkpoint.shard_file import BLOCK, SLOTS, Array, bounce, empty_chunks
@@ -81,7 +81,7 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
     files = [range(first, min(first + grid.per_file, grid.ranks)) for first in range(0, grid.ranks, grid.per_file)]
     state = State(step=wanted.step, updates=wanted.step, loss_scale=1.0, good_steps=0)
     axes = {"pipeline": grid.pipeline, "data": grid.data, "tensor": grid.tensor}
-    return alone.save(checkpoints, alone.Made(state, wanted.spec, axes, table, files, wanted.buffers), read)
+    return import_safetensors.save(checkpoints, import_safetensors.Made(state, wanted.spec, axes, table, files, wanted.buffers), read)
 
 
 @contextmanager

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from hpczero import env
-from hpczero.errors import HpczeroError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.text import first_few, printable
 
 SECONDS = 60.0
@@ -69,3 +70,28 @@ def output(words: Sequence[str]) -> str:
     if answer.code:
         raise HpczeroError(f"{words[0]} failed: {answer.complaint}")
     return answer.out
+
+
+# A job as a scheduler sees it, and how a scheduler says no.
+State = Literal["queued", "held", "running", "ended"]
+
+
+@dataclass(frozen=True)
+class Queued:
+    number: str
+    state: State
+    reason: str  # why it waits, or how it ended
+    tag: str
+    start: str = ""  # when it is expected to start, or did
+
+    @property
+    def lives(self) -> bool:
+        return self.state != "ended"
+
+
+class Transient(HpczeroError):
+    """The scheduler could not answer; asked again, it may."""
+
+
+class Refused(InputError):
+    """The scheduler does not want the job as it is."""

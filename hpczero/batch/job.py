@@ -13,11 +13,10 @@ from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
 from hpczero.model.shapes import known, layers
 from hpczero.planner import fit
-from hpczero.planner.platform import as_run
+from hpczero.planner.memory import as_run
 from hpczero.planner.volumes import resolved
-from hpczero.spec.duration import clock, seconds
 from hpczero.spec.schema import Batch, Spec
-from hpczero.text import shown
+from hpczero.text import clock, seconds, shown
 
 _SUBMITS = {"slurm": "sbatch", "pbs": "qsub"}
 _OF_THE_SYSTEM = ("/usr", "/usr/local")

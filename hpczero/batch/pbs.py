@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpczero.batch import command
-from hpczero.batch.queued import Queued, Refused, State, Transient
+from hpczero.batch.command import Queued, Refused, State, Transient
 
 PROGRAM = "qsub"
 GONE = re.compile(r"[Uu]nknown [Jj]ob|has finished")  # of a job that needs no deleting any more

@@ -20,13 +20,11 @@ from jinja2.exceptions import SecurityError
 from jinja2.loaders import split_template_path
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpczero import locations
-from hpczero.batch import header
+from hpczero import env
 from hpczero.batch.job import Job
-from hpczero.batch.launch import words
 from hpczero.errors import InputError
 from hpczero.spec import site_profile
-from hpczero.spec.schema import PATTERNS, VARIABLE, WORD
+from hpczero.spec.schema import PATTERNS, VARIABLE, WORD, Batch
 from hpczero.spec.site_profile import profiles
 from hpczero.text import printable, shown
 
@@ -59,7 +57,7 @@ def render(job: Job) -> str:
             script = _limited(made)
     except (TemplateError, *_WRONG) as error:
         raise InputError(f"the template {printable(template)} of the site {job.site}: {printable(str(error))}") from error
-    header.refuse_duplicates(script, job.scheduler, job.batch)
+    refuse_duplicates(script, job.scheduler, job.batch)
     return script
 
 
@@ -77,7 +75,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _template(profile: Path, name: str) -> str | None:
     """Return the text of the template beside the profile, else hpczero's own of this name."""
-    for folder in (profile.parent, locations.shared_folder("templates")):
+    for folder in (profile.parent, env.shared_folder("templates")):
         path = folder.joinpath(*split_template_path(name))
         if path.exists():
             return site_profile.template(path)
@@ -173,3 +171,134 @@ def _line(value: object) -> str:
     if not text.isprintable():
         raise InputError(f"{shown(text)} cannot stand in a batch script: it has characters that cannot be seen")
     return text
+
+
+# The command that starts a job's ranks, as words (pure): launcher, choice of the GPU, container, program.
+#
+#     srun mpirun mpiexec    the launcher says how many ranks, where, and which cores each may use
+#     bash -c '...' words    a wrapper shows each rank its own GPU (gpu_select = "wrapper")
+#     apptainer, shifter     the container
+#     python3 -m hpczero     the program
+# launcher -> what it calls a process's number on its node
+_LOCAL_RANK = {
+    "srun": "SLURM_LOCALID",
+    "mpiexec": "PALS_LOCAL_RANKID",
+    "mpirun": "{OMPI_COMM_WORLD_LOCAL_RANK:-$MPI_LOCALRANKID}",  # Open MPI, MPICH and Intel MPI
+}
+
+
+def words(job: Job) -> list[str]:
+    launcher = {"srun": _srun, "mpirun": _mpirun, "mpiexec": _mpiexec}[job.launcher](job)
+    return [*launcher, *job.batch.launch_options, *_wrapper(job), *_container(job), "python3", "-m", "hpczero", *job.arguments]
+
+
+def _srun(job: Job) -> list[str]:
+    """The number of CPUs is said again: srun stopped taking it from the job in 22.05. A rank that is killed ends the others."""
+    found = ["srun", "--kill-on-bad-exit=1", f"--nodes={job.nodes}", f"--ntasks={job.ranks}", f"--ntasks-per-node={job.ranks_per_node}"]
+    found += [f"--cpus-per-task={job.cpus_per_rank}"] if job.cpus_per_rank else []
+    bind = job.batch.bind
+    if bind != "auto" or job.cpus_per_rank:
+        found.append(f"--cpu-bind={'cores' if bind == 'auto' else bind}")
+    if job.gpus_per_node:
+        found += ["--gpus-per-task=1", "--gpu-bind=closest"] if job.gpu_select == "closest" else ["--gpu-bind=none"]
+    return found
+
+
+def _mpirun(job: Job) -> list[str]:
+    """Open MPI's and MPICH's take nodes and ranks per node from the job. They bind to one core at a time by default, and ranks here have threads."""
+    found = ["mpirun", "-n", str(job.ranks)]
+    found += ["--map-by", f"ppr:{job.ranks_per_node}:node"] if job.partition.totals else []  # such a job does not say how many ranks a node has
+    return [*found, "--bind-to", "none"]
+
+
+def _mpiexec(job: Job) -> list[str]:
+    found = ["mpiexec", "-n", str(job.ranks), "--ppn", str(job.ranks_per_node)]
+    found += ["--depth", str(job.cpus_per_rank)] if job.cpus_per_rank else []
+    bind = job.batch.bind
+    if bind != "auto" or job.cpus_per_rank:
+        found += ["--cpu-bind", {"auto": "depth", "cores": "core"}.get(bind, bind)]
+    return found
+
+
+def _wrapper(job: Job) -> list[str]:
+    if not job.gpus_per_node or job.gpu_select != "wrapper":
+        return []
+    order = " ".join(job.partition.gpu_order or map(str, range(job.gpus_per_node)))
+    own = f"${{gpus[rank % {job.gpus_per_node}]}}"
+    script = f'gpus=({order}); rank=${_LOCAL_RANK[job.launcher]}; export {job.partition.gpu_variable}={own}; exec "$@"'
+    return ["bash", "-c", script, "one-gpu"]
+
+
+def _container(job: Job) -> list[str]:
+    kind, _, image = job.batch.container.partition(":")
+    options = job.batch.container_options
+    if kind == "apptainer":
+        return ["apptainer", "exec", *options, image]
+    return ["shifter", *options] if kind == "shifter" else []  # its image is a directive
+
+
+# The directives of a batch script, read as sbatch and qsub read them: from the top, until the first line that is a command.
+MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
+
+# short option -> long one: both say the same thing
+_LONG = (
+    "A account|a array|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus|H hold|J job-name|L licenses|M clusters"
+    "|n ntasks|N nodes|o output|p partition|q qos|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
+)
+_SLURM = {f"-{short}": f"--{long}" for short, long in (entry.split() for entry in _LONG.split("|"))}
+# what submission says itself
+_SAID_AT_SUBMISSION = {"slurm": ("--output", "--error", "--comment", "--open-mode"), "pbs": ("-o", "-e", "-h")}
+_SEVERAL_AT_ONCE = {"slurm": "--array", "pbs": "-J"}
+_SAY_THE_SAME = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
+
+
+def directives(script: str, scheduler: str) -> list[list[str]]:
+    """The words of each."""
+    found = []
+    for line in script.split("\n"):
+        if line.startswith(MARKS[scheduler] + " "):
+            found.append(_split(line.removeprefix(MARKS[scheduler])))
+        elif line.strip() and not line.startswith("#"):
+            break
+    return found
+
+
+def subjects(words: list[str], scheduler: str) -> list[str]:
+    """What the options of a directive are about: two about the same contradict each other."""
+    found = []
+    for place, word in enumerate(words):
+        if word.startswith("-"):
+            following = words[place + 1] if place + 1 < len(words) else ""
+            found += _of_slurm(word) if scheduler == "slurm" else _of_pbs(word, following)
+    return found
+
+
+def _of_slurm(word: str) -> list[str]:
+    option = word.partition("=")[0] if word.startswith("--") else _SLURM.get(word[:2], word[:2])
+    return [_SAY_THE_SAME.get(option, option)]
+
+
+def _of_pbs(word: str, following: str) -> list[str]:
+    option, value = word[:2], word[2:] or following
+    return [f"{option} {part.partition('=')[0]}" for part in value.split(",")] if option in ("-l", "-W") else [option]
+
+
+def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
+    """InputError if one of the user's directives is about what another says already. (sbatch takes the beginning of an option for the whole.)"""
+    said = [about for words in directives(script, scheduler) for about in subjects(words, scheduler)]
+    several = _SEVERAL_AT_ONCE[scheduler]
+    of_user = [("extra_directives", text, text) for text in batch.extra_directives]
+    for key, text, directive in [*of_user, *(("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources)]:
+        for about in subjects(_split(directive), scheduler):
+            if about == several or (len(about) > 3 and several.startswith(about)):
+                raise InputError(f"batch.{key}: {shown(text)} makes several jobs of one run: they would write over each other")
+            others = [other for other in said if other == about or (about.startswith("--") and other.startswith(about))]
+            if len(others) > 1 or about in _SAID_AT_SUBMISSION[scheduler]:
+                raise InputError(f"batch.{key}: {shown(text)} says again what is said already ({about}): there is a key for it under [batch]")
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"batch.extra_directives: {shown(text)}: {str(error).lower()}") from None

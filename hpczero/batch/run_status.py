@@ -15,7 +15,7 @@ from typing import Any
 
 from hpczero import lock, safe_files
 from hpczero.batch import submission
-from hpczero.batch.queued import Queued
+from hpczero.batch.command import Queued
 from hpczero.batch.submission import Submission
 from hpczero.lock import Holder
 

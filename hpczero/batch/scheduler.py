@@ -10,7 +10,7 @@ from types import ModuleType
 
 from hpczero import env, safe_files
 from hpczero.batch import command, pbs, slurm
-from hpczero.batch.queued import Queued
+from hpczero.batch.command import Queued
 from hpczero.errors import HpczeroError, InputError
 
 ASK_EVERY = 30.0  # seconds

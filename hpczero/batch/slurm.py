@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpczero.batch import command
-from hpczero.batch.queued import Queued, Refused, State, Transient
+from hpczero.batch.command import Queued, Refused, State, Transient
 
 PROGRAM = "sbatch"
 # of a job that needs no cancelling any more

@@ -21,19 +21,18 @@ from pathlib import Path
 
 from hpczero import env
 from hpczero.batch import command, pbs, scheduler, sites, submission
+from hpczero.batch.command import Queued, Transient
 from hpczero.batch.job import Here, Job, plan
-from hpczero.batch.mpi_fit import refuse_launcher
-from hpczero.batch.queued import Queued, Transient
 from hpczero.batch.render import render
-from hpczero.batch.submission import Submission
+from hpczero.batch.submission import Submission, refuse_launcher
 from hpczero.data.supply import look
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
 from hpczero.safe_files import make_folder, own_folder, write_text
 from hpczero.spec import site_profile
 from hpczero.spec.load import load, to_toml
+from hpczero.spec.reference import toml_value
 from hpczero.spec.schema import Batch, Spec
-from hpczero.spec.toml import toml_value
 from hpczero.text import counted, listed, shown
 from hpczero.train import run_directory
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpczero.checkpoint.files import Damaged, Unreadable
+from hpczero.checkpoint.shard_file import Damaged, Unreadable
 
 if TYPE_CHECKING:
     from hpczero.checkpoint.load import Checkpoint
@@ -13,7 +13,7 @@ __all__ = ["Damaged", "Unreadable", "open"]
 
 def open(path: str | Path, step: int | None = None) -> "Checkpoint":
     """The checkpoint in this folder; of a run's directory the newest complete one, or that of `step`."""
+    from hpczero.checkpoint.directory import checkpoint_at
     from hpczero.checkpoint.load import Checkpoint
-    from hpczero.checkpoint.locate import checkpoint_at
 
     return Checkpoint.open(checkpoint_at(Path(path), step))

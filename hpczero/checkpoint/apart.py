@@ -20,10 +20,10 @@ from itertools import islice
 from pathlib import Path
 
 from hpczero import env
-from hpczero.checkpoint import manifest, view
-from hpczero.checkpoint.files import Unreadable
+from hpczero.checkpoint import index, manifest
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content
+from hpczero.checkpoint.shard_file import Unreadable
 from hpczero.errors import HpczeroError
 
 _MOST_PROBLEMS = 20  # that are said of a file
@@ -135,10 +135,10 @@ def answer(folder: Path, content: Content, shard: int) -> list[str]:
         with Checkpoint.open(folder) as checkpoint:
             table = checkpoint.table
         limited(content.index.size)
-        found = view.problems(folder / INDEX, table, content.shards)
+        found = index.problems(folder / INDEX, table, content.shards)
         return list(islice(found, _MOST_PROBLEMS))
     limited(structure(content, shard))
-    problem = view.problem_of_shard(folder / content.shards[shard].file, content.shards[shard])
+    problem = index.problem_of_shard(folder / content.shards[shard].file, content.shards[shard])
     return [problem] if problem else []
 
 

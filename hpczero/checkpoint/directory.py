@@ -8,14 +8,18 @@ end, and one with a longer name was set aside. A folder whose name is not the on
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.files import Damaged, Unreadable
+from hpczero.checkpoint.manifest import INDEX, Content
+from hpczero.checkpoint.shard_file import Damaged, Newer, Unreadable, not_read
 from hpczero.errors import InputError
 from hpczero.safe_files import Identity, OpenFolder, identity, make_folder, own_folder, rename, sync
+from hpczero.text import printable
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _ASIDE = re.compile(r"step-(\d{8,18})\.\d{8}T\d{6}(-\d+)?")
@@ -198,3 +202,146 @@ def _folders(
     return [
         (step, path) for step, path in dated if not canonical or path.name.startswith(name_of(step))
     ]
+
+
+# What checkpoints there are, from their manifests and the sizes of their files: fast, and without a look at the data.
+COMPLETE, DAMAGED, INCOMPLETE, ASIDE, NEWER, UNREADABLE = "complete", "damaged", "incomplete", "set aside", "newer", "unreadable"
+MISNAMED, LINKED = "misnamed", "linked"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """`state`: complete, damaged (`problem` says how), incomplete (a save that did not come to its end, or has not yet), set aside, newer (of a
+    format that this version does not know), unreadable (it may be good), misnamed (its name is not
+    the one that its step gets), linked (a link, and what it leads to may be another run's).
+    `identity`: of the folder that was looked at.
+    """
+
+    path: Path
+    step: int
+    state: str
+    problem: str
+    size: int  # bytes of the files that are there
+    created: str | None = None
+    ranks: int | None = None
+    grid: dict[str, int] | None = None
+    identity: Identity | None = None
+
+    @property
+    def run(self) -> Path:
+        return self.path.absolute().parent.parent
+
+    def as_data(self) -> dict[str, Any]:
+        facts = vars(self) | {"path": str(self.path), "run": str(self.run)}
+        return {key: value for key, value in facts.items() if key != "identity"}
+
+
+def listed(checkpoints: Path) -> Iterator[Listed]:
+    """Those in a folder of checkpoints, by step."""
+    try:
+        found = [*steps(checkpoints).values(), *incomplete(checkpoints), *aside(checkpoints)]
+        found += oddly_named(checkpoints)
+    except OSError as error:
+        raise not_read(Path(error.filename or checkpoints), error) from error
+    return (_look_at(path) for path in sorted(found, key=lambda path: (step_of(path) or 0, path.name)))
+
+
+def _look_at(path: Path) -> Listed:
+    step = step_of(path) or 0
+    try:
+        before = identity(path)
+        if path.is_symlink():
+            return Listed(path, step, LINKED, f"it is a link to {os.readlink(path)}", 0)
+        return replace(_look_into(path, step), identity=before)
+    except OSError as error:  # or removed since it was listed
+        return Listed(path, step, UNREADABLE, f"{error.filename or path}: {error.strerror}", 0)
+
+
+def _look_into(path: Path, step: int) -> Listed:
+    size = 0
+    try:
+        size = sum(entry.lstat().st_size for entry in path.iterdir())
+        if not (path / manifest.NAME).exists():
+            if is_oddly_named(path):
+                return Listed(path, step, MISNAMED, f"no save writes step {step} so", size)
+            return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
+        content = manifest.read(path)
+        problem = _missing(path, content)
+    except OSError as error:  # or removed since it was listed
+        return Listed(path, step, UNREADABLE, f"{error.filename or path}: {error.strerror}", size)
+    except (Damaged, Unreadable) as error:
+        state = DAMAGED if isinstance(error, Damaged) else NEWER if isinstance(error, Newer) else UNREADABLE
+        return Listed(path, step, state, str(error), size)
+    named = path.absolute().name
+    if name_of(content.state.step) not in (named, named.partition(".")[0]):
+        problem = f"it is of step {content.state.step}, which is {name_of(content.state.step)}"
+        state = MISNAMED
+    else:
+        state = DAMAGED if problem else COMPLETE if named == name_of(step) else ASIDE
+    return Listed(path, content.state.step, state, problem, size, content.created, content.ranks, content.grid)
+
+
+def _missing(path: Path, content: Content) -> str:
+    """Which file is not there, or not as long as it was; empty if all are."""
+    for name, size in [(INDEX, content.index.size), *((shard.file, shard.size) for shard in content.shards)]:
+        try:
+            found = (path / name).lstat()
+        except FileNotFoundError as error:
+            return f"{name}: {error.strerror}"
+        if found.st_size != size:
+            return f"{name} has {found.st_size:,} bytes, and {size:,} were written"
+    return ""
+
+
+# Which checkpoint a path means: a checkpoint's folder, a run's directory, or its folder of checkpoints.
+_SHOWN = 8
+
+
+def checkpoint_at(path: Path, step: int | None = None) -> Path:
+    """The folder of a checkpoint: of a run the newest complete one, or that of `step`. InputError: there is none."""
+    try:
+        return _checkpoint_at(path, step)
+    except OSError as error:
+        raise not_read(Path(error.filename or path), error) from error
+
+
+def _checkpoint_at(path: Path, step: int | None) -> Path:
+    said = printable(str(path))
+    if not path.is_dir():
+        raise InputError(f"{said} {'is no folder' if path.exists() else 'does not exist'}: name a checkpoint's folder or a run's directory")
+    if (path / manifest.NAME).is_file():
+        if step is not None and step_of(path) != step:
+            raise InputError(f"--step {step}: {said} is a checkpoint itself; name its run's directory to choose a step")
+        return path
+    if step_of(path) is not None:
+        raise InputError(f"{said} has no {manifest.NAME}: it is what a save left that did not come to its end")
+    complete = steps(checkpoints_of(path))
+    if not complete:
+        raise InputError(f"{said} has no complete checkpoint")
+    if step is not None and step not in complete:
+        there = ", ".join(map(str, list(complete)[:_SHOWN])) + (", …" if len(complete) > _SHOWN else "")
+        raise InputError(f"--step {step}: {said} has no complete checkpoint of that step; there are {there}")
+    if step is not None:
+        if misnamed(complete[step]):
+            raise InputError(f"--step {step}: what has that name in {said} is of another step")
+        return complete[step]
+    named_well = (path for path in complete.values() if not misnamed(path))
+    return next(named_well, complete[next(iter(complete))])
+
+
+def checkpoints_of(path: Path) -> Path:
+    """Of a run's directory the folder of its checkpoints; any other folder is taken for one itself."""
+    return path / "checkpoints" if (path / "checkpoints").is_dir() else path
+
+
+def folders_of_checkpoints(path: Path) -> list[Path]:
+    """Those that a path leads to: of a run, or of all runs in an output folder."""
+    if not path.is_dir():
+        raise InputError(f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}")
+    try:
+        own = checkpoints_of(path)
+        if own != path or holds_any(path):
+            return [own]
+        return sorted(run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir())
+    except OSError as error:
+        raise InputError(f"{printable(str(error.filename or path))}: {error.strerror}") from error

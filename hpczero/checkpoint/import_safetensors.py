@@ -1,22 +1,23 @@
 """A checkpoint made of safetensors files, with moments of zero, at step 0: training begins with weights from elsewhere."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint import alone, storable
-from hpczero.checkpoint.export import BUFFERS
+from hpczero import __version__
+from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.load import STRETCH
-from hpczero.checkpoint.manifest import State
+from hpczero.checkpoint.manifest import INDEX, Content, IndexFile, RankData, ShardFile, State
 from hpczero.checkpoint.piece_table import Holding, Table, Tensor
-from hpczero.checkpoint.progress import Advance
-from hpczero.checkpoint.safetensors import FLOATS, Entry, SafetensorsFile, to_float32
-from hpczero.checkpoint.shard_file import CHUNK, SLOTS, WIDTH, Array, bounce, empty_chunks
+from hpczero.checkpoint.safetensors import BUFFERS, FLOATS, Entry, SafetensorsFile, to_float32
+from hpczero.checkpoint.shard_file import CHUNK, SLOTS, WIDTH, Advance, Array, Extent, Writer, bounce, empty_chunks
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter, known, layers
 from hpczero.parallel.layout import unit_layout
@@ -63,9 +64,9 @@ class Adoption:
         table = Table.of([Tensor(p.name, p.shape) for p in self.parameters], 1, lambda _: holding)
         buffers = {name: _whole(one) for name, one in self.buffers.items()}
         state = State(step=0, updates=0, loss_scale=self.spec.train.loss_scale if self.spec.train.precision == "fp16" else 1.0, good_steps=0)
-        made = alone.Made(state, self.spec.model_dump(mode="json"), {"pipeline": 1, "data": 1, "tensor": 1}, table, [[0]], buffers)
+        made = Made(state, self.spec.model_dump(mode="json"), {"pipeline": 1, "data": 1, "tensor": 1}, table, [[0]], buffers)
         empty, elements = empty_chunks(), table.elements(1)[0]
-        return alone.save(checkpoints, made, lambda _, slot: bounce(_zeros(elements) if slot else self._weights(advance), empty))
+        return save(checkpoints, made, lambda _, slot: bounce(_zeros(elements) if slot else self._weights(advance), empty))
 
     def _weights(self, advance: Advance) -> Iterator[Array]:
         for parameter in self.parameters:
@@ -86,7 +87,7 @@ class Adoption:
     def _refuse_what_cannot_be_held(self) -> None:
         tensors = {name: one.entry.shape for name, one in self.found.items() if name not in self.buffers}
         buffers = {name: ("float32" if one.entry.dtype == "BF16" else one.entry.numpy.name, one.entry.shape) for name, one in self.buffers.items()}
-        if problem := storable.problem(tensors, buffers):
+        if problem := manifest.problem(tensors, buffers):
             raise InputError(f"a checkpoint cannot hold what is in the files: {problem}")
 
     def _refuse_another_model(self) -> None:
@@ -124,3 +125,68 @@ def _zeros(elements: int) -> Iterator[Array]:
     zeros = np.zeros(min(elements, CHUNK // WIDTH), np.float32)
     for start in range(0, elements, CHUNK // WIDTH):
         yield zeros[: elements - start]
+
+
+# A checkpoint written by one process, for any grid of ranks: what an import makes. (A run's are written by all its ranks: `write`.)
+Read = Callable[[int, int], Iterable[Array]]  # rank, slot -> its data, as `shard.Writer.write` takes it
+
+
+@dataclass(frozen=True)
+class Made:
+    """All of a checkpoint but its data. `files`: the ranks whose data each shard file has."""
+
+    state: State
+    spec: Mapping[str, Any]
+    grid: Mapping[str, int]
+    table: Table
+    files: Sequence[Sequence[int]]
+    buffers: Mapping[str, Array] = field(default_factory=dict)
+
+
+def save(checkpoints: Path, made: Made, read: Read) -> Path:
+    """A new folder in `checkpoints`. What cannot be finished is removed."""
+    path = directory.begin(checkpoints, made.state.step)
+    try:
+        elements = made.table.elements(sum(map(len, made.files)))
+        shards = [_shard(path, f"shard-{number:05d}.h5", {rank: elements[rank] for rank in ranks}, read) for number, ranks in enumerate(made.files)]
+        attributes = {"format": made.state.format, "step": made.state.step, "spec": dict(made.spec), "grid": dict(made.grid)}
+        index.write(path / INDEX, made.table, shards, made.buffers, attributes)
+        content = Content(
+            format=made.state.format, hpczero=__version__, created=datetime.now(UTC).isoformat(timespec="seconds"),
+            state=made.state, spec=dict(made.spec), grid=dict(made.grid), ranks=len(elements),
+            index=IndexFile(**_sealed(path / INDEX, "checksum", ())), shards=shards,
+        )  # fmt: skip
+        manifest.write(path, content)
+    except BaseException:
+        directory.remove(path)
+        raise
+    return path
+
+
+def _shard(path: Path, name: str, elements: Mapping[int, int], read: Read) -> ShardFile:
+    extents = shard_file.make(path / name, elements)
+    for extent in extents:
+        writer = Writer(path / name, extent, direct=True)
+        try:
+            for slot in range(len(SLOTS)):
+                writer.write(slot, read(extent.rank, slot))
+            writer.finish()
+        finally:
+            writer.close()
+    sealed = _sealed(path / name, "rest", [place for extent in extents for place in extent.ranges()])
+    return ShardFile(file=name, ranks=[_described(extent) for extent in extents], **sealed)
+
+
+def _described(extent: Extent) -> RankData:
+    return RankData(rank=extent.rank, elements=extent.elements, data=list(extent.data), checksums=extent.checksums)
+
+
+def _sealed(path: Path, checksum: str, data: Iterable[shard_file.Range]) -> dict[str, Any]:
+    """The size of a file that is on the disk now, and the checksum of all of it but the data."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        size = os.fstat(file).st_size
+        return {"size": size, checksum: shard_file.rest(file, size, data)}
+    finally:
+        os.close(file)

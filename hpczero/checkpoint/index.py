@@ -8,20 +8,21 @@ It is made from the table alone, before there is any data.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from hpczero.checkpoint import storable
-from hpczero.checkpoint.files import Damaged, not_read
-from hpczero.checkpoint.manifest import ShardFile, slot_elements
+from hpczero.checkpoint import manifest
+from hpczero.checkpoint.manifest import RankData, ShardFile, slot_elements
 from hpczero.checkpoint.piece_table import Table, Tensor
-from hpczero.checkpoint.shard_file import SLOTS, Array
+from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, not_read
+from hpczero.checkpoint.shards import WRONG, dataset, datasets_below, opened, plain
 from hpczero.hdf5.in_memory import made_in_memory
 from hpczero.hdf5.reader import PlainFile
 from hpczero.text import printable
@@ -42,7 +43,7 @@ class Index:
 
 def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
     """A new file; `shards` say which file has which rank's data. ValueError: these tensors or buffers cannot be in a checkpoint."""
-    described = {name: (storable.dtype_of(one), one.shape) for name, one in buffers.items()}
+    described = {name: (manifest.dtype_of(one), one.shape) for name, one in buffers.items()}
     if problem := _problem(table.tensors, described):
         raise ValueError(problem)
     file_of = {data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks}
@@ -93,11 +94,11 @@ def read(path: Path, descriptor: int) -> Index:
         file = PlainFile(descriptor)
         columns = [_plain(file, name, "<u8", dims) for name, dims in COLUMNS.items()]
         names, shapes = (_list_of_tensors(file, name) for name in ("names", "shapes"))
-        if len(names) != len(shapes) or len(names) > storable.MOST_TENSORS:
+        if len(names) != len(shapes) or len(names) > manifest.MOST_TENSORS:
             raise ValueError(f"{len(names):,} names and {len(shapes):,} shapes")
         tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
-        found = list(islice(file.datasets_below("buffers"), storable.MOST_BUFFERS + 1))
-        described = {name: (storable.dtype_of(one), one.shape) for name, one in found}
+        found = list(islice(file.datasets_below("buffers"), manifest.MOST_BUFFERS + 1))
+        described = {name: (manifest.dtype_of(one), one.shape) for name, one in found}
         if problem := _problem(tensors, described):
             raise ValueError(problem)
         buffers = {name: file.values(one) for name, one in found}
@@ -112,8 +113,8 @@ def read(path: Path, descriptor: int) -> Index:
 def _list_of_tensors(file: PlainFile, name: str) -> list[Any]:
     """Read what the piece table has of each tensor, if it is no more than that."""
     raw = _text(file, name)
-    if raw.count(b",") > 8 * storable.MOST_TENSORS:  # a shape has some, and a list takes 60 bytes
-        raise ValueError(f"{name} of more than {storable.MOST_TENSORS:,} tensors")
+    if raw.count(b",") > 8 * manifest.MOST_TENSORS:  # a shape has some, and a list takes 60 bytes
+        raise ValueError(f"{name} of more than {manifest.MOST_TENSORS:,} tensors")
     found = json.loads(raw)
     if not isinstance(found, list):
         raise ValueError(f"{name} are no list")
@@ -152,10 +153,106 @@ def _plain(file: PlainFile, name: str, dtype: str, dims: int) -> Array:
 
 def _text(file: PlainFile, name: str) -> bytes:
     found = _plain(file, name, "u1", 1).tobytes()
-    if len(found) > storable.LONGEST_TEXT:
+    if len(found) > manifest.LONGEST_TEXT:
         raise ValueError(f"/pieces/{name} has {len(found):,} bytes, more than a model's names have")
     return found
 
 
 def _problem(tensors: Sequence[Tensor], buffers: Mapping[str, tuple[str, Sequence[int]]]) -> str:
-    return storable.problem({tensor.name: tensor.shape for tensor in tensors}, buffers)
+    return manifest.problem({tensor.name: tensor.shape for tensor in tensors}, buffers)
+
+
+# Compare what other programs read of a checkpoint with what hpczero reads.
+#
+# That is the whole-tensor view of index.h5, its piece table by the HDF5 library, and the datasets of
+# the shard files.
+#
+# hpczero reads none of these: it goes by the manifest and by the piece table as `hdf5.reader` has
+# it. A stranger could make a view that leads elsewhere, or one that crashes the HDF5 library, so
+# `verify` has this done in a process of its own (`apart`).
+def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:
+    """Yield what is in index.h5 that the piece table does not say."""
+    file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
+    missing = {f"{slot}/{tensor.name}": (slot, number) for slot in slots_in_view(table) for number, tensor in enumerate(table.tensors)}
+    try:
+        with opened(path) as file:
+            if file.userblock_size:
+                yield "it has a user block"
+            yield from _of_table(file, table)
+            for name, found in datasets_below(file):
+                place = missing.pop(name, None)
+                if place and not _is_view(found, *place, table, file_of):
+                    yield f"/{name} is not a view of this tensor's pieces"
+                elif not place and name not in DATASETS and not name.startswith("buffers/"):
+                    yield f"/{name} does not belong there"
+    except WRONG as error:
+        yield f"its view cannot be read: {error}"
+    else:
+        yield from (f"/{name} is not there" for name in missing)
+
+
+def _of_table(file: h5py.File, table: Table) -> Iterator[str]:
+    for column in COLUMNS:
+        if not np.array_equal(plain(file, f"pieces/{column}"), getattr(table, column)):
+            yield f"/pieces/{column} is another one for the HDF5 library"
+    texts = {
+        "names": [tensor.name for tensor in table.tensors],
+        "shapes": [list(tensor.shape) for tensor in table.tensors],
+    }
+    for name, expected in texts.items():
+        if json.loads(plain(file, f"pieces/{name}", "u1", 1).tobytes()) != expected:
+            yield f"/pieces/{name} is another one for the HDF5 library"
+
+
+def _is_view(found: Any, slot: str, number: int, table: Table, file_of: dict[int, str]) -> bool:
+    tensor, rows = table.tensors[number], table.pieces(number)
+    try:
+        properties, fill = found.get_create_plist(), np.zeros(1, "<f4")
+        properties.get_fill_value(fill)
+        if properties.get_layout() == h5py.h5d.VIRTUAL:
+            seen = {_source(properties, index) for index in range(properties.get_virtual_count())}
+        else:
+            seen = {()} if prod(found.shape) else set()
+        is_alike = found.shape == (tensor.shape or (1,)) and found.dtype == "<f4" and np.isnan(fill[0])
+        return bool(is_alike) and seen == {_mapping(slot, piece, table, file_of) for piece in rows}
+    except WRONG:
+        return False
+
+
+def _source(properties: h5py.h5p.PropDCID, index: int) -> tuple[object, ...]:
+    """What is asked for before anything else of a view is: asking for its shape could already open the sources."""
+    here, there = properties.get_virtual_vspace(index), properties.get_virtual_srcspace(index)
+    source = properties.get_virtual_filename(index), properties.get_virtual_dsetname(index)
+    return *source, here.get_select_bounds(), there.get_select_bounds(), here.get_select_npoints(), there.get_select_npoints()
+
+
+def _mapping(slot: str, piece: int, table: Table, file_of: dict[int, str]) -> tuple[object, ...]:
+    rank, offset, size, box = int(table.rank[piece]), int(table.offset[piece]), int(table.sizes[piece]), table.box(piece) or (slice(0, 1),)
+    here = tuple(cut.start for cut in box), tuple(cut.stop - 1 for cut in box)
+    return file_of[rank], f"/rank-{rank:05d}/{slot}", here, ((offset,), (offset + size - 1,)), size, size
+
+
+def problem_of_shard(path: Path, shard: ShardFile) -> str:
+    """Whether the datasets of a shard file, and nothing else, lie where its manifest says."""
+    known = {f"rank-{data.rank:05d}/{name}": (shape, dtype, place) for data in shard.ranks for name, shape, dtype, place in _datasets_of(data)}
+    try:
+        with opened(path) as file:
+            if file.userblock_size:
+                return "it has a user block"
+            if other := next((name for name, _ in datasets_below(file) if name not in known), ""):
+                return f"/{other} does not belong there"
+            for name, (shape, dtype, place) in known.items():
+                found = dataset(file, name)
+                if found.is_virtual or found.external or found.chunks or found.shape != shape or found.dtype != np.dtype(dtype):
+                    return f"/{name} is no plain dataset of {shape} {np.dtype(dtype).name} in this file"
+                if found.size and found.id.get_offset() != place:
+                    return f"/{name} is not at byte {place}, as the manifest says"
+    except WRONG as error:
+        return f"it is no HDF5 file of a checkpoint: {error}"
+    return ""
+
+
+def _datasets_of(data: RankData) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """Name, shape, dtype and place of a rank's datasets."""
+    slots = [(slot, (slot_elements(data),), "<f4", place) for slot, place in zip(SLOTS, data.data, strict=True)]
+    return [*slots, ("checksums", (len(SLOTS), data.extent.blocks), "<u8", data.checksums)]

@@ -8,13 +8,17 @@ checksums. `rest` is a checksum of every byte that is not data: the structure, a
 """
 
 import contextlib
+import errno
 import mmap
 import os
+import stat
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +27,61 @@ import h5py
 import numpy as np
 import xxhash
 
+from hpczero.errors import HpczeroError, InputError
 from hpczero.hdf5.in_memory import made_in_memory, write_all
 from hpczero.safe_files import open_for_writing
+
+# How far long work is: a bar on a terminal, nothing elsewhere.
+Advance = Callable[[int], None]  # so many more bytes are done
+
+
+@contextlib.contextmanager
+def bar(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
+    """On standard error, so that what a verb prints can be piped on."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield partial(progress.advance, progress.add_task(doing, total=total))
+
+
+# Files of checkpoints: a stranger may have made them; only plain ones of the folder are read.
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
+
+
+class Damaged(HpczeroError):
+    """A checkpoint that is not what was written: bytes differ, or are missing."""
+
+
+class Unreadable(InputError):
+    """A checkpoint that may be whole, and that this process cannot read now: no permission, a disk's error, too many open files."""
+
+
+class Newer(Unreadable):
+    """A checkpoint of a format that this version does not know."""
+
+
+def not_read(path: Path, error: OSError, more: str = "") -> HpczeroError:
+    """What it says of a checkpoint that this happened while it was read."""
+    text = f"{path}: {error.strerror or error}{more}"
+    return Damaged(text) if error.errno in _MISSING else Unreadable(f"{text}: it cannot be told whether this checkpoint is damaged")
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor to read from. Damaged: the file is missing, or is a link, a pipe, a device or a folder; Unreadable: it cannot be opened."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise (Damaged(f"{path}: it is a link") if error.errno == errno.ELOOP else not_read(path, error)) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise Damaged(f"{path}: it is no plain file")
+    return file
+
 
 SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
 BLOCK = 1 << 20  # bytes that have a checksum of their own

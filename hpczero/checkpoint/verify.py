@@ -15,12 +15,10 @@ import xxhash
 
 from hpczero.checkpoint import manifest
 from hpczero.checkpoint.apart import Apart
-from hpczero.checkpoint.files import Damaged, not_read, open_plain
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.piece_table import Table
-from hpczero.checkpoint.progress import Advance
-from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH, Array
+from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH, Advance, Array, Damaged, not_read, open_plain
 from hpczero.checkpoint.shards import problem_outside_data
 from hpczero.text import first_few
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpczero.comm.ledger import Ledger
 from hpczero.comm.progress import Limits, Progress
-from hpczero.comm.staging import Incoming, InPlace, Outgoing
 from hpczero.comm.status import NOWHERE, Place, Signature
-from hpczero.device import CPU, Device
+from hpczero.comm.trace import Ledger
+from hpczero.device import CPU, Device, Incoming, InPlace, Outgoing
 
 BLOCK = 4096  # elements
 _NUMBERS = 128  # operations that one after the other get tags of their own

@@ -18,14 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hpczero.comm import reduction
+from hpczero.comm import mpi_backend
 from hpczero.comm.connection import Connection
-from hpczero.comm.ledger import evenly
 from hpczero.comm.mpi_backend import ByMessages, Carrier, Combine, combine_into, shard
 from hpczero.comm.progress import Steps, Work
-from hpczero.comm.short import ByWindow
+from hpczero.comm.shared_memory import ByWindow
 from hpczero.comm.status import Place, Signature
 from hpczero.comm.torch_backend import Native
+from hpczero.comm.trace import evenly
 from hpczero.device import Device, Queue
 
 _TINY = 1 << 15  # bytes over all ranks: up to here an all_reduce gathers whole tensors
@@ -92,7 +92,7 @@ class Group:
 
     def start_all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
         flat = self._flat(tensor)
-        reduction.check(op, flat, flat.dtype)
+        mpi_backend.check(op, flat, flat.dtype)
         tiny = flat.nbytes * self.size <= _TINY
         place, code = self._next("all_reduce", flat, op)
         carrier = self._carrier(flat)
@@ -107,7 +107,7 @@ class Group:
     def start_reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = "sum", combine: Combine | None = None) -> Work:
         """`combine`, where given, does the local sum into `output` itself; but for the last one its windows are multiples of 4096 elements."""
         flat, own = self._flat(tensor), self._flat(output)
-        reduction.check(op, own, flat.dtype)
+        mpi_backend.check(op, own, flat.dtype)
         self._check_shard("output", own, flat)
         if combine is None:
             combine = combine_into(own, op)

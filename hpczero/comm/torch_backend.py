@@ -17,10 +17,9 @@ import psutil
 import torch
 from torch import Tensor
 
-from hpczero.comm import reduction
+from hpczero.comm import mpi_backend
 from hpczero.comm.connection import BLOCK, slot_bytes
-from hpczero.comm.mpi_backend import Combine, combine_into, shard
-from hpczero.comm.order import Order
+from hpczero.comm.mpi_backend import Combine, Order, combine_into, shard
 from hpczero.comm.progress import CommunicationError, RequestFailed, Steps
 from hpczero.comm.status import Place
 from hpczero.device import Device
@@ -162,7 +161,7 @@ class Native:
             # soon as the host is through, while the device still reads it.
             everyones = tensor.new_empty(self.size, tensor.numel())
             yield from self._all_gather(everyones.view(-1), tensor)
-            reduction.combine(tensor, list(everyones), op)
+            mpi_backend.combine_parts(tensor, list(everyones), op)
 
         return self._in_turn(steps())
 

@@ -13,23 +13,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from hpczero import env, job_note, machine
+from hpczero import env, machine
 from hpczero.comm import clock
 from hpczero.comm.clock import Clock
-from hpczero.comm.launcher import HEAD_START, library, refuse_foreign_launcher, refuse_unusable
-from hpczero.comm.ledger import Entry, Ledger
-from hpczero.comm.order import Order
+from hpczero.comm.mpi_backend import Order
+from hpczero.comm.mpi_library import HEAD_START, library, refuse_foreign_launcher, refuse_unusable
 from hpczero.comm.progress import Limits, Progress, Steps
 from hpczero.comm.shared_memory import SharedBlocks
 from hpczero.comm.status import CLEARED, SLOT, Place, Signature, Status
-from hpczero.comm.trace import Trace
+from hpczero.comm.trace import Entry, Ledger, Trace
 from hpczero.comm.watchdog import Member, Watch
 from hpczero.errors import HpczeroError, InputError, Stopped
 
 if TYPE_CHECKING:
     from hpczero.comm.connection import Connection
     from hpczero.comm.group import Group
-    from hpczero.comm.short import ByWindow
+    from hpczero.comm.shared_memory import ByWindow
     from hpczero.comm.torch_backend import Native, Rendezvous
     from hpczero.device import Device
 
@@ -203,7 +202,7 @@ class World:
 
     def _window(self, axis: str, ranks: Sequence[int]) -> "ByWindow | None":
         """Make the window for short collectives; None if the ranks share no memory, or little."""
-        from hpczero.comm.short import ByWindow, size_of
+        from hpczero.comm.shared_memory import ByWindow, size_of
 
         places = {(self.hosts[rank], self.node_of_rank[rank]) for rank in ranks}
         if len(ranks) == 1 or len(places) > 1 or self.device.has_queues or self.backend != "mpi":
@@ -299,7 +298,7 @@ class World:
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
         print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {kind}{error}", file=sys.stderr)
         if isinstance(error, InputError):
-            job_note.wrong_input()
+            env.wrong_input()
         self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
 
     def close(self) -> None:

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 from hpczero.errors import InputError
 from hpczero.safe_files import write_new
 from hpczero.spec import site_profile
-from hpczero.spec.keys import flat, keys
+from hpczero.spec.keys import flat, keys, no_such_key
 from hpczero.spec.load import Loaded, load
-from hpczero.spec.mistakes import no_such_key
-from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text
+from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text, to_start_from
 from hpczero.spec.rules import unavailable, without_effect
 from hpczero.spec.schema import Spec
-from hpczero.spec.toml import to_start_from
 from hpczero.text import printable, shown
 
 if TYPE_CHECKING:
-    from hpczero.planner.platform import Hardware, Platform
+    from hpczero.planner.memory import Hardware, Platform
 
 _MOST_RANKS = 1_000_000
 
@@ -94,7 +92,7 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         if per_node is not None:
             raise InputError(f"--ranks-per-node {per_node} lays out the ranks of --ranks: say how many there are")
         return None
-    from hpczero.planner.platform import as_run
+    from hpczero.planner.memory import as_run
 
     node, platform = _runs_on(spec)
     spec = as_run(spec, platform.device)
@@ -106,7 +104,8 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
     from hpczero.model.shapes import known, layers
-    from hpczero.planner import forecast, topology
+    from hpczero.planner import forecast
+    from hpczero.planner import forecast as topology
     from hpczero.planner.volumes import resolved
 
     node_of_rank = [rank // per_node for rank in range(ranks)]
@@ -218,7 +217,7 @@ def _dealt_out(layout: Layout) -> str:
 def _without_ranks(spec: Spec) -> list[str]:
     """What can be said of the layout while nobody knows how many ranks there are."""
     from hpczero.model.shapes import known, layers
-    from hpczero.planner.topology import stages, stages_in_lines
+    from hpczero.planner.forecast import stages, stages_in_lines
 
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
     lines = [f"  ranks     a multiple of {tensor * pipeline:,}: tensor({tensor}) x pipeline({pipeline})"] if tensor * pipeline > 1 else []
@@ -228,7 +227,7 @@ def _without_ranks(spec: Spec) -> list[str]:
 
 
 def _topology(layout: Layout) -> list[str]:
-    from hpczero.planner.topology import nodes_in_lines, sent_in_lines, stages_in_lines
+    from hpczero.planner.forecast import nodes_in_lines, sent_in_lines, stages_in_lines
 
     found = {"nodes": nodes_in_lines(layout.nodes, layout.axes)}
     if layout.stages and len(layout.stages) > 1:

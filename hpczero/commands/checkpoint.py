@@ -10,13 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint.listing import COMPLETE, Listed, listed
-from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.locate import checkpoint_at, folders_of_checkpoints
+from hpczero.checkpoint.directory import COMPLETE, Listed, checkpoint_at, folders_of_checkpoints, listed
+from hpczero.checkpoint.load import Checkpoint, Difference, Statistics
 from hpczero.checkpoint.piece_table import Tensor
-from hpczero.checkpoint.progress import bar
-from hpczero.checkpoint.shard_file import SLOTS, WIDTH
-from hpczero.checkpoint.statistics import Difference, Statistics
+from hpczero.checkpoint.shard_file import SLOTS, WIDTH, bar
 from hpczero.errors import InputError
 from hpczero.text import in_bytes, printable
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from hpczero import env, kernel_cache, locations
+from hpczero import env, kernel_cache
 from hpczero.comm import mpi_library
 from hpczero.doctor import facts
 from hpczero.doctor.facts import Report
@@ -45,7 +45,7 @@ def _prebuild(report: Report) -> None:
     """The first process to come there fills the cache of its computer."""
     missing = [name for name in ("torch", "mpi4py", "numba") if not report.packages[name]]
     if missing:
-        raise InputError(f"kernels cannot be compiled without {' and '.join(missing)}: {locations.install('train')}")
+        raise InputError(f"kernels cannot be compiled without {' and '.join(missing)}: {env.install('train')}")
     began = time.monotonic()
     kernel_cache.load("hpczero.train.run")
     if report.gpus:

@@ -12,13 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpczero.batch import run_status, scheduler, submission
-from hpczero.batch.queued import Queued
+from hpczero.batch.command import Queued
+from hpczero.batch.job import Here, plan
+from hpczero.batch.render import render as script_of
 from hpczero.batch.run_status import Progress
 from hpczero.batch.submit import living_under, still_living
+from hpczero.data.supply import look
 from hpczero.errors import HpczeroError, InputError, log_for_terminal
-from hpczero.safe_files import open_to_read
+from hpczero.safe_files import open_to_read, write_text
+from hpczero.spec import site_profile
 from hpczero.spec.load import load
-from hpczero.text import listed, printable, shown
+from hpczero.text import counted, listed, printable, shown
 from hpczero.train.run_directory import path_of
 
 _LOOK_EVERY = 1.0  # seconds between two looks at a log
@@ -293,3 +297,98 @@ def _of_rank(run: Path, rank: int) -> list[str]:
     path = _newest_log(run)
     text = path.read_text(encoding="utf-8", errors="replace").split("\n") if path else []
     return lines + [log_for_terminal(line) for line in text if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")]
+
+
+# The verb `runs`: all runs below a folder, told from their files, whoever started them.
+_STARTED = ("events.jsonl", "metrics.jsonl", "checkpoints")  # beside spec.toml
+_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+
+def runs(options: Namespace) -> int:
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"{printable(str(folder))} is no folder: "
+            "hpczero runs FOLDER lists the runs below it (default: runs)"
+        )
+    unreadable: list[str] = []
+    paths = sorted(below(folder.absolute(), unreadable))
+    found, silent = look_at(paths)
+    if options.json:
+        print(json.dumps([asdict(one) | {"run": str(one.run)} for one in found], indent=2))
+    else:
+        print(
+            "\n".join(_rows_of_runs(found, folder.absolute()))
+            or f"no run lies below {printable(str(folder))}"
+        )
+    say_silent(silent)
+    for words in unreadable:
+        print(f"hpczero: not looked into: {printable(words)}", file=sys.stderr)
+    return 0
+
+
+def below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
+    """Yield the folders of runs, the given one included; look neither into a run nor behind a link."""
+    walk = os.walk(
+        folder, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}")
+    )
+    for place, folders, files in walk:
+        if is_run(Path(place), [*folders, *files]):
+            folders.clear()
+            yield Path(place)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def is_run(path: Path, names: Sequence[str]) -> bool:
+    """A folder that a run has written into, or that a run was submitted in."""
+    if "spec.toml" in names and any(name in names for name in _STARTED):
+        return True
+    return "batch" in names and bool(submission.of_run(path))
+
+
+def _rows_of_runs(found: Sequence[Progress], folder: Path) -> Iterator[str]:
+    if not found:
+        return
+    head = ["run", "state", "step", "loss", "tokens/s", "left", "saved", "age"]
+    rows = [head]
+    for one in found:
+        name = str(one.run.relative_to(folder)) if one.run != folder else one.run.name
+        rows.append(
+            [printable(name, 60), one.state, *figures(one), _age(one.age_seconds)]
+        )
+    yield from table(rows)
+
+
+def _age(seconds: float | None) -> str:
+    """Since it last wrote something."""
+    if seconds is None:
+        return "?"
+    unit, length = next(((unit, length) for unit, length in _UNITS if seconds >= length), ("s", 1))
+    return f"{seconds // length:.0f} {unit}"
+
+
+# The verbs about batch jobs. They run on login nodes: no torch, no mpi4py.
+def render(options: Namespace) -> int:
+    spec = load(options.spec, options.overrides).spec
+    overrides = [word for override in options.overrides for word in ("--set", override)]
+    supply = look(spec)
+    job = plan(spec, Here.now(), ("run", str(Path(options.spec).absolute()), *overrides))
+    script = script_of(job)
+    if options.output:
+        _write(Path(options.output), script)
+    else:
+        print(script, end="")
+    print(f"hpczero: {job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}, {job.cost}", file=sys.stderr)
+    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
+    for line in site_profile.left_out():
+        print(f"hpczero: {line}", file=sys.stderr)
+    if spec.batch.chain > 1:
+        print(f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one", file=sys.stderr)
+    return 0
+
+
+def _write(path: Path, script: str) -> None:
+    try:
+        write_text(path, script)
+    except OSError as error:
+        raise InputError(f"{printable(str(path))} cannot be written: {error.strerror}") from None

@@ -4,7 +4,8 @@ import argparse
 import sys
 
 from hpczero import env, kernel_cache
-from hpczero.train.console import Tolerant, line
+from hpczero.text import line
+from hpczero.train.terminal import Tolerant
 
 
 def run(options: argparse.Namespace) -> int:

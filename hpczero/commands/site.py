@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero import env
-from hpczero.batch import interrogate
+from hpczero.batch import sites
 from hpczero.batch.sites import Limit, Partition, all_names, facts
 from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new
@@ -59,7 +59,7 @@ def new(options: Namespace) -> int:
     if not options.name.replace("-", "").replace("_", "").isalnum() or not options.name.isascii():
         raise InputError(f"{shown(options.name)}: a site's name has letters, digits, - and _")
     path = Path(options.output) if options.output else env.config_folder() / "sites" / f"{options.name}.toml"
-    text = interrogate.profile(options.name)
+    text = sites.profile(options.name)
     try:
         make_folders(path.parent)
         write_new(path, text)

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from hpczero.data.corpus import FIELD, Found, Input, Section, open_text, sections
+from hpczero.data.corpus import FIELD, Found, Input, Section, open_text, sections, token_dtype, tokenizer
 from hpczero.data.raw_files import RawFile, replace_file, writing
 from hpczero.data.token_file import (
     SPLITS,
@@ -29,7 +29,6 @@ from hpczero.data.token_file import (
     open_token_file,
     write_token_file,
 )
-from hpczero.data.tokenizer import token_dtype, tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import (
     give_name,

@@ -15,9 +15,8 @@ import numpy as np
 import xxhash
 
 from hpczero import safe_files
-from hpczero.data.blocks import BLOCK, Blocks, blocks_of, checksum
-from hpczero.data.raw_files import RawFile, writing
-from hpczero.data.tokenizer import Tokenizer, token_dtype
+from hpczero.data.corpus import Tokenizer, token_dtype
+from hpczero.data.raw_files import BLOCK, Blocks, RawFile, blocks_of, checksum, writing
 from hpczero.errors import InputError
 from hpczero.hdf5.datatypes import NotPlain
 from hpczero.hdf5.reader import Dataset, PlainFile

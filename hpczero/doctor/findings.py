@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpczero import locations, machine
+from hpczero import env, machine
 from hpczero.doctor.facts import Report
 from hpczero_kernels.table import OLDEST
 
@@ -79,7 +79,7 @@ def _version(report: Report, name: str) -> str | None:
 
 
 def _install(report: Report, extra: str) -> str:
-    return locations.install_command(report.executable, report.source, extra)
+    return env.install_command(report.executable, report.source, extra)
 
 
 def _mpi(reports: Sequence[Report]) -> Found:

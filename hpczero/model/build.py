@@ -10,9 +10,8 @@ from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.model.gpt import GPT
 from hpczero.spec.schema import Model
-from hpczero_kernels.normal import fill_normal
-from hpczero_kernels.pool import INLINE, Pool
-from hpczero_kernels.random import key_of
+from hpczero_kernels.cpu import INLINE, Pool
+from hpczero_kernels.random import fill_normal, key_of
 
 
 def on_meta(model: Model) -> GPT:

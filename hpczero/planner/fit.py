@@ -7,8 +7,7 @@ from math import prod
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer, known, layer_count
-from hpczero.planner.memory import NodeNeed, needs_of_nodes, placements, saves_behind
-from hpczero.planner.platform import CPUS, Hardware, Platform
+from hpczero.planner.memory import CPUS, Hardware, NodeNeed, Platform, needs_of_nodes, placements, saves_behind
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec

@@ -19,14 +19,70 @@ from math import prod
 from hpczero.comm.grid import Grid
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.model.shapes import Layer, known
-from hpczero.parallel.held import Tied, Units, chunks_of_stages, handed_on
 from hpczero.parallel.layout import UnitLayout
+from hpczero.parallel.pipeline.partition import Tied, Units, chunks_of_stages, handed_on
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
-from hpczero.planner.activations import activations
-from hpczero.planner.platform import CPUS, Platform, as_run, bucket_bytes
-from hpczero.planner.under_way import arrived
+from hpczero.planner.activations import activations, arrived
 from hpczero.planner.volumes import resolved
-from hpczero.spec.schema import Spec
+from hpczero.spec.schema import Spec, Zero
+
+# The kind of device that a job runs on, and what a spec leaves to it (pure).
+BUCKET_MB = {"cpu": 4, "cuda": 256}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Describe a node as a site's profile does. 0: not known; of `gpus` also: none."""
+
+    memory_gb: float = 0
+    gpus: int = 0
+    gpu_memory_gb: float = 0
+
+    def ranks_on_gpu(self, ranks: int) -> int:
+        """Return how many of a node's ranks share a GPU; of an unknown number each has its own."""
+        return -(-ranks // self.gpus) if self.gpus else 1
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Say where a job's tensors live: on "cpu", where all memory is the computer's, or on "cuda".
+
+    `kernels`: operations that hpczero's own kernels carry out on GPUs; PyTorch does the others.
+    `native`: collectives go by torch.distributed, not by MPI.
+    """
+
+    device: str = "cpu"
+    kernels: frozenset[str] = frozenset()
+    native: bool = False
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.device == "cuda"
+
+
+CPUS = Platform()
+
+
+def device_of(spec: Spec, gpus: int) -> str:
+    """Return "cpu" or "cuda": what `train.device` says, else what the nodes' number of GPUs does."""
+    if spec.train.device != "auto":
+        return spec.train.device
+    return "cuda" if spec.batch.gpus_per_node or gpus else "cpu"
+
+
+def bucket_bytes(zero: Zero, device: str) -> int:
+    """Return the size of a communication buffer. A round of a reduction has a start and an end to wait
+    for: on GPUs, which are through a small one in microseconds, rounds are few and large.
+    """
+    return (zero.bucket_mb or BUCKET_MB[device]) << 20
+
+
+def as_run(spec: Spec, device: str) -> Spec:
+    """Return the spec as it is carried out there: on GPUs nothing lies in a node's shared memory."""
+    if device == "cpu":
+        return spec
+    return spec.model_copy(update={"zero": spec.zero.model_copy(update={"node_shared": False})})
+
 
 RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
 ON_HOST = ("checkpoint copy", "data", "runtime")  # kinds that stay in the computer's memory where the rest is on a GPU

@@ -27,13 +27,13 @@ from itertools import groupby, permutations
 from math import prod
 
 from hpczero.comm.grid import Grid, impossible, order_is_free
-from hpczero.comm.ledger import evenly
+from hpczero.comm.trace import evenly
 from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer, known, layer_count, layers
-from hpczero.parallel.held import Tied, Units, chunks_of_stages, handed_on, layers_that_run
+from hpczero.parallel.pipeline.partition import Tied, Units, chunks_of_stages, handed_on, layers_that_run
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.planner.regather import gathers_in_step
+from hpczero.planner.activations import gathers_in_step
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 

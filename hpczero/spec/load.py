@@ -13,12 +13,11 @@ from pydantic import ValidationError
 
 from hpczero.errors import InputError
 from hpczero.spec import site_profile
-from hpczero.spec.keys import flat, keys, tables
-from hpczero.spec.layers import Layer, read_layers
-from hpczero.spec.mistakes import Mistake, Source, message, not_allowed, unknown
+from hpczero.spec.keys import Mistake, Source, flat, keys, message, not_allowed, tables, unknown
+from hpczero.spec.reference import to_toml
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Role, Spec
-from hpczero.spec.toml import to_toml
+from hpczero.spec.toml import Layer, read_layers
 
 __all__ = ["Difference", "Given", "Loaded", "Source", "differences", "load", "to_toml"]
 

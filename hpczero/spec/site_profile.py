@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpczero import env, locations, safe_files
+from hpczero import env, safe_files
 from hpczero.errors import InputError
 from hpczero.spec.keys import keys
-from hpczero.spec.layers import Layer, read_file, read_limited
+from hpczero.spec.toml import Layer, read_file, read_limited
 from hpczero.text import listed, printable
 
 _HERE = Path("sites")
@@ -23,7 +23,7 @@ _HERE = Path("sites")
 
 def folders() -> list[Path]:
     """The first that has a site's profile wins."""
-    return [_HERE, env.config_folder() / "sites", *env.site_folders(), locations.shared_folder("sites")]
+    return [_HERE, env.config_folder() / "sites", *env.site_folders(), env.shared_folder("sites")]
 
 
 def profiles() -> dict[str, Path]:
@@ -60,7 +60,7 @@ def _another_users(path: Path) -> str:
     may have put it where this one happens to work. Other folders were chosen by this user.
     """
     try:
-        if _HERE not in path.parents or _HERE.samefile(locations.shared_folder("sites")):
+        if _HERE not in path.parents or _HERE.samefile(env.shared_folder("sites")):
             return ""
         way = [path, *(parent for parent in path.parents if parent.is_relative_to(_HERE))]
         owner = next(filter(None, map(safe_files.owner_if_another, way)), "")

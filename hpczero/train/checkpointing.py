@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpczero.checkpoint import directory, storable
-from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.load import Checkpoint, Wanted
 from hpczero.checkpoint.manifest import Content, State
 from hpczero.checkpoint.piece_table import Holding, Table, Tensor, stored
 from hpczero.checkpoint.save import Job, Saved, Saver
-from hpczero.checkpoint.shard_file import SLOTS, Array, Source
+from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, Source
 from hpczero.comm.grid import Grid
 from hpczero.comm.objects import patiently
 from hpczero.comm.world import World
@@ -261,7 +260,7 @@ class Checkpoints:
         described = self.world.collect({name: (_dtype_when_saved(buffer), list(buffer.shape)) for name, buffer in own.items()}) or []
         buffers = {name: (dtype, shape) for of_rank in described for name, (dtype, shape) in of_rank.items()}
         tensors = {name: shape for units, _ in self._stages for _, parameters in units for name, shape, *_ in parameters}
-        if problem := storable.problem(tensors, buffers):
+        if problem := manifest.problem(tensors, buffers):
             ways = "a buffer with persistent=False is left out; checkpoint.every = -1 trains without checkpoints"
             raise InputError(f"a checkpoint cannot hold this model: {problem} ({ways})")
 

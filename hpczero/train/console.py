@@ -6,16 +6,13 @@ that is gone) the run goes on unheard. A closed pipe ends the program, as it doe
 """
 
 import sys
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from datetime import UTC, datetime
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
+from hpczero.text import line, loss, number
 from hpczero.train import terminal
-
-# step, loss, grad_norm, lr, tokens, step_seconds, tokens_per_second, data_seconds, comm_seconds, compute_seconds
-Metrics = Mapping[str, Any]
+from hpczero.train.summary import Metrics, Pace, shares, tokens_per_second
+from hpczero.train.terminal import Tolerant
 
 
 class Output(Protocol):
@@ -72,127 +69,25 @@ class Lines:
         pass
 
 
-def tokens_per_second(steps: Collection[Metrics]) -> float | None:
-    seconds = _sum(steps, "step_seconds")
-    return _sum(steps, "tokens") / seconds if seconds > 0 else None
 
 
-def shares(steps: Collection[Metrics]) -> dict[str, float]:
-    """Where the steps' time went: shares of compute, communication, data, and the rest."""
-    seconds = _sum(steps, "step_seconds")
-    if seconds <= 0:
-        return {}
-    parts = {"compute": "compute_seconds", "communication": "comm_seconds", "data": "data_seconds"}
-    known = {kind: _sum(steps, key) / seconds for kind, key in parts.items()}
-    return known | {"other": max(0.0, 1.0 - sum(known.values()))}
 
 
-def _sum(steps: Collection[Metrics], key: str) -> float:
-    return sum(float(metrics.get(key) or 0.0) for metrics in steps)
 
 
-class Pace:
-    """Time left, from the pace of the last steps: by the clock, so that evaluations and checkpoints count."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self._seen: deque[tuple[float, int]] = deque(maxlen=200)
-
-    def step(self, step: int, now: float | None = None) -> None:
-        self._seen.append((time.monotonic() if now is None else now, step))
-
-    def left(self) -> str:
-        """h:mm:ss, or "?" as long as nothing can be said."""
-        if len(self._seen) < 2:
-            return "?"
-        (first, begin), (last, end) = self._seen[0], self._seen[-1]
-        return duration((last - first) / (end - begin) * max(0, self.steps - end)) if end > begin else "?"
 
 
-def line(event: str, values: Mapping[str, object]) -> str:
-    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return " ".join([stamp, event, *(f"{key}={value(item)}" for key, item in values.items())])
 
 
-def value(item: object) -> str:
-    """A value on one line: quoted where it holds spaces or quotes, everything unprintable escaped."""
-    if isinstance(item, bool) or item is None:
-        return str(item).lower()
-    if isinstance(item, float):
-        return f"{item:.5g}"
-    if isinstance(item, Mapping):
-        item = ",".join(f"{key}:{entry}" for key, entry in item.items())
-    elif isinstance(item, (list, tuple)):
-        item = ",".join(map(str, item))
-    text = "".join(_printable(character) for character in str(item))
-    if text and not any(character in text for character in ' "='):
-        return text
-    return '"' + text.replace('"', '\\"') + '"'
 
 
-def _printable(character: str) -> str:
-    if character == "\\":
-        return "\\\\"
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-def loss(figure: float | None) -> str:
-    return "?" if figure is None else f"{figure:.4f}"
 
 
-def number(figure: float | None) -> str:
-    """Three significant digits, as people read them: 0.0123, 4.57, 18.2k, 1.20M; small ones as 3.00e-04."""
-    if figure is None:
-        return "?"
-    size = abs(figure)
-    if size != size or size == float("inf"):
-        return str(figure)
-    if 0 < size < 1e-2:
-        return f"{figure:.2e}"
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= limit * 0.9995:
-            return _three_digits(figure / limit) + unit
-    return _three_digits(figure)
 
 
-def _three_digits(figure: float) -> str:
-    size = abs(figure)
-    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3 if size >= 0.09995 or not size else 4
-    return f"{figure:.{digits}f}"
 
 
-def duration(seconds: float) -> str:
-    """h:mm:ss"""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-class Tolerant:
-    """A text stream that escapes what its encoding lacks, and that goes silent, instead of failing, when it cannot be written."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.encoding = stream.encoding or "utf-8"
-
-    def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding)))
-        return len(text)
-
-    def flush(self) -> None:
-        self._attempt(self._stream.flush)
-
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except BrokenPipeError:
-            raise
-        except OSError:
-            pass

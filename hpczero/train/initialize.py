@@ -14,17 +14,16 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
-from hpczero.memory.malloc import keep_free_memory
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.agreement import refuse_modules_that_differ
-from hpczero.parallel.parallelize import adopt
+from hpczero.parallel.parallelize import adopt, refuse_modules_that_differ
 from hpczero.parallel.user_module import layers_of
 from hpczero.parallel.zero.engine import DTYPES, Engine, StepResult
-from hpczero.planner.platform import bucket_bytes
+from hpczero.planner.memory import bucket_bytes
 from hpczero.planner.volumes import resolved
+from hpczero.process_memory import keep_free_memory
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
-from hpczero.train import facts, preflight
+from hpczero.train import setup
 from hpczero.train.setup import place
 
 
@@ -43,15 +42,15 @@ def initialize(
     if not whole.is_watched:
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
-    facts.use_kernels(inner)
+    setup.use_kernels(inner)
     keep_free_memory()
     spec = place(inner, spec)
     grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
     layers = inner.together(lambda: [layer for _, layer in layers_of(module)])
     refuse_modules_that_differ(module, inner)
     given = sum(own.nbytes for own in module.parameters() if not own.is_meta)
-    preflight.refuse_what_does_not_fit(inner, _counted(spec, inner.size, accumulates), layers, given)
-    engine = adopt(module, spec, inner, grid, accumulates, facts.use_threads(inner))
+    setup.refuse_what_does_not_fit(inner, _counted(spec, inner.size, accumulates), layers, given)
+    engine = adopt(module, spec, inner, grid, accumulates, setup.use_threads(inner))
     return Training(engine, spec, (own, whole) if own else ())
 
 

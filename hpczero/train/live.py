@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hpczero import env
+from hpczero.text import duration, line, loss, number
 from hpczero.train import terminal
-from hpczero.train.console import Metrics, Pace, Tolerant, duration, line, loss, number, shares, tokens_per_second
+from hpczero.train.summary import Metrics, Pace, shares, tokens_per_second
+from hpczero.train.terminal import Tolerant
 
 _SECONDS_BETWEEN_UPDATES = 0.2
 _STEPS_IN_AVERAGES = 20

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from hpczero import env
 from hpczero.checkpoint import directory, manifest
-from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.directory import checkpoint_at
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.locate import checkpoint_at
 from hpczero.checkpoint.manifest import Content
+from hpczero.checkpoint.shard_file import Damaged
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.keys import keys
 from hpczero.spec.load import Difference

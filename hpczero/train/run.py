@@ -19,30 +19,30 @@ from hpczero.comm.world import World
 from hpczero.data.dataset import Source, open_source
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.errors import InputError, Stopped
-from hpczero.memory.malloc import keep_free_memory
 from hpczero.model import build, shapes
 from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import Found, assemble, find
 from hpczero.parallel.user_module import layers_of
-from hpczero.planner.memory import need, placement
-from hpczero.planner.platform import bucket_bytes
-from hpczero.planner.topology import sharing_left_out
+from hpczero.planner.forecast import sharing_left_out
+from hpczero.planner.memory import bucket_bytes, need, placement
 from hpczero.planner.volumes import resolved
+from hpczero.process_memory import keep_free_memory
 from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
-from hpczero.train import facts, preflight, run_directory
+from hpczero.text import loss
+from hpczero.train import run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
-from hpczero.train.console import choose, loss
+from hpczero.train.console import choose
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.setup import place
 from hpczero.train.summary import Earlier, LastJob, closing_words, of_run
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Trainer, Voice
-from hpczero_kernels import dispatch, normal
+from hpczero_kernels import dispatch, random
 
 _OR = " or "
 
@@ -76,11 +76,11 @@ class Job:
 def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, RunDirectory | None]:
     """Everything up to the claim of the run directory (rank 0 has it); no job if the run is finished already."""
     first = world.rank == 0
-    facts.remove_stale_segments(world)
+    setup.remove_stale_segments(world)
     text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
     spec = Spec.model_validate_json(world.share(text))
     whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=bucket_bytes(spec.zero, "cpu")))
-    facts.use_kernels(world)
+    setup.use_kernels(world)
     keep_free_memory()
     spec = place(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
@@ -99,11 +99,11 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     layers, fits = _layers(spec, found), spec
     if layers:
         given = sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
-        fits = preflight.fitting(world, spec, layers, given)
+        fits = setup.fitting(world, spec, layers, given)
     world.together(lambda: look_ahead(spec, identity_of(source.describe()["fingerprint"])) if first else None)
     directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
     whole.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
-    return Job(fits, world, grid, source, facts.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
+    return Job(fits, world, grid, source, setup.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
 
 
 def _layers(spec: Spec, found: Found | None) -> list[Layer] | None:
@@ -128,14 +128,14 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
 
 def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
     spec, world = job.spec, job.world
-    packages = facts.packages()
+    packages = setup.packages()
     places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "node": world.node, "device": world.device.name})
     if voice:
         voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
-        voice.directory.event("start", ranks=places, packages=packages, git=facts.git_state(), mpi=world.library)
+        voice.directory.event("start", ranks=places, packages=packages, git=setup.git_state(), mpi=world.library)
     batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
     part = placement(spec, job.grid, world.rank)
-    platform = preflight.platform_of(world, spec)
+    platform = setup.platform_of(world, spec)
     needed = need(spec, job.layers, part, platform) if job.layers else None
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
@@ -152,7 +152,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
     if voice:
         _say_layout(voice, job, batches, parameters)
-    identity = identity_of(job.source.describe()["fingerprint"], normal.RULE if shapes.known(spec.model) else 0)
+    identity = identity_of(job.source.describe()["fingerprint"], random.RULE if shapes.known(spec.model) else 0)
     checkpoints = Checkpoints(spec, world, job.grid, engine, identity)
     first, earlier = _begin_again(checkpoints, voice)
     trainer = Trainer(spec, world, way, batches, voice, checkpoints)

@@ -250,7 +250,7 @@ def _refuse_strangers(path: Path, spec: Spec, fresh: bool) -> None:
     if fresh:
         return
     from hpczero.checkpoint import directory, manifest
-    from hpczero.checkpoint.files import Damaged
+    from hpczero.checkpoint.shard_file import Damaged
 
     for found in directory.steps(path / "checkpoints").values():
         try:

@@ -4,12 +4,13 @@ Those of the run and of its last job are apart: a run may have taken several job
 """
 
 import json
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpczero.text import counted
-from hpczero.train.console import loss
+from hpczero.text import counted, duration, loss
 
 _VALIDATION = "validation_"
 
@@ -139,3 +140,48 @@ def _validation_of(metrics: dict[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+# step, loss, grad_norm, lr, tokens, step_seconds, tokens_per_second, data_seconds, comm_seconds, compute_seconds
+Metrics = Mapping[str, Any]
+
+
+
+def tokens_per_second(steps: Collection[Metrics]) -> float | None:
+    seconds = _sum(steps, "step_seconds")
+    return _sum(steps, "tokens") / seconds if seconds > 0 else None
+
+
+
+def shares(steps: Collection[Metrics]) -> dict[str, float]:
+    """Where the steps' time went: shares of compute, communication, data, and the rest."""
+    seconds = _sum(steps, "step_seconds")
+    if seconds <= 0:
+        return {}
+    parts = {"compute": "compute_seconds", "communication": "comm_seconds", "data": "data_seconds"}
+    known = {kind: _sum(steps, key) / seconds for kind, key in parts.items()}
+    return known | {"other": max(0.0, 1.0 - sum(known.values()))}
+
+
+
+def _sum(steps: Collection[Metrics], key: str) -> float:
+    return sum(float(metrics.get(key) or 0.0) for metrics in steps)
+
+
+
+class Pace:
+    """Time left, from the pace of the last steps: by the clock, so that evaluations and checkpoints count."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._seen: deque[tuple[float, int]] = deque(maxlen=200)
+
+    def step(self, step: int, now: float | None = None) -> None:
+        self._seen.append((time.monotonic() if now is None else now, step))
+
+    def left(self) -> str:
+        """h:mm:ss, or "?" as long as nothing can be said."""
+        if len(self._seen) < 2:
+            return "?"
+        (first, begin), (last, end) = self._seen[0], self._seen[-1]
+        return duration((last - first) / (end - begin) * max(0, self.steps - end)) if end > begin else "?"

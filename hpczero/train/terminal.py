@@ -11,6 +11,7 @@ import os
 import stat
 import struct
 import termios
+from collections.abc import Callable
 from typing import TextIO
 
 import psutil
@@ -98,3 +99,32 @@ def _is_terminal(path: str) -> bool:
         return os.isatty(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Tolerant:
+    """A text stream that escapes what its encoding lacks, and that goes silent, instead of failing, when it cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.encoding = stream.encoding or "utf-8"
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass

@@ -19,7 +19,7 @@ from hpczero.comm.trace import OPERATION, ROW, Recording, Step, Trace, What, eve
 from hpczero.comm.world import World
 from hpczero.safe_files import remove
 from hpczero.spec.schema import Spec
-from hpczero.train import timeline, trace_file
+from hpczero.train import trace_file
 from hpczero.train.run_directory import path_of
 
 NAME = "trace.json.gz"
@@ -138,11 +138,11 @@ def mean(steps: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[s
 
 
 def _figures(step: Step, whats: list[What]) -> dict[str, dict[str, float]]:
-    inside = timeline.of_step(events(step.rows, whats), step.number)
-    seconds = timeline.own_seconds(inside)
+    inside = trace_file.of_step(events(step.rows, whats), step.number)
+    seconds = trace_file.own_seconds(inside)
     seconds["other"] = seconds.pop("step", 0.0)
     axes = {event.what.axis for event in inside if event.what.kind == OPERATION}
-    return {"seconds": seconds, "hidden": {axis: timeline.hidden(inside, axis) for axis in axes}}
+    return {"seconds": seconds, "hidden": {axis: trace_file.hidden(inside, axis) for axis in axes}}
 
 
 def _packed(steps: Sequence[Step], whats: list[What], ahead: Shift) -> dict[str, Any]:

@@ -17,19 +17,17 @@ from hpczero import env
 from hpczero.checkpoint.save import SaveFailed
 from hpczero.comm.objects import patiently
 from hpczero.comm.world import World
-from hpczero.data.prefetch import Prefetcher
+from hpczero.data.sampler import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.step import Way
 from hpczero.parallel.zero.engine import StepResult
 from hpczero.spec.schema import Spec
-from hpczero.train.batches import Batches
+from hpczero.train.batches import Batches, Tally, Validation
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import Output
-from hpczero.train.deadline import WRITTEN, Deadline
-from hpczero.train.evaluation import Tally, Validation
 from hpczero.train.run_directory import RunDirectory
-from hpczero.train.stop import REASONS, StopRequests
+from hpczero.train.stop import REASONS, WRITTEN, Deadline, StopRequests
 
 _MOST_SKIPPED = 100  # steps in a row without an update after which the run gives up
 

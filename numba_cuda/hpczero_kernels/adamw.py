@@ -14,10 +14,23 @@ import numpy as np
 import torch
 from numba import float32, njit, uint16, uint64
 
-from hpczero_kernels.cpu import BF16, CODES, FP32, STRETCH, address_of, from_bf16, inner, load, pointer, store, to_bf16
+from hpczero_kernels.cpu import (
+    BF16,
+    CODES,
+    FP32,
+    INLINE,
+    STRETCH,
+    Pool,
+    address_of,
+    from_bf16,
+    inner,
+    load,
+    named_by_sources,
+    pointer,
+    store,
+    to_bf16,
+)
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
-from hpczero_kernels.pool import INLINE, Pool
-from hpczero_kernels.sources import named_by_sources
 
 _SCALE, _SKIP = 0, 9  # their places among the scalars
 _CHUNK = 1 << 15  # elements whose five buffers stay in a core's cache over the dozen torch operations

@@ -8,6 +8,14 @@ The functions here are written out, not made by a function: numba gives two clos
 process that loads both caches runs one closure in place of the other.
 """
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
 import torch
 from numba import float32, njit, types, uint16, uint32, uint64
 from numba.extending import intrinsic
@@ -165,3 +173,77 @@ def store_and_square(stretch, size, address, precision, start):
             halves[i], value = bits, from_fp16(bits)
             squares += value * value
     return squares
+
+
+# The threads of one rank: a kernel over a flat range, cut at multiples of BLOCK so that the cut cannot change a result.
+BLOCK = 4096  # elements: what a sum of squares covers, and the unit in which ranges are cut
+_WORTH_A_THREAD = 16  # blocks: some 10 microseconds of work, about what handing a slice to a thread costs
+
+
+def slices_of(count: int, most: int) -> list[tuple[int, int]]:
+    """range(count) as at most `most` (start, stop) of nearly equal length that begin at multiples of BLOCK: fewer where they would be short."""
+    blocks = -(-count // BLOCK)
+    parts = max(1, min(most, blocks // _WORTH_A_THREAD))
+    edges = [blocks * part // parts * BLOCK for part in range(parts)]
+    return list(zip(edges, [*edges[1:], count], strict=True))
+
+
+class Pool:
+    """`threads` threads, the calling one included, for kernels that release the GIL."""
+
+    def __init__(self, threads: int) -> None:
+        assert threads >= 1, threads
+        self.threads = threads
+        self._others = ThreadPoolExecutor(threads - 1, "hpczero-kernel") if threads > 1 else None
+
+    def run(self, kernel: Callable[[int, int], None], count: int) -> None:
+        """kernel(start, stop) for slices that together are range(count); what a slice raises is raised here, once all have ended."""
+        if self._others is None:
+            kernel(0, count)
+            return
+        mine, *theirs = slices_of(count, self.threads)
+        started = [self._others.submit(kernel, *part) for part in theirs]
+        try:
+            kernel(*mine)
+        finally:
+            wait(started)
+        for work in started:
+            work.result()
+
+    def close(self) -> None:
+        """Ends the threads; there is nothing to end in a pool of one."""
+        if self._others:
+            self._others.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+INLINE = Pool(1)  # the calling thread alone
+
+
+# The names under which numba keeps compiled kernels: with a hash of this package's sources, as numba itself looks only at the file that a kernel
+# is in, not at what it calls from others.
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@cache
+def stamp() -> str:
+    return hash_of(Path(__file__).parent)
+
+
+def hash_of(folder: Path) -> str:
+    facts = blake2b(digest_size=8)
+    for source in sorted(folder.rglob("*.py")):
+        facts.update(source.read_bytes())
+    return facts.hexdigest()
+
+
+def named_by_sources(function: Function) -> Function:
+    """To be applied before numba's decorator with cache=True."""
+    if not function.__qualname__.endswith(stamp()):
+        function.__qualname__ += f"_{stamp()}"
+    return function

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hpczero_kernels.dispatch import CUDA, choose
-from hpczero_kernels.operators import operator
+from hpczero_kernels.dispatch import CUDA, choose, operator
 
 IGNORED = -100  # torch's own
 _BLOCK = 1 << 18  # elements that are in fp32 at a time

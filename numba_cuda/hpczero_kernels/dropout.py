@@ -15,10 +15,9 @@ from numba import njit, uint32, uint64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hpczero_kernels.dispatch import CUDA, NUMBA, TORCH, choose
-from hpczero_kernels.operators import empty, is_like, is_of_columns, operator, wide
+from hpczero_kernels.cpu import named_by_sources
+from hpczero_kernels.dispatch import CUDA, NUMBA, TORCH, choose, empty, is_like, is_of_columns, operator, wide
 from hpczero_kernels.random import block_of_words, words_at
-from hpczero_kernels.sources import named_by_sources
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hpczero_kernels.dispatch import CUDA, choose
-from hpczero_kernels.operators import empty, is_of_columns, operator, wide
+from hpczero_kernels.dispatch import CUDA, choose, empty, is_of_columns, operator, wide
 
 
-def forward_reference(x: Tensor, bias: Tensor | None, by_tanh: bool) -> Tensor:
+def gelu_forward_reference(x: Tensor, bias: Tensor | None, by_tanh: bool) -> Tensor:
     return functional.gelu(_shifted(x, bias), approximate="tanh" if by_tanh else "none").to(x.dtype)
 
 
-def backward_reference(gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool) -> tuple[Tensor, Tensor]:
+def gelu_backward_reference(gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the bias (empty: there is none)."""
     x_dtype, x = x.dtype, _shifted(x, bias)
     if by_tanh:
@@ -40,13 +39,13 @@ def _fake_backward(gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bo
     return empty(x), x.new_empty(0) if bias is None else empty(bias)
 
 
-_forward = operator(
+_gelu_forward = operator(
     "gelu_forward(Tensor x, Tensor? bias, bool by_tanh) -> Tensor",
-    forward_reference, "elementwise:gelu_forward", lambda x, bias, by_tanh: empty(x),
+    gelu_forward_reference, "elementwise:gelu_forward", lambda x, bias, by_tanh: empty(x),
 )  # fmt: skip
-_backward = operator(
+_gelu_backward = operator(
     "gelu_backward(Tensor gradient, Tensor x, Tensor? bias, bool by_tanh) -> (Tensor, Tensor)",
-    backward_reference, "elementwise:gelu_backward", _fake_backward,
+    gelu_backward_reference, "elementwise:gelu_backward", _fake_backward,
 )  # fmt: skip
 
 
@@ -55,13 +54,13 @@ class Gelu(torch.autograd.Function):
     def forward(context: Any, x: Tensor, bias: Tensor | None, by_tanh: bool) -> Tensor:
         context.save_for_backward(x, *([] if bias is None else [bias]))
         context.by_tanh = by_tanh
-        return _forward(x, bias, by_tanh)
+        return _gelu_forward(x, bias, by_tanh)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, *rest = context.saved_tensors
-        of_x, of_bias = _backward(gradient, x, rest[0] if rest else None, context.by_tanh)
+        of_x, of_bias = _gelu_backward(gradient, x, rest[0] if rest else None, context.by_tanh)
         return of_x, of_bias if rest else None, None
 
 
@@ -73,3 +72,96 @@ def gelu(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
     return functional.gelu(x if bias is None else x + bias, approximate="tanh" if by_tanh else "none")
+
+
+# SwiGLU (Shazeer 2020): gate * sigmoid(gate) * value, for x [..., 2, columns] that holds gates and values.
+def swiglu_forward_reference(x: Tensor) -> Tensor:
+    gate, value = wide(x).unbind(-2)
+    return (functional.silu(gate) * value).to(x.dtype)
+
+
+def swiglu_backward_reference(gradient: Tensor, x: Tensor) -> Tensor:
+    (gate, value), g = wide(x).unbind(-2), wide(gradient)
+    share = torch.sigmoid(gate)
+    of_gate = g * value * share * (1 + gate * (1 - share))
+    return torch.stack([of_gate, g * gate * share], -2).to(x.dtype)
+
+
+_swiglu_forward = operator(
+    "swiglu_forward(Tensor x) -> Tensor", swiglu_forward_reference, "elementwise:swiglu_forward", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1])
+)
+_swiglu_backward = operator(
+    "swiglu_backward(Tensor gradient, Tensor x) -> Tensor", swiglu_backward_reference, "elementwise:swiglu_backward", lambda gradient, x: empty(x)
+)
+
+
+class Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return _swiglu_forward(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return _swiglu_backward(gradient, *context.saved_tensors)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    return Swiglu.apply(x) if choose("swiglu", x, x.dim() > 1 and x.shape[-2] == 2) == CUDA else swiglu_reference(x)
+
+
+def swiglu_reference(x: Tensor) -> Tensor:
+    gate, value = x.unbind(-2)
+    return functional.silu(gate) * value
+
+
+# Rotary embedding (Su et al. 2021): pairs of a head's elements, half a head apart, turned by an angle that grows with the position.
+#
+#     y = [a cos - b sin, b cos + a sin] for x = [a, b]        x [samples, positions, heads, head_dim]; cosines, sines fp32 [positions, head_dim / 2]
+def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for these positions (int64)."""
+    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    turned = positions.double()[:, None] * frequencies
+    return turned.cos().float(), turned.sin().float()
+
+
+def turn_reference(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
+    """`back`: by the opposite angle, which is forward's backward."""
+    low, high = wide(x).chunk(2, -1)
+    cosines, sines = cosines[:, None], (-sines if back else sines)[:, None]
+    return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1).to(x.dtype)
+
+
+_turn = operator(
+    "rotary(Tensor x, Tensor cosines, Tensor sines, bool back) -> Tensor",
+    turn_reference, "elementwise:rotary", lambda x, cosines, sines, back: empty(x),
+)  # fmt: skip
+
+
+class Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        context.save_for_backward(cosines, sines)
+        return _turn(x, cosines, sines, False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _turn(gradient, *context.saved_tensors, True), None, None
+
+
+def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    shape = (x.shape[1], x.shape[-1] // 2)
+    fits = x.dim() == 4 and x.shape[-1] % 2 == 0 and all(_is_table(each, shape, x.device) for each in (cosines, sines))
+    if choose("rotary", x, fits) == CUDA:
+        return Rotary.apply(x, cosines, sines)
+    return rotary_reference(x, cosines, sines)
+
+
+def _is_table(table: Tensor, shape: tuple[int, int], device: torch.device) -> bool:
+    return table.shape == shape and table.dtype == torch.float32 and table.device == device
+
+
+def rotary_reference(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    return turn_reference(x, cosines, sines, False)

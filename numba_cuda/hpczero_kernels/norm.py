@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hpczero_kernels.dispatch import CUDA, choose
-from hpczero_kernels.operators import empty, is_like, is_of_columns, operator, wide
+from hpczero_kernels.dispatch import CUDA, choose, empty, is_like, is_of_columns, operator, wide
 
 EPS = 1e-5
 LONGEST = 8192  # columns that a block of threads holds in its registers

@@ -10,7 +10,7 @@ from hpczero_kernels.attention import attention, attention_reference
 from hpczero_kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from hpczero_kernels.dispatch import TORCH
 from hpczero_kernels.dropout import dropout
-from hpczero_kernels.elementwise import gelu, gelu_reference
+from hpczero_kernels.elementwise import gelu, gelu_reference, rotary, rotary_reference, swiglu, swiglu_reference
 from hpczero_kernels.norm import (
     add_layer_norm,
     add_layer_norm_reference,
@@ -21,8 +21,6 @@ from hpczero_kernels.norm import (
     rms_norm,
     rms_norm_reference,
 )
-from hpczero_kernels.rotary import rotary, rotary_reference
-from hpczero_kernels.swiglu import swiglu, swiglu_reference
 
 
 @dataclass(frozen=True)

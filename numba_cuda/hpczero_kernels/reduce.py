@@ -6,10 +6,23 @@ import numpy as np
 import torch
 from numba import float32, njit, uint64
 
-from hpczero_kernels.cpu import BF16, CODES, STRETCH, add, address_of, inner, load, load_sum, pointer, store_and_square
+from hpczero_kernels.cpu import (
+    BF16,
+    BLOCK,
+    CODES,
+    INLINE,
+    STRETCH,
+    Pool,
+    add,
+    address_of,
+    inner,
+    load,
+    load_sum,
+    named_by_sources,
+    pointer,
+    store_and_square,
+)
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
-from hpczero_kernels.pool import BLOCK, INLINE, Pool
-from hpczero_kernels.sources import named_by_sources
 
 
 def sum_pieces_reference(

@@ -8,7 +8,7 @@ from hpczero.batch.job import Here, Job, plan
 from hpczero.batch.render import render
 from hpczero.batch.sites import all_names
 from hpczero.spec.load import load
-from hpczero.spec.toml import toml_value
+from hpczero.spec.reference import toml_value
 
 FOLDER = Path(__file__).parent / "golden"
 HERE = Here(folder="/work/jobs", environment="/work/venv", schedulers=())

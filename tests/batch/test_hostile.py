@@ -16,13 +16,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpczero.batch import header
+from hpczero.batch import render as header
 from hpczero.batch.job import Here, Job, plan
-from hpczero.batch.launch import words
-from hpczero.batch.render import render
+from hpczero.batch.render import render, words
 from hpczero.errors import InputError
 from hpczero.spec.load import load
-from hpczero.spec.toml import toml_value
+from hpczero.spec.reference import toml_value
 
 EVIL = [
     *("$(touch HERE)", "`touch HERE`", "; touch HERE;", "| touch HERE", "& touch HERE &", "${IFS}touch${IFS}HERE", "$((HERE=1))", "<(touch HERE)"),

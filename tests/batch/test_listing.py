@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch import listing
 from hpczero.cli import main
 from hpczero.commands import jobs
 from hpczero.lock import RunLock
@@ -140,7 +139,7 @@ def test_on_a_login_node(folder: Path) -> None:
     ("seconds", "age"), [(None, "?"), (0.2, "0 s"), (59, "59 s"), (3700, "1 h"), (2e5, "2 d")]
 )
 def test_ages(seconds: float | None, age: str) -> None:
-    assert listing._age(seconds) == age
+    assert jobs._age(seconds) == age
 
 
 def test_a_name_with_signs_that_a_terminal_acts_on(

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch import interrogate, pbs
-from hpczero.batch.command import Answer
-from hpczero.batch.queued import Queued
+from hpczero.batch import pbs, sites
+from hpczero.batch.command import Answer, Queued
 
 CAPTURED = Path(__file__).parent / "pbs"
 
@@ -79,10 +78,10 @@ def test_a_value_of_several_lines_says_nothing_of_the_job() -> None:
 
 def test_queues_that_no_users_job_runs_in_are_left_out() -> None:
     text = (CAPTURED / "qstat-Qf-odd-queues.txt").read_text()
-    found = interrogate.of_qstat(text)
+    found = sites.of_qstat(text)
     assert list(found) == ["workq", "debug", "nolimit", "nodesonly", "secs", "days"]
     assert found["workq"] == {"nodes": 4, "walltime": "02:00:00"}
-    assert interrogate.left_out(text) == [
+    assert sites.left_out(text) == [
         "off (takes no jobs)",
         "route (hands jobs on to others)",
         "exec1 (takes jobs from another queue only)",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpczero.batch import run_status, slurm
-from hpczero.batch.queued import Queued
+from hpczero.batch.command import Queued
 from hpczero.batch.submission import Submission
 from hpczero.lock import RunLock
 

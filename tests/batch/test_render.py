@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpczero.batch import header
+from hpczero.batch import render
 from hpczero.batch.job import Here
 from hpczero.errors import InputError
-from hpczero.spec.duration import clock, seconds
+from hpczero.text import clock, seconds
 from tests.batch.golden import FOLDER, cases, kept, script
 
 CASES = cases()
@@ -46,17 +46,17 @@ def test_directives_stand_together_at_the_top(case: str) -> None:
     text = (FOLDER / f"{case}.sh").read_text()
     kind = scheduler(text)
     lines = text.splitlines()
-    marked = [number for number, line in enumerate(lines) if line.startswith(header.MARKS[kind])]
+    marked = [number for number, line in enumerate(lines) if line.startswith(render.MARKS[kind])]
     assert marked == list(range(1, 1 + len(marked))), "nothing between them, comments least of all"
-    subjects = [about for words in header.directives(text, kind) for about in header.subjects(words, kind)]
+    subjects = [about for words in render.directives(text, kind) for about in render.subjects(words, kind)]
     assert len(subjects) == len(set(subjects))
     if kind == "pbs":
-        (name,) = (words[1] for words in header.directives(text, kind) if words[0] == "-N")
+        (name,) = (words[1] for words in render.directives(text, kind) if words[0] == "-N")
         assert re.fullmatch(r"[A-Za-z0-9][\x21-\x7e]{0,14}", name)
 
 
 def test_only_what_was_asked_for_is_asked() -> None:
-    bare = header.directives((FOLDER / "generic-slurm.sh").read_text(), "slurm")
+    bare = render.directives((FOLDER / "generic-slurm.sh").read_text(), "slurm")
     assert [words[0].partition("=")[0] for words in bare] == ["--job-name", "--nodes", "--ntasks-per-node", "--time", "--export"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch import interrogate
+from hpczero.batch import sites
 from hpczero.batch.sites import all_names, facts
 from hpczero.errors import InputError
 from hpczero.spec.load import load, to_toml
@@ -188,11 +188,11 @@ Queue: closed
 
 
 def test_what_schedulers_say_of_their_queues() -> None:
-    found = interrogate.of_sinfo(SINFO)
+    found = sites.of_sinfo(SINFO)
     assert found["short"] == {"cpus": 4, "memory_gb": 7, "gpus": 0, "nodes": 2, "walltime": "00:30:00"}
     assert found["gpu"] == {"cpus": 32, "memory_gb": 250, "gpus": 2, "nodes": 16, "walltime": "36:00:00"}
     assert found["free*"]["walltime"] == ""
-    assert interrogate.of_qstat(QSTAT) == {"workq": {"nodes": 64, "walltime": "24:00:00"}}
+    assert sites.of_qstat(QSTAT) == {"workq": {"nodes": 64, "walltime": "24:00:00"}}
 
 
 def test_a_new_profile_is_one(moon: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from hpczero import env
 from hpczero.batch import pbs, scheduler, submission, submit
-from hpczero.batch.queued import Refused
+from hpczero.batch.command import Refused
 from hpczero.cli import main
 from hpczero.commands import jobs
 from hpczero.errors import HpczeroError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero_kernels import cross_entropy, dropout, elementwise, norm, rotary, swiglu
+from hpczero_kernels import cross_entropy, dropout, elementwise, norm
 from hpczero_kernels.operations import OPERATIONS
 from tests.kernels.device import DEVICE, KERNELS, distance, drawn, size
 
@@ -66,7 +66,7 @@ def torchs_dropout(x: Tensor, *rest: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> tuple[Tensor, Tensor]:
-    return rotary.angles(torch.arange(5, 5 + x.shape[1], device=x.device), x.shape[-1])
+    return elementwise.angles(torch.arange(5, 5 + x.shape[1], device=x.device), x.shape[-1])
 
 
 CASES = {
@@ -87,13 +87,17 @@ CASES = {
         lambda x, b: elementwise.Gelu.apply(x, b, False),
         lambda x, b: elementwise.gelu_reference(x, b, by_tanh=False),
     ),
-    "swiglu": Case(rows_and_columns("both"), swiglu.Swiglu.apply, swiglu.swiglu_reference),
+    "swiglu": Case(rows_and_columns("both"), elementwise.Swiglu.apply, elementwise.swiglu_reference),
     "dropout": Case(rows_and_columns("x"), own_dropout, torchs_dropout),
     "bias_dropout_residual": Case(rows_and_columns("x", "column", "x"), own_dropout, torchs_dropout),
     "cross_entropy": Case(
         rows_and_columns("x"), lambda x: cross_entropy.CrossEntropy.apply(x.flatten(0, 1) * 1, targets_for(x.flatten(0, 1))), torchs_losses
     ),
-    "rotary": Case(rows_and_columns("heads"), lambda x: rotary.Rotary.apply(x, *turned(x)), lambda x: rotary.rotary_reference(x, *turned(x))),
+    "rotary": Case(
+        rows_and_columns("heads"),
+        lambda x: elementwise.Rotary.apply(x, *turned(x)),
+        lambda x: elementwise.rotary_reference(x, *turned(x)),
+    ),
 }
 OPERATORS = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hpczero_kernels import adamw, reduce
 from hpczero_kernels.adamw import Scalars, State, adamw_reference, scalars_of_step
-from hpczero_kernels.pool import BLOCK
+from hpczero_kernels.cpu import BLOCK
 from hpczero_kernels.reduce import sum_pieces_reference
 from tests.kernels.device import DEVICE, KERNELS, drawn
 

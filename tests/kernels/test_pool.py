@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpczero_kernels.pool import BLOCK, INLINE, Pool, slices_of
+from hpczero_kernels.cpu import BLOCK, INLINE, Pool, slices_of
 
 LARGE = 1000 * BLOCK
 

@@ -8,19 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from hpczero_kernels import dropout, normal, pool, random
+from hpczero_kernels import cpu, dropout, random
 
 KEY = random.key_of(7, "test")
 
 
 @njit("float32(uint32)")
 def _radius_of(word):
-    return normal._radius(word)
+    return random._radius(word)
 
 
 @njit("UniTuple(float32, 2)(uint32)")
 def _angle_of(word):
-    return normal._cosine_and_sine(word)
+    return random._cosine_and_sine(word)
 
 
 def test_philox_known_answers():
@@ -40,8 +40,8 @@ def test_words_equal_their_reference(key, stream, first, count):
 @pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 1), (1, 1), (3, 1000), (511, 2), (2**33 + 1, 77)])
 def test_normal_equals_its_reference(first, count):
     out = torch.full((count,), math.nan)
-    normal.fill_normal(out, KEY, first, 0.02)
-    torch.testing.assert_close(out, normal.normal_reference(KEY, first, count, 0.02), rtol=1e-6, atol=0)
+    random.fill_normal(out, KEY, first, 0.02)
+    torch.testing.assert_close(out, random.normal_reference(KEY, first, count, 0.02), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**31, 2**32 - 256, 2**32 - 2, 2**32 - 1])
@@ -62,24 +62,24 @@ def test_cosine_and_sine_are_right_beside_each_eighth_of_a_turn(eighth, beside):
 def test_normal_has_the_values_of_its_rule():
     """The rule is part of what a checkpoint says: who changes these values gives it another number."""
     out = torch.empty(6)
-    normal.fill_normal(out, 2026, 1, 1.0)
+    random.fill_normal(out, 2026, 1, 1.0)
     expected = [-1103507551, -1099424927, 1062080107, -1112079296, 1040169337, 1057553284]
-    assert normal.RULE == 2
+    assert random.RULE == 2
     assert out.view(torch.int32).tolist() == expected
 
 
 def test_the_threads_of_a_rank_change_no_value():
     alone, shared = torch.empty(3 * 65536 + 5), torch.empty(3 * 65536 + 5)
-    normal.fill_normal(alone, KEY, 1, 1.0)
-    with pool.Pool(3) as threads:
-        normal.fill_normal(shared, KEY, 1, 1.0, threads)
+    random.fill_normal(alone, KEY, 1, 1.0)
+    with cpu.Pool(3) as threads:
+        random.fill_normal(shared, KEY, 1, 1.0, threads)
     assert torch.equal(alone, shared)
 
 
 def test_a_million_normal_values_have_the_distribution():
     """Kolmogorov and Smirnov's distance of a sample: above 1.95 / sqrt(n) once in a thousand."""
     out = torch.empty(1 << 20)
-    normal.fill_normal(out, KEY, 0, 1.0)
+    random.fill_normal(out, KEY, 0, 1.0)
     below = torch.special.ndtr(out.double().sort().values)
     ranks = torch.arange(1, out.numel() + 1) / out.numel()
     assert (below - ranks).abs().max() < 1.95 / out.numel() ** 0.5
@@ -87,7 +87,7 @@ def test_a_million_normal_values_have_the_distribution():
 
 def test_normal_is_normal():
     out = torch.empty(200_000)
-    normal.fill_normal(out, KEY, 0, 1.0)
+    random.fill_normal(out, KEY, 0, 1.0)
     assert abs(out.mean()) < 0.01
     assert abs(out.std() - 1) < 0.01
     assert abs((out.abs() < 1).float().mean() - 0.6827) < 0.01
@@ -97,8 +97,8 @@ def test_normal_is_normal():
 
 def test_a_piece_of_normal_equals_the_whole():
     whole, piece = torch.empty(101), torch.empty(40)
-    normal.fill_normal(whole, KEY, 0, 1.0)
-    normal.fill_normal(piece, KEY, 33, 1.0)
+    random.fill_normal(whole, KEY, 0, 1.0)
+    random.fill_normal(piece, KEY, 33, 1.0)
     assert torch.equal(piece, whole[33:73])
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hpczero_kernels import reduce
-from hpczero_kernels.pool import Pool
+from hpczero_kernels.cpu import Pool
 from hpczero_kernels.reduce import BLOCK, sum_pieces, sum_pieces_reference
 from tests.kernels.assembly import assembly_of, is_vectorised
 

@@ -12,8 +12,8 @@ from torch import nn
 import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
-from hpczero.memory.region import Region
 from hpczero.parallel.user_module import layers_of
+from hpczero.parallel.zero.buffers import Region
 from hpczero.spec.schema import Model, Spec
 from hpczero.train.initialize import Training
 from tests.mpi.models import CLASSES, SIDE, Again, Convolutions, Odd, Pair, Positions, TextModel, Tower

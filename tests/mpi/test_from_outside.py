@@ -13,7 +13,7 @@ import torch
 import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
-from hpczero.memory.region import Region
+from hpczero.parallel.zero.buffers import Region
 from tests.mpi.ways import (
     AROUND,
     INSIDE,

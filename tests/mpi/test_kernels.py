@@ -7,7 +7,7 @@ import torch
 
 from hpczero.comm.world import World
 from hpczero.errors import InputError
-from hpczero.train.facts import use_kernels
+from hpczero.train.setup import use_kernels
 from hpczero_kernels import dispatch
 
 pytestmark = pytest.mark.mpi

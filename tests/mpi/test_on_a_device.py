@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 
 from hpczero import device
 from hpczero.comm.group import Group, shard
-from hpczero.comm.order import Order
+from hpczero.comm.mpi_backend import Order
 from hpczero.comm.progress import Work
 from hpczero.comm.torch_backend import Native, Rendezvous
 from hpczero.comm.world import World

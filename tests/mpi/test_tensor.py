@@ -15,7 +15,7 @@ from hpczero.comm.world import World
 from hpczero.model import build, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.layout import tensor_part
-from hpczero.parallel.sequence import residual_of
+from hpczero.parallel.tensor.linear import residual_of
 from hpczero.parallel.tensor.plan import PLANS, apply_plan
 from hpczero.spec.schema import Model
 

@@ -16,7 +16,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.trace import ADVANCE, OPERATION, SPAN, WAIT, Event, Recording, Trace, What, events
 from hpczero.comm.world import World
 from hpczero.spec.schema import Data, Model, Spec, Train, Zero
-from hpczero.train import timeline, trace_file
+from hpczero.train import trace_file
 from hpczero.train.tracing import Tracing
 from tests.mpi.training import Record, train
 
@@ -96,11 +96,11 @@ def test_all_ranks_are_in_one_file(world: World, folder: Path, stage: int, share
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_a_rank_does_lies_in_its_phases(world: World, folder: Path, stage: int) -> None:
     for happened in trace_of(world, spec_of(folder, stage, shared=False)).ranks.values():
-        main = timeline.main_track(happened)
+        main = trace_file.main_track(happened)
         for number in (1, 2, 3):
-            inside = timeline.of_step(main, number)
+            inside = trace_file.of_step(main, number)
             (step,) = [event for event in inside if event.what == What(SPAN, "step")]
-            assert sum(timeline.own_seconds(inside).values()) == pytest.approx((step.end - step.begin) / 1e9)
+            assert sum(trace_file.own_seconds(inside).values()) == pytest.approx((step.end - step.begin) / 1e9)
         phases = [(event.begin, event.end) for event in main if event.what.kind == SPAN and event.what.name != "step"]
         trained = max(end for _, end in phases)  # then the test itself reads the weights
         for event in main:
@@ -135,7 +135,7 @@ def test_nobody_ends_a_collective_before_all_have_begun_it(
 def test_sums_start_while_backward_goes_on(world: World, folder: Path) -> None:
     for happened in trace_of(world, spec_of(folder, shared=False)).ranks.values():
         for number in (1, 2, 3):
-            during, all_of_them = timeline.started_during(timeline.of_step(happened, number), "reduce_scatter", "backward")
+            during, all_of_them = trace_file.started_during(trace_file.of_step(happened, number), "reduce_scatter", "backward")
             assert during == all_of_them > 2
 
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpczero.comm.world import World
-from hpczero.memory.region import Region
+from hpczero.parallel.zero.buffers import Region
 from hpczero.spec.schema import Data, Model, Optimizer, Spec, Train, Zero
 from tests.mpi.test_data_parallel import assert_same
 from tests.mpi.training import Record, train

@@ -9,7 +9,7 @@ import torch
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.group import Group
-from hpczero.comm.ledger import Ledger
+from hpczero.comm.trace import Ledger
 from hpczero.comm.world import World
 from hpczero.data.dataset import SyntheticSource
 from hpczero.parallel.layout import Place

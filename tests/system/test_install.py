@@ -138,7 +138,7 @@ def installation(
     return Installation(module, python, checkout, checkout, {"PYTHONPATH": str(checkout)})
 
 
-WHERE = "import json, hpczero, hpczero_kernels as k; from hpczero.locations import shared_folder as s; "
+WHERE = "import json, hpczero, hpczero_kernels as k; from hpczero.env import shared_folder as s; "
 WHERE += "print(json.dumps([hpczero.__file__, k.__file__, str(s('jobspecs')), str(s('templates'))]))"
 
 

@@ -14,7 +14,7 @@ from tests.launch import Finished, hpczero, launch
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
 
-from hpczero_kernels.normal import RULE  # needs torch
+from hpczero_kernels.random import RULE  # needs torch
 
 SPEC = """
 name = "tiny"

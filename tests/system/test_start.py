@@ -40,10 +40,10 @@ def test_no_compiler_is_imported() -> None:
 def test_the_compiler_still_takes_a_choice_for_a_constant() -> None:
     code = """
 import torch
-from hpczero_kernels import registry
+from hpczero_kernels import dispatch
 def marked(function):
     return {name: value for name, value in vars(function).items() if name.startswith("_dynamo")}
-assert marked(registry._choose) == marked(torch.compiler.assume_constant_result(lambda: 0)) != {}
+assert marked(dispatch._choose) == marked(torch.compiler.assume_constant_result(lambda: 0)) != {}
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "numba_cuda")])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment)

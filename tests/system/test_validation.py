@@ -123,7 +123,7 @@ def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_
     assert abs(before - of_split.mean().item()) > 0.3, "the first windows of this split are not like the others"
 
     from hpczero.model.batch import MicroBatch
-    from hpczero.train.evaluation import Tally
+    from hpczero.train.batches import Tally
 
     covered = 0
     for seed in range(20):

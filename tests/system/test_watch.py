@@ -17,7 +17,7 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 import torch
-from hpczero.comm.shared import NodeWindow
+from hpczero.comm.node_group import NodeWindow
 from hpczero.comm.world import World
 from hpczero.device import CPU
 from tests.queued import Queued

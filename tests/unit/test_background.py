@@ -1,6 +1,6 @@
 import threading
 
-from hpczero.comm.background import Background
+from hpczero.comm.progress import Background
 
 
 def test_it_advances_until_there_is_nothing_more_and_again_when_woken() -> None:

@@ -9,13 +9,12 @@ pytest.importorskip("torch")
 import torch
 
 from hpczero.comm.connection import Connection, Means
-from hpczero.comm.order import Order
+from hpczero.comm.mpi_backend import Order
 from hpczero.comm.progress import Limits
 from hpczero.comm.torch_backend import Native
 from hpczero.device import Device
 from hpczero.model.shapes import layers
-from hpczero.planner.memory import Placement, need
-from hpczero.planner.platform import CPUS, Platform, bucket_bytes
+from hpczero.planner.memory import CPUS, Placement, Platform, bucket_bytes, need
 from hpczero.spec.load import load
 from hpczero.spec.schema import Model, Spec, Train, Zero
 from tests.carriers import FakeMpi, Silent

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import hpczero.checkpoint
-from hpczero.checkpoint import alone, directory
+from hpczero.checkpoint import directory, import_safetensors
 from hpczero.checkpoint.safetensors import SafetensorsFile
 from hpczero.cli import main
 from hpczero.errors import InputError
@@ -101,7 +101,7 @@ def test_an_import_that_fails_leaves_nothing_that_a_run_would_begin_from(spec: P
 
     save_file({"w": np.ones(1000, np.float32)}, spec.parent / "in.safetensors")
     with monkeypatch.context() as patch:
-        patch.setattr(alone.manifest, "write", full)
+        patch.setattr(import_safetensors.manifest, "write", full)
         imported(spec, spec.parent / "in.safetensors", code=1)
     assert not (spec.parent / "run" / "spec.toml").exists()
     assert not directory.steps(spec.parent / "run" / "checkpoints")

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpczero.checkpoint.files import Damaged, Unreadable
 from hpczero.checkpoint.index import Index
 from hpczero.checkpoint.load import Checkpoint, Wanted
 from hpczero.checkpoint.piece_table import Table, Tensor
-from hpczero.checkpoint.shard_file import Array
+from hpczero.checkpoint.shard_file import Array, Damaged, Unreadable
 
 TENSORS = Tensor("a", (4, 8)), Tensor("b", (6,)), Tensor("c", (3, 2))
 PIECES = [  # tensor, rank, offset, start, stop

@@ -6,11 +6,10 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.checkpoint import storable
-from hpczero.checkpoint.export import Export
+from hpczero.checkpoint import manifest
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.safetensors import SafetensorsFile
-from hpczero.checkpoint.storable import dtype_of, problem
+from hpczero.checkpoint.manifest import dtype_of, problem
+from hpczero.checkpoint.safetensors import Export, SafetensorsFile
 from hpczero.checkpoint.verify import Verification
 from tests.checkpoints import Grid, Wanted, make, parameters
 
@@ -44,7 +43,7 @@ def test_names_that_are_in_each_other_s_way_are_refused() -> None:
 def test_what_passes_is_read_back_by_all_readers(tmp_path: Path) -> None:
     names = ["x", "x.y", "a/b", "a/c/d", "w é中", "n" * 4000, "/".join("qrstuvwxyzabcdef"), "[1]", "a\\n", "%s", "deep"]
     shapes = dict.fromkeys(names, (2, 3)) | {"deep": (1,) * 32, "nothing": (0, 5), "one": ()}
-    buffers = {f"buffers/{dtype}": np.ones((1,) * 32 if dtype == "float16" else (3,), dtype) for dtype in storable.DTYPES}
+    buffers = {f"buffers/{dtype}": np.ones((1,) * 32 if dtype == "float16" else (3,), dtype) for dtype in manifest.DTYPES}
     buffers |= {"b/empty": np.zeros((0, 3)), "b/one": np.array(3, np.uint8), "/".join("Qrstuvwxyzabcdef"): np.zeros(2)}
     assert not problem(shapes, {name: (dtype_of(values), values.shape) for name, values in buffers.items()})
     wanted = Wanted(layers=parameters(**shapes), buffers=buffers)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpczero.cli import main
-from hpczero.data import blocks, stdlib
+from hpczero.data import dataset, raw_files
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import FileSource
@@ -27,7 +27,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(20):
         (folder / f"{number}.txt").write_text(f"text {number}\n" * 2000)
     found = find([str(folder)])
-    build_token_file(found, folder / "a.h5", Recipe("byte", 0.2), folder / "work", stdlib.Silent())
+    build_token_file(found, folder / "a.h5", Recipe("byte", 0.2), folder / "work", dataset.Silent())
     return folder / "a.h5"
 
 
@@ -63,14 +63,14 @@ def test_a_run_finds_a_changed_token_where_it_reads_it(path: Path, split: str) -
 
 def test_a_block_is_looked_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    real = blocks.checksum
-    monkeypatch.setattr(blocks, "checksum", lambda block: looked.append(len(block)) or real(block))
+    real = raw_files.checksum
+    monkeypatch.setattr(raw_files, "checksum", lambda block: looked.append(len(block)) or real(block))
     source = FileSource(open_token_file(path), SEQ_LEN)
     for _ in range(2):
         for window in range(source.windows("train")):
             read(source, "train", window)
     size = open_token_file(path).splits["train"].tokens.nbytes
-    assert len(looked) == blocks.blocks_of(size)
+    assert len(looked) == raw_files.blocks_of(size)
     assert sum(looked) == size
 
 

@@ -9,7 +9,7 @@ import xxhash
 
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.stdlib import Silent
+from hpczero.data.dataset import Silent
 
 
 def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hpczero.cli import main
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.stdlib import Silent
+from hpczero.data.dataset import Silent
 from hpczero.data.token_file import open_token_file
 
 DOCUMENTS = [f"record {number}\n" * (number % 40) for number in range(300)] + ["long line äöü\n" * 60_000]

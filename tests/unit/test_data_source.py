@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.data import stdlib
+from hpczero.data import dataset
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import open_source
@@ -31,7 +31,7 @@ TEXT = "".join(f"line {number} of the text\n" for number in range(40_000))
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     (folder / "text.txt").write_text(TEXT)
-    build_token_file(find([str(folder / "text.txt")]), folder / "good.h5", Recipe("byte", 0.2), folder / "work", stdlib.Silent())
+    build_token_file(find([str(folder / "text.txt")]), folder / "good.h5", Recipe("byte", 0.2), folder / "work", dataset.Silent())
     return folder / "good.h5"
 
 
@@ -304,7 +304,7 @@ def test_one_rank_builds_and_the_others_wait_for_its_verdict(small_library: Path
 
     first = open_source(asked, share_of_rank_0, is_builder=True)
     with monkeypatch.context() as patched:
-        patched.setattr(stdlib, "token_file", lambda spec: pytest.fail("a second rank builds"))
+        patched.setattr(dataset, "token_file", lambda spec: pytest.fail("a second rank builds"))
         second = open_source(asked, lambda value: said[0], is_builder=False)
     assert first.describe() == second.describe()
     with pytest.raises(InputError, match=r"is not seen here: set paths\.cache"):
@@ -350,10 +350,10 @@ def test_what_killed_builders_left_is_removed_and_what_others_build_stays(small_
 _KILLED_AT = """
 import os, signal, sys
 from pathlib import Path
-from hpczero.data import build, stdlib
+from hpczero.data import build, dataset
 from hpczero.spec.schema import Paths, Spec
 library, cache, moment = sys.argv[1:]
-stdlib.sysconfig.get_paths = lambda: {"stdlib": library}
+dataset.sysconfig.get_paths = lambda: {"stdlib": library}
 owner = build.Reader if moment == "read" else build
 whole = getattr(owner, moment)
 def killed(*words):
@@ -361,7 +361,7 @@ def killed(*words):
         whole(*words)
     os.kill(os.getpid(), signal.SIGKILL)
 setattr(owner, moment, killed)
-stdlib.token_file(Spec(name="killed", paths=Paths(cache=cache)))
+dataset.token_file(Spec(name="killed", paths=Paths(cache=cache)))
 """
 
 
@@ -378,8 +378,8 @@ def test_without_nameless_files_the_same_bytes_are_made(
     small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [spec("stdlib", paths=Paths(cache=str(tmp_path / name))) for name in ("a", "b")]
-    one = stdlib.token_file(asked[0])
+    one = dataset.token_file(asked[0])
     monkeypatch.setattr("hpczero.data.build.nameless", lambda folder: None)
-    other = stdlib.token_file(asked[1])
+    other = dataset.token_file(asked[1])
     assert one.read_bytes() == other.read_bytes()
     assert [path.name for path in (tmp_path / "b").iterdir()] == [other.name]

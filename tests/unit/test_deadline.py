@@ -3,8 +3,7 @@
 import pytest
 
 from hpczero import env
-from hpczero.train.deadline import Deadline
-from hpczero.train.stop import REASONS, StopRequests
+from hpczero.train.stop import REASONS, Deadline, StopRequests
 
 
 class Clock:

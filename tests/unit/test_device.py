@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpczero import device  # noqa: E402  # needs torch
-from hpczero.comm.staging import Incoming, InPlace, Outgoing  # noqa: E402
+from hpczero.device import Incoming, InPlace, Outgoing  # noqa: E402
 from hpczero.errors import InputError  # noqa: E402
 from hpczero.train.setup import carrier  # noqa: E402
 from tests.queued import Queued  # noqa: E402
@@ -116,7 +116,7 @@ class Request:
 
 @pytest.mark.parametrize("size", [1, 5, 64, 65, 1000])
 def test_staged_messages_arrive_whole_from_a_device_that_is_late(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpczero.comm.staging.PIECE", 64)
+    monkeypatch.setattr("hpczero.device.PIECE", 64)
     late, line = Queued(), Line()
     here, there = late.queue(), late.queue()
     sent, received = torch.arange(size, dtype=torch.int64).to(torch.uint8), torch.zeros(size, dtype=torch.uint8)

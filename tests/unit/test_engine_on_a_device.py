@@ -9,11 +9,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpczero.device import Device  # noqa: E402  # needs torch
-from hpczero.memory.loans import Loan, Loans  # noqa: E402
 from hpczero.model import build, shapes  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.zero import engine as zero  # noqa: E402
 from hpczero.parallel.zero import reduce as reduction  # noqa: E402
+from hpczero.parallel.zero.buffers import Loan, Loans  # noqa: E402
 from hpczero.parallel.zero.engine import Engine, Settings  # noqa: E402
 from hpczero.parallel.zero.unit import Unit  # noqa: E402
 from hpczero.spec.schema import Model, Spec, Train, Zero  # noqa: E402

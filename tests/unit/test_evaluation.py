@@ -9,7 +9,7 @@ import torch
 
 from hpczero.data.sampler import window
 from hpczero.model.batch import MicroBatch
-from hpczero.train.evaluation import Tally, Validation
+from hpczero.train.batches import Tally, Validation
 
 SEQ_LEN = 16
 

@@ -5,7 +5,7 @@ from math import prod
 import pytest
 
 from hpczero.model import shapes
-from hpczero.parallel.held import Units, chunks_of_stages, handed_on, layers_that_run
+from hpczero.parallel.pipeline.partition import Units, chunks_of_stages, handed_on, layers_that_run
 from hpczero.spec.schema import Model, Parallel, Spec
 
 OF_SPEED = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)  # scripts/bench_step.py's

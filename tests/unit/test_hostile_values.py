@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.checkpoint.files import Damaged
+from hpczero.checkpoint.shard_file import Damaged
 from hpczero.cli import main
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import STALE_AFTER, Holder, RunLock

@@ -11,7 +11,7 @@ import pytest
 
 from hpczero import kernel_cache
 from hpczero.errors import InputError
-from hpczero_kernels import sources
+from hpczero_kernels import cpu
 
 pytest.importorskip("llvmlite")
 ONE = """
@@ -86,11 +86,11 @@ def test_the_key_and_the_kernels_names_follow_the_sources(tmp_path: Path, monkey
     found = []
     for text in ("one", "one", "two"):
         source.write_text(text)
-        monkeypatch.setattr(sources, "stamp", lambda: sources.hash_of(tmp_path))
+        monkeypatch.setattr(cpu, "stamp", lambda: cpu.hash_of(tmp_path))
 
         def kernel() -> None: ...
 
-        found.append((kernel_cache._key(), sources.named_by_sources(kernel).__qualname__))
+        found.append((kernel_cache._key(), cpu.named_by_sources(kernel).__qualname__))
     assert found[0] == found[1]
     assert all(first != last for first, last in zip(found[1], found[2], strict=True))
 
@@ -98,12 +98,12 @@ def test_the_key_and_the_kernels_names_follow_the_sources(tmp_path: Path, monkey
 def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     """numba looks at the file that a kernel is in alone: what an edit of another has changed would be taken from the cache."""
     dispatcher = pytest.importorskip("numba.core.registry").CPUDispatcher
-    names = ["adamw", "dropout", "normal", "philox", "precision", "reduce"]
+    names = ["adamw", "dropout", "random", "cpu", "reduce"]
     modules = [vars(importlib.import_module(f"hpczero_kernels.{name}")) for name in names]
     made = [value for module in modules for value in module.values() if isinstance(value, dispatcher)]
     kept = {kernel.py_func.__name__: kernel._cache._impl.filename_base for kernel in made if hasattr(kernel._cache, "_impl")}
     assert {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"} == set(kept)
-    assert all(sources.stamp() in base for base in kept.values()), kept
+    assert all(cpu.stamp() in base for base in kept.values()), kept
 
 
 def test_kernels_for_gpus_are_kept_as_well(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(broken: str, said: str, 
         raise OSError(said)
 
     def imported(name: str) -> object:
-        if name.endswith("registry"):
+        if name.endswith("dispatch"):
             return SimpleNamespace(on_gpus=lambda: True)
         if broken == "launch":
             raise ModuleNotFoundError(said)

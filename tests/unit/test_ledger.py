@@ -4,11 +4,14 @@ import itertools
 
 import pytest
 
-from hpczero.comm.ledger import Ledger
+from hpczero.comm.trace import Ledger
 
 torch = pytest.importorskip("torch")
-from hpczero.comm.mpi_backend import shard, tree  # noqa: E402  # needs torch
-from hpczero.comm.reduction import combine  # noqa: E402
+from hpczero.comm.mpi_backend import (  # noqa: E402  # needs torch
+    combine_parts,
+    shard,
+    tree,
+)
 
 
 def test_sums_by_axis_and_operation() -> None:
@@ -56,7 +59,7 @@ def test_two_half_precision_parts_are_added_as_in_fp32_and_rounded_once(dtype: o
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     other = every[torch.randperm(len(every), generator=torch.Generator().manual_seed(1))]
     found = torch.empty_like(every)
-    combine(found, (every, other), op)
+    combine_parts(found, (every, other), op)
     wide = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op](every.float(), other.float()).to(dtype)
     same = (found.view(torch.int16) == wide.view(torch.int16)) | (found.isnan() & wide.isnan())
     assert bool(same.all())
@@ -66,5 +69,5 @@ def test_the_output_may_be_any_of_the_parts() -> None:
     for count, place in itertools.product(range(2, 5), range(4)):
         if place < count:
             parts = [torch.full((200_000,), float(2**number)) for number in range(count)]
-            combine(parts[place], parts, "sum")
+            combine_parts(parts[place], parts, "sum")
             assert bool((parts[place] == 2**count - 1).all())

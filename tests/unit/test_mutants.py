@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from hpczero.checkpoint import apart, manifest
-from hpczero.checkpoint.files import Damaged
 from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.shard_file import Damaged
 from hpczero.cli import main
-from hpczero.data import stdlib
+from hpczero.data import dataset
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import FileSource
@@ -48,7 +48,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(9):
         (folder / f"{number}.txt").write_text(f"text {number}\n" * 40)
     found = find([str(folder)])
-    build_token_file(found, folder / "a.h5", Recipe("byte", 0.3), folder / "work", stdlib.Silent())
+    build_token_file(found, folder / "a.h5", Recipe("byte", 0.3), folder / "work", dataset.Silent())
     return folder / "a.h5"
 
 

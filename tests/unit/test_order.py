@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.comm.order import Order
+from hpczero.comm.mpi_backend import Order
 
 
 class Status:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hpczero.text import duration, line, number, value
 from hpczero.train import console, terminal
-from hpczero.train.console import Lines, Pace, duration, line, number, shares, value
+from hpczero.train.console import Lines
+from hpczero.train.summary import Pace, shares
 from tests.launch import on_a_terminal
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
@@ -23,9 +25,9 @@ METRICS = {
     "compute_seconds": 0.3,
 }
 PROGRAM = """
-from hpczero.train import output
+from hpczero.train import console
 import sys
-out = output.choose(sys.argv[1], 3, 1)
+out = console.choose(sys.argv[1], 3, 1)
 out.event("start", name="demo")
 for step in range(1, 4):
     out.step(step, {"loss": 3.25, "tokens": 10, "step_seconds": 0.1})

@@ -14,7 +14,7 @@ from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 pytest.importorskip("torch", reason="preflight asks a World")
 
 from hpczero import process_memory
-from hpczero.train.preflight import site_of
+from hpczero.train.setup import site_of
 
 GB = 10**9
 HALF_BILLION = Model(layers=36, hidden=1024, heads=16, vocab=32_000, seq_len=128)

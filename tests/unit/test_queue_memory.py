@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpczero.comm.connection import Connection, Means
-from hpczero.comm.mpi_backend import ByMessages, combine_into
-from hpczero.comm.order import Order
+from hpczero.comm.mpi_backend import ByMessages, Order, combine_into
 from hpczero.comm.progress import Limits
 from hpczero.comm.torch_backend import Native
 from tests.carriers import FakeMpi, Silent

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from hpczero import locations
+from hpczero import env
 from hpczero.cli import _parser
 from hpczero.errors import HpczeroError, InputError, Stopped
 from tests.launch import CHECKOUT, hpczero, launch
@@ -30,9 +30,9 @@ def test_the_verbs_without_torch_and_mpi_are_all_but_run() -> None:
 
 
 def test_an_install_command_survives_the_shell() -> None:
-    assert locations.install_command("/a b/python", "/c d", "train") == "'/a b/python' -m pip install '/c d[train]'"
-    assert locations.install_command("/python", "", "mpi") == "/python -m pip install '.[mpi]', in the folder of hpczero's source"
-    assert locations.install("train").endswith(f" -m pip install '{CHECKOUT}[train]'")
+    assert env.install_command("/a b/python", "/c d", "train") == "'/a b/python' -m pip install '/c d[train]'"
+    assert env.install_command("/python", "", "mpi") == "/python -m pip install '.[mpi]', in the folder of hpczero's source"
+    assert env.install("train").endswith(f" -m pip install '{CHECKOUT}[train]'")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,20 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hpczero.parallel.messages import Step, most_arrived, sent, steps
-from hpczero.parallel.pipeline.schedule import KINDS, Action, Result, Schedule, forward_only, needs, receiver, schedule
+from hpczero.parallel.pipeline.schedule import (
+    KINDS,
+    Action,
+    Result,
+    Schedule,
+    Step,
+    forward_only,
+    most_arrived,
+    needs,
+    receiver,
+    schedule,
+    sent,
+    steps,
+)
 from hpczero.parallel.pipeline.simulate import Times, simulate
 
 Layout = tuple[str, int, int, int]  # kind, stages, chunks, micro-batches

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.spec.locate import DEEPEST, TooDeep, locate
+from hpczero.spec.toml import DEEPEST, TooDeep, locate
 
 EVERYTHING = '''# a comment with [brackets] = "and" 'quotes'
 top = 1 # = 2

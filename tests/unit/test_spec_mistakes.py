@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpczero.spec.mistakes import unknown
+from hpczero.spec.keys import unknown
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import pytest
 
 from hpczero.spec.keys import about, flat, keys, nearest, tables
 from hpczero.spec.load import load
-from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text
+from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text, to_start_from
 from hpczero.spec.schema import Spec
-from hpczero.spec.toml import to_start_from
 from hpczero.text import printable, shown
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "spec.md"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpczero.comm import trace
 from hpczero.comm.trace import ADVANCE, OPERATION, SPAN, WAIT, Event, Recording, Trace, What, events
-from hpczero.train import timeline, trace_file, tracing
+from hpczero.train import trace_file, tracing
 
 
 def kept(recording: Recording) -> list[Event]:
@@ -216,12 +216,12 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(written: Path) -> None
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30))
 def test_lanes_hold_no_two_at_a_time_and_are_no_more_than_needed(begins: list[tuple[int, int]]) -> None:
     intervals = [(begin, begin + length) for begin, length in begins]
-    chosen = timeline.lanes(intervals)
+    chosen = trace_file.lanes(intervals)
     for lane in set(chosen):
         inside = sorted(interval for interval, at in zip(intervals, chosen, strict=True) if at == lane)
         assert all(one[1] <= other[0] for one, other in pairwise(inside))
     most = max((sum(begin <= at < end for begin, end in intervals if begin < end) for at in range(81)), default=0)
-    whole = timeline.lanes([interval for interval in intervals if interval[0] < interval[1]])
+    whole = trace_file.lanes([interval for interval in intervals if interval[0] < interval[1]])
     assert len(set(whole)) == most
 
 
@@ -245,29 +245,29 @@ STEP = [
 
 
 def test_every_moment_belongs_to_the_innermost() -> None:
-    seconds = timeline.own_seconds(timeline.of_step(STEP, 4))
+    seconds = trace_file.own_seconds(trace_file.of_step(STEP, 4))
     expected = {"data": 5, "forward": 13, "wait tensor": 2, "backward": 36, "advance data": 8, "optimizer step": 15, "wait data": 11, "step": 10}
     assert seconds == pytest.approx({name: time / 1e9 for name, time in expected.items()})
     assert sum(seconds.values()) == pytest.approx(100 / 1e9)
 
 
 def test_a_step_ends_where_it_ends() -> None:
-    inside = timeline.of_step([*STEP, operation("data", 90, 150)], 4)
+    inside = trace_file.of_step([*STEP, operation("data", 90, 150)], 4)
     assert "evaluation" not in [event.what.name for event in inside]
     assert (inside[-1].begin, inside[-1].end) == (90, 100)
-    assert timeline.of_step(STEP, 5) == []
+    assert trace_file.of_step(STEP, 5) == []
 
 
 def test_how_much_communication_is_hidden() -> None:
     """Under way 30-75 and 76-80: 49; of that waited 60-75 and worked 40-44."""
-    assert timeline.hidden(STEP, "data") == pytest.approx(1 - 19 / 49)
-    assert timeline.hidden(STEP, "tensor") == 1
+    assert trace_file.hidden(STEP, "data") == pytest.approx(1 - 19 / 49)
+    assert trace_file.hidden(STEP, "tensor") == 1
 
 
 def test_what_started_while_something_went_on() -> None:
-    assert timeline.started_during(STEP, "reduce_scatter", "backward") == (2, 2)
-    assert timeline.started_during(STEP, "all_gather", "backward") == (0, 1)
-    assert timeline.started_during([*STEP, operation("data", 60, 61, "reduce_scatter")], "reduce_scatter", "backward") == (2, 3)
+    assert trace_file.started_during(STEP, "reduce_scatter", "backward") == (2, 2)
+    assert trace_file.started_during(STEP, "all_gather", "backward") == (0, 1)
+    assert trace_file.started_during([*STEP, operation("data", 60, 61, "reduce_scatter")], "reduce_scatter", "backward") == (2, 3)
 
 
 @given(*[st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=12)] * 2)
@@ -275,9 +275,9 @@ def test_unions_and_overlaps(one: list[tuple[int, int]], other: list[tuple[int, 
     def moments(pairs: list[tuple[int, int]]) -> set[int]:
         return {moment for begin, length in pairs for moment in range(begin, begin + length)}
 
-    unions = [timeline.union((begin, begin + length) for begin, length in pairs) for pairs in (one, other)]
-    assert timeline.length(unions[0]) == len(moments(one))
-    assert timeline.length(timeline.overlap(*unions)) == len(moments(one) & moments(other))
+    unions = [trace_file.union((begin, begin + length) for begin, length in pairs) for pairs in (one, other)]
+    assert trace_file.length(unions[0]) == len(moments(one))
+    assert trace_file.length(trace_file.overlap(*unions)) == len(moments(one) & moments(other))
 
 
 # -- what is written of a run ------------------------------------------------------------------------------------------------------

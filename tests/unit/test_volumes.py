@@ -11,13 +11,11 @@ import pytest
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
 from hpczero.model import shapes
-from hpczero.parallel.held import chunks_of_stages, layers_that_run
-from hpczero.parallel.messages import AHEAD, most_arrived, steps
-from hpczero.parallel.pipeline.schedule import forward_only, schedule
+from hpczero.parallel.pipeline.partition import chunks_of_stages, layers_that_run
+from hpczero.parallel.pipeline.schedule import AHEAD, forward_only, most_arrived, schedule, steps
 from hpczero.parallel.pipeline.simulate import simulate
+from hpczero.planner.activations import Moments, arrived, gathered, gathers, gathers_in_step, peak
 from hpczero.planner.memory import needs_on_grid
-from hpczero.planner.regather import gathered, gathers, gathers_in_step
-from hpczero.planner.under_way import Moments, arrived, peak
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero

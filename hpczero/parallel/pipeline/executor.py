@@ -20,8 +20,7 @@ from hpczero.comm.progress import Work
 from hpczero.device import CPU
 from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.messages import AHEAD, Step, steps
-from hpczero.parallel.pipeline.schedule import Result, forward_only, receiver, schedule
+from hpczero.parallel.pipeline.schedule import AHEAD, Result, Step, forward_only, receiver, schedule, steps
 
 _UNSENT = 2  # outputs of an evaluation that a stage keeps until they are sent
 _MOST_DIMENSIONS = 64  # of a tensor

@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from hpczero.model.shapes import Layer
-from hpczero.parallel.sequence import Residual, SequenceParts
-from hpczero.parallel.tensor.linear import ColumnLinear, DropoutOnOwnRows, OnOwnRows, RowLinear
+from hpczero.parallel.tensor.linear import ColumnLinear, DropoutOnOwnRows, OnOwnRows, Residual, RowLinear, SequenceParts
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 Replacement = Callable[[nn.Module, Residual], nn.Module]

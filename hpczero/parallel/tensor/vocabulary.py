@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 from hpczero.comm.group import Group
 from hpczero.model import maps
 from hpczero.parallel.layout import share
-from hpczero.parallel.sequence import Residual
-from hpczero.parallel.tensor.linear import sum_of_parts
+from hpczero.parallel.tensor.linear import Residual, sum_of_parts
 from hpczero_kernels.cross_entropy import check_targets, losses, part_gradient_, part_statistics
 
 

@@ -24,23 +24,21 @@ from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
 from hpczero.model import build, shapes
 from hpczero.optim.loss_scale import LossScale
-from hpczero.parallel.absent import AbsentGradients
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.parallel.states import Precision, Sharded, state_bytes
-from hpczero.parallel.stray import StrayGradients
 from hpczero.parallel.zero import state_dict
 from hpczero.parallel.zero.buffers import Arena
-from hpczero.parallel.zero.data_axis import DataAxis
+from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer, used_around_others
 from hpczero.parallel.zero.outside import Outside
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import BadGradient, Reduction
 from hpczero.parallel.zero.unit import Fill, Unit, take_moments, take_slots
-from hpczero.parallel.zero.weight_gradients import DirectGradients, among_ourselves
+from hpczero.parallel.zero.weight_gradients import DirectGradients, StrayGradients, among_ourselves
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.adamw import Scalars, adamw, scalars_of_step
+from hpczero_kernels.cpu import Pool
 from hpczero_kernels.dispatch import CUDA, choose
-from hpczero_kernels.pool import Pool
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

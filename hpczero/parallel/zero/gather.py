@@ -35,9 +35,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hpczero.comm.group import Work
 from hpczero.errors import HpczeroError
-from hpczero.memory.loans import Loan, Loans
 from hpczero.model.shapes import Layer
-from hpczero.parallel.undisturbed import undisturbed
+from hpczero.parallel.zero.buffers import Loan, Loans
+from hpczero.parallel.zero.outside import undisturbed
 from hpczero.parallel.zero.parameters import ShardedParameter, give_values
 from hpczero.parallel.zero.unit import Unit
 

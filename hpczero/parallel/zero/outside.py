@@ -6,14 +6,17 @@ the place of a parameter, or added, the engine does not train. Nobody counts wri
 `untyped_storage()`).
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import HpczeroError
@@ -133,3 +136,29 @@ def _refuse_to_load(module: nn.Module, *_: Any) -> None:
                 " its master weights: call engine.load_state_dict(state) on all ranks, or load inside"
                 " `with engine.gathered(engine.module.parameters(), modify=True)`"
             )
+
+
+# Tensor operations of hpczero's own in the middle of other people's.
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def undisturbed(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Inside the function no dispatch mode sees tensor operations (selective checkpointing would note
+    them, and miss them when it computes again), and no transform (torch.func) changes them.
+    """
+
+    @wraps(function)
+    def alone(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
+        transforms = torch._C._are_functorch_transforms_active()
+        modes = torch._C._len_torch_dispatch_stack()
+        if not transforms and not modes:
+            return function(*arguments, **named)
+        with ExitStack() as stack:
+            if transforms:
+                stack.enter_context(temporarily_clear_interpreter_stack())
+            if modes:
+                stack.enter_context(_disable_current_modes())
+            return function(*arguments, **named)
+
+    return alone

@@ -19,7 +19,7 @@ from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.parameters import gradient_left, leave_gradient
 from hpczero.parallel.zero.unit import Unit
 from hpczero.text import first_few
-from hpczero_kernels.pool import Pool
+from hpczero_kernels.cpu import Pool
 from hpczero_kernels.reduce import BLOCK, sum_pieces
 
 

@@ -11,6 +11,7 @@ hpczero's own models ask for these maps (`model.maps`). In others every operatio
 What gathers in another precision is made as ever, by the same arithmetic: the results do not depend on it.
 """
 
+import warnings
 from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -21,8 +22,9 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from hpczero.errors import HpczeroError
 from hpczero.model import maps
-from hpczero.parallel.zero.parameters import ShardedParameter, saved_as_it_is
+from hpczero.parallel.zero.parameters import ShardedParameter, leave_gradient, saved_as_it_is
 
 
 class Sums(Protocol):
@@ -218,3 +220,27 @@ class _Embedding(torch.autograd.Function):
         made = torch.sparse_coo_tensor(rows[None], values, shape, dtype=values.dtype, **ours)
         context.way.sums.add(context.parameter, made)
         return None, _nothing(context.parameter), None
+
+
+# Gradients that none of an engine's own backwards has made.
+#
+# They are dropped, so that none stays for the next step. Another engine's backward, which passes
+# through this one's module (a GAN), is no mistake and is said once; anything else is an error.
+_OWN = "a step takes the gradients of engine.backward(loss), which names the engine that is to have them"
+
+
+class StrayGradients:
+    def __init__(self, name_of: Callable[[torch.Tensor], str], says: bool) -> None:
+        """`says`: this rank is the one that warns."""
+        self._name_of, self._says = name_of, says
+
+    def drop(self, parameter: torch.Tensor) -> None:
+        leave_gradient(parameter, None)
+        name = self._name_of(parameter)
+        if not in_an_engine():
+            raise HpczeroError(f"a gradient of {name} came outside of engine.backward: {_OWN}")
+        if self._says:
+            what = f"gradients of {name} and others came in another engine's backward and are dropped"
+            saves = "requires_grad_(False) on this module meanwhile saves their computation"
+            warnings.warn(f"{what}: {_OWN}; {saves} (docs/any-model.md)", stacklevel=2)
+        self._says = False

@@ -7,8 +7,7 @@ from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import inner, load4, number_of, sqrt
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, THREADS, aligned, blocks, kernel
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.cuda.tiles import own_column
-from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, widen
+from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, own_column, put, widen
 
 _NOTHING = -1  # the precision of weights that are not there
 

@@ -10,8 +10,7 @@ from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import inner
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, WORD, address_of, contiguous, kernel, rows_aligned
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.cuda.tiles import grid_over, grid_with_sums, own_column, threads_for
-from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, whole_number, widen
+from hpczero_kernels.cuda.vectors import EIGHT, fetch, grid_over, grid_with_sums, narrow, own_column, put, threads_for, whole_number, widen
 from hpczero_kernels.dropout import Chosen, chosen_of, threshold
 
 _words = inner(random.block_of_words.py_func)

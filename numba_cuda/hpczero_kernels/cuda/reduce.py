@@ -7,12 +7,11 @@ from typing import NamedTuple
 import torch
 from numba import float32, uint32, uint64
 
-from hpczero_kernels.cpu import CODES, FP32
+from hpczero_kernels.cpu import BLOCK, CODES, FP32
 from hpczero_kernels.cuda.intrinsics import block_sum, inner, moved
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, THREADS, aligned, blocks, kernel
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, put_element, whole_number, widen
-from hpczero_kernels.pool import BLOCK
 
 _EACH = BLOCK // (THREADS * EIGHT)  # vectors of a thread
 _RUNS = 3  # what has arrived from the ranks before one's own piece, that piece, and what comes after it
