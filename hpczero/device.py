@@ -104,7 +104,9 @@ class _CudaMark(Mark):
 
 class _CudaQueue(Queue):
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)  # ahead of the computing, which waits for what it brings
+        self._stream = torch.cuda.Stream(
+            device, priority=-1
+        )  # ahead of the computing, which waits for what it brings
 
     def begins(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -129,7 +131,9 @@ class Cuda(Device):
     def __init__(self, number: int) -> None:
         self.torch = torch.device("cuda", number)
         torch.cuda.set_device(self.torch)
-        torch.empty(1, dtype=torch.float32, device=self.torch)  # from now on what CUDA itself takes of its memory is not free
+        torch.empty(
+            1, dtype=torch.float32, device=self.torch
+        )  # from now on what CUDA itself takes of its memory is not free
         found = torch.cuda.get_device_properties(self.torch)
         self.name = f"{found.name} (cuda:{number})"
         self.capability = found.major, found.minor
@@ -158,7 +162,12 @@ class Cuda(Device):
 
     def memory(self) -> Memory | None:
         free, total = torch.cuda.mem_get_info(self.torch)
-        return Memory(total, free, torch.cuda.memory_allocated(self.torch), torch.cuda.max_memory_allocated(self.torch))
+        return Memory(
+            total,
+            free,
+            torch.cuda.memory_allocated(self.torch),
+            torch.cuda.max_memory_allocated(self.torch),
+        )
 
 
 def visible() -> int:
@@ -173,10 +182,16 @@ def agreed(wanted: str, seen: Sequence[int], hosts: Sequence[str]) -> str:
     if all(seen):
         return "cuda"
     without = [rank for rank, count in enumerate(seen) if not count]
-    shown = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in without[:4]) + (f" and {len(without) - 4} more" if len(without) > 4 else "")
-    drivers = "a driver (nvidia-smi), a PyTorch built for it, and gpus in the batch system's request"
+    shown = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in without[:4]) + (
+        f" and {len(without) - 4} more" if len(without) > 4 else ""
+    )
+    drivers = (
+        "a driver (nvidia-smi), a PyTorch built for it, and gpus in the batch system's request"
+    )
     way_out = f'give every rank one ({drivers}), or set train.device = "cpu"'
-    raise InputError(f'train.device = "{wanted}": {len(without)} of {len(seen)} ranks see no GPU: {shown}; {way_out}')
+    raise InputError(
+        f'train.device = "{wanted}": {len(without)} of {len(seen)} ranks see no GPU: {shown}; {way_out}'
+    )
 
 
 def of_rank(kind: str, place: int, ranks: int) -> Device:
@@ -190,7 +205,9 @@ def of_rank(kind: str, place: int, ranks: int) -> Device:
     try:
         return Cuda(number)
     except RuntimeError as error:
-        raise InputError(f'GPU {number} of {count} cannot be used: {error}; train.device = "cpu" does without') from error
+        raise InputError(
+            f'GPU {number} of {count} cannot be used: {error}; train.device = "cpu" does without'
+        ) from error
 
 
 # A GPU's tensors in MPI's messages: through pinned memory of the computer, or as they are where MPI knows the GPU's memory.

@@ -50,7 +50,9 @@ def use_numba_cache(folder: Path) -> None:
 
 def tells_malloc() -> bool:
     """Whether somebody has said what glibc's malloc is to do."""
-    return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(name.startswith("MALLOC_") for name in os.environ)
+    return "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name.startswith("MALLOC_") for name in os.environ
+    )
 
 
 def config_folder() -> Path:
@@ -67,12 +69,18 @@ def for_scheduler() -> dict[str, str]:
     """The environment for a scheduler's command: without what is left over from a job that this process may run in."""
     leftover = ("SBATCH_", "SLURM_", "SRUN_", "PBS_", "PMI_", "PMIX_")
     kept = ("SLURM_CONF", "PBS_CONF_FILE", "PBS_SERVER")  # where the scheduler is
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(leftover)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in kept or not name.startswith(leftover)
+    }
 
 
 def site_folders() -> list[Path]:
     """$HPCZERO_SITES, separated as in $PATH."""
-    return [Path(folder) for folder in os.environ.get("HPCZERO_SITES", "").split(os.pathsep) if folder]
+    return [
+        Path(folder) for folder in os.environ.get("HPCZERO_SITES", "").split(os.pathsep) if folder
+    ]
 
 
 def variable(name: str) -> str | None:
@@ -125,9 +133,14 @@ def deadline() -> float | None:
 
 def prepare_mpi() -> None:
     """Before MPI starts: settings without which a library complains about nothing, or is slow; what the user has set stays."""
-    for size in ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):  # what a call moves over TCP: too little for a poll a millisecond
+    for size in (
+        "UCX_TCP_TX_SEG_SIZE",
+        "UCX_TCP_RX_SEG_SIZE",
+    ):  # what a call moves over TCP: too little for a poll a millisecond
         os.environ.setdefault(size, "512k")
-    os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # Open MPI 5's wheel: "OSC UCX component priority set" for every window
+    os.environ.setdefault(
+        "OMPI_MCA_osc", "^ucx"
+    )  # Open MPI 5's wheel: "OSC UCX component priority set" for every window
 
 
 def python_command(module: str) -> list[str]:
@@ -149,7 +162,9 @@ _CHECKOUT = _PACKAGE.parent
 
 
 def in_checkout() -> bool:
-    return (_CHECKOUT / "setup.cfg").is_file() and (_CHECKOUT / "numba_cuda" / "hpczero_kernels").is_dir()
+    return (_CHECKOUT / "setup.cfg").is_file() and (
+        _CHECKOUT / "numba_cuda" / "hpczero_kernels"
+    ).is_dir()
 
 
 def install(extra: str) -> str:
@@ -160,11 +175,13 @@ def install(extra: str) -> str:
 def install_command(executable: str, source: str, extra: str) -> str:
     """From its source, as no package index has it; of an unknown one ("") the reader knows the folder."""
     wanted = shlex.quote(f"{source or '.'}[{extra}]")
-    return f"{shlex.quote(executable)} -m pip install {wanted}" + ("" if source else ", in the folder of hpczero's source")
+    return f"{shlex.quote(executable)} -m pip install {wanted}" + (
+        "" if source else ", in the folder of hpczero's source"
+    )
 
 
 def source() -> str:
-    """The checkout, or the folder or file that pip was given, if it is still there; else "". """
+    """The checkout, or the folder or file that pip was given, if it is still there; else ""."""
     if in_checkout():
         return str(_CHECKOUT)
     try:
@@ -192,7 +209,9 @@ def shared_folder(name: str) -> Path:
     for candidate in candidates:
         if candidate.is_dir():
             return candidate
-    raise HpczeroError(f"hpczero's folder '{name}' is missing; looked in {', '.join(map(str, candidates))}: install hpczero again")
+    raise HpczeroError(
+        f"hpczero's folder '{name}' is missing; looked in {', '.join(map(str, candidates))}: install hpczero again"
+    )
 
 
 # A note to the script of the batch job: a rank found the input wrong.

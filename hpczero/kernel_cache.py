@@ -32,7 +32,11 @@ def load(module: str) -> ModuleType:
         kept = env.cache_folder() / "kernels" / key
         folder = Path(given) if given else _own_folder(key) or kept
         env.use_numba_cache(folder)
-        once(folder, f"complete-{key}", lambda: _fill(folder, None if given or folder == kept else kept))
+        once(
+            folder,
+            f"complete-{key}",
+            lambda: _fill(folder, None if given or folder == kept else kept),
+        )
     return importlib.import_module(module)
 
 
@@ -46,10 +50,22 @@ def of_gpu(capability: tuple[int, int]) -> None:
         launch = importlib.import_module("hpczero_kernels.cuda.launch")
         if folder:
             name = f"cuda-{capability[0]}{capability[1]}"
-            once(Path(folder), name, lambda: _fill_for_gpu(Path(folder), name, lambda: [kernel.compile() for kernel in launch.all_kernels()]))
-    except Exception as error:  # whatever lacks: packages, the toolkit's libraries, a driver that fits
+            once(
+                Path(folder),
+                name,
+                lambda: _fill_for_gpu(
+                    Path(folder),
+                    name,
+                    lambda: [kernel.compile() for kernel in launch.all_kernels()],
+                ),
+            )
+    except (
+        Exception
+    ) as error:  # whatever lacks: packages, the toolkit's libraries, a driver that fits
         way_out = "numba-cuda wants CUDA's compiler (a toolkit that CUDA_HOME names, or pip install 'numba-cuda[cu13]', of the driver's release)"
-        raise InputError(f"the kernels for GPUs cannot be compiled: {error}; {way_out}; HPCZERO_KERNELS=torch does without them") from error
+        raise InputError(
+            f"the kernels for GPUs cannot be compiled: {error}; {way_out}; HPCZERO_KERNELS=torch does without them"
+        ) from error
 
 
 def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
@@ -80,7 +96,11 @@ def _fill(folder: Path, kept: Path | None) -> None:
 
 def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) -> None:
     """As _fill, while others may read what is there already."""
-    kept = env.cache_folder() / "kernels" / f"{folder.name}-{name}" if folder.parent == env.node_folder() else None
+    kept = (
+        env.cache_folder() / "kernels" / f"{folder.name}-{name}"
+        if folder.parent == env.node_folder()
+        else None
+    )
     if kept and safe_files.is_seen(kept):
         with suppress(OSError):
             _copy_missing(kept, folder)
@@ -126,10 +146,22 @@ def _own_folder(key: str) -> Path | None:
 
 def _key() -> str:
     """Names the machine code."""
-    binding, sources = importlib.import_module("llvmlite.binding"), importlib.import_module("hpczero_kernels.cpu")
+    binding, sources = (
+        importlib.import_module("llvmlite.binding"),
+        importlib.import_module("hpczero_kernels.cpu"),
+    )
     facts = blake2b(digest_size=8)
-    versions = [metadata.version(name) for name in ("numba", "numba-cuda") if any(metadata.distributions(name=name))]
-    for part in (sys.version, binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten(), *versions):
+    versions = [
+        metadata.version(name)
+        for name in ("numba", "numba-cuda")
+        if any(metadata.distributions(name=name))
+    ]
+    for part in (
+        sys.version,
+        binding.get_host_cpu_name(),
+        binding.get_host_cpu_features().flatten(),
+        *versions,
+    ):
         facts.update(part.encode())
     facts.update(str(Path(str(sources.__file__)).parent).encode())  # numba's own names have it, too
     facts.update(sources.stamp().encode())

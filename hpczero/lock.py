@@ -39,7 +39,9 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import open_lock, open_to_read, remove
 
 _LONGEST_TEXT = 500  # characters of a value in a record
-STALE_AFTER = 600.0  # seconds without a beat after which a holder on another computer counts as dead
+STALE_AFTER = (
+    600.0  # seconds without a beat after which a holder on another computer counts as dead
+)
 BEAT_EVERY = TOUCH_EVERY = 15.0
 SETTLE = 1.0
 PATIENCE = STALE_AFTER + 2 * BEAT_EVERY  # seconds that a batch job waits for a holder
@@ -68,7 +70,15 @@ class Holder:
     def this_process(cls) -> "Holder":
         process = psutil.Process()
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return cls(socket.gethostname(), machine.boot_identity(), process.pid, process.create_time(), _user(), now, env.batch_job())
+        return cls(
+            socket.gethostname(),
+            machine.boot_identity(),
+            process.pid,
+            process.create_time(),
+            _user(),
+            now,
+            env.batch_job(),
+        )
 
     @classmethod
     def parse(cls, text: str) -> "Holder | None":
@@ -94,7 +104,9 @@ class Holder:
                 return abs(psutil.Process(self.pid).create_time() - self.process_start) < 1
             except psutil.Error:
                 return False
-        return abs(seconds_since_beat) < STALE_AFTER  # a beat from the future is none: clocks differ
+        return (
+            abs(seconds_since_beat) < STALE_AFTER
+        )  # a beat from the future is none: clocks differ
 
     def __str__(self) -> str:
         job = f", batch job {self.job}" if self.job else ""
@@ -151,7 +163,12 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         return self.take()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.release()
 
     def beat(self) -> None:
@@ -165,7 +182,9 @@ class RunLock:
             self._forget()
             try:
                 self._take()
-            except InputError as error:  # no longer a mistake in the input: this run has been writing
+            except (
+                InputError
+            ) as error:  # no longer a mistake in the input: this run has been writing
                 raise HpczeroError(str(error)) from error
 
     def release(self) -> None:
@@ -173,7 +192,9 @@ class RunLock:
         if self._descriptor is None:
             return
         if self._leads_here(self._descriptor):
-            with contextlib.suppress(OSError):  # a directory made read-only meanwhile: a record without a living holder holds nothing
+            with contextlib.suppress(
+                OSError
+            ):  # a directory made read-only meanwhile: a record without a living holder holds nothing
                 remove(self.path)
         self._forget()
 
@@ -199,7 +220,9 @@ class RunLock:
         try:
             return open_lock(self.path)
         except OSError as error:
-            raise InputError(f"cannot write in the run directory {self.path.parent}: {error.strerror}") from error
+            raise InputError(
+                f"cannot write in the run directory {self.path.parent}: {error.strerror}"
+            ) from error
 
     def _locked(self, descriptor: int) -> bool:
         """Take the kernel's lock; InputError if another one has it."""
@@ -228,7 +251,9 @@ class RunLock:
             os.ftruncate(descriptor, len(text))
         except OSError as error:
             remove(self.path)
-            raise InputError(f"cannot write in the run directory {self.path.parent}: {error.strerror}") from error
+            raise InputError(
+                f"cannot write in the run directory {self.path.parent}: {error.strerror}"
+            ) from error
         if not final:
             time.sleep(SETTLE)
             after = _read(descriptor) if self._leads_here(descriptor) else None
@@ -251,7 +276,9 @@ class RunLock:
         return None
 
     def _held(self, holder: Holder | None, silence: float | None = None) -> Held:
-        who = str(holder) if holder is not None else "another process that has not yet said who it is"
+        who = (
+            str(holder) if holder is not None else "another process that has not yet said who it is"
+        )
         message = f"the run directory {self.path.parent} is in use by {who}: wait for it or stop it, or give this run another name"
         if holder is not None and silence is not None and holder.kernel != machine.boot_identity():
             message += (

@@ -25,7 +25,20 @@ def boot_identity(root: Path = ROOT) -> str:
 
 
 # The kernel's file locks on these reach every process that can see the files.
-_LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay", "jfs", "bcachefs"}
+_LOCAL_FILE_SYSTEMS = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "zfs",
+    "f2fs",
+    "tmpfs",
+    "ramfs",
+    "overlay",
+    "jfs",
+    "bcachefs",
+}
 
 
 def is_local_file_system(path: Path, root: Path = ROOT) -> bool:
@@ -38,7 +51,9 @@ def file_system_type(path: Path, root: Path = ROOT) -> str:
     resolved = path.resolve()
     holding = [mount for mount in _mounts(root) if resolved.is_relative_to(mount.point)]
     longest = max((len(str(mount.point)) for mount in holding), default=0)
-    return next((mount.kind for mount in reversed(holding) if len(str(mount.point)) == longest), "")  # the last one mounted is seen
+    return next(
+        (mount.kind for mount in reversed(holding) if len(str(mount.point)) == longest), ""
+    )  # the last one mounted is seen
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,9 @@ def _mounts(root: Path) -> Iterator[_Mount]:
     for line in _text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, (kind, _, options) = before.split(" "), after.split(" ", 2)  # a field may be empty
-        yield _Mount(_unescaped(fields[3]), _unescaped(fields[4]), kind, frozenset(options.split(",")))
+        yield _Mount(
+            _unescaped(fields[3]), _unescaped(fields[4]), kind, frozenset(options.split(","))
+        )
 
 
 def _unescaped(field: str) -> Path:
@@ -72,12 +89,22 @@ def _cgroup_folders(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         if version == 1 and controller not in controllers.split(","):
             continue
         for mount in _mounts(root):
-            if mount.kind != ("cgroup2" if version == 2 else "cgroup") or (version == 1 and controller not in mount.options):
+            if mount.kind != ("cgroup2" if version == 2 else "cgroup") or (
+                version == 1 and controller not in mount.options
+            ):
                 continue
             top = root / mount.point.relative_to("/")
-            inside = Path(path).relative_to(mount.root) if Path(path).is_relative_to(mount.root) else Path()
+            inside = (
+                Path(path).relative_to(mount.root)
+                if Path(path).is_relative_to(mount.root)
+                else Path()
+            )
             folder = top if ".." in inside.parts else top / inside
-            yield from ((version, parent) for parent in (folder, *folder.parents) if parent.is_relative_to(top))
+            yield from (
+                (version, parent)
+                for parent in (folder, *folder.parents)
+                if parent.is_relative_to(top)
+            )
             break
 
 
@@ -88,7 +115,10 @@ def cpu_quota(root: Path = ROOT) -> float | None:
         if version == 2:
             quota, _, period = _text(folder / "cpu.max").strip().partition(" ")
         else:
-            quota, period = _text(folder / "cpu.cfs_quota_us").strip(), _text(folder / "cpu.cfs_period_us").strip()
+            quota, period = (
+                _text(folder / "cpu.cfs_quota_us").strip(),
+                _text(folder / "cpu.cfs_period_us").strip(),
+            )
         if quota.isdigit() and period.isdigit() and int(period):
             quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
@@ -117,12 +147,16 @@ def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
     limits = []
     for version, folder in _cgroup_folders("memory", root):
         limit_file, used_file, prefix = (
-            ("memory.max", "memory.current", "") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            ("memory.max", "memory.current", "")
+            if version == 2
+            else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         )
         limit, used = _text(folder / limit_file).strip(), _text(folder / used_file).strip()
         if limit.isdigit() and int(limit) < 1 << 60:  # version 1 writes "no limit" as almost 2^63
             counts = _fields(_text(folder / "memory.stat"))
-            reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(f"{prefix}active_file", 0)
+            reclaimable = counts.get(f"{prefix}inactive_file", 0) + counts.get(
+                f"{prefix}active_file", 0
+            )
             limits.append(MemoryLimit(int(limit), max(0, int(used or 0) - reclaimable), folder))
     return limits
 
@@ -146,7 +180,11 @@ class Memory:
 
 def memory(root: Path = ROOT) -> Memory:
     kilobytes = _fields(_text(root / "proc/meminfo"))
-    return Memory(kilobytes.get("MemTotal", 0) * 1024, kilobytes.get("MemAvailable", 0) * 1024, memory_limit(root))
+    return Memory(
+        kilobytes.get("MemTotal", 0) * 1024,
+        kilobytes.get("MemAvailable", 0) * 1024,
+        memory_limit(root),
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +204,10 @@ def shared_memory(folder: Path = ROOT / "dev/shm") -> Space | None:
 
 def _fields(text: str) -> dict[str, int]:
     """`MemTotal:  123 kB` and `inactive_file 123`: name -> number."""
-    return {name.rstrip(":"): int(number) for name, number in re.findall(r"^(\S+)\s+(\d+)", text, re.MULTILINE)}
+    return {
+        name.rstrip(":"): int(number)
+        for name, number in re.findall(r"^(\S+)\s+(\d+)", text, re.MULTILINE)
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------------- cores
@@ -178,7 +219,9 @@ def usable_cores(root: Path = ROOT) -> set[int]:
 
 
 def _first_thread(cpu: int, root: Path) -> int:
-    siblings = re.match(r"\d+", _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+    siblings = re.match(
+        r"\d+", _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    )
     return int(siblings[0]) if siblings else cpu
 
 
@@ -191,8 +234,12 @@ def threads_per_rank(affinities: Sequence[Set[int]], quota: float | None = None)
     for cores in affinities:
         for core in cores:
             ranks_on[core] = ranks_on.get(core, 0) + 1
-    shares = [sum((Fraction(1, ranks_on[core]) for core in cores), Fraction()) for cores in affinities]
-    allowed = Fraction(quota).limit_denominator(10**6) if quota is not None else Fraction(len(ranks_on))
+    shares = [
+        sum((Fraction(1, ranks_on[core]) for core in cores), Fraction()) for cores in affinities
+    ]
+    allowed = (
+        Fraction(quota).limit_denominator(10**6) if quota is not None else Fraction(len(ranks_on))
+    )
     total = sum(shares, Fraction())
     if total > allowed:
         shares = [share * allowed / total for share in shares]
@@ -254,7 +301,9 @@ def sees_all_users_of(folder: Path = ROOT / "dev/shm", proc: Path = ROOT / "proc
     """
     first_pid_namespace, first_ipc_namespace = 4026531836, 4026531839  # constants of the kernel
     try:
-        pid, ipc = (int(re.sub(r"\D", "", os.readlink(proc / "self/ns" / kind))) for kind in ("pid", "ipc"))
+        pid, ipc = (
+            int(re.sub(r"\D", "", os.readlink(proc / "self/ns" / kind))) for kind in ("pid", "ipc")
+        )
     except (OSError, ValueError):
         return False
     return folder.is_dir() and (pid == first_pid_namespace or ipc != first_ipc_namespace)
@@ -264,7 +313,10 @@ def _segments(folder: Path) -> Iterator[tuple[Segment, tuple[int, int]]]:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        maker = next((maker for maker, pattern in _SEGMENTS.items() if re.fullmatch(pattern, path.name)), None)
+        maker = next(
+            (maker for maker, pattern in _SEGMENTS.items() if re.fullmatch(pattern, path.name)),
+            None,
+        )
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()
             if maker and path.is_file() and not path.is_symlink() and facts.st_uid == os.getuid():
@@ -287,8 +339,14 @@ def _files_in_use(proc: Path) -> Iterator[tuple[int, int]]:
 
 def mapped_files(maps: str) -> set[tuple[int, int]]:
     """(device, inode) of every file in the text of a /proc/<pid>/maps."""
-    found = re.findall(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) (\d+)", maps, re.MULTILINE)
-    return {(os.makedev(int(major, 16), int(minor, 16)), int(inode)) for major, minor, inode in found if inode != "0"}
+    found = re.findall(
+        r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ ([0-9a-f]+):([0-9a-f]+) (\d+)", maps, re.MULTILINE
+    )
+    return {
+        (os.makedev(int(major, 16), int(minor, 16)), int(inode))
+        for major, minor, inode in found
+        if inode != "0"
+    }
 
 
 def _text(path: Path) -> str:

@@ -23,7 +23,10 @@ def held(rollup: Path = _OWN) -> int:
         text = rollup.read_text()
     except OSError:
         return 0
-    sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
+    sizes = {
+        name: int(size) * 1024
+        for name, size in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)
+    }
     if "Pss_Anon" in sizes:
         return sizes["Pss_Anon"] + sizes["Pss_Shmem"] + sizes.get("SwapPss", 0)
     return sizes.get("Pss", 0) + sizes.get("SwapPss", 0)  # before Linux 5.4: with files
@@ -45,31 +48,52 @@ def held_on_nodes(world: World) -> list[int] | None:
     return sums
 
 
-def summary(world: World, predicted: Mapping[str, int], allocated: Mapping[str, int], growth: list[int] | None) -> dict[str, Any] | None:
+def summary(
+    world: World,
+    predicted: Mapping[str, int],
+    allocated: Mapping[str, int],
+    growth: list[int] | None,
+) -> dict[str, Any] | None:
     """For summary.json, on rank 0; collective. Of every rank what was predicted and what is allocated, by kind (of what it shares, its
     part); of every node how much more its ranks held after some steps than before the engine.
     """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     on_device = world.device.memory()
-    own = {} if on_device is None else {"device": {"peak": on_device.peak, "total": on_device.total}}
-    ranks = world.collect({"predicted": predicted, "allocated": allocated, "peak_resident": peak} | own)
+    own = (
+        {} if on_device is None else {"device": {"peak": on_device.peak, "total": on_device.total}}
+    )
+    ranks = world.collect(
+        {"predicted": predicted, "allocated": allocated, "peak_resident": peak} | own
+    )
     if ranks is None or growth is None:
         return None
     nodes = []
     for node, measured in enumerate(growth):
-        here = [of_rank for of_rank, place in zip(ranks, world.node_of_rank, strict=True) if place == node]
+        here = [
+            of_rank
+            for of_rank, place in zip(ranks, world.node_of_rank, strict=True)
+            if place == node
+        ]
         total = sum(sum(of_rank["allocated"].values()) for of_rank in here)
         nodes.append({"ranks": len(here), "allocated": total, "measured": measured})
     return {"ranks": ranks, "nodes": nodes}
 
 
 def growth(before: list[int] | None, after: list[int] | None) -> list[int] | None:
-    return [late - early for early, late in zip(before, after, strict=True)] if before is not None and after is not None else None
+    return (
+        [late - early for early, late in zip(before, after, strict=True)]
+        if before is not None and after is not None
+        else None
+    )
 
 
 # What the C library does with memory that was freed; where it cannot be told, it does what it likes.
 _LARGEST = (1 << 31) - 1
-_KEEP = {"M_MMAP_THRESHOLD": (-3, 1 << 30), "M_TRIM_THRESHOLD": (-1, _LARGEST), "M_TOP_PAD": (-2, 64 << 20)}  # names and numbers of glibc
+_KEEP = {
+    "M_MMAP_THRESHOLD": (-3, 1 << 30),
+    "M_TRIM_THRESHOLD": (-1, _LARGEST),
+    "M_TOP_PAD": (-2, 64 << 20),
+}  # names and numbers of glibc
 _OLDER = 32 << 20  # older versions take no larger threshold
 
 

@@ -31,7 +31,9 @@ def shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         if any(isinstance(item, dict) for item in value):
             return "an array of tables"
-        items = ["[…]" if isinstance(item, list | tuple) else shown(item) for item in value[:_MOST_ITEMS]]
+        items = [
+            "[…]" if isinstance(item, list | tuple) else shown(item) for item in value[:_MOST_ITEMS]
+        ]
         return "[" + ", ".join(items + ["…"] * (len(value) > _MOST_ITEMS)) + "]"
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
@@ -70,7 +72,6 @@ def line(event: str, values: Mapping[str, object]) -> str:
     return " ".join([stamp, event, *(f"{key}={value(item)}" for key, item in values.items())])
 
 
-
 def value(item: object) -> str:
     """A value on one line: quoted where it holds spaces or quotes, everything unprintable escaped."""
     if isinstance(item, bool) or item is None:
@@ -87,7 +88,6 @@ def value(item: object) -> str:
     return '"' + text.replace('"', '\\"') + '"'
 
 
-
 def _printable(character: str) -> str:
     if character == "\\":
         return "\\\\"
@@ -96,10 +96,8 @@ def _printable(character: str) -> str:
     return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
-
 def loss(figure: float | None) -> str:
     return "?" if figure is None else f"{figure:.4f}"
-
 
 
 def number(figure: float | None) -> str:
@@ -117,12 +115,20 @@ def number(figure: float | None) -> str:
     return _three_digits(figure)
 
 
-
 def _three_digits(figure: float) -> str:
     size = abs(figure)
-    digits = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 3 if size >= 0.09995 or not size else 4
+    digits = (
+        0
+        if size >= 99.95
+        else 1
+        if size >= 9.995
+        else 2
+        if size >= 0.9995
+        else 3
+        if size >= 0.09995 or not size
+        else 4
+    )
     return f"{figure:.{digits}f}"
-
 
 
 def duration(seconds: float) -> str:
@@ -138,7 +144,9 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 def seconds(text: str) -> int:
     """Of "1h30m", "12:00:00" or "1-12:00:00" (schema.WALLTIME)."""
     if ":" not in text:
-        return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
+        return sum(
+            int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text)
+        )
     days, _, clock = text.rpartition("-")
     hours, minutes, rest = map(int, clock.split(":"))
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest

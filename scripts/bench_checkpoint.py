@@ -34,8 +34,15 @@ SETTLES = 4.0  # seconds
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("bench-checkpoint"), help="a folder that does not exist yet; removed at the end")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("bench-checkpoint"),
+        help="a folder that does not exist yet; removed at the end",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -44,7 +51,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
-    parser.add_argument("--only", nargs="+", default=["table", "parts", "behind"], choices=["table", "parts", "behind"])
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=["table", "parts", "behind"],
+        choices=["table", "parts", "behind"],
+    )
     return parser.parse_args()
 
 
@@ -83,13 +95,19 @@ class Bench:
         self.folder = world.share(str(arguments.folder.absolute()))
         job = job_of(arguments, world)
         saving = job.spec.checkpoint.model_copy(update={"every": 1, "asynchronous": True})
-        spec = job.spec.model_copy(update={"output": self.folder, "name": "ours", "checkpoint": saving})
+        spec = job.spec.model_copy(
+            update={"output": self.folder, "name": "ours", "checkpoint": saving}
+        )
         assert saves_behind(spec)
         self.ours = Ours(arguments.stage, True, job)
         self.ours.step()
         grid = Grid.build(spec.parallel, world.node_of_rank)
         self.checkpoints = Checkpoints(spec, world, grid, self.ours.engine)
-        self.states = [tensor for unit in self.ours.engine.units for tensor in (unit.master, unit.moment1, unit.moment2)]
+        self.states = [
+            tensor
+            for unit in self.ours.engine.units
+            for tensor in (unit.master, unit.moment1, unit.moment2)
+        ]
         self.bytes = sum(tensor.nbytes for tensor in self.states)
         start_gloo(world, "127.0.0.1")
         self.number = 0
@@ -114,19 +132,37 @@ class Bench:
                 self.settle()
                 seconds[name].append((wrote[name], self.timed(ways[name][1])))
         total = sum(self.world.collect(self.bytes) or [0])
-        lines = [f"{total / 1e9:.2f} GB of states on {self.world.size} ranks, {self.arguments.rounds} rounds\n"]
-        lines += ["| | write GB/s | / dd (range) | read GB/s | / dd (range) |", "| --- | ---: | ---: | ---: | ---: |"]
+        lines = [
+            f"{total / 1e9:.2f} GB of states on {self.world.size} ranks, {self.arguments.rounds} rounds\n"
+        ]
+        lines += [
+            "| | write GB/s | / dd (range) | read GB/s | / dd (range) |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
         for name, found in seconds.items():
             cells = [name]
             for place in range(2):
-                ratios = [dd[place] / own[place] for own, dd in zip(found, seconds["dd"], strict=True)]
+                ratios = [
+                    dd[place] / own[place] for own, dd in zip(found, seconds["dd"], strict=True)
+                ]
                 written = name != "hpczero again" or place
-                cells.append(f"{total / 1e9 / median(own[place] for own in found):.2f}" if written and not self.world.rank else "")
-                cells.append(f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})" if written and not self.world.rank else "")
+                cells.append(
+                    f"{total / 1e9 / median(own[place] for own in found):.2f}"
+                    if written and not self.world.rank
+                    else ""
+                )
+                cells.append(
+                    f"{median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+                    if written and not self.world.rank
+                    else ""
+                )
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
         for other in ("torch.distributed.checkpoint", "hpczero again"):
-            ratios = [ours[1] / theirs[1] for ours, theirs in zip(seconds["hpczero"], seconds[other], strict=True)]
+            ratios = [
+                ours[1] / theirs[1]
+                for ours, theirs in zip(seconds["hpczero"], seconds[other], strict=True)
+            ]
             not_slower = sum(ratio <= 1 for ratio in ratios)
             lines.append(
                 f"hpczero loads in {median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f}) of the time of {other}, "
@@ -155,8 +191,12 @@ class Bench:
             "a load": self.load,
             "read": lambda: read_into(small[: len(block)] for block in blocks(whole)),
             "read into the states": lambda: read_into(blocks(whole)),
-            "read into untouched memory": lambda: read_into(blocks(np.empty(len(one), np.uint8) for one in whole)),
-            "checksums": lambda: [xxhash.xxh3_64_intdigest(block) for block in blocks(whole)] and None,
+            "read into untouched memory": lambda: read_into(
+                blocks(np.empty(len(one), np.uint8) for one in whole)
+            ),
+            "checksums": lambda: (
+                [xxhash.xxh3_64_intdigest(block) for block in blocks(whole)] and None
+            ),
         }
         found: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(self.arguments.rounds):
@@ -168,7 +208,10 @@ class Bench:
         os.close(file)
         if self.world.rank:
             return []
-        cells = (f"{name} {median(seconds):.3f} ({min(seconds):.3f}–{max(seconds):.3f})" for name, seconds in found.items())
+        cells = (
+            f"{name} {median(seconds):.3f} ({min(seconds):.3f}–{max(seconds):.3f})"
+            for name, seconds in found.items()
+        )
         return [f"\nprocessor-seconds a GB on rank 0: {'; '.join(cells)}"]
 
     def raw_on_disk(self) -> str:
@@ -211,7 +254,9 @@ class Bench:
         self.world.everyone.barrier()
         begun = time.perf_counter()
         action()
-        return float(self.world.share(max(self.world.collect(time.perf_counter() - begun) or [0.0])))
+        return float(
+            self.world.share(max(self.world.collect(time.perf_counter() - begun) or [0.0]))
+        )
 
     def clear(self) -> None:
         self.world.everyone.barrier()
@@ -244,7 +289,13 @@ class Bench:
             copy.copy_(tensor)
 
     def dd_write(self) -> None:
-        self.dd(f"if={self.raw}", f"of={self.folder}/dd-{self.world.rank}", f"bs={CHUNK}", "oflag=direct", "conv=fsync")
+        self.dd(
+            f"if={self.raw}",
+            f"of={self.folder}/dd-{self.world.rank}",
+            f"bs={CHUNK}",
+            "oflag=direct",
+            "conv=fsync",
+        )
 
     def dd_read(self) -> None:
         self.dd(f"if={self.folder}/dd-{self.world.rank}", "of=/dev/null", f"bs={CHUNK}")
@@ -263,7 +314,10 @@ class Bench:
     def dcp_save(self) -> None:
         from torch.distributed import checkpoint as dcp
 
-        dcp.save(self.dcp_states(), storage_writer=dcp.FileSystemWriter(f"{self.folder}/dcp", sync_files=True))
+        dcp.save(
+            self.dcp_states(),
+            storage_writer=dcp.FileSystemWriter(f"{self.folder}/dcp", sync_files=True),
+        )
 
     def dcp_load(self) -> None:
         from torch.distributed import checkpoint as dcp

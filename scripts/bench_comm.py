@@ -28,7 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as gloo
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout's own, wherever it is called from
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # the checkout's own, wherever it is called from
 
 from hpczero import safe_files
 from hpczero.comm.world import World
@@ -74,7 +76,9 @@ def contenders(world: World, operation: str, size: int, dtype: torch.dtype) -> d
 
 def short_contenders(world: World, operation: str, size: int) -> dict[str, Contender]:
     """The same through memory, twice, and by messages; and MPI's own."""
-    groups = {name: world.group(name, range(world.size)) for name in ("memory", "again", "messages")}
+    groups = {
+        name: world.group(name, range(world.size)) for name in ("memory", "again", "messages")
+    }
     groups["messages"].window = None
     whole = torch.ones(size // 4)
     part = torch.ones(whole.numel() // world.size)
@@ -141,11 +145,17 @@ def once(world: World, operation: Contender, repeats: int) -> float:
 
 
 def table(rows: dict[int, dict[str, list[float]]]) -> list[str]:
-    lines = ["| bytes | hpczero GB/s | MPI GB/s | gloo GB/s | hpczero / MPI | hpczero / gloo |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| bytes | hpczero GB/s | MPI GB/s | gloo GB/s | hpczero / MPI | hpczero / gloo |",
+        "|---|---|---|---|---|---|",
+    ]
     for size, found in rows.items():
         ours = statistics.median(found["hpczero"])
         speeds = [_speed(size, found.get(name)) for name in ("hpczero", "MPI", "gloo")]
-        ratios = [f"{statistics.median(found[name]) / ours:.2f}" if name in found else "–" for name in ("MPI", "gloo")]
+        ratios = [
+            f"{statistics.median(found[name]) / ours:.2f}" if name in found else "–"
+            for name in ("MPI", "gloo")
+        ]
         lines.append(f"| {size:,} | {' | '.join(speeds + ratios)} |")
     return lines
 
@@ -154,7 +164,9 @@ def _speed(size: int, seconds: list[float] | None) -> str:
     """Median and quartiles."""
     if not seconds:
         return "–"
-    low, middle, high = (size / quartile / 1e9 for quartile in reversed(statistics.quantiles(seconds, n=4)))
+    low, middle, high = (
+        size / quartile / 1e9 for quartile in reversed(statistics.quantiles(seconds, n=4))
+    )
     return f"{middle:.3g} ({low:.3g}–{high:.3g})"
 
 
@@ -166,24 +178,39 @@ def cost_of_the_watchdog(world: World, rounds: int) -> list[str]:
     world.watch(600.0)
     after = measure(world, operation, rounds)["all_reduce"]
     middle = [statistics.median(seconds) * 1e6 for seconds in (before, after)]
-    return [f"An all_reduce of {SMALLEST:,} bytes: {middle[0]:.1f} µs before the watchdog was started, {middle[1]:.1f} µs with it."]
+    return [
+        f"An all_reduce of {SMALLEST:,} bytes: {middle[0]:.1f} µs before the watchdog was started, {middle[1]:.1f} µs with it."
+    ]
 
 
 def join_gloo(world: World, folder: str) -> None:
-    gloo.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=world.rank, world_size=world.size)
+    gloo.init_process_group(
+        "gloo", init_method=f"file://{folder}/gloo", rank=world.rank, world_size=world.size
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--largest", type=int, default=1 << 27, help="bytes of the largest buffer (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--largest",
+        type=int,
+        default=1 << 27,
+        help="bytes of the largest buffer (default %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--types", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--types", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    )
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--json", type=Path, help="write all measurements to this file, too")
     parser.add_argument("--short", action="store_true", help="only short collectives inside a node")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # newer names, which older versions lack
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # newer names, which older versions lack
     with World.start() as world, tempfile.TemporaryDirectory() as folder:
         if options.short:
             lines = short_table(world, options.operations, options.rounds)
@@ -191,7 +218,10 @@ def main() -> None:
                 print("\n".join(lines))
             return
         join_gloo(world, world.share(folder))
-        lines = [f"{world.library}, {world.size} ranks on {len(set(world.hosts))} host(s), {os.cpu_count()} cores, torch {torch.__version__}", ""]
+        lines = [
+            f"{world.library}, {world.size} ranks on {len(set(world.hosts))} host(s), {os.cpu_count()} cores, torch {torch.__version__}",
+            "",
+        ]
         lines += cost_of_the_watchdog(world, options.rounds)
         kept: dict[str, Any] = {}
         for dtype in options.types:
@@ -200,7 +230,11 @@ def main() -> None:
                 size = SMALLEST
                 while size <= options.largest:
                     padded = size // (64 * world.size) * 64 * world.size  # equal parts for all
-                    rows[padded] = measure(world, contenders(world, operation, padded, getattr(torch, dtype)), options.rounds)
+                    rows[padded] = measure(
+                        world,
+                        contenders(world, operation, padded, getattr(torch, dtype)),
+                        options.rounds,
+                    )
                     size *= 8
                 kept[f"{operation} {dtype}"] = rows
                 lines += ["", f"**{operation}, {dtype}**", "", *table(rows)]

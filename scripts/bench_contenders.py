@@ -61,12 +61,21 @@ def entries() -> dict[str, Entry]:
         "floor-torch": Entry(partial(Floor, "torch"), peer=False, trains=False),
         "floor-memory": Entry(FloorAndMemory, peer=False, trains=False),
         **{f"ours-{stage}": Entry(partial(Ours, stage, False), peer=False) for stage in range(4)},
-        **{f"ours-{stage}-shared": Entry(partial(Ours, stage, True), peer=False) for stage in range(4)},
+        **{
+            f"ours-{stage}-shared": Entry(partial(Ours, stage, True), peer=False)
+            for stage in range(4)
+        },
         "ddp-autocast": Entry(partial(DistributedDataParallel, torch.float32)),
         "ddp-bf16": Entry(partial(DistributedDataParallel, torch.bfloat16)),
         "fsdp2": Entry(FullySharded),
-        **{f"deepspeed-{stage}": Entry(partial(DeepSpeed, stage, False), missing=deepspeed) for stage in (1, 2, 3)},
-        **{f"deepspeed-{stage}-own": Entry(partial(DeepSpeed, stage, True), missing=deepspeed) for stage in (1, 2, 3)},
+        **{
+            f"deepspeed-{stage}": Entry(partial(DeepSpeed, stage, False), missing=deepspeed)
+            for stage in (1, 2, 3)
+        },
+        **{
+            f"deepspeed-{stage}-own": Entry(partial(DeepSpeed, stage, True), missing=deepspeed)
+            for stage in (1, 2, 3)
+        },
     }
 
 
@@ -108,8 +117,15 @@ class FloorAndMemory(Floor):
 
     def __init__(self, job: Job) -> None:
         super().__init__("auto", job)
-        own = sum(parameter.numel() for parameter in self.module.parameters()) // job.world.size // 4 * 4
-        self.sum, self.piece, self.weights = (torch.zeros(own, dtype=torch.bfloat16).view(torch.int64) for _ in range(3))
+        own = (
+            sum(parameter.numel() for parameter in self.module.parameters())
+            // job.world.size
+            // 4
+            * 4
+        )
+        self.sum, self.piece, self.weights = (
+            torch.zeros(own, dtype=torch.bfloat16).view(torch.int64) for _ in range(3)
+        )
         self.states = [torch.zeros(own) for _ in range(3)]
 
     def step(self) -> float:
@@ -131,7 +147,9 @@ class Ours:
         zero = job.spec.zero.model_copy(update={"stage": stage, "node_shared": shared})
         spec = job.spec.model_copy(update={"zero": zero})
         self.job = job
-        self.engine = assemble(spec, job.world, Grid.build(spec.parallel, job.world.node_of_rank), accumulates=False).engine
+        self.engine = assemble(
+            spec, job.world, Grid.build(spec.parallel, job.world.node_of_rank), accumulates=False
+        ).engine
 
     def step(self) -> float:
         loss = self.engine(self.job.batch)
@@ -149,7 +167,12 @@ class Peer:
     def __init__(self, job: Job, model: nn.Module) -> None:
         optimizer = job.spec.optimizer
         self.job, self.model = job, model
-        options = {"lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps, "fused": True}
+        options = {
+            "lr": optimizer.lr,
+            "betas": optimizer.betas,
+            "eps": optimizer.eps,
+            "fused": True,
+        }
         self.optimizer = torch.optim.AdamW(decay_groups(model, optimizer.weight_decay), **options)
 
     def step(self) -> float:
@@ -172,8 +195,14 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weight decay is for matrices."""
     parameters = list(model.parameters())
     return [
-        {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
+        {
+            "params": [parameter for parameter in parameters if parameter.dim() > 1],
+            "weight_decay": weight_decay,
+        },
+        {
+            "params": [parameter for parameter in parameters if parameter.dim() <= 1],
+            "weight_decay": 0.0,
+        },
     ]
 
 
@@ -198,7 +227,10 @@ class FullySharded(Peer):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         model = materialised(job.spec, torch.float32)
-        options = {"mesh": init_device_mesh("cpu", (job.world.size,)), "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+        options = {
+            "mesh": init_device_mesh("cpu", (job.world.size,)),
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        }
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
@@ -225,9 +257,15 @@ class DeepSpeed:
         }
         if own:
             config["optimizer"] = {"type": "AdamW", "params": settings}
-        given = {"model_parameters": groups} if own else {"optimizer": torch.optim.AdamW(groups, fused=True, **settings)}
+        given = (
+            {"model_parameters": groups}
+            if own
+            else {"optimizer": torch.optim.AdamW(groups, fused=True, **settings)}
+        )
         self.job = job
-        self.engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False, **given)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, config=config, dist_init_required=False, **given
+        )
 
     def step(self) -> float:
         loss = self.engine(self.job.batch) / self.job.tokens
@@ -244,7 +282,9 @@ def built(entry: Entry, job: Job) -> Iterator[Contender]:
     """The contender exists inside the block only; its memory is free for the next one."""
     contender = entry.build(job)
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, of how peers call it: printed in every step
+        with warnings.catch_warnings(
+            action="ignore", category=FutureWarning
+        ):  # torch's, of how peers call it: printed in every step
             yield contender
     finally:
         contender.close()

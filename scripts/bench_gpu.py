@@ -19,7 +19,10 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "numba_cuda")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[1] / "numba_cuda"),
+]
 
 import torch  # noqa: E402
 
@@ -38,13 +41,26 @@ Step = Callable[[], torch.Tensor]  # the summed loss before it, on the device
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    sizes = {"layers": 48, "hidden": 1600, "heads": 25, "vocab": 50257, "seq-len": 1024, "micro-batch": 8, "steps": 10, "warmup": 4}
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    sizes = {
+        "layers": 48,
+        "hidden": 1600,
+        "heads": 25,
+        "vocab": 50257,
+        "seq-len": 1024,
+        "micro-batch": 8,
+        "steps": 10,
+        "warmup": 4,
+    }
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
-    parser.add_argument("--peak", type=float, default=989.0, help="TFLOP/s of the chip in bf16; 989: H100 and H200")
+    parser.add_argument(
+        "--peak", type=float, default=989.0, help="TFLOP/s of the chip in bf16; 989: H100 and H200"
+    )
     return parser.parse_args()
 
 
@@ -53,26 +69,62 @@ def main() -> int:
     model = Model(
         layers=arguments.layers, hidden=arguments.hidden, heads=arguments.heads, vocab=arguments.vocab, seq_len=arguments.seq_len, dropout=0.0
     )  # fmt: skip
-    train = Train(precision="bf16", micro_batch=arguments.micro_batch, global_batch=arguments.micro_batch, device=arguments.device)
+    train = Train(
+        precision="bf16",
+        micro_batch=arguments.micro_batch,
+        global_batch=arguments.micro_batch,
+        device=arguments.device,
+    )
     spec = Spec(model=model, train=train, optimizer=Optimizer(lr=1e-4), zero=Zero(stage=0))
-    products = shapes.parameter_count(model) - model.hidden * model.seq_len - (0 if model.tied_embeddings else model.hidden * model.vocab)
+    products = (
+        shapes.parameter_count(model)
+        - model.hidden * model.seq_len
+        - (0 if model.tied_embeddings else model.hidden * model.vocab)
+    )
     flops = 6 * products + 12 * model.layers * model.hidden * model.seq_len  # of a token
-    ways = {"hpczero": ours, "PyTorch": plain, "torch.compile": lambda *given: plain(*given, backend=arguments.backend)}
+    ways = {
+        "hpczero": ours,
+        "PyTorch": plain,
+        "torch.compile": lambda *given: plain(*given, backend=arguments.backend),
+    }
     with World.start() as whole:
         world = whole.part(range(whole.size))
         spec = place(world, spec)
-        text = torch.randint(model.vocab, (train.micro_batch, model.seq_len + 1), generator=torch.Generator().manual_seed(1))
-        batch = MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), torch.arange(train.micro_batch), 0, spec.seed).on(world.device)
-        print(f"{world.device.name}, torch {torch.__version__}, {shapes.parameter_count(model):,} parameters, {batch.token_count} tokens a step")
-        losses = [measured(name, way, (spec, world, batch), arguments, flops) for name, way in ways.items()]
+        text = torch.randint(
+            model.vocab,
+            (train.micro_batch, model.seq_len + 1),
+            generator=torch.Generator().manual_seed(1),
+        )
+        batch = MicroBatch(
+            text[:, :-1].contiguous(),
+            text[:, 1:].contiguous(),
+            torch.arange(train.micro_batch),
+            0,
+            spec.seed,
+        ).on(world.device)
+        print(
+            f"{world.device.name}, torch {torch.__version__}, {shapes.parameter_count(model):,} parameters, {batch.token_count} tokens a step"
+        )
+        losses = [
+            measured(name, way, (spec, world, batch), arguments, flops)
+            for name, way in ways.items()
+        ]
         world.close()
-    agree = all(abs(loss - first) <= TOLERANCE * first for one in losses for loss, first in zip(one, losses[0], strict=True))
+    agree = all(
+        abs(loss - first) <= TOLERANCE * first
+        for one in losses
+        for loss, first in zip(one, losses[0], strict=True)
+    )
     print(f"losses agree: {agree}")
     return int(not agree)
 
 
 def measured(
-    name: str, way: Callable[..., Iterator[Step]], given: tuple[Spec, World, MicroBatch], arguments: argparse.Namespace, flops: int
+    name: str,
+    way: Callable[..., Iterator[Step]],
+    given: tuple[Spec, World, MicroBatch],
+    arguments: argparse.Namespace,
+    flops: int,
 ) -> list[float]:
     """Prints a line; the losses of the first steps."""
     (_, world, batch), seconds = given, list[float]()
@@ -91,7 +143,10 @@ def measured(
     speed = batch.token_count / median(seconds)
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:6.1f} GB" if cuda else ""
     share = 100 * speed * flops / (arguments.peak * 1e12)
-    print(f"  {name:14} {1e3 * median(seconds):8.1f} ms {speed:10,.0f} tokens/s {share:5.1f} % of {arguments.peak:.0f} TFLOP/s {memory}", flush=True)
+    print(
+        f"  {name:14} {1e3 * median(seconds):8.1f} ms {speed:10,.0f} tokens/s {share:5.1f} % of {arguments.peak:.0f} TFLOP/s {memory}",
+        flush=True,
+    )
     return losses
 
 
@@ -122,13 +177,24 @@ def initial_values(model: Model, seed: int) -> dict[str, torch.Tensor]:
 def plain(spec: Spec, world: World, batch: MicroBatch, backend: str = "") -> Iterator[Step]:
     module = build.on_meta(spec.model.model_copy(update={"kernels": "torch"}))
     place = world.device.torch
-    build.adopt(module, {name: torch.nn.Parameter(values.to(place, copy=True)) for name, values in initial_values(spec.model, spec.seed).items()})
+    build.adopt(
+        module,
+        {
+            name: torch.nn.Parameter(values.to(place, copy=True))
+            for name, values in initial_values(spec.model, spec.seed).items()
+        },
+    )
     optimizer = spec.optimizer
     groups = [
-        {"params": [each for each in module.parameters() if (each.dim() > 1) == decays], "weight_decay": optimizer.weight_decay * decays}
+        {
+            "params": [each for each in module.parameters() if (each.dim() > 1) == decays],
+            "weight_decay": optimizer.weight_decay * decays,
+        }
         for decays in (True, False)
     ]
-    adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+    adamw = torch.optim.AdamW(
+        groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True
+    )
     run = torch.compile(module, backend=backend) if backend else module
 
     def step() -> torch.Tensor:

@@ -25,12 +25,22 @@ TOLERANCE = 0.01
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--grids", default=GRIDS, help="separated by semicolons; the first is what the others are compared with")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--grids",
+        default=GRIDS,
+        help="separated by semicolons; the first is what the others are compared with",
+    )
     parser.add_argument("--stage", type=int, default=1, choices=range(4), help="of ZeRO")
-    parser.add_argument("--rounds", type=int, default=2, help="how often each grid is built and timed")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="how often each grid is built and timed"
+    )
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps in a round; one more is traced")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="timed steps in a round; one more is traced"
+    )
     parser.add_argument("--global-batch", type=int, default=32)
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
@@ -67,7 +77,11 @@ def main() -> int:
         for number in range(arguments.rounds):
             for grid in grids[:: -1 if number % 2 else 1]:
                 if world.rank == 0:
-                    print(f"round {number + 1} of {arguments.rounds}: {grid}", file=sys.stderr, flush=True)
+                    print(
+                        f"round {number + 1} of {arguments.rounds}: {grid}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 measure(spec_of(arguments, grid), world, arguments, seen[grid])
         return conclude(seen) if world.rank == 0 else 0
 
@@ -81,10 +95,29 @@ def spec_of(arguments: argparse.Namespace, grid: str) -> Any:
     for setting in grid.split(","):
         key, given, value = setting.partition("=")
         if given:
-            settings[key] = value if key in ("schedule", "order") else tomllib.loads(f"x = {value}")["x"]
-    model = Model(layers=arguments.layers, hidden=arguments.hidden, heads=arguments.heads, vocab=arguments.vocab, seq_len=arguments.seq_len)
-    train = Train(precision="bf16", micro_batch=arguments.micro_batch, global_batch=arguments.global_batch, grad_clip=1.0)
-    return Spec(model=model, train=train, optimizer=Optimizer(lr=1e-4), parallel=Parallel(**settings), zero=Zero(stage=arguments.stage))
+            settings[key] = (
+                value if key in ("schedule", "order") else tomllib.loads(f"x = {value}")["x"]
+            )
+    model = Model(
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        heads=arguments.heads,
+        vocab=arguments.vocab,
+        seq_len=arguments.seq_len,
+    )
+    train = Train(
+        precision="bf16",
+        micro_batch=arguments.micro_batch,
+        global_batch=arguments.global_batch,
+        grad_clip=1.0,
+    )
+    return Spec(
+        model=model,
+        train=train,
+        optimizer=Optimizer(lr=1e-4),
+        parallel=Parallel(**settings),
+        zero=Zero(stage=arguments.stage),
+    )
 
 
 def measure(spec: Any, world: Any, arguments: argparse.Namespace, seen: Seen) -> None:
@@ -141,20 +174,35 @@ def traced(spec: Any, world: Any, way: Any, batches: Any) -> list[dict[str, floa
 
 def conclude(seen: dict[str, Seen]) -> int:
     first, *_ = seen.values()
-    print("| grid | ms a step | throughput, first = 1 (range) | losses |\n| --- | ---: | ---: | ---: |")
+    print(
+        "| grid | ms a step | throughput, first = 1 (range) | losses |\n| --- | ---: | ---: | ---: |"
+    )
     for grid, of_grid in seen.items():
         ratios = [theirs / own for theirs, own in zip(first.rounds, of_grid.rounds, strict=True)]
         losses = f"{of_grid.losses[0]:.4f} → {of_grid.losses[-1]:.4f}"
-        print(f"| {grid} | {1e3 * median(of_grid.rounds):.0f} | {median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f}) | {losses} |")
+        print(
+            f"| {grid} | {1e3 * median(of_grid.rounds):.0f} | {median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f}) | {losses} |"
+        )
     names = sorted({name for of_grid in seen.values() for parts in of_grid.parts for name in parts})
-    print(f"\nOf one step, each rank's ms:\n\n| grid | rank | {' | '.join(names)} | all |\n| --- | ---: |{' ---: |' * (len(names) + 1)}")
+    print(
+        f"\nOf one step, each rank's ms:\n\n| grid | rank | {' | '.join(names)} | all |\n| --- | ---: |{' ---: |' * (len(names) + 1)}"
+    )
     for grid, of_grid in seen.items():
         for rank, parts in enumerate(of_grid.parts):
             cells = [1e3 * parts.get(name, 0.0) for name in names]
-            print(f"| {grid} | {rank} | {' | '.join(f'{cell:.0f}' for cell in cells)} | {sum(cells):.0f} |")
-    wrong = [grid for grid, of_grid in seen.items() if any(not agree(pair) for pair in zip(of_grid.losses, first.losses, strict=True))]
+            print(
+                f"| {grid} | {rank} | {' | '.join(f'{cell:.0f}' for cell in cells)} | {sum(cells):.0f} |"
+            )
+    wrong = [
+        grid
+        for grid, of_grid in seen.items()
+        if any(not agree(pair) for pair in zip(of_grid.losses, first.losses, strict=True))
+    ]
     if wrong:
-        print(f"bench_grids.py: {'; '.join(wrong)}: losses differ by more than {TOLERANCE:.0%} from the first grid's", file=sys.stderr)
+        print(
+            f"bench_grids.py: {'; '.join(wrong)}: losses differ by more than {TOLERANCE:.0%} from the first grid's",
+            file=sys.stderr,
+        )
     return 1 if wrong else 0
 
 

@@ -53,7 +53,9 @@ class Setting:
     compiles: bool
 
     def drawn(self, *shape: int, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        return [torch.randn(shape, device=self.device).to(dtype or self.dtype) for _ in range(self.sets)]
+        return [
+            torch.randn(shape, device=self.device).to(dtype or self.dtype) for _ in range(self.sets)
+        ]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -62,15 +64,36 @@ class Setting:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--only", default="*", help="names or patterns of operations, separated by commas")
-    parser.add_argument("--elements", type=int, default=0, help="of a tensor; 0: 2^28 on a GPU, 2^24 on a CPU")
-    parser.add_argument("--columns", type=int, default=4096, help="width of what has rows; a vocabulary is twelve times that, and one more")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of activations, gradients and weights")
+    parser.add_argument(
+        "--only", default="*", help="names or patterns of operations, separated by commas"
+    )
+    parser.add_argument(
+        "--elements", type=int, default=0, help="of a tensor; 0: 2^28 on a GPU, 2^24 on a CPU"
+    )
+    parser.add_argument(
+        "--columns",
+        type=int,
+        default=4096,
+        help="width of what has rows; a vocabulary is twelve times that, and one more",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of activations, gradients and weights",
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--calls", type=int, default=0, help="instead: the host's time of a call, of so many in a row on small tensors")
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=0,
+        help="instead: the host's time of a call, of so many in a row on small tensors",
+    )
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser.parse_args()
@@ -80,18 +103,37 @@ def main() -> int:
     from bench_operations import works
 
     arguments = options()
-    device = arguments.device if arguments.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device = (
+        arguments.device
+        if arguments.device != "auto"
+        else "cuda"
+        if torch.cuda.is_available()
+        else "cpu"
+    )
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"bench_kernels.py: no GPU: torch {torch.__version__} finds none")
-    elements = arguments.elements or (1 << 16 if arguments.calls else 1 << 28 if device == "cuda" else 1 << 24)
+    elements = arguments.elements or (
+        1 << 16 if arguments.calls else 1 << 28 if device == "cuda" else 1 << 24
+    )
     torch.set_num_threads(1)
     torch.manual_seed(1)
     sets = 2 if arguments.calls else max(2, (1 << 28) // (2 * elements))
-    setting = Setting(device, getattr(torch, arguments.dtype), elements, arguments.columns, sets, not arguments.no_compile)
+    setting = Setting(
+        device,
+        getattr(torch, arguments.dtype),
+        elements,
+        arguments.columns,
+        sets,
+        not arguments.no_compile,
+    )
     clock = Clock(device, arguments.rounds, arguments.warmup, arguments.calls)
     copied = 0.0 if arguments.calls else copy_speed(setting, clock)
     name = torch.cuda.get_device_name() if device == "cuda" else "one core"
-    reached = "" if arguments.calls else f": a copy of {4 * elements / 1e6:.0f} MB reaches {copied:.1f} GB/s (read and written)"
+    reached = (
+        ""
+        if arguments.calls
+        else f": a copy of {4 * elements / 1e6:.0f} MB reaches {copied:.1f} GB/s (read and written)"
+    )
     print(f"{name}, torch {torch.__version__}{reached}\n")
     figures = []
     patterns = arguments.only.split(",")
@@ -102,20 +144,30 @@ def main() -> int:
             figures += show_calls(work, seconds) if arguments.calls else show(work, seconds, copied)
             del work
     if arguments.json:
-        safe_files.write_text(arguments.json, json.dumps({"device": name, "copy_gbs": copied, "figures": figures}, indent=1) + "\n")
+        safe_files.write_text(
+            arguments.json,
+            json.dumps({"device": name, "copy_gbs": copied, "figures": figures}, indent=1) + "\n",
+        )
     return 0
 
 
 def copy_speed(setting: Setting, clock: "Clock") -> float:
     sources, targets = (setting.drawn(setting.elements, dtype=torch.float32) for _ in range(2))
-    (seconds,) = clock.seconds({"copy": lambda number: targets[number].copy_(sources[number])}, setting.sets).values()
+    (seconds,) = clock.seconds(
+        {"copy": lambda number: targets[number].copy_(sources[number])}, setting.sets
+    ).values()
     return 8 * setting.elements / seconds / 1e9
 
 
 class Clock:
     def __init__(self, device: str, rounds: int, warmup: int, calls: int) -> None:
         """`calls`: what is timed is the host, in so many calls; 0: the device, in one."""
-        self._cuda, self._rounds, self._warmup, self._calls = device == "cuda", rounds, warmup, calls
+        self._cuda, self._rounds, self._warmup, self._calls = (
+            device == "cuda",
+            rounds,
+            warmup,
+            calls,
+        )
         self._sleep = _SHORTEST_SLEEP
 
     def seconds(self, contenders: dict[str, Run], sets: int) -> dict[str, float]:
@@ -153,7 +205,9 @@ class Clock:
             if not awake:
                 return begin.elapsed_time(end) / 1e3
             if self._sleep >= _LONGEST_SLEEP:
-                raise SystemExit("a contender waits for the device: its calls cannot be timed apart from it")
+                raise SystemExit(
+                    "a contender waits for the device: its calls cannot be timed apart from it"
+                )
             self._sleep *= 2
 
 
@@ -163,9 +217,21 @@ def show(work: Work, seconds: dict[str, float], copied: float) -> Iterable[dict[
     print(f"{work.name} ({work.bytes / 1e6:.0f} MB)")
     for name, each in seconds.items():
         speed = work.bytes / each / 1e9
-        against = "" if ours is None or name.startswith("hpczero") else f"   hpczero is {each / ours:.2f}x as fast"
-        print(f"  {name:22} {each * 1e3:9.3f} ms {speed:8.1f} GB/s {100 * speed / copied:5.0f} % of copy{against}")
-        yield {"operation": work.name, "contender": name, "seconds": each, "gbs": speed, "of_copy": speed / copied}
+        against = (
+            ""
+            if ours is None or name.startswith("hpczero")
+            else f"   hpczero is {each / ours:.2f}x as fast"
+        )
+        print(
+            f"  {name:22} {each * 1e3:9.3f} ms {speed:8.1f} GB/s {100 * speed / copied:5.0f} % of copy{against}"
+        )
+        yield {
+            "operation": work.name,
+            "contender": name,
+            "seconds": each,
+            "gbs": speed,
+            "of_copy": speed / copied,
+        }
     print()
 
 

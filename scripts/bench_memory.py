@@ -24,11 +24,15 @@ MODEL = {"layers": 22, "hidden": 1024, "heads": 16, "vocab": 8192, "seq_len": 12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mpirun", default=str(Path(sys.executable).parent / "mpirun"))
     options = parser.parse_args()
-    print("| ranks | stage | node-shared | formula GB | allocated GB | measured GB | measured / allocated |")
+    print(
+        "| ranks | stage | node-shared | formula GB | allocated GB | measured GB | measured / allocated |"
+    )
     print("|---:|---:|---|---:|---:|---:|---:|")
     for ranks, shared, stage in product(options.ranks, (False, True), range(4)):
         summary = run(options.mpirun, ranks, stage, shared)
@@ -36,7 +40,10 @@ def main() -> None:
         predicted = formula(stage, ranks, shared) * summary["parameters"] * ranks
         figures = [f"{size / 1e9:.3f}" for size in (predicted, node["allocated"], node["measured"])]
         figures.append(f"{node['measured'] / node['allocated']:.3f}")
-        print(f"| {ranks} | {stage} | {'yes' if shared else 'no'} | {' | '.join(figures)} |", flush=True)
+        print(
+            f"| {ranks} | {stage} | {'yes' if shared else 'no'} | {' | '.join(figures)} |",
+            flush=True,
+        )
 
 
 def formula(stage: int, ranks: int, shared: bool) -> float:
@@ -51,7 +58,10 @@ def run(mpirun: str, ranks: int, stage: int, shared: bool) -> dict[str, Any]:
         model = "\n".join(f"{key} = {value}" for key, value in MODEL.items())
         train = f"steps = 3\nglobal_batch = {ranks}\nmicro_batch = 1\neval_batches = 0"
         zero = f"stage = {stage}\nnode_shared = {str(shared).lower()}\n[checkpoint]\nevery = -1"
-        safe_files.write_new(spec, f'output = "{folder}"\n[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\n{zero}\n')
+        safe_files.write_new(
+            spec,
+            f'output = "{folder}"\n[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\n{zero}\n',
+        )
         command = [mpirun, "-n", str(ranks), sys.executable, "-m", "hpczero", "run", str(spec)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:

@@ -20,13 +20,33 @@ BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-3
 def works() -> dict[str, Callable[[Setting], Work]]:
     """By name, made when they are wanted: their data takes memory."""
     own, theirs = operations.AUTO, operations.PYTORCHS
-    made: dict[str, Callable[[Setting], Work]] = {"sum": _sum, "adamw_fp32": _adamw_fp32, "adamw_mixed": _adamw_mixed}
-    for name, inputs in {"layer_norm": "xcc", "rms_norm": "xc", "add_layer_norm": "xxcc", "gelu": "xc", "swiglu": "b"}.items():
+    made: dict[str, Callable[[Setting], Work]] = {
+        "sum": _sum,
+        "adamw_fp32": _adamw_fp32,
+        "adamw_mixed": _adamw_mixed,
+    }
+    for name, inputs in {
+        "layer_norm": "xcc",
+        "rms_norm": "xc",
+        "add_layer_norm": "xxcc",
+        "gelu": "xc",
+        "swiglu": "b",
+    }.items():
         for direction in ("forward", "backward"):
-            made[f"{name}_{direction}"] = _layer(name, getattr(own, name), getattr(theirs, name), inputs, direction)
+            made[f"{name}_{direction}"] = _layer(
+                name, getattr(own, name), getattr(theirs, name), inputs, direction
+            )
     for direction in ("forward", "backward"):
-        made[f"rotary_{direction}"] = _layer("rotary", _turning(own.rotary), _turning(theirs.rotary), "h", direction)
-        made[f"dropout_{direction}"] = _layer("dropout", _dropping(own.dropout), lambda x, r: r + torch.dropout(x, 0.1, True), "xx", direction)
+        made[f"rotary_{direction}"] = _layer(
+            "rotary", _turning(own.rotary), _turning(theirs.rotary), "h", direction
+        )
+        made[f"dropout_{direction}"] = _layer(
+            "dropout",
+            _dropping(own.dropout),
+            lambda x, r: r + torch.dropout(x, 0.1, True),
+            "xx",
+            direction,
+        )
     made["cross_entropy_both"] = _cross_entropy
     return made
 
@@ -45,22 +65,42 @@ def _sum(setting: Setting) -> Work:
     def own(number: int) -> None:
         sum_pieces([piece[number] for piece in pieces], out[number], False, squares)
 
-    return Work("sum of two pieces, with squares", 3 * setting.elements * setting.dtype.itemsize, _compared(setting, own, torchs))
+    return Work(
+        "sum of two pieces, with squares",
+        3 * setting.elements * setting.dtype.itemsize,
+        _compared(setting, own, torchs),
+    )
 
 
 def _states(setting: Setting, gradient: torch.dtype, weights: torch.dtype | None) -> list[State]:
     count, wide = setting.elements, torch.float32
-    moments = [setting.drawn(count, dtype=wide), [moment.square_() for moment in setting.drawn(count, dtype=wide)]]
+    moments = [
+        setting.drawn(count, dtype=wide),
+        [moment.square_() for moment in setting.drawn(count, dtype=wide)],
+    ]
     written = [None] * setting.sets if weights is None else setting.drawn(count, dtype=weights)
-    return [State(*each) for each in zip(setting.drawn(count, dtype=wide), *moments, setting.drawn(count, dtype=gradient), written, strict=True)]
+    return [
+        State(*each)
+        for each in zip(
+            setting.drawn(count, dtype=wide),
+            *moments,
+            setting.drawn(count, dtype=gradient),
+            written,
+            strict=True,
+        )
+    ]
 
 
 def _steps(setting: Setting, states: Sequence[State]) -> tuple[Run, list[tuple[Any, Any]]]:
     scalars = scalars_of_step(3, LR, BETAS, EPS, 1.0)
     on_device = type(scalars)(scalars.values.to(setting.device))
     masters = [torch.nn.Parameter(state.master.clone()) for state in states]
-    optimizers = [torch.optim.AdamW([master], LR, BETAS, EPS, DECAY, fused=True) for master in masters]
-    return lambda number: adamw(states[number], DECAY, on_device), list(zip(masters, optimizers, strict=True))
+    optimizers = [
+        torch.optim.AdamW([master], LR, BETAS, EPS, DECAY, fused=True) for master in masters
+    ]
+    return lambda number: adamw(states[number], DECAY, on_device), list(
+        zip(masters, optimizers, strict=True)
+    )
 
 
 def _adamw_fp32(setting: Setting) -> Work:
@@ -68,7 +108,11 @@ def _adamw_fp32(setting: Setting) -> Work:
     own, pairs = _steps(setting, states)
     for (master, _), state in zip(pairs, states, strict=True):
         master.grad = state.gradient.clone()
-    return Work("AdamW, all in fp32", 28 * setting.elements, {"hpczero": own, "torch fused": lambda number: pairs[number][1].step()})
+    return Work(
+        "AdamW, all in fp32",
+        28 * setting.elements,
+        {"hpczero": own, "torch fused": lambda number: pairs[number][1].step()},
+    )
 
 
 def _adamw_mixed(setting: Setting) -> Work:
@@ -84,26 +128,50 @@ def _adamw_mixed(setting: Setting) -> Work:
         state.weights.copy_(master.detach())
 
     name = f"AdamW, gradient and weights in {str(setting.dtype).removeprefix('torch.')}"
-    return Work(name, (24 + 2 * setting.dtype.itemsize) * setting.elements, {"hpczero": own, "torch fused + casts": torchs})
+    return Work(
+        name,
+        (24 + 2 * setting.dtype.itemsize) * setting.elements,
+        {"hpczero": own, "torch fused + casts": torchs},
+    )
 
 
-def _layer(name: str, own: Callable[..., Any], theirs: Callable[..., Any], inputs: str, direction: str) -> Callable[[Setting], Work]:
+def _layer(
+    name: str, own: Callable[..., Any], theirs: Callable[..., Any], inputs: str, direction: str
+) -> Callable[[Setting], Work]:
     """`inputs`: x [samples, rows, columns], c [columns], b [samples, rows, 2, columns], h [samples, rows, heads, 128]."""
 
     def make(setting: Setting) -> Work:
         samples, rows, columns = setting.shape
-        shapes = {"x": (samples, rows, columns), "c": (columns,), "b": (samples, rows, 2, columns), "h": (samples, rows, -(-columns // 128), 128)}
-        given = [[each.requires_grad_() for each in setting.drawn(*shapes[kind])] for kind in inputs]
+        shapes = {
+            "x": (samples, rows, columns),
+            "c": (columns,),
+            "b": (samples, rows, 2, columns),
+            "h": (samples, rows, -(-columns // 128), 128),
+        }
+        given = [
+            [each.requires_grad_() for each in setting.drawn(*shapes[kind])] for kind in inputs
+        ]
         of = [list(each) for each in zip(*given, strict=True)]
         outputs = _listed(theirs(*of[0]))
-        read, written = sum(tensor.nbytes for tensor in of[0]), sum(tensor.nbytes for tensor in outputs)
+        read, written = (
+            sum(tensor.nbytes for tensor in of[0]),
+            sum(tensor.nbytes for tensor in outputs),
+        )
         if direction == "forward":
-            runs = {kind: _forward(function, of) for kind, function in _contenders(setting, own, theirs).items()}
+            runs = {
+                kind: _forward(function, of)
+                for kind, function in _contenders(setting, own, theirs).items()
+            }
             return Work(f"{name}, forward", read + written, _ours_if_any(name, setting, runs))
         above = [[torch.randn_like(out) for out in outputs] for _ in range(setting.sets)]
-        saved = of[0][0].nbytes if name not in ("dropout", "rotary") else 0  # what there is of forward that backward needs
+        saved = (
+            of[0][0].nbytes if name not in ("dropout", "rotary") else 0
+        )  # what there is of forward that backward needs
         bytes_ = written + saved + sum(tensor.nbytes for tensor in of[0][:1])
-        runs = {kind: _backward(function, of, above) for kind, function in _contenders(setting, own, theirs).items()}
+        runs = {
+            kind: _backward(function, of, above)
+            for kind, function in _contenders(setting, own, theirs).items()
+        }
         return Work(f"{name}, backward", bytes_, _ours_if_any(name, setting, runs))
 
     return make
@@ -121,12 +189,18 @@ def _forward(function: Callable[..., Any], of: list[list[Tensor]]) -> Run:
     return run
 
 
-def _backward(function: Callable[..., Any], of: list[list[Tensor]], above: list[list[Tensor]]) -> Run:
+def _backward(
+    function: Callable[..., Any], of: list[list[Tensor]], above: list[list[Tensor]]
+) -> Run:
     outputs = [_listed(function(*each)) for each in of]
-    return lambda number: torch.autograd.grad(outputs[number], of[number], above[number], retain_graph=True)
+    return lambda number: torch.autograd.grad(
+        outputs[number], of[number], above[number], retain_graph=True
+    )
 
 
-def _contenders(setting: Setting, own: Callable[..., Any], theirs: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def _contenders(
+    setting: Setting, own: Callable[..., Any], theirs: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
     compiled = {"torch.compile": torch.compile(theirs, dynamic=False)} if setting.compiles else {}
     return {"hpczero": own, "torch": theirs, **compiled}
 
@@ -157,7 +231,14 @@ def _angles(positions: int, head_dim: int, device: torch.device) -> tuple[Tensor
 
 def _dropping(dropout: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     def dropped(x: Tensor, residual: Tensor) -> Tensor:
-        return dropout(x, 0.1, 1234, torch.zeros(x.shape[0], dtype=torch.int64, device=x.device), None, residual)
+        return dropout(
+            x,
+            0.1,
+            1234,
+            torch.zeros(x.shape[0], dtype=torch.int64, device=x.device),
+            None,
+            residual,
+        )
 
     return dropped
 
@@ -175,4 +256,6 @@ def _cross_entropy(setting: Setting) -> Work:
     own, theirs = operations.AUTO.cross_entropy, operations.PYTORCHS.cross_entropy
     runs = {name: both(function) for name, function in _contenders(setting, own, theirs).items()}
     bytes_ = 3 * rows * columns * setting.dtype.itemsize
-    return Work("cross-entropy, forward and backward", bytes_, _ours_if_any("cross_entropy", setting, runs))
+    return Work(
+        "cross-entropy, forward and backward", bytes_, _ours_if_any("cross_entropy", setting, runs)
+    )

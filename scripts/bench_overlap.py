@@ -20,8 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--micro-batches", default="1,4,8", help="sequences of a rank in a step, separated by commas")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--micro-batches",
+        default="1,4,8",
+        help="sequences of a rank in a step, separated by commas",
+    )
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
     parser.add_argument("--steps", type=int, default=5, help="timed ones")
     parser.add_argument("--layers", type=int, default=8)
@@ -46,7 +52,9 @@ def main() -> int:
     with World.start() as world:
         rows = [measure(arguments, world, int(size)) for size in arguments.micro_batches.split(",")]
         if world.rank == 0:
-            print("| micro-batch | compute s | communication s | step s | step / longer | reductions begun in backward | beside compute |")
+            print(
+                "| micro-batch | compute s | communication s | step s | step / longer | reductions begun in backward | beside compute |"
+            )
             print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
             print("\n".join(rows))
     return 0
@@ -61,7 +69,11 @@ def measure(arguments: argparse.Namespace, world: Any, micro_batch: int) -> str:
     floor = Floor("auto", job)
     for _ in range(2):
         floor.step(), ours.step()
-    parts = {"compute": floor.step, "communication": lambda: communicate(ours.engine), "step": ours.step}
+    parts = {
+        "compute": floor.step,
+        "communication": lambda: communicate(ours.engine),
+        "step": ours.step,
+    }
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(arguments.steps):
         for name, part in parts.items():
@@ -75,7 +87,9 @@ def measure(arguments: argparse.Namespace, world: Any, micro_batch: int) -> str:
             seconds[name].append(max(world.collect(time.perf_counter() - begun) or [0.0]))
     begun_in_backward, hidden = traced(world, ours)
     ours.close()
-    compute, communication, step = (median(seconds[name]) for name in ("compute", "communication", "step"))
+    compute, communication, step = (
+        median(seconds[name]) for name in ("compute", "communication", "step")
+    )
     longer = max(compute, communication) or 1.0
     return (
         f"| {micro_batch} | {compute:.2f} | {communication:.2f} | {step:.2f} | {step / longer:.2f} | "
@@ -108,7 +122,9 @@ def traced(world: Any, ours: Any) -> tuple[tuple[int, int], float]:
     world.record(Trace())
     happened = [event for step in recording.steps for event in events(step.rows, recording.whats)]
     middle = trace_file.of_step(happened, 2)
-    return trace_file.started_during(middle, "reduce_scatter", "backward"), trace_file.hidden(middle, "data")
+    return trace_file.started_during(middle, "reduce_scatter", "backward"), trace_file.hidden(
+        middle, "data"
+    )
 
 
 def step_in_phases(world: Any, ours: Any) -> None:

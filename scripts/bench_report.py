@@ -6,7 +6,16 @@ from html import escape
 from statistics import median, quantiles
 from typing import Any
 
-HEADINGS = ("contender", "ms a step (quartiles)", "/ floor (range)", "FSDP2 / it", "CPU ms a rank", "states GB", "peak GB", "loss")
+HEADINGS = (
+    "contender",
+    "ms a step (quartiles)",
+    "/ floor (range)",
+    "FSDP2 / it",
+    "CPU ms a rank",
+    "states GB",
+    "peak GB",
+    "loss",
+)
 TOLERANCE = 0.02  # of the loss: what roundings to bf16 at different places may do in a few steps
 
 
@@ -72,8 +81,12 @@ def differing(found: Sequence[Row]) -> list[str]:
     for row in trained[1:]:
         reference = trained[0]
         pairs = zip(row.losses, reference.losses, strict=True)
-        if not all(abs(mine - theirs) <= TOLERANCE * abs(theirs) for mine, theirs in pairs):  # so a NaN is found too
-            wrong.append(f"{row.name} does not train like {reference.name}: losses {_list(row.losses)} against {_list(reference.losses)}")
+        if not all(
+            abs(mine - theirs) <= TOLERANCE * abs(theirs) for mine, theirs in pairs
+        ):  # so a NaN is found too
+            wrong.append(
+                f"{row.name} does not train like {reference.name}: losses {_list(row.losses)} against {_list(reference.losses)}"
+            )
     return wrong
 
 
@@ -92,8 +105,16 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
     ]
     for place, (name, value) in enumerate(values):
         y = top + step * place
-        colour = "#888888" if name.startswith("floor") else "#1f6fb4" if name.startswith("ours") else "#d9822b"
+        colour = (
+            "#888888"
+            if name.startswith("floor")
+            else "#1f6fb4"
+            if name.startswith("ours")
+            else "#d9822b"
+        )
         parts.append(f'<text x="{label - 8}" y="{y + 14}" text-anchor="end">{escape(name)}</text>')
-        parts.append(f'<rect x="{label}" y="{y}" width="{value * scale:.1f}" height="{step - 8}" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{label}" y="{y}" width="{value * scale:.1f}" height="{step - 8}" fill="{colour}"/>'
+        )
         parts.append(f'<text x="{label + value * scale + 6:.1f}" y="{y + 14}">{value:.2f}</text>')
     return "\n".join([*parts, "</svg>", ""])

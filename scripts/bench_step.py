@@ -29,11 +29,24 @@ from hpczero.process_memory import give_back_free_memory, keep_free_memory
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--contenders", default="*", help="names or patterns, separated by commas; the floor always takes part")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--contenders",
+        default="*",
+        help="names or patterns, separated by commas; the floor always takes part",
+    )
     parser.add_argument("--list", action="store_true", help="show the contenders and leave")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each contender is built and timed")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before the timed ones; their losses are compared")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="how often each contender is built and timed"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=4,
+        help="steps before the timed ones; their losses are compared",
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps in a round")
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences of a rank in a step")
     parser.add_argument("--layers", type=int, default=8)
@@ -41,8 +54,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--ranks-per-node", type=int, default=0, help="so many ranks count as a node; 0: as it is")
-    parser.add_argument("--address", default="127.0.0.1", help="where the peers' processes meet: an address of rank 0's host")
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=0, help="so many ranks count as a node; 0: as it is"
+    )
+    parser.add_argument(
+        "--address",
+        default="127.0.0.1",
+        help="where the peers' processes meet: an address of rank 0's host",
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--plot", type=Path, help="file for a plot (SVG)")
     arguments = parser.parse_args()
@@ -95,14 +114,26 @@ def main() -> int:
 
     entrants = entries()
     if arguments.list:
-        print("\n".join(f"{name:16} {entry.missing and 'skipped: ' + entry.missing}".rstrip() for name, entry in entrants.items()))
+        print(
+            "\n".join(
+                f"{name:16} {entry.missing and 'skipped: ' + entry.missing}".rstrip()
+                for name, entry in entrants.items()
+            )
+        )
         return 0
     patterns = arguments.contenders.split(",")
     unknown = [pattern for pattern in patterns if not fnmatch.filter(entrants, pattern)]
     if unknown:
-        print(f"bench_step.py: no contender {', '.join(unknown)}; there are {', '.join(entrants)}", file=sys.stderr)
+        print(
+            f"bench_step.py: no contender {', '.join(unknown)}; there are {', '.join(entrants)}",
+            file=sys.stderr,
+        )
         return 2
-    chosen = ["floor"] + [name for name in entrants if name != "floor" and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    chosen = ["floor"] + [
+        name
+        for name in entrants
+        if name != "floor" and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     with World.start(arguments.ranks_per_node) as world:
         bench = Bench(arguments, world, Memory())
         skipped = {name: entrants[name].missing for name in chosen if entrants[name].missing}
@@ -145,7 +176,9 @@ class Bench:
             losses = [contender.step()]
             self.world.everyone.barrier()
             states = self.memory.growth()
-            losses += [contender.step() for _ in range(self.arguments.warmup - 1)]  # these also fault in what the measurement gave back
+            losses += [
+                contender.step() for _ in range(self.arguments.warmup - 1)
+            ]  # these also fault in what the measurement gave back
             self.world.everyone.barrier()
             at_most = self.memory.growth_at_most()
             self.world.everyone.barrier()
@@ -166,12 +199,16 @@ class Bench:
 
     def _over_ranks(self, values: list[float], combine: Any) -> list[float]:
         """Place by place; on rank 0."""
-        return [combine(of_ranks) for of_ranks in zip(*(self.world.collect(values) or []), strict=True)]
+        return [
+            combine(of_ranks) for of_ranks in zip(*(self.world.collect(values) or []), strict=True)
+        ]
 
     def _per_node(self, value: int) -> int:
         """The sum over a node's ranks, on the node with most; on rank 0."""
         sums: dict[int, int] = {}
-        for node, of_rank in zip(self.world.node_of_rank, self.world.collect(value) or [0] * self.world.size, strict=True):
+        for node, of_rank in zip(
+            self.world.node_of_rank, self.world.collect(value) or [0] * self.world.size, strict=True
+        ):
             sums[node] = sums.get(node, 0) + of_rank
         return max(sums.values())
 
@@ -188,14 +225,24 @@ def job_of(arguments: argparse.Namespace, world: Any) -> Any:
     from hpczero.model.batch import MicroBatch
     from hpczero.spec.schema import Model, Optimizer, Spec, Train
 
-    model = Model(layers=arguments.layers, hidden=arguments.hidden, heads=arguments.heads, vocab=arguments.vocab, seq_len=arguments.seq_len)
+    model = Model(
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        heads=arguments.heads,
+        vocab=arguments.vocab,
+        seq_len=arguments.seq_len,
+    )
     size = arguments.micro_batch
     train = Train(precision="bf16", micro_batch=size, global_batch=size * world.size, grad_clip=1.0)
     spec = Spec(model=model, train=train, optimizer=Optimizer(lr=1e-4))
     random = torch.Generator().manual_seed(world.rank)
     text = torch.randint(model.vocab, (size, model.seq_len + 1), generator=random)
     samples = torch.arange(size) + size * world.rank
-    return Job(spec, world, MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), samples, 0, spec.seed))
+    return Job(
+        spec,
+        world,
+        MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous(), samples, 0, spec.seed),
+    )
 
 
 def start_gloo(world: Any, address: str) -> None:
@@ -207,8 +254,16 @@ def start_gloo(world: Any, address: str) -> None:
             free.bind((address, 0))
             port = free.getsockname()[1]
     port = world.share(port)
-    variables = {"MASTER_ADDR": address, "MASTER_PORT": port, "RANK": world.rank, "LOCAL_RANK": world.local_rank, "WORLD_SIZE": world.size}
-    os.environ.update({name: str(value) for name, value in variables.items()})  # DeepSpeed looks at them
+    variables = {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        "RANK": world.rank,
+        "LOCAL_RANK": world.local_rank,
+        "WORLD_SIZE": world.size,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in variables.items()}
+    )  # DeepSpeed looks at them
     distributed.init_process_group("gloo")
 
 
@@ -225,12 +280,20 @@ def conclude(bench: Bench, skipped: dict[str, str], malloc: dict[str, int]) -> i
     print(table(found))
     print("\n".join(["", *(f"skipped {name}: {reason}" for name, reason in skipped.items())]))
     if arguments.json:
-        settings = {key: value for key, value in vars(arguments).items() if isinstance(value, int | str)}
-        whole = {"settings": settings | {"ranks": bench.world.size, "malloc": malloc}, "figures": bench.figures, "skipped": skipped}
+        settings = {
+            key: value for key, value in vars(arguments).items() if isinstance(value, int | str)
+        }
+        whole = {
+            "settings": settings | {"ranks": bench.world.size, "malloc": malloc},
+            "figures": bench.figures,
+            "skipped": skipped,
+        }
         safe_files.write_text(arguments.json, json.dumps(whole, indent=1) + "\n")
     if arguments.plot:
         title = f"{bench.world.size} ranks, micro-batch {arguments.micro_batch}: one step's time over that of forward and backward alone"
-        safe_files.write_text(arguments.plot, bars(title, [(row.name, median(row.to_floor)) for row in found]))
+        safe_files.write_text(
+            arguments.plot, bars(title, [(row.name, median(row.to_floor)) for row in found])
+        )
     wrong = differing(found)
     for text in wrong:
         print(f"bench_step.py: {text}", file=sys.stderr)

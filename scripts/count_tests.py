@@ -42,7 +42,9 @@ def main(folder: Path) -> int:
         part = count(int(code), int(left), folder / f"{name}.xml")
         remark = f", exit code {code}" if code != "0" else ""
         remark += f", {left} processes left running" if left != "0" else ""
-        print(f"{name:16} {part.passed:5} passed {part.failed:4} failed {part.skipped:4} skipped {seconds:>5} s{remark}")
+        print(
+            f"{name:16} {part.passed:5} passed {part.failed:4} failed {part.skipped:4} skipped {seconds:>5} s{remark}"
+        )
         total = Count(*map(sum, zip(total, part, strict=True)))
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
     return 1 if total.failed or not total.passed else 0

@@ -43,7 +43,9 @@ class Wanted:
     """What a checkpoint is to hold: equal ones have equal values, whatever the grid."""
 
     layers: Sequence[Layer] = field(default_factory=lambda: layers(SMALL))
-    spec: Mapping[str, Any] = field(default_factory=lambda: Spec(name="made", model=SMALL).model_dump(mode="json"))
+    spec: Mapping[str, Any] = field(
+        default_factory=lambda: Spec(name="made", model=SMALL).model_dump(mode="json")
+    )
     seed: int = 0
     step: int = 100
     buffers: Mapping[str, Array] = field(default_factory=lambda: dict(BUFFERS))
@@ -52,12 +54,22 @@ class Wanted:
     def values(self) -> list[dict[str, Array]]:
         """Of each slot, by name."""
         random = np.random.default_rng(self.seed)
-        return [{p.name: random.standard_normal(p.shape, np.float32) for layer in self.layers for p in layer.parameters} for _ in SLOTS]
+        return [
+            {
+                p.name: random.standard_normal(p.shape, np.float32)
+                for layer in self.layers
+                for p in layer.parameters
+            }
+            for _ in SLOTS
+        ]
 
 
 def parameters(**shapes: tuple[int, ...]) -> list[Layer]:
     """A layer for each, split over tensor ranks along the first dimension if it has any."""
-    return [Layer(name, (Parameter(name, shape, ZEROS, 0 if shape else None),)) for name, shape in shapes.items()]
+    return [
+        Layer(name, (Parameter(name, shape, ZEROS, 0 if shape else None),))
+        for name, shape in shapes.items()
+    ]
 
 
 def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = None) -> Path:
@@ -67,21 +79,42 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
 
     def units(stage: int, tensor_rank: int) -> list[UnitLayout]:
         own = wanted.layers[stage * per_stage : (stage + 1) * per_stage]
-        return [unit_layout(layer, grid.data, grid.tensor, tensor_rank) for layer in own if layer.parameters]
+        return [
+            unit_layout(layer, grid.data, grid.tensor, tensor_rank)
+            for layer in own
+            if layer.parameters
+        ]
 
     def holding(rank: int) -> Holding:
         stage, inside = divmod(rank, grid.data * grid.tensor)
-        return Holding(units(stage, inside % grid.tensor), inside // grid.tensor, inside % grid.tensor)
+        return Holding(
+            units(stage, inside % grid.tensor), inside // grid.tensor, inside % grid.tensor
+        )
 
     def read(rank: int, slot: int) -> Iterator[Array]:
-        pieces = [wanted.values[slot][own.name][box].reshape(-1) for own in stored(holding(rank)) for box in own.rectangles]
+        pieces = [
+            wanted.values[slot][own.name][box].reshape(-1)
+            for own in stored(holding(rank))
+            for box in own.rectangles
+        ]
         return bounce(pieces, empty)
 
-    table = Table.of([Tensor(p.name, p.shape) for layer in wanted.layers for p in layer.parameters], grid.ranks, holding)
-    files = [range(first, min(first + grid.per_file, grid.ranks)) for first in range(0, grid.ranks, grid.per_file)]
+    table = Table.of(
+        [Tensor(p.name, p.shape) for layer in wanted.layers for p in layer.parameters],
+        grid.ranks,
+        holding,
+    )
+    files = [
+        range(first, min(first + grid.per_file, grid.ranks))
+        for first in range(0, grid.ranks, grid.per_file)
+    ]
     state = State(step=wanted.step, updates=wanted.step, loss_scale=1.0, good_steps=0)
     axes = {"pipeline": grid.pipeline, "data": grid.data, "tensor": grid.tensor}
-    return import_safetensors.save(checkpoints, import_safetensors.Made(state, wanted.spec, axes, table, files, wanted.buffers), read)
+    return import_safetensors.save(
+        checkpoints,
+        import_safetensors.Made(state, wanted.spec, axes, table, files, wanted.buffers),
+        read,
+    )
 
 
 @contextmanager
@@ -94,7 +127,11 @@ def memory_at_most(size: int) -> Iterator[None]:
 
 
 def peak_of_memory() -> int:
-    return 1024 * next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * next(
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
 
 
 def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content: None) -> None:
@@ -104,7 +141,9 @@ def seal(folder: Path, change: Callable[[dict[str, Any]], Any] = lambda content:
     content["index"] = {"size": len(index), "checksum": xxhash.xxh3_64_hexdigest(index)}
     change(content)
     checksum = xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
-    (folder / "MANIFEST.json").write_text(json.dumps({"content": content, "checksum": checksum}, indent=1, sort_keys=True) + "\n")
+    (folder / "MANIFEST.json").write_text(
+        json.dumps({"content": content, "checksum": checksum}, indent=1, sort_keys=True) + "\n"
+    )
 
 
 def look_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--means", choices=["mpi", "gloo", "queued"], default="mpi",
         help="what the ranks of tests/mpi talk by: MPI; torch.distributed; MPI, from the memory of a device that does things later",
     )  # fmt: skip
-    parser.addoption("--gpu", action="store_true", help="end with an error where PyTorch sees no GPU")
+    parser.addoption(
+        "--gpu", action="store_true", help="end with an error where PyTorch sees no GPU"
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

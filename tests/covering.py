@@ -5,10 +5,16 @@ from itertools import combinations, product
 from typing import Any
 
 Case = dict[str, Any]  # factor -> value
-Choice = tuple[tuple[str, int], ...]  # of some factors the number of the value, in the order of the factors
+Choice = tuple[
+    tuple[str, int], ...
+]  # of some factors the number of the value, in the order of the factors
 
 
-def covering(factors: Mapping[str, Sequence[Any]], together: Sequence[str] = (), possible: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+def covering(
+    factors: Mapping[str, Sequence[Any]],
+    together: Sequence[str] = (),
+    possible: Callable[[Case], bool] = lambda case: True,
+) -> list[Case]:
     """Cases in which every two values of two factors come together, and every combination of the values of the factors `together`; greedy. A case
     has to be `possible`; what is in no such case is not asked for.
     """
@@ -24,7 +30,12 @@ def covering(factors: Mapping[str, Sequence[Any]], together: Sequence[str] = (),
     return found
 
 
-def _best(cases: Sequence[Choice], gain_at_most: dict[int, int], wanted: set[Choice], together: Sequence[str]) -> int:
+def _best(
+    cases: Sequence[Choice],
+    gain_at_most: dict[int, int],
+    wanted: set[Choice],
+    together: Sequence[str],
+) -> int:
     """The first case with the most of what is wanted. What a case brings only ever gets less, so most cases need no second look."""
     best, most = -1, 0
     for number in sorted(gain_at_most, key=lambda number: (-gain_at_most[number], number)):

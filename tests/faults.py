@@ -21,7 +21,12 @@ START = 60  # seconds for the launch itself, on a busy machine
 RANKS = 3
 ODD = RANKS - 1  # the rank with the fault, unless it is said to be rank 0
 
-FINE, SAID, WATCHED, LAUNCHER = "ends well", "says so itself", "is named", "is ended by the launcher"
+FINE, SAID, WATCHED, LAUNCHER = (
+    "ends well",
+    "says so itself",
+    "is named",
+    "is ended by the launcher",
+)
 
 # What a fault leads to at stages 0 to 3.
 KINDS: dict[str, tuple[str, str, str, str]] = {
@@ -218,8 +223,12 @@ def main() -> None:
                 print(outcome.finished.err, flush=True)
             if case.expected != FINE and not outcome.seconds < 2 * SECONDS:
                 late.append(case)
-    print(f"{len(cases)} faults: {len(cases) - len(wrong)} ended as they should, with the right rank")
-    print(f"{len(late)} of them later than {2 * SECONDS:.0f} s after the fault: {list(map(str, late))}")
+    print(
+        f"{len(cases)} faults: {len(cases) - len(wrong)} ended as they should, with the right rank"
+    )
+    print(
+        f"{len(late)} of them later than {2 * SECONDS:.0f} s after the fault: {list(map(str, late))}"
+    )
 
 
 if __name__ == "__main__":

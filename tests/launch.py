@@ -60,12 +60,19 @@ def mpirun(ranks: int) -> list[str]:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if not found:
         pytest.skip("there is no mpirun")
-    version = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60).stdout
+    version = subprocess.run(
+        [found, "--version"], capture_output=True, text=True, timeout=60
+    ).stdout
     options = ["--oversubscribe"] if "Open MPI" in version else []
     return [found, *options, "-n", str(ranks)]
 
 
-def launch(command: Sequence[str], seconds: float, folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None) -> Finished:
+def launch(
+    command: Sequence[str],
+    seconds: float,
+    folder: Path = CHECKOUT,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
     """Run to the end, or until `seconds` have passed; nothing outlives this call."""
     mark = uuid.uuid4().hex
     started = time.monotonic()
@@ -80,20 +87,45 @@ def launch(command: Sequence[str], seconds: float, folder: Path = CHECKOUT, envi
     taken = time.monotonic() - started
     said = err.decode(errors="replace")
     removed = "".join(REMOVED.findall(said))
-    return Finished(code, out.decode(errors="replace"), REMOVED.sub("", said), taken, _await_the_end(mark), removed)
+    return Finished(
+        code,
+        out.decode(errors="replace"),
+        REMOVED.sub("", said),
+        taken,
+        _await_the_end(mark),
+        removed,
+    )
 
 
 def start(
-    command: Sequence[str], folder: Path = CHECKOUT, environment: Mapping[str, str] | None = None, stdout: int = subprocess.PIPE
+    command: Sequence[str],
+    folder: Path = CHECKOUT,
+    environment: Mapping[str, str] | None = None,
+    stdout: int = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
     """Only started, for tests that do something to it while it runs."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    calm = {"OMP_WAIT_POLICY": "PASSIVE"}  # torch's threads sleep when idle: on a busy machine, spinning ones hold up each other and us
-    surroundings = {**os.environ, **allowed, **calm, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})}
+    calm = {
+        "OMP_WAIT_POLICY": "PASSIVE"
+    }  # torch's threads sleep when idle: on a busy machine, spinning ones hold up each other and us
+    surroundings = {
+        **os.environ,
+        **allowed,
+        **calm,
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **(environment or {}),
+    }
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(
-        list(command), cwd=folder, env=surroundings, stdin=nothing, stdout=stdout, stderr=pipe, start_new_session=True
+        list(command),
+        cwd=folder,
+        env=surroundings,
+        stdin=nothing,
+        stdout=stdout,
+        stderr=pipe,
+        start_new_session=True,
     )
 
 
@@ -109,7 +141,9 @@ def started(command: Sequence[str], folder: Path = CHECKOUT) -> Iterator[subproc
         process.communicate()
 
 
-def on_a_terminal(command: Sequence[str], environment: Mapping[str, str], folder: Path = CHECKOUT) -> str:
+def on_a_terminal(
+    command: Sequence[str], environment: Mapping[str, str], folder: Path = CHECKOUT
+) -> str:
     """What a command that succeeds writes when its stdout is a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))
@@ -151,7 +185,13 @@ def _marked(mark: str) -> dict[int, str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if entry in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                found[int(folder.name)] = (
+                    (folder / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
         except OSError:  # gone, or another user's
             continue
     return found

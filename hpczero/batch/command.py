@@ -45,7 +45,9 @@ def merged(lines: Sequence[str]) -> list[str]:
 
 
 def missing(program: str) -> HpczeroError:
-    return HpczeroError(f"the command {program} is not on this computer: go where jobs are submitted (hpczero render works anywhere)")
+    return HpczeroError(
+        f"the command {program} is not on this computer: go where jobs are submitted (hpczero render works anywhere)"
+    )
 
 
 def is_here(program: str) -> bool:
@@ -57,7 +59,14 @@ def run(words: Sequence[str], seconds: float = SECONDS) -> Answer:
         raise missing(words[0])
     try:
         found = subprocess.run(
-            words, stdin=subprocess.DEVNULL, env=env.for_scheduler(), capture_output=True, text=True, errors="replace", timeout=seconds, check=False
+            words,
+            stdin=subprocess.DEVNULL,
+            env=env.for_scheduler(),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{words[0]} did not answer within {seconds:.0f} s") from None

@@ -37,7 +37,11 @@ class Here:
     @classmethod
     def now(cls) -> "Here":
         environment = sys.prefix if sys.prefix not in _OF_THE_SYSTEM else ""
-        return cls(str(Path.cwd()), environment, tuple(name for name, program in _SUBMITS.items() if shutil.which(program)))
+        return cls(
+            str(Path.cwd()),
+            environment,
+            tuple(name for name, program in _SUBMITS.items() if shutil.which(program)),
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,9 @@ class Job:
     arguments: tuple[str, ...]  # of hpczero, in the job
     first: tuple[str, ...] = ()  # of a probe: the arguments of the run up to its save
     run: str = ""  # the run's directory, and
-    submission: str = ""  # the folder in it where a submitted job keeps its books; empty: rendered only
+    submission: str = (
+        ""  # the folder in it where a submitted job keeps its books; empty: rendered only
+    )
     tag: str = ""  # PBS: by which its jobs are known in the queue
 
     @property
@@ -93,7 +99,9 @@ def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> Job:
         facts=site,
         partition=partition,
         scheduler=scheduler,
-        launcher=batch.launcher if batch.launcher != "auto" else {"slurm": "srun", "pbs": "mpirun"}[scheduler],
+        launcher=batch.launcher
+        if batch.launcher != "auto"
+        else {"slurm": "srun", "pbs": "mpirun"}[scheduler],
         nodes=batch.nodes,
         ranks_per_node=per_node,
         cpus_per_rank=batch.cpus_per_rank or partition.cpus // per_node,
@@ -106,14 +114,24 @@ def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> Job:
         arguments=arguments,
     )
     if problems := [*_resources(job), *_words(job), *_layout(job, spec)]:
-        raise InputError("\n  ".join([f"{len(problems)} problems on {name}:", *problems]) if len(problems) > 1 else f"{name}: {problems[0]}")
+        raise InputError(
+            "\n  ".join([f"{len(problems)} problems on {name}:", *problems])
+            if len(problems) > 1
+            else f"{name}: {problems[0]}"
+        )
     return job
 
 
 def _site(batch: Batch, here: Here) -> str:
     if batch.site != "auto":
         return batch.site
-    scheduler = batch.scheduler if batch.scheduler != "auto" else here.schedulers[0] if here.schedulers else ""
+    scheduler = (
+        batch.scheduler
+        if batch.scheduler != "auto"
+        else here.schedulers[0]
+        if here.schedulers
+        else ""
+    )
     if not scheduler:
         raise InputError(
             'this computer belongs to no known site and has neither sbatch nor qsub: say batch.scheduler = "slurm" or "pbs", '
@@ -129,16 +147,25 @@ def _scheduler(batch: Batch, partition: Partition, site: Site) -> str:
     found = [part.get("batch", {}).get("scheduler", "auto") for part in (partition.spec, site.spec)]
     named = next((name for name in found if name != "auto"), "")
     if not named:
-        raise InputError('the site\'s profile does not say which scheduler it has: batch.scheduler = "slurm" or "pbs"')
+        raise InputError(
+            'the site\'s profile does not say which scheduler it has: batch.scheduler = "slurm" or "pbs"'
+        )
     return str(named)
 
 
 def _resources(job: Job) -> Iterator[str]:
     """What a node and a queue of the site can give."""
-    part, per_node, cpus, gpus = job.partition, job.ranks_per_node, job.cpus_per_rank, job.gpus_per_node
+    part, per_node, cpus, gpus = (
+        job.partition,
+        job.ranks_per_node,
+        job.cpus_per_rank,
+        job.gpus_per_node,
+    )
     if part.cpus and per_node * max(1, cpus) > part.cpus:
         asked = f"batch.ranks_per_node = {per_node} x batch.cpus_per_rank = {max(1, cpus)} makes {per_node * max(1, cpus)} CPUs"
-        fitting = f"at most {part.cpus // max(1, cpus)} ranks, or {part.cpus // per_node} CPUs for each"
+        fitting = (
+            f"at most {part.cpus // max(1, cpus)} ranks, or {part.cpus // per_node} CPUs for each"
+        )
         yield f"{asked}, and a node has {part.cpus}: {fitting}"
     if job.batch.gpus_per_node > part.gpus and (part.gpus or part.cpus):
         yield f"batch.gpus_per_node = {job.batch.gpus_per_node}, and a node has {part.gpus}"
@@ -168,7 +195,11 @@ def _words(job: Job) -> Iterator[str]:
     """Keys that this scheduler or launcher has no word for, and paths that a job cannot have."""
     for scheduler, names in _ONLY_FOR.items():
         if scheduler != job.scheduler:
-            yield from (f"batch.{name} is for {scheduler} only, and this is {job.scheduler}" for name in names if getattr(job.batch, name))
+            yield from (
+                f"batch.{name} is for {scheduler} only, and this is {job.scheduler}"
+                for name in names
+                if getattr(job.batch, name)
+            )
     if job.launcher == "srun" and job.scheduler != "slurm":
         yield f'batch.launcher = "srun" belongs to Slurm, and this is {job.scheduler}: "mpirun" or "mpiexec"'
     if job.launcher == "mpirun" and job.batch.bind not in ("auto", "none"):

@@ -13,7 +13,14 @@ _TRANSIENT = (
     *("timed out", "cannot connect", "Connection refused", "No Permission to connect"),
     *("temporarily", "Server shutting down", "End of File", "errno=15010"),
 )
-_STATES: dict[str, State] = {"Q": "queued", "W": "queued", "T": "queued", "M": "queued", "H": "held", "R": "running"}
+_STATES: dict[str, State] = {
+    "Q": "queued",
+    "W": "queued",
+    "T": "queued",
+    "M": "queued",
+    "H": "held",
+    "R": "running",
+}
 _STATES |= {"E": "running", "S": "running", "U": "running"}
 _VARIABLE = re.compile(r"(?:^|,)HPCZERO_TAG=([^,]*)")
 _ENDED = re.compile(r" and (?:(exceeded resource \S+)|terminated by (\S+))$")
@@ -26,7 +33,12 @@ _CHANGED = re.compile(r"[\"'\\]|\s$")
 def submission(script: Path, log: Path, tag: str, after: str, held: bool) -> list[str]:
     """The tag stands in the script (`-v` on the command line would replace what stands there)."""
     words = [PROGRAM, "-o", f"{log}/"]
-    return [*words, *(["-W", f"depend=afterany:{after}"] if after else []), *(["-h"] if held else []), str(script)]
+    return [
+        *words,
+        *(["-W", f"depend=afterany:{after}"] if after else []),
+        *(["-h"] if held else []),
+        str(script),
+    ]
 
 
 def submit(words: Sequence[str]) -> str:
@@ -47,7 +59,9 @@ def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
         listed = command.run(["qstat", "-u", user])
         if listed.code:
             raise Transient(f"qstat failed: {listed.complaint}")
-        numbers = re.findall(r"^\d+", listed.out, re.MULTILINE)  # the server's name behind it may be cut short
+        numbers = re.findall(
+            r"^\d+", listed.out, re.MULTILINE
+        )  # the server's name behind it may be cut short
         if not numbers:
             return []
     answer = command.run(["qstat", "-x", "-f", *numbers])

@@ -47,7 +47,13 @@ def render(job: Job) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters |= {"word": _word, "quote": _quote, "words": _words, "variable": _variable, "line": _line}
+    environment.filters |= {
+        "word": _word,
+        "quote": _quote,
+        "words": _words,
+        "variable": _variable,
+        "line": _line,
+    }
     template = job.facts.template or f"{job.scheduler}.sh.j2"
     try:
         with _no_longer_than(_LONGEST):
@@ -56,7 +62,9 @@ def render(job: Job) -> str:
             )
             script = _limited(made)
     except (TemplateError, *_WRONG) as error:
-        raise InputError(f"the template {printable(template)} of the site {job.site}: {printable(str(error))}") from error
+        raise InputError(
+            f"the template {printable(template)} of the site {job.site}: {printable(str(error))}"
+        ) from error
     refuse_duplicates(script, job.scheduler, job.batch)
     return script
 
@@ -119,21 +127,41 @@ def _context(job: Job) -> dict[str, Any]:
     batch = job.batch
     if job.scheduler == "pbs":
         tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
-        return {"job_number": "PBS_JOBID", "resources": _resources(job), "variables": ",".join([*tag, *batch.env_pass])}
-    image = batch.container.removeprefix("shifter:") if batch.container.startswith("shifter:") else ""
+        return {
+            "job_number": "PBS_JOBID",
+            "resources": _resources(job),
+            "variables": ",".join([*tag, *batch.env_pass]),
+        }
+    image = (
+        batch.container.removeprefix("shifter:") if batch.container.startswith("shifter:") else ""
+    )
     export = "" if batch.env_inherit else ",".join(batch.env_pass) or "NONE"
     request = job.partition.gpu_request
-    gpus = f"gpu:{job.gpus_per_node}" if request == "gres" and job.gpus_per_node else job.gpus_per_node
-    return {"job_number": "SLURM_JOB_ID", "export": export, "gpu_request": request, "gpus": gpus, "shifter_image": image}
+    gpus = (
+        f"gpu:{job.gpus_per_node}" if request == "gres" and job.gpus_per_node else job.gpus_per_node
+    )
+    return {
+        "job_number": "SLURM_JOB_ID",
+        "export": export,
+        "gpu_request": request,
+        "gpus": gpus,
+        "shifter_image": image,
+    }
 
 
 def _resources(job: Job) -> list[str]:
     """What PBS calls a resource list: chunks, one for a node, or where a site has none, the sums over all nodes."""
     batch, part = job.batch, job.partition
-    cpus = job.ranks_per_node * batch.cpus_per_rank if batch.cpus_per_rank else part.cpus or job.ranks_per_node
+    cpus = (
+        job.ranks_per_node * batch.cpus_per_rank
+        if batch.cpus_per_rank
+        else part.cpus or job.ranks_per_node
+    )
     of_node = {"ncpus": cpus, "mpiprocs": job.ranks_per_node, "ngpus": job.gpus_per_node}
     if part.totals:
-        found = [f"{name}={of_node[name] * job.nodes}" for name in ("ncpus", "ngpus") if of_node[name]]
+        found = [
+            f"{name}={of_node[name] * job.nodes}" for name in ("ncpus", "ngpus") if of_node[name]
+        ]
         found += [f"mem={int(batch.mem[:-1]) * job.nodes}{batch.mem[-1]}B"] if batch.mem else []
     else:
         asked = of_node if part.chunk is None else {name: of_node[name] for name in part.chunk}
@@ -147,7 +175,9 @@ def _resources(job: Job) -> list[str]:
 def _word(value: object) -> str:
     text = str(value)
     if not re.fullmatch(WORD, text) or not text:
-        raise InputError(f"{shown(text)} cannot stand in a batch script's directives: it must be {PATTERNS[WORD]}")
+        raise InputError(
+            f"{shown(text)} cannot stand in a batch script's directives: it must be {PATTERNS[WORD]}"
+        )
     return text
 
 
@@ -169,7 +199,9 @@ def _variable(value: object) -> str:
 def _line(value: object) -> str:
     text = str(value)
     if not text.isprintable():
-        raise InputError(f"{shown(text)} cannot stand in a batch script: it has characters that cannot be seen")
+        raise InputError(
+            f"{shown(text)} cannot stand in a batch script: it has characters that cannot be seen"
+        )
     return text
 
 
@@ -189,25 +221,46 @@ _LOCAL_RANK = {
 
 def words(job: Job) -> list[str]:
     launcher = {"srun": _srun, "mpirun": _mpirun, "mpiexec": _mpiexec}[job.launcher](job)
-    return [*launcher, *job.batch.launch_options, *_wrapper(job), *_container(job), "python3", "-m", "hpczero", *job.arguments]
+    return [
+        *launcher,
+        *job.batch.launch_options,
+        *_wrapper(job),
+        *_container(job),
+        "python3",
+        "-m",
+        "hpczero",
+        *job.arguments,
+    ]
 
 
 def _srun(job: Job) -> list[str]:
     """The number of CPUs is said again: srun stopped taking it from the job in 22.05. A rank that is killed ends the others."""
-    found = ["srun", "--kill-on-bad-exit=1", f"--nodes={job.nodes}", f"--ntasks={job.ranks}", f"--ntasks-per-node={job.ranks_per_node}"]
+    found = [
+        "srun",
+        "--kill-on-bad-exit=1",
+        f"--nodes={job.nodes}",
+        f"--ntasks={job.ranks}",
+        f"--ntasks-per-node={job.ranks_per_node}",
+    ]
     found += [f"--cpus-per-task={job.cpus_per_rank}"] if job.cpus_per_rank else []
     bind = job.batch.bind
     if bind != "auto" or job.cpus_per_rank:
         found.append(f"--cpu-bind={'cores' if bind == 'auto' else bind}")
     if job.gpus_per_node:
-        found += ["--gpus-per-task=1", "--gpu-bind=closest"] if job.gpu_select == "closest" else ["--gpu-bind=none"]
+        found += (
+            ["--gpus-per-task=1", "--gpu-bind=closest"]
+            if job.gpu_select == "closest"
+            else ["--gpu-bind=none"]
+        )
     return found
 
 
 def _mpirun(job: Job) -> list[str]:
     """Open MPI's and MPICH's take nodes and ranks per node from the job. They bind to one core at a time by default, and ranks here have threads."""
     found = ["mpirun", "-n", str(job.ranks)]
-    found += ["--map-by", f"ppr:{job.ranks_per_node}:node"] if job.partition.totals else []  # such a job does not say how many ranks a node has
+    found += (
+        ["--map-by", f"ppr:{job.ranks_per_node}:node"] if job.partition.totals else []
+    )  # such a job does not say how many ranks a node has
     return [*found, "--bind-to", "none"]
 
 
@@ -247,7 +300,10 @@ _LONG = (
 )
 _SLURM = {f"-{short}": f"--{long}" for short, long in (entry.split() for entry in _LONG.split("|"))}
 # what submission says itself
-_SAID_AT_SUBMISSION = {"slurm": ("--output", "--error", "--comment", "--open-mode"), "pbs": ("-o", "-e", "-h")}
+_SAID_AT_SUBMISSION = {
+    "slurm": ("--output", "--error", "--comment", "--open-mode"),
+    "pbs": ("-o", "-e", "-h"),
+}
 _SEVERAL_AT_ONCE = {"slurm": "--array", "pbs": "-J"}
 _SAY_THE_SAME = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
 
@@ -280,21 +336,38 @@ def _of_slurm(word: str) -> list[str]:
 
 def _of_pbs(word: str, following: str) -> list[str]:
     option, value = word[:2], word[2:] or following
-    return [f"{option} {part.partition('=')[0]}" for part in value.split(",")] if option in ("-l", "-W") else [option]
+    return (
+        [f"{option} {part.partition('=')[0]}" for part in value.split(",")]
+        if option in ("-l", "-W")
+        else [option]
+    )
 
 
 def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
     """InputError if one of the user's directives is about what another says already. (sbatch takes the beginning of an option for the whole.)"""
-    said = [about for words in directives(script, scheduler) for about in subjects(words, scheduler)]
+    said = [
+        about for words in directives(script, scheduler) for about in subjects(words, scheduler)
+    ]
     several = _SEVERAL_AT_ONCE[scheduler]
     of_user = [("extra_directives", text, text) for text in batch.extra_directives]
-    for key, text, directive in [*of_user, *(("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources)]:
+    for key, text, directive in [
+        *of_user,
+        *(("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources),
+    ]:
         for about in subjects(_split(directive), scheduler):
             if about == several or (len(about) > 3 and several.startswith(about)):
-                raise InputError(f"batch.{key}: {shown(text)} makes several jobs of one run: they would write over each other")
-            others = [other for other in said if other == about or (about.startswith("--") and other.startswith(about))]
+                raise InputError(
+                    f"batch.{key}: {shown(text)} makes several jobs of one run: they would write over each other"
+                )
+            others = [
+                other
+                for other in said
+                if other == about or (about.startswith("--") and other.startswith(about))
+            ]
             if len(others) > 1 or about in _SAID_AT_SUBMISSION[scheduler]:
-                raise InputError(f"batch.{key}: {shown(text)} says again what is said already ({about}): there is a key for it under [batch]")
+                raise InputError(
+                    f"batch.{key}: {shown(text)} says again what is said already ({about}): there is a key for it under [batch]"
+                )
 
 
 def _split(text: str) -> list[str]:

@@ -91,7 +91,9 @@ class _Seen:
         return self.began > self.records[-1].last_word
 
 
-def of(run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: float | None = None) -> Progress:
+def of(
+    run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: float | None = None
+) -> Progress:
     """`known`: what the schedulers say of the run's jobs; `silent`: those of them that say nothing."""
     now = time.time() if now is None else now
     seen = _look(run, known, silent)
@@ -109,7 +111,11 @@ def of(run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: fl
         silence = now - max(stepped, seen.began)
         if silence > max(_STALLED_AFTER * median, _SHORTEST if stepped > seen.began else _START):
             state, reason = "STALLED", f"no step for {silence:,.0f} s; one takes {median:.3g} s"
-    failed = next((link for link in reversed(links) if link.state in ("failed", "gone")), None) if state == "failed" else None
+    failed = (
+        next((link for link in reversed(links) if link.state in ("failed", "gone")), None)
+        if state == "failed"
+        else None
+    )
     written = max(_changed(run / name) for name in _WRITTEN)
     return Progress(
         run=run,
@@ -209,7 +215,11 @@ def _links(record: Submission, known: Sequence[Queued], alive: str | None) -> li
 def _why(code: str, job: Queued | None) -> str:
     signal = f" (signal {int(code) - 128})" if 128 < int(code) < 160 else ""
     meaning = " (the input is wrong)" if code == "2" else signal
-    said = f", {job.reason}" if job and job.reason not in ("COMPLETED", "FAILED", "") and "exit status" not in job.reason else ""
+    said = (
+        f", {job.reason}"
+        if job and job.reason not in ("COMPLETED", "FAILED", "") and "exit status" not in job.reason
+        else ""
+    )
     return f"exit code {code}{meaning}{said}"
 
 
@@ -235,10 +245,16 @@ def _node_hours(record: Submission, now: float) -> float:
     return seconds * record.nodes / 3600
 
 
-def _job_seconds_left(records: Sequence[Submission], links: Sequence[Link], now: float) -> float | None:
+def _job_seconds_left(
+    records: Sequence[Submission], links: Sequence[Link], now: float
+) -> float | None:
     running = next((link.number for link in links if link.state == "running"), None)
     for record in records:
-        began = [_seconds(moment) for moment, number, event, _ in record.events() if (number, event) == (running, "began")]
+        began = [
+            _seconds(moment)
+            for moment, number, event, _ in record.events()
+            if (number, event) == (running, "began")
+        ]
         if began:
             return max(0.0, began[-1] + record.walltime - now)
     return None

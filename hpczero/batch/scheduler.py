@@ -58,7 +58,11 @@ def _remember(name: str, numbers: Sequence[str], known: Sequence[Queued]) -> Non
     path = env.state_folder() / f"{name}.json"
     with contextlib.suppress(OSError, InputError):  # it is asked again then
         safe_files.own_folder(path.parent)
-        answer = {"asked": time.time(), "numbers": list(numbers), "jobs": [asdict(job) for job in known]}
+        answer = {
+            "asked": time.time(),
+            "numbers": list(numbers),
+            "jobs": [asdict(job) for job in known],
+        }
         safe_files.write_text(path, json.dumps(answer))
 
 
@@ -66,9 +70,10 @@ def _remembered(name: str, numbers: Sequence[str]) -> list[Queued] | None:
     """Slurm tells of all jobs of the user, PBS of those that it was asked for."""
     try:
         answer = json.loads((env.state_folder() / f"{name}.json").read_text(encoding="utf-8"))
-        if 0 <= time.time() - answer["asked"] < ASK_EVERY and (name == "slurm" or set(numbers) <= set(answer["numbers"])):
+        if 0 <= time.time() - answer["asked"] < ASK_EVERY and (
+            name == "slurm" or set(numbers) <= set(answer["numbers"])
+        ):
             return [Queued(**job) for job in answer["jobs"]]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
-

@@ -33,18 +33,26 @@ class Partition(Table):
     """Computers that are alike. 0: not known."""
 
     description: str = ""
-    support: Literal["tested", "rendered-only"] = "rendered-only"  # tested: jobs have run; rendered-only: scripts follow the site's manual
+    support: Literal["tested", "rendered-only"] = (
+        "rendered-only"  # tested: jobs have run; rendered-only: scripts follow the site's manual
+    )
     cpus: int = Field(default=0, ge=0)  # of a node, as the scheduler counts them
     memory_gb: int = Field(default=0, ge=0)  # of a node, as the scheduler counts it
     gpus: int = Field(default=0, ge=0)  # of a node
     gpu_memory_gb: int = Field(default=0, ge=0)  # of each
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"  # how Slurm is asked for them
     gpu_variable: _Name = "CUDA_VISIBLE_DEVICES"  # by which a wrapper shows a rank its own
-    gpu_order: tuple[_Word, ...] = Field(default=(), strict=False)  # device of local rank 0, 1, ...; empty: as numbered
-    chunk: tuple[Literal["ncpus", "mpiprocs", "ngpus"], ...] | None = Field(default=None, strict=False)  # PBS: what a chunk asks for; None: all known
+    gpu_order: tuple[_Word, ...] = Field(
+        default=(), strict=False
+    )  # device of local rank 0, 1, ...; empty: as numbered
+    chunk: tuple[Literal["ncpus", "mpiprocs", "ngpus"], ...] | None = Field(
+        default=None, strict=False
+    )  # PBS: what a chunk asks for; None: all known
     totals: bool = False  # PBS without select: the sums over all nodes are asked for
     limits: tuple[Limit, ...] = Field(default=(), strict=False)
-    probe: dict[str, str] = Field(default={})  # keys of [batch] for a probe: where short jobs begin soon
+    probe: dict[str, str] = Field(
+        default={}
+    )  # keys of [batch] for a probe: where short jobs begin soon
     charge: float = Field(default=0, ge=0)  # for a node for an hour
     spec: dict[str, Any] = Field(default={})
 
@@ -69,13 +77,19 @@ def facts(name: str) -> tuple[str, Site, Partition]:
     except ValidationError as error:
         found_wrong = error.errors(include_url=False, include_input=False, include_context=False)
         wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found_wrong]
-        raise InputError(f"{profile.file} is no profile of a site: {printable('; '.join(wrong))}") from None
+        raise InputError(
+            f"{profile.file} is no profile of a site: {printable('; '.join(wrong))}"
+        ) from None
     return f"{found}/{partition}", site, site.partitions[partition]
 
 
 def all_names() -> list[str]:
     """Every "site/partition" there is."""
-    return [f"{name}/{partition}" for name in profiles.profiles() for partition in profiles.read(name)[2].tree["partitions"]]
+    return [
+        f"{name}/{partition}"
+        for name in profiles.profiles()
+        for partition in profiles.read(name)[2].tree["partitions"]
+    ]
 
 
 def hardware(batch: Batch, partition: Partition) -> Hardware:
@@ -147,7 +161,11 @@ def of_sinfo(text: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         queue, cpus, memory, gres, limit, nodes = (part.strip() for part in line.split("|"))
-        here: dict[str, Any] = {"cpus": _number(cpus), "memory_gb": _number(memory) // 1024, "gpus": _gpus(gres)}
+        here: dict[str, Any] = {
+            "cpus": _number(cpus),
+            "memory_gb": _number(memory) // 1024,
+            "gpus": _gpus(gres),
+        }
         before = found.get(queue)
         count = _number(nodes) + (before["nodes"] if before else 0)
         if before:
@@ -221,16 +239,31 @@ def _written(
 ) -> str:
     if not partitions:
         raise HpczeroError("the scheduler names no partition or queue that is open")
-    lines = ["# Made from what the scheduler said: hpczero site new. What it did not say is 0 or missing; docs/batch.md has all keys."]
+    lines = [
+        "# Made from what the scheduler said: hpczero site new. What it did not say is 0 or missing; docs/batch.md has all keys."
+    ]
     lines += [f"# left out: {printable(', '.join(missing))}"] if missing else []
-    lines += [f"description = {toml_value(name)}", "hosts = [] # patterns of host names by which this site is known"]
+    lines += [
+        f"description = {toml_value(name)}",
+        "hosts = [] # patterns of host names by which this site is known",
+    ]
     lines += ["", "[spec.batch]", f"scheduler = {toml_value(scheduler)}"]
     for queue, known in partitions.items():
         table = re.sub(r"[^A-Za-z0-9_.-]", "-", queue).lstrip("_.-") or "queue"
         lines += ["", f"[partitions.{toml_value(table)}]"]
-        lines += [f"{key} = {known[key]}" for key in ("cpus", "memory_gb", "gpus") if known.get(key)]
+        lines += [
+            f"{key} = {known[key]}" for key in ("cpus", "memory_gb", "gpus") if known.get(key)
+        ]
         if known["walltime"]:
-            row = {"queue": queue, "nodes": known["nodes"] or 1_000_000, "walltime": known["walltime"]}
-            lines.append("limits = [{ " + ", ".join(f"{key} = {toml_value(value)}" for key, value in row.items()) + " }]")
+            row = {
+                "queue": queue,
+                "nodes": known["nodes"] or 1_000_000,
+                "walltime": known["walltime"],
+            }
+            lines.append(
+                "limits = [{ "
+                + ", ".join(f"{key} = {toml_value(value)}" for key, value in row.items())
+                + " }]"
+            )
         lines += [f"[partitions.{toml_value(table)}.spec.batch]", f"queue = {toml_value(queue)}"]
     return "\n".join(lines) + "\n"

@@ -10,10 +10,27 @@ from hpczero.batch.command import Queued, Refused, State, Transient
 PROGRAM = "sbatch"
 # of a job that needs no cancelling any more
 GONE = re.compile(r"Invalid job id|already completing or completed")
-_TRANSIENT = ("timed out", "Unable to contact", "not responding", "temporarily", "Connection refused", "Zero Bytes", "receive failure")
+_TRANSIENT = (
+    "timed out",
+    "Unable to contact",
+    "not responding",
+    "temporarily",
+    "Connection refused",
+    "Zero Bytes",
+    "receive failure",
+)
 _STATES: dict[str, State] = {"PENDING": "queued", "REQUEUED": "queued", "REQUEUE_FED": "queued"}
 _STATES |= {"REQUEUE_HOLD": "held", "SPECIAL_EXIT": "held", "RESV_DEL_HOLD": "held"}
-_RUNNING = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED")
+_RUNNING = (
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "SUSPENDED",
+    "STAGE_OUT",
+    "RESIZING",
+    "SIGNALING",
+    "STOPPED",
+)
 _FORMAT = "%i|%T|%r|%S|%k"
 
 
@@ -21,7 +38,12 @@ def submission(script: Path, log: Path, tag: str, after: str, held: bool) -> lis
     """`log`: a folder. In a file's name % is Slurm's own sign."""
     name = str(log / "log-").replace("%", "%%") + "%j"
     words = [PROGRAM, "--parsable", f"--comment={tag}", f"--output={name}", "--open-mode=append"]
-    return [*words, *([f"--dependency=afterany:{after}"] if after else []), *(["--hold"] if held else []), str(script)]
+    return [
+        *words,
+        *([f"--dependency=afterany:{after}"] if after else []),
+        *(["--hold"] if held else []),
+        str(script),
+    ]
 
 
 def submit(words: Sequence[str]) -> str:
@@ -38,7 +60,9 @@ def submit(words: Sequence[str]) -> str:
 
 def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
     """All jobs of the user that Slurm still knows, ended ones included."""
-    answer = command.run(["squeue", "--noheader", "--states=all", f"--user={user}", f"--format={_FORMAT}"])
+    answer = command.run(
+        ["squeue", "--noheader", "--states=all", f"--user={user}", f"--format={_FORMAT}"]
+    )
     if answer.code:
         raise Transient(f"squeue failed: {answer.complaint}")
     return parse(answer.out)

@@ -50,11 +50,23 @@ class Submission:
     jobs: tuple[str, ...] = field(default=())
 
     @classmethod
-    def new(cls, run: Path, scheduler: str, site: str, nodes: int, ranks: int, walltime: int, chain: int) -> "Submission":
+    def new(
+        cls, run: Path, scheduler: str, site: str, nodes: int, ranks: int, walltime: int, chain: int
+    ) -> "Submission":
         now = datetime.now(UTC)
         own = secrets.token_hex(6)
         path = run / "batch" / f"{now:%Y%m%dT%H%M%S}-{own}"
-        return cls(path, own, scheduler, site, nodes, ranks, walltime, chain, now.strftime("%Y-%m-%dT%H:%M:%SZ"))
+        return cls(
+            path,
+            own,
+            scheduler,
+            site,
+            nodes,
+            ranks,
+            walltime,
+            chain,
+            now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
 
     @property
     def run(self) -> Path:
@@ -107,8 +119,13 @@ class Submission:
 
     def unsettled(self) -> list[str]:
         """Its jobs of which only the scheduler can tell more: all but those that have said themselves how they ended, in order."""
-        told = {number: detail if event == "ended" else event for _, number, event, detail in self.events()}
-        return [number for number in self.jobs if told.get(number) not in ("0", "2", "75", "passed")]
+        told = {
+            number: detail if event == "ended" else event
+            for _, number, event, detail in self.events()
+        }
+        return [
+            number for number in self.jobs if told.get(number) not in ("0", "2", "75", "passed")
+        ]
 
     @property
     def over(self) -> str:
@@ -131,7 +148,9 @@ class Submission:
             text = json.dumps(values, indent=2) + "\n"
             safe_files.write_text(self.path / "submission.json", text)
         except OSError as error:
-            raise HpczeroError(f"cannot write {self.path / 'submission.json'}: {error.strerror}") from error
+            raise HpczeroError(
+                f"cannot write {self.path / 'submission.json'}: {error.strerror}"
+            ) from error
 
     @classmethod
     def read(cls, path: Path) -> "Submission | None":
@@ -176,7 +195,10 @@ def remember(run: Path) -> None:
                 file.write(json.dumps(str(run)) + "\n")
         except OSError as error:
             without = f"hpczero status without an argument will not show {run}"
-            print(f"hpczero: cannot write {env.state_folder() / 'runs'}: {error.strerror}; {without}", file=sys.stderr)
+            print(
+                f"hpczero: cannot write {env.state_folder() / 'runs'}: {error.strerror}; {without}",
+                file=sys.stderr,
+            )
 
 
 def remembered() -> list[Path]:

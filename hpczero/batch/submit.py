@@ -41,20 +41,33 @@ _BETWEEN = (2.0, 5.0, 15.0, 15.0)  # seconds after an attempt that nobody answer
 
 
 def submit(options: Namespace) -> int:
-    spec = load(options.spec, [*options.overrides, *(_probing(options) if options.probe else [])]).spec
+    spec = load(
+        options.spec, [*options.overrides, *(_probing(options) if options.probe else [])]
+    ).spec
     run = run_directory.path_of(spec)
     if "$" in str(run):
-        raise InputError(f"output = {shown(spec.output)}: this leads to {run}, and what follows the $ is not set here")
+        raise InputError(
+            f"output = {shown(spec.output)}: this leads to {run}, and what follows the $ is not set here"
+        )
     if done := run_directory.finished(spec):
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
     run_directory.refuse_another(spec)
     supply = look(spec, must_be_here=not options.dry_run)
     job = plan(spec, Here.now(), ())
-    record = Submission.new(run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain)
+    record = Submission.new(
+        run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain
+    )
     arguments = ("run", str(record.path / "spec.toml"))
     first = (*arguments, "--set", f"train.steps={_PROBED_BEFORE}") if options.probe else ()
-    job = replace(job, arguments=arguments, first=first, run=str(run), submission=str(record.path), tag=record.tag(0))
+    job = replace(
+        job,
+        arguments=arguments,
+        first=first,
+        run=str(run),
+        submission=str(record.path),
+        tag=record.tag(0),
+    )
     script = render(job)
     print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
     for line in site_profile.left_out():
@@ -70,7 +83,9 @@ def submit(options: Namespace) -> int:
         record = Chain(record, lock.beat).submit()
     submission.remember(run)
     numbers = listed([f"{number}" for number in record.jobs])
-    print(f"submitted as job {numbers}: {_said(record, job)}\n  hpczero status {run}\n  hpczero logs -f {run}")
+    print(
+        f"submitted as job {numbers}: {_said(record, job)}\n  hpczero status {run}\n  hpczero logs -f {run}"
+    )
     return wait(record) if options.wait else 0
 
 
@@ -99,7 +114,12 @@ def _probing(options: Namespace) -> list[str]:
 def _soon(batch: Batch) -> dict[str, str]:
     """The keys of [batch] that lead to where short jobs begin soon, unless so many nodes are too many there."""
     where = sites.facts(batch.site)[2] if batch.site != "auto" else None
-    if where is None or sites.limit(where, where.probe.get("qos") or where.probe.get("queue", ""), batch.nodes)[1]:
+    if (
+        where is None
+        or sites.limit(where, where.probe.get("qos") or where.probe.get("queue", ""), batch.nodes)[
+            1
+        ]
+    ):
         return {}
     return where.probe
 
@@ -117,7 +137,9 @@ def _ready(job: Job) -> None:
     handed = env.for_scheduler()
     missing = [name for name in job.batch.env_pass if not handed.get(name)]
     if missing:
-        raise InputError(f"batch.env_pass names {listed(missing)}, which is not set here, or is the batch system's own: set it, or leave it out")
+        raise InputError(
+            f"batch.env_pass names {listed(missing)}, which is not set here, or is the batch system's own: set it, or leave it out"
+        )
     if job.scheduler == "pbs":
         _hand_over_by_pbs(job, {name: handed[name] for name in job.batch.env_pass})
     else:
@@ -156,7 +178,9 @@ def _refuse_if_under_way(run: Path) -> None:
     alive = living(run, now=True)
     if alive:
         jobs = listed([f"{one.number} ({one.state})" for one in alive])
-        raise InputError(f"{run} has been submitted already: job {jobs}; hpczero status {run}, hpczero cancel {run}")
+        raise InputError(
+            f"{run} has been submitted already: job {jobs}; hpczero status {run}, hpczero cancel {run}"
+        )
     ended = {number for record in submission.of_run(run) for number in record.jobs}
     holder = living_holder(run)
     if holder and holder.job not in ended:
@@ -178,7 +202,11 @@ def living_under(run: Path, now: bool = False) -> dict[str, list[Queued]]:
         known = scheduler.jobs(name, numbers, now)
         if not all(record.complete for record in own) and name == "pbs":
             known = [*known, *scheduler.jobs(name, [], now=True)]
-        of_run = {job.number: job for job in known if job.number in numbers or any(record.owns(job.tag) for record in own)}
+        of_run = {
+            job.number: job
+            for job in known
+            if job.number in numbers or any(record.owns(job.tag) for record in own)
+        }
         found[name] = [job for job in of_run.values() if job.lives]
     return found
 
@@ -193,7 +221,12 @@ def still_living(run: Path) -> bool:
 
 def _write(record: Submission, spec: Spec, job: Job, script: str) -> None:
     """The spec with the folder and the site as they were found here: a compute node may find others."""
-    placed = spec.model_copy(update={"output": str(record.run.parent), "batch": spec.batch.model_copy(update={"site": job.site})})
+    placed = spec.model_copy(
+        update={
+            "output": str(record.run.parent),
+            "batch": spec.batch.model_copy(update={"site": job.site}),
+        }
+    )
     try:
         make_folder(record.path)
         write_text(record.path / "spec.toml", to_toml(placed))
@@ -204,7 +237,9 @@ def _write(record: Submission, spec: Spec, job: Job, script: str) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> InputError:
-    return InputError(f"cannot write in {path}: {error.strerror}; set output to a folder that you may write in")
+    return InputError(
+        f"cannot write in {path}: {error.strerror}; set output to a folder that you may write in"
+    )
 
 
 @dataclass
@@ -220,7 +255,9 @@ class Chain:
         try:
             for link in range(self.record.chain):
                 after = self.record.jobs[-1] if self.record.jobs else ""
-                self.record = self.record.with_job(self._one(link, after, held=holds_first and link == 0))
+                self.record = self.record.with_job(
+                    self._one(link, after, held=holds_first and link == 0)
+                )
                 self.record.write()
                 self.beat()
             if holds_first:
@@ -234,7 +271,9 @@ class Chain:
 
     def _one(self, link: int, after: str, held: bool) -> str:
         kind = scheduler.SCHEDULERS[self.record.scheduler]
-        words = kind.submission(self.record.path / "job.sh", self.record.path, self.record.tag(link), after, held)
+        words = kind.submission(
+            self.record.path / "job.sh", self.record.path, self.record.tag(link), after, held
+        )
         for attempt, pause in enumerate(_BETWEEN, 1):
             try:
                 return str(kind.submit(words))
@@ -256,9 +295,20 @@ class Chain:
                 if pause is not None:
                     self.sleep(pause)
                 continue
-            return next((job.number for job in known if job.number not in self.record.jobs and job.tag == self._tag(link)), "")
-        unknown = "and then the queue could not be read, so that nobody knows whether the job is in it"
-        raise HpczeroError(f"{error}; {unknown}. Look yourself, or say hpczero submit again: it looks first") from error
+            return next(
+                (
+                    job.number
+                    for job in known
+                    if job.number not in self.record.jobs and job.tag == self._tag(link)
+                ),
+                "",
+            )
+        unknown = (
+            "and then the queue could not be read, so that nobody knows whether the job is in it"
+        )
+        raise HpczeroError(
+            f"{error}; {unknown}. Look yourself, or say hpczero submit again: it looks first"
+        ) from error
 
     def _tag(self, link: int) -> str:
         """The jobs of a PBS chain share a script, and so a tag: what is not yet written down is the one that is looked for."""
@@ -269,14 +319,21 @@ class Chain:
         name, numbers = self.record.scheduler, list(self.record.jobs)
         try:
             known = scheduler.jobs(name, [], now=True)
-            numbers += [job.number for job in known if job.lives and self.record.owns(job.tag) and job.number not in numbers]
+            numbers += [
+                job.number
+                for job in known
+                if job.lives and self.record.owns(job.tag) and job.number not in numbers
+            ]
         except HpczeroError:  # what is written down can be cancelled without
             pass
         if numbers:
             try:
                 scheduler.cancel(name, numbers)
             except HpczeroError as error:
-                print(f"hpczero: the jobs {listed(numbers)} are still in the queue: {error}", file=sys.stderr)
+                print(
+                    f"hpczero: the jobs {listed(numbers)} are still in the queue: {error}",
+                    file=sys.stderr,
+                )
 
 
 def wait(record: Submission) -> int:

@@ -83,7 +83,11 @@ def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:
     """
     refuse_another_runs(checkpoints)
     left = [path for path in incomplete(checkpoints) if not path.is_symlink()]
-    newer = [path for at, path in steps(checkpoints).items() if at >= step and not (origin and path.samefile(origin))]
+    newer = [
+        path
+        for at, path in steps(checkpoints).items()
+        if at >= step and not (origin and path.samefile(origin))
+    ]
     moved = [aside for path in left + newer if (aside := _clear(path))]
     if moved:
         sync(checkpoints)
@@ -103,7 +107,9 @@ def _clear(path: Path) -> Path | None:
 
 def _set_aside(path: Path) -> Path:
     stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), 0
-    while os.path.lexists(aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))):
+    while os.path.lexists(
+        aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))
+    ):
         number += 1
     rename(path, aside)
     return aside
@@ -205,7 +211,14 @@ def _folders(
 
 
 # What checkpoints there are, from their manifests and the sizes of their files: fast, and without a look at the data.
-COMPLETE, DAMAGED, INCOMPLETE, ASIDE, NEWER, UNREADABLE = "complete", "damaged", "incomplete", "set aside", "newer", "unreadable"
+COMPLETE, DAMAGED, INCOMPLETE, ASIDE, NEWER, UNREADABLE = (
+    "complete",
+    "damaged",
+    "incomplete",
+    "set aside",
+    "newer",
+    "unreadable",
+)
 MISNAMED, LINKED = "misnamed", "linked"
 
 
@@ -243,7 +256,9 @@ def listed(checkpoints: Path) -> Iterator[Listed]:
         found += oddly_named(checkpoints)
     except OSError as error:
         raise not_read(Path(error.filename or checkpoints), error) from error
-    return (_look_at(path) for path in sorted(found, key=lambda path: (step_of(path) or 0, path.name)))
+    return (
+        _look_at(path) for path in sorted(found, key=lambda path: (step_of(path) or 0, path.name))
+    )
 
 
 def _look_at(path: Path) -> Listed:
@@ -270,7 +285,13 @@ def _look_into(path: Path, step: int) -> Listed:
     except OSError as error:  # or removed since it was listed
         return Listed(path, step, UNREADABLE, f"{error.filename or path}: {error.strerror}", size)
     except (Damaged, Unreadable) as error:
-        state = DAMAGED if isinstance(error, Damaged) else NEWER if isinstance(error, Newer) else UNREADABLE
+        state = (
+            DAMAGED
+            if isinstance(error, Damaged)
+            else NEWER
+            if isinstance(error, Newer)
+            else UNREADABLE
+        )
         return Listed(path, step, state, str(error), size)
     named = path.absolute().name
     if name_of(content.state.step) not in (named, named.partition(".")[0]):
@@ -278,12 +299,17 @@ def _look_into(path: Path, step: int) -> Listed:
         state = MISNAMED
     else:
         state = DAMAGED if problem else COMPLETE if named == name_of(step) else ASIDE
-    return Listed(path, content.state.step, state, problem, size, content.created, content.ranks, content.grid)
+    return Listed(
+        path, content.state.step, state, problem, size, content.created, content.ranks, content.grid
+    )
 
 
 def _missing(path: Path, content: Content) -> str:
     """Which file is not there, or not as long as it was; empty if all are."""
-    for name, size in [(INDEX, content.index.size), *((shard.file, shard.size) for shard in content.shards)]:
+    for name, size in [
+        (INDEX, content.index.size),
+        *((shard.file, shard.size) for shard in content.shards),
+    ]:
         try:
             found = (path / name).lstat()
         except FileNotFoundError as error:
@@ -308,19 +334,29 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
 def _checkpoint_at(path: Path, step: int | None) -> Path:
     said = printable(str(path))
     if not path.is_dir():
-        raise InputError(f"{said} {'is no folder' if path.exists() else 'does not exist'}: name a checkpoint's folder or a run's directory")
+        raise InputError(
+            f"{said} {'is no folder' if path.exists() else 'does not exist'}: name a checkpoint's folder or a run's directory"
+        )
     if (path / manifest.NAME).is_file():
         if step is not None and step_of(path) != step:
-            raise InputError(f"--step {step}: {said} is a checkpoint itself; name its run's directory to choose a step")
+            raise InputError(
+                f"--step {step}: {said} is a checkpoint itself; name its run's directory to choose a step"
+            )
         return path
     if step_of(path) is not None:
-        raise InputError(f"{said} has no {manifest.NAME}: it is what a save left that did not come to its end")
+        raise InputError(
+            f"{said} has no {manifest.NAME}: it is what a save left that did not come to its end"
+        )
     complete = steps(checkpoints_of(path))
     if not complete:
         raise InputError(f"{said} has no complete checkpoint")
     if step is not None and step not in complete:
-        there = ", ".join(map(str, list(complete)[:_SHOWN])) + (", …" if len(complete) > _SHOWN else "")
-        raise InputError(f"--step {step}: {said} has no complete checkpoint of that step; there are {there}")
+        there = ", ".join(map(str, list(complete)[:_SHOWN])) + (
+            ", …" if len(complete) > _SHOWN else ""
+        )
+        raise InputError(
+            f"--step {step}: {said} has no complete checkpoint of that step; there are {there}"
+        )
     if step is not None:
         if misnamed(complete[step]):
             raise InputError(f"--step {step}: what has that name in {said} is of another step")
@@ -337,11 +373,15 @@ def checkpoints_of(path: Path) -> Path:
 def folders_of_checkpoints(path: Path) -> list[Path]:
     """Those that a path leads to: of a run, or of all runs in an output folder."""
     if not path.is_dir():
-        raise InputError(f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}")
+        raise InputError(
+            f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}"
+        )
     try:
         own = checkpoints_of(path)
         if own != path or holds_any(path):
             return [own]
-        return sorted(run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir())
+        return sorted(
+            run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir()
+        )
     except OSError as error:
         raise InputError(f"{printable(str(error.filename or path))}: {error.strerror}") from error

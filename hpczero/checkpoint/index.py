@@ -29,7 +29,9 @@ from hpczero.text import printable
 
 _MOST_MAPPINGS = 1_000_000  # past that the view has the weights only: each costs 25 µs and 80 bytes
 COLUMNS = {"tensor": 1, "rank": 1, "offset": 1, "start": 2, "stop": 2}  # and their dimensions
-DATASETS = {f"pieces/{name}" for name in (*COLUMNS, "names", "shapes")}  # those that every index has
+DATASETS = {
+    f"pieces/{name}" for name in (*COLUMNS, "names", "shapes")
+}  # those that every index has
 
 
 @dataclass(frozen=True)
@@ -41,20 +43,38 @@ class Index:
     identity: dict[str, str]
 
 
-def write(path: Path, table: Table, shards: Sequence[ShardFile], buffers: Mapping[str, Array], attributes: Mapping[str, Any]) -> None:
+def write(
+    path: Path,
+    table: Table,
+    shards: Sequence[ShardFile],
+    buffers: Mapping[str, Array],
+    attributes: Mapping[str, Any],
+) -> None:
     """A new file; `shards` say which file has which rank's data. ValueError: these tensors or buffers cannot be in a checkpoint."""
     described = {name: (manifest.dtype_of(one), one.shape) for name, one in buffers.items()}
     if problem := _problem(table.tensors, described):
         raise ValueError(problem)
-    file_of = {data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks}
+    file_of = {
+        data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks
+    }
     with made_in_memory(path) as file:
         for key, value in attributes.items():
             file.attrs[key] = value if isinstance(value, int | str) else json.dumps(value)
         pieces = file.create_group("pieces")
         for name in COLUMNS:
             pieces.create_dataset(name, data=getattr(table, name).astype("<u8"))
-        pieces.create_dataset("names", data=np.frombuffer(json.dumps([tensor.name for tensor in table.tensors]).encode(), np.uint8))
-        pieces.create_dataset("shapes", data=np.frombuffer(json.dumps([tensor.shape for tensor in table.tensors]).encode(), np.uint8))
+        pieces.create_dataset(
+            "names",
+            data=np.frombuffer(
+                json.dumps([tensor.name for tensor in table.tensors]).encode(), np.uint8
+            ),
+        )
+        pieces.create_dataset(
+            "shapes",
+            data=np.frombuffer(
+                json.dumps([tensor.shape for tensor in table.tensors]).encode(), np.uint8
+            ),
+        )
         for name, values in buffers.items():
             file.create_dataset(f"buffers/{name}", data=values)
         for slot in slots_in_view(table):
@@ -66,23 +86,38 @@ def slots_in_view(table: Table) -> Sequence[str]:
     return SLOTS if len(table.rank) * len(SLOTS) <= _MOST_MAPPINGS else SLOTS[:1]
 
 
-def _view(file: h5py.File, slot: str, number: int, tensor: Tensor, table: Table, file_of: Mapping[int, tuple[str, int]]) -> None:
+def _view(
+    file: h5py.File,
+    slot: str,
+    number: int,
+    tensor: Tensor,
+    table: Table,
+    file_of: Mapping[int, tuple[str, int]],
+) -> None:
     shape = tensor.shape or (1,)
     whole = h5py.h5s.create_simple(shape)
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_fill_value(np.array(np.nan, "<f4"))
     for piece in table.pieces(number):
-        rank, offset, size = int(table.rank[piece]), int(table.offset[piece]), int(table.sizes[piece])
+        rank, offset, size = (
+            int(table.rank[piece]),
+            int(table.offset[piece]),
+            int(table.sizes[piece]),
+        )
         name, length = file_of[rank]
         box = table.box(piece) or (slice(0, 1),)
-        whole.select_hyperslab(tuple(cut.start for cut in box), tuple(cut.stop - cut.start for cut in box))
+        whole.select_hyperslab(
+            tuple(cut.start for cut in box), tuple(cut.stop - cut.start for cut in box)
+        )
         source = h5py.h5s.create_simple((length,))
         source.select_hyperslab((offset,), (size,))
         properties.set_virtual(whole, name.encode(), f"/rank-{rank:05d}/{slot}".encode(), source)
     whole.select_all()
     links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
     links.set_create_intermediate_group(True)
-    h5py.h5d.create(file.id, f"{slot}/{tensor.name}".encode(), h5py.h5t.IEEE_F32LE, whole, properties, links)
+    h5py.h5d.create(
+        file.id, f"{slot}/{tensor.name}".encode(), h5py.h5t.IEEE_F32LE, whole, properties, links
+    )
 
 
 def read(path: Path, descriptor: int) -> Index:
@@ -96,7 +131,9 @@ def read(path: Path, descriptor: int) -> Index:
         names, shapes = (_list_of_tensors(file, name) for name in ("names", "shapes"))
         if len(names) != len(shapes) or len(names) > manifest.MOST_TENSORS:
             raise ValueError(f"{len(names):,} names and {len(shapes):,} shapes")
-        tensors = tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
+        tensors = tuple(
+            Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True)
+        )
         found = list(islice(file.datasets_below("buffers"), manifest.MOST_BUFFERS + 1))
         described = {name: (manifest.dtype_of(one), one.shape) for name, one in found}
         if problem := _problem(tensors, described):
@@ -173,7 +210,11 @@ def _problem(tensors: Sequence[Tensor], buffers: Mapping[str, tuple[str, Sequenc
 def problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:
     """Yield what is in index.h5 that the piece table does not say."""
     file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
-    missing = {f"{slot}/{tensor.name}": (slot, number) for slot in slots_in_view(table) for number, tensor in enumerate(table.tensors)}
+    missing = {
+        f"{slot}/{tensor.name}": (slot, number)
+        for slot in slots_in_view(table)
+        for number, tensor in enumerate(table.tensors)
+    }
     try:
         with opened(path) as file:
             if file.userblock_size:
@@ -213,7 +254,9 @@ def _is_view(found: Any, slot: str, number: int, table: Table, file_of: dict[int
             seen = {_source(properties, index) for index in range(properties.get_virtual_count())}
         else:
             seen = {()} if prod(found.shape) else set()
-        is_alike = found.shape == (tensor.shape or (1,)) and found.dtype == "<f4" and np.isnan(fill[0])
+        is_alike = (
+            found.shape == (tensor.shape or (1,)) and found.dtype == "<f4" and np.isnan(fill[0])
+        )
         return bool(is_alike) and seen == {_mapping(slot, piece, table, file_of) for piece in rows}
     except WRONG:
         return False
@@ -223,18 +266,40 @@ def _source(properties: h5py.h5p.PropDCID, index: int) -> tuple[object, ...]:
     """What is asked for before anything else of a view is: asking for its shape could already open the sources."""
     here, there = properties.get_virtual_vspace(index), properties.get_virtual_srcspace(index)
     source = properties.get_virtual_filename(index), properties.get_virtual_dsetname(index)
-    return *source, here.get_select_bounds(), there.get_select_bounds(), here.get_select_npoints(), there.get_select_npoints()
+    return (
+        *source,
+        here.get_select_bounds(),
+        there.get_select_bounds(),
+        here.get_select_npoints(),
+        there.get_select_npoints(),
+    )
 
 
 def _mapping(slot: str, piece: int, table: Table, file_of: dict[int, str]) -> tuple[object, ...]:
-    rank, offset, size, box = int(table.rank[piece]), int(table.offset[piece]), int(table.sizes[piece]), table.box(piece) or (slice(0, 1),)
+    rank, offset, size, box = (
+        int(table.rank[piece]),
+        int(table.offset[piece]),
+        int(table.sizes[piece]),
+        table.box(piece) or (slice(0, 1),),
+    )
     here = tuple(cut.start for cut in box), tuple(cut.stop - 1 for cut in box)
-    return file_of[rank], f"/rank-{rank:05d}/{slot}", here, ((offset,), (offset + size - 1,)), size, size
+    return (
+        file_of[rank],
+        f"/rank-{rank:05d}/{slot}",
+        here,
+        ((offset,), (offset + size - 1,)),
+        size,
+        size,
+    )
 
 
 def problem_of_shard(path: Path, shard: ShardFile) -> str:
     """Whether the datasets of a shard file, and nothing else, lie where its manifest says."""
-    known = {f"rank-{data.rank:05d}/{name}": (shape, dtype, place) for data in shard.ranks for name, shape, dtype, place in _datasets_of(data)}
+    known = {
+        f"rank-{data.rank:05d}/{name}": (shape, dtype, place)
+        for data in shard.ranks
+        for name, shape, dtype, place in _datasets_of(data)
+    }
     try:
         with opened(path) as file:
             if file.userblock_size:
@@ -243,7 +308,13 @@ def problem_of_shard(path: Path, shard: ShardFile) -> str:
                 return f"/{other} does not belong there"
             for name, (shape, dtype, place) in known.items():
                 found = dataset(file, name)
-                if found.is_virtual or found.external or found.chunks or found.shape != shape or found.dtype != np.dtype(dtype):
+                if (
+                    found.is_virtual
+                    or found.external
+                    or found.chunks
+                    or found.shape != shape
+                    or found.dtype != np.dtype(dtype)
+                ):
                     return f"/{name} is no plain dataset of {shape} {np.dtype(dtype).name} in this file"
                 if found.size and found.id.get_offset() != place:
                     return f"/{name} is not at byte {place}, as the manifest says"
@@ -254,5 +325,8 @@ def problem_of_shard(path: Path, shard: ShardFile) -> str:
 
 def _datasets_of(data: RankData) -> list[tuple[str, tuple[int, ...], str, int]]:
     """Name, shape, dtype and place of a rank's datasets."""
-    slots = [(slot, (slot_elements(data),), "<f4", place) for slot, place in zip(SLOTS, data.data, strict=True)]
+    slots = [
+        (slot, (slot_elements(data),), "<f4", place)
+        for slot, place in zip(SLOTS, data.data, strict=True)
+    ]
     return [*slots, ("checksums", (len(SLOTS), data.extent.blocks), "<u8", data.checksums)]

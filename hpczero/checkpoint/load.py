@@ -20,7 +20,9 @@ from hpczero.checkpoint.shard_file import SLOTS, WIDTH, Array, Damaged, not_read
 from hpczero.checkpoint.shards import Shards
 from hpczero.parallel.layout import Slices, rectangles
 
-STRETCH = (32 << 20) // WIDTH  # elements that are taken at a time of a tensor that may be larger than memory
+STRETCH = (
+    32 << 20
+) // WIDTH  # elements that are taken at a time of a tensor that may be larger than memory
 
 Wanted = tuple[int, str, Slices]  # from which element on, of which tensor, what
 
@@ -80,7 +82,9 @@ class Checkpoint(Mapping[str, "Lazy"]):
                 target[...] = _cut(data, part.shape, part.of_piece, first)
             found += target.size
         if found != out.size:
-            raise Damaged(f"{self.folder}: {found} of {out.size} elements of {SLOTS[slot]}/{name} are there")
+            raise Damaged(
+                f"{self.folder}: {found} of {out.size} elements of {SLOTS[slot]}/{name} are there"
+            )
         return out
 
     def runs(self, wanted: Iterable[Wanted]) -> list[Run]:
@@ -90,7 +94,11 @@ class Checkpoint(Mapping[str, "Lazy"]):
             size = _size(box)
             rank, first = self._in_one_place(name, box)
             last = found[-1] if found else None
-            if last and rank >= 0 and (at, rank, first) == (last.at + last.size, last.rank, last.first + last.size):
+            if (
+                last
+                and rank >= 0
+                and (at, rank, first) == (last.at + last.size, last.rank, last.first + last.size)
+            ):
                 last.size += size
                 last.rectangles.append((at, name, box))
             else:
@@ -110,7 +118,13 @@ class Checkpoint(Mapping[str, "Lazy"]):
         for run in runs:
             if run.rank >= 0:
                 with suppress(Damaged):
-                    self.shards.read(run.rank, slot, run.first, out[run.at : run.at + run.size], run.rectangles[0][1])
+                    self.shards.read(
+                        run.rank,
+                        slot,
+                        run.first,
+                        out[run.at : run.at + run.size],
+                        run.rectangles[0][1],
+                    )
                     continue
             for at, name, box in run.rectangles:  # one by one, which says what of it is damaged
                 self.read(slot, name, box, out[at : at + _size(box)])
@@ -134,7 +148,12 @@ class Checkpoint(Mapping[str, "Lazy"]):
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -144,7 +163,12 @@ class Lazy:
     dtype = np.dtype(np.float32)
 
     def __init__(self, checkpoint: Checkpoint, slot: int, tensor: Tensor) -> None:
-        self._checkpoint, self._slot, self.name, self.shape = checkpoint, slot, tensor.name, tensor.shape
+        self._checkpoint, self._slot, self.name, self.shape = (
+            checkpoint,
+            slot,
+            tensor.name,
+            tensor.shape,
+        )
 
     def __getitem__(self, wanted: Any) -> Array:
         """As numpy's; rows, or stretches of step 1, are read alone, anything else is taken from the whole rows."""
@@ -173,7 +197,9 @@ class Lazy:
             yield out
 
     def numpy(self) -> Array:
-        return self._checkpoint.read(self._slot, self.name, tuple(slice(0, length) for length in self.shape))
+        return self._checkpoint.read(
+            self._slot, self.name, tuple(slice(0, length) for length in self.shape)
+        )
 
     def torch(self) -> Any:
         return import_module("torch").from_numpy(self.numpy())
@@ -190,7 +216,9 @@ def _index(folder: Path, content: Content) -> Index:
         size = os.fstat(file).st_size
         if size != content.index.size or shard_file.rest(file, size, ()) != content.index.checksum:
             written = content.index.size
-            raise Damaged(f"{path}: it is damaged: its {size} bytes are not the {written} that were written")
+            raise Damaged(
+                f"{path}: it is damaged: its {size} bytes are not the {written} that were written"
+            )
         return index.read(path, file)
     except OSError as error:
         raise not_read(path, error) from error
@@ -213,7 +241,9 @@ def _hull(shape: tuple[int, ...], box: Slices) -> tuple[int, int]:
 def _cut(data: Array, shape: tuple[int, ...], box: Slices, first: int) -> Array:
     """The box, from the elements of the tensor from `first` on."""
     strides = [data.itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return np.lib.stride_tricks.as_strided(data, [cut.stop - cut.start for cut in box], strides, writeable=False)
+    return np.lib.stride_tricks.as_strided(
+        data, [cut.stop - cut.start for cut in box], strides, writeable=False
+    )
 
 
 # What the numbers of a tensor are like, in one pass over it: bounded memory, and the same digits whatever grid wrote it.
@@ -244,10 +274,15 @@ class Statistics:
         self.squares += float(np.dot(exact, exact))
         exact -= mean
         distance = mean - self.mean
-        self.deviations += float(np.dot(exact, exact)) + distance**2 * self.count * len(exact) / count
+        self.deviations += (
+            float(np.dot(exact, exact)) + distance**2 * self.count * len(exact) / count
+        )
         self.mean += distance * len(exact) / count
         self.count = count
-        self.minimum, self.maximum = min(self.minimum, float(values.min())), max(self.maximum, float(values.max()))
+        self.minimum, self.maximum = (
+            min(self.minimum, float(values.min())),
+            max(self.maximum, float(values.max())),
+        )
 
     @property
     def norm(self) -> float:
@@ -259,8 +294,17 @@ class Statistics:
 
     def as_data(self) -> dict[str, Any]:
         """None: of nothing finite there is no mean."""
-        named = {"norm": self.norm, "mean": self.mean, "std": self.std, "min": self.minimum, "max": self.maximum}
-        return {name: value if self.count else None for name, value in named.items()} | {"nan": self.nan, "inf": self.infinite}
+        named = {
+            "norm": self.norm,
+            "mean": self.mean,
+            "std": self.std,
+            "min": self.minimum,
+            "max": self.maximum,
+        }
+        return {name: value if self.count else None for name, value in named.items()} | {
+            "nan": self.nan,
+            "inf": self.infinite,
+        }
 
 
 @dataclass
@@ -274,7 +318,11 @@ class Difference:
 
     def add(self, values: Array, reference: Array) -> None:
         same = (values == reference) | (np.isnan(values) & np.isnan(reference))
-        self.reference += float(np.dot(clean := np.where(np.isfinite(reference), reference, 0).astype(np.float64), clean))
+        self.reference += float(
+            np.dot(
+                clean := np.where(np.isfinite(reference), reference, 0).astype(np.float64), clean
+            )
+        )
         if same.all():
             return
         with np.errstate(invalid="ignore"):

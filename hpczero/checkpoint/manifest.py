@@ -13,20 +13,54 @@ from typing import Annotated, Any
 
 import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, FailFast, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
 
-from hpczero.checkpoint.shard_file import PAGE, SLOTS, WIDTH, Damaged, Extent, Newer, not_read, open_plain, padded
+from hpczero.checkpoint.shard_file import (
+    PAGE,
+    SLOTS,
+    WIDTH,
+    Damaged,
+    Extent,
+    Newer,
+    not_read,
+    open_plain,
+    padded,
+)
 from hpczero.safe_files import sync, written_durably
 from hpczero.text import printable
 
 # What a checkpoint can hold (pure): asked before a run begins, by whoever writes, and by whoever reads what a stranger may have written.
-DTYPES = ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")  # of buffers
+DTYPES = (
+    "float64",
+    "float32",
+    "float16",
+    "int64",
+    "int32",
+    "int16",
+    "int8",
+    "uint64",
+    "uint32",
+    "uint16",
+    "uint8",
+    "bool",
+)  # of buffers
 MOST_DIMENSIONS = 32  # as HDF5 has it
 MOST_TENSORS, MOST_BUFFERS = 250_000, 100_000  # what can be meant
 LONGEST_TEXT = 16 << 20  # bytes of all names, as JSON
 MOST_BYTES_OF_BUFFERS = 2 << 30  # they lie in the index, which is read whole
 _LONGEST_NAME, _DEEPEST = 4096, 16  # bytes; groups in groups
-_LONGEST_DIMENSION, _MOST_ELEMENTS = 1 << 48, 1 << 60  # of a dimension; of a tensor: what 64 bits count stays exact
+_LONGEST_DIMENSION, _MOST_ELEMENTS = (
+    1 << 48,
+    1 << 60,
+)  # of a dimension; of a tensor: what 64 bits count stays exact
 _TAKEN = "__metadata__"  # safetensors has something else under this name
 
 Shape = Sequence[int]
@@ -93,7 +127,10 @@ def _of_name(name: Any) -> str:
 def _of_shape(shape: Any) -> str:
     if len(shape) > MOST_DIMENSIONS:
         return f"{len(shape)} dimensions, more than {MOST_DIMENSIONS}"
-    if not all(type(length) is int and 0 <= length < _LONGEST_DIMENSION for length in shape) or prod(shape) >= _MOST_ELEMENTS:
+    if (
+        not all(type(length) is int and 0 <= length < _LONGEST_DIMENSION for length in shape)
+        or prod(shape) >= _MOST_ELEMENTS
+    ):
         return f"it cannot have the shape {_shown(list(shape))}"
     return ""
 
@@ -112,7 +149,10 @@ _LONGEST = 32 << 20  # bytes of a manifest: some 130,000 ranks, each with a file
 # signs of JSON in such a manifest, that of each rank and of each tensor that missed an update
 _MOST_SIGNS = {b"{": 400_000, b"[": 400_000, b'"': 4_000_000, b",": 2_500_000}
 LARGEST_INDEX = 4 << 30  # bytes: it is read whole; 70 million pieces, or buffers
-_STRUCTURE = 1 << 20, 64 << 10  # bytes that HDF5's structure of a shard file has at most: in all, and for each rank
+_STRUCTURE = (
+    1 << 20,
+    64 << 10,
+)  # bytes that HDF5's structure of a shard file has at most: in all, and for each rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -132,7 +172,12 @@ class RankData(_Part):
 
     @classmethod
     def of(cls, extent: Extent) -> "RankData":
-        return cls(rank=extent.rank, elements=extent.elements, data=list(extent.data), checksums=extent.checksums)
+        return cls(
+            rank=extent.rank,
+            elements=extent.elements,
+            data=list(extent.data),
+            checksums=extent.checksums,
+        )
 
     @property
     def extent(self) -> Extent:
@@ -193,7 +238,10 @@ class Content(_Part):
 
 def text(content: Content) -> str:
     inner = content.model_dump(mode="json")
-    return json.dumps({"content": inner, "checksum": _checksum(inner)}, indent=1, sort_keys=True) + "\n"
+    return (
+        json.dumps({"content": inner, "checksum": _checksum(inner)}, indent=1, sort_keys=True)
+        + "\n"
+    )
 
 
 def write(folder: Path, content: Content) -> None:
@@ -215,7 +263,9 @@ def read(folder: Path) -> Content:
             raise Damaged(problem)
     except ValidationError as error:
         first = error.errors()[0]
-        raise Damaged(f"{path}: it is damaged: {printable('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
+        raise Damaged(
+            f"{path}: it is damaged: {printable('.'.join(map(str, first['loc'])))}: {first['msg']}"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{path}: it is damaged, being no JSON of a manifest") from error
     except (Damaged, Newer) as error:
@@ -241,8 +291,14 @@ def _parsed(raw: bytes) -> Content:
     if not isinstance(whole, dict) or not isinstance(whole.get("content"), dict):
         raise Damaged("it is no manifest of a checkpoint")
     found = whole["content"].get("format")
-    if isinstance(found, int) and found > FORMAT and whole.get("checksum") == _checksum(whole["content"]):
-        raise Newer(f"format {found} was written by a newer hpczero; this one reads up to format {FORMAT}: update hpczero")
+    if (
+        isinstance(found, int)
+        and found > FORMAT
+        and whole.get("checksum") == _checksum(whole["content"])
+    ):
+        raise Newer(
+            f"format {found} was written by a newer hpczero; this one reads up to format {FORMAT}: update hpczero"
+        )
     return Content.model_validate(whole["content"])
 
 
@@ -265,8 +321,13 @@ def _problem(content: Content) -> str:
         return "a shard file is named twice"
     ranks = sorted(data.rank for shard in content.shards for data in shard.ranks)
     if len(ranks) != content.ranks or any(rank != number for number, rank in enumerate(ranks)):
-        return f"its shards have the data of {len(ranks)} ranks, not of ranks 0 to {content.ranks - 1}"
-    return next((f"{shard.file}: {problem}" for shard in content.shards if (problem := _of_shard(shard))), "")
+        return (
+            f"its shards have the data of {len(ranks)} ranks, not of ranks 0 to {content.ranks - 1}"
+        )
+    return next(
+        (f"{shard.file}: {problem}" for shard in content.shards if (problem := _of_shard(shard))),
+        "",
+    )
 
 
 def _of_shard(shard: ShardFile) -> str:
@@ -275,7 +336,11 @@ def _of_shard(shard: ShardFile) -> str:
     most = of_file + sum(of_rank + 8 * len(SLOTS) * data.extent.blocks for data in shard.ranks)
     if (other := shard.size - sum(end - begin for begin, end in ranges)) > most:
         return f"{other:,} bytes besides its data, where {most:,} are the most that can be"
-    ranges += [(data.checksums, data.checksums + 8 * len(SLOTS) * data.extent.blocks) for data in shard.ranks if data.extent.blocks]
+    ranges += [
+        (data.checksums, data.checksums + 8 * len(SLOTS) * data.extent.blocks)
+        for data in shard.ranks
+        if data.extent.blocks
+    ]
     ranges.sort()
     if any(begin % PAGE for data in shard.ranks if data.elements for begin in data.data):
         return f"data that does not begin at a multiple of {PAGE} bytes"
@@ -288,7 +353,12 @@ def _of_shard(shard: ShardFile) -> str:
 
 def elements_of_ranks(shards: Sequence[ShardFile]) -> list[int]:
     """In the order of the ranks."""
-    return [data.elements for data in sorted((data for shard in shards for data in shard.ranks), key=lambda data: data.rank)]
+    return [
+        data.elements
+        for data in sorted(
+            (data for shard in shards for data in shard.ranks), key=lambda data: data.rank
+        )
+    ]
 
 
 def slot_elements(data: RankData) -> int:

@@ -54,7 +54,13 @@ def stored(holding: Holding) -> Iterator[Stretch]:
         for place, part in layout.stretches(own.start, own.stop):
             if place.parameter.split is None and holding.tensor_rank:
                 continue
-            yield Stretch(number, place.parameter.name, part, offset, tuple(place.rectangles(part.start, part.stop)))
+            yield Stretch(
+                number,
+                place.parameter.name,
+                part,
+                offset,
+                tuple(place.rectangles(part.start, part.stop)),
+            )
             offset += part.stop - part.start
 
 
@@ -93,7 +99,9 @@ class Table:
     stop: Array  # [n, D]
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], ranks: int, holding_of: Callable[[int], Holding]) -> "Table":
+    def of(
+        cls, tensors: Sequence[Tensor], ranks: int, holding_of: Callable[[int], Holding]
+    ) -> "Table":
         """Of what each of the ranks holds."""
         number = {tensor.name: index for index, tensor in enumerate(tensors)}
         dims = max((len(tensor.shape) for tensor in tensors), default=0)
@@ -103,11 +111,26 @@ class Table:
                 offset = stretch.offset
                 for box in stretch.rectangles:
                     padded = box + (slice(0, 1),) * (dims - len(box))
-                    rows.append((number[stretch.name], rank, offset, *(cut.start for cut in padded), *(cut.stop for cut in padded)))
+                    rows.append(
+                        (
+                            number[stretch.name],
+                            rank,
+                            offset,
+                            *(cut.start for cut in padded),
+                            *(cut.stop for cut in padded),
+                        )
+                    )
                     offset += prod(cut.stop - cut.start for cut in box)
         found = np.array(rows, np.uint64).reshape(len(rows), 3 + 2 * dims)
         found = found[np.argsort(found[:, 0], kind="stable")]
-        return cls(tuple(tensors), found[:, 0], found[:, 1], found[:, 2], found[:, 3 : 3 + dims], found[:, 3 + dims :])
+        return cls(
+            tuple(tensors),
+            found[:, 0],
+            found[:, 1],
+            found[:, 2],
+            found[:, 3 : 3 + dims],
+            found[:, 3 + dims :],
+        )
 
     @cached_property
     def number(self) -> dict[str, int]:
@@ -134,14 +157,23 @@ class Table:
 
     def box(self, piece: int) -> Slices:
         dims = len(self.tensors[int(self.tensor[piece])].shape)
-        return tuple(slice(int(a), int(b)) for a, b in zip(self.start[piece, :dims], self.stop[piece, :dims], strict=True))
+        return tuple(
+            slice(int(a), int(b))
+            for a, b in zip(self.start[piece, :dims], self.stop[piece, :dims], strict=True)
+        )
 
     def parts(self, tensor: int, wanted: Slices) -> Iterator[Part]:
         """What pieces have of a rectangle of a tensor, by rank and offset."""
         found = self.pieces(tensor)
         dims = len(wanted)
-        first = np.maximum(self.start[found.start : found.stop, :dims], np.array([cut.start for cut in wanted], np.uint64))
-        last = np.minimum(self.stop[found.start : found.stop, :dims], np.array([cut.stop for cut in wanted], np.uint64))
+        first = np.maximum(
+            self.start[found.start : found.stop, :dims],
+            np.array([cut.start for cut in wanted], np.uint64),
+        )
+        last = np.minimum(
+            self.stop[found.start : found.stop, :dims],
+            np.array([cut.stop for cut in wanted], np.uint64),
+        )
         for index in np.flatnonzero((first < last).all(axis=1)):
             piece = found.start + int(index)
             whole = self.box(piece)
@@ -158,12 +190,23 @@ class Table:
         """Why this cannot be the table of a checkpoint whose ranks have so many elements; empty if it can: then every element of every tensor, and
         every element of every rank, is in one piece.
         """
-        if any(tensor.size >= _TOO_MANY for tensor in self.tensors) or sum(elements_of_rank) >= _TOO_MANY:
+        if (
+            any(tensor.size >= _TOO_MANY for tensor in self.tensors)
+            or sum(elements_of_rank) >= _TOO_MANY
+        ):
             return f"it has tensors of {_TOO_MANY} elements and more"
-        shapes = np.array([tensor.shape + (1,) * (self.stop.shape[1] - len(tensor.shape)) for tensor in self.tensors], np.uint64)
+        shapes = np.array(
+            [
+                tensor.shape + (1,) * (self.stop.shape[1] - len(tensor.shape))
+                for tensor in self.tensors
+            ],
+            np.uint64,
+        )
         if len(self.rank) and int(self.rank.max()) >= len(elements_of_rank):
             return f"it has pieces of rank {int(self.rank.max())}, and there are {len(elements_of_rank)} ranks"
-        outside = (self.start >= self.stop).any(axis=1) | (len(self.rank) > 0 and (self.stop > shapes[self.tensor.astype(np.int64)]).any(axis=1))
+        outside = (self.start >= self.stop).any(axis=1) | (
+            len(self.rank) > 0 and (self.stop > shapes[self.tensor.astype(np.int64)]).any(axis=1)
+        )
         if outside.any():
             tensor = self.tensors[int(self.tensor[np.flatnonzero(outside)[0]])]
             return f"pieces of {tensor.name} lie outside of its shape {list(tensor.shape)}"
@@ -172,7 +215,11 @@ class Table:
     def _stored_twice(self, elements_of_rank: Sequence[int]) -> str:
         """The pieces of each rank follow each other."""
         order = np.lexsort((self.offset, self.rank))
-        rank, offset, end = self.rank[order], self.offset[order], self.offset[order] + self.sizes[order]
+        rank, offset, end = (
+            self.rank[order],
+            self.offset[order],
+            self.offset[order] + self.sizes[order],
+        )
         is_first, is_last = np.diff(rank, prepend=-1) != 0, np.diff(rank, append=-1) != 0
         ends = np.zeros(len(elements_of_rank), np.uint64)
         ends[rank[is_last].astype(np.int64)] = end[is_last]
@@ -192,8 +239,13 @@ class Table:
         whole = np.ones(len(self.tensors), np.uint64)
         for dim in range(self.stop.shape[1]):
             factor, shift = random.integers(0, 1 << 63, 2, np.uint64) * np.uint64(2) + np.uint64(1)
-            measured *= _mixed(self.stop[:, dim] * factor + shift) - _mixed(self.start[:, dim] * factor + shift)
-            lengths = np.array([tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in self.tensors], np.uint64)
+            measured *= _mixed(self.stop[:, dim] * factor + shift) - _mixed(
+                self.start[:, dim] * factor + shift
+            )
+            lengths = np.array(
+                [tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in self.tensors],
+                np.uint64,
+            )
             whole *= _mixed(lengths * factor + shift) - _mixed(np.zeros_like(lengths) + shift)
         found = np.zeros(len(self.tensors), np.uint64)
         np.add.at(found, self.tensor.astype(np.int64), measured)
@@ -211,4 +263,7 @@ def _mixed(values: Array) -> Array:
 
 
 def _seen_from(cuts: Sequence[slice], base: Slices) -> Slices:
-    return tuple(slice(cut.start - whole.start, cut.stop - whole.start) for cut, whole in zip(cuts, base, strict=True))
+    return tuple(
+        slice(cut.start - whole.start, cut.stop - whole.start)
+        for cut, whole in zip(cuts, base, strict=True)
+    )

@@ -57,7 +57,11 @@ class Entry:
 
 def dtype_of(values: Array) -> str:
     """Of those that a checkpoint can hold."""
-    return next(name for name, dtype in _DTYPES.items() if np.dtype(dtype) == values.dtype and name != "BF16")
+    return next(
+        name
+        for name, dtype in _DTYPES.items()
+        if np.dtype(dtype) == values.dtype and name != "BF16"
+    )
 
 
 def placed(entries: Iterable[Entry]) -> list[Entry]:
@@ -69,10 +73,19 @@ def placed(entries: Iterable[Entry]) -> list[Entry]:
     return found
 
 
-def write(path: Path, entries: Sequence[Entry], metadata: Mapping[str, str], data: Iterable[Array]) -> None:
+def write(
+    path: Path, entries: Sequence[Entry], metadata: Mapping[str, str], data: Iterable[Array]
+) -> None:
     """`data`: of the entries, one after the other. The file has all of it and is on the disk, or does not exist under this name."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    header |= {entry.name: {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]} for entry in entries}
+    header |= {
+        entry.name: {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.begin, entry.end],
+        }
+        for entry in entries
+    }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with written_durably(path) as file:
@@ -105,7 +118,9 @@ class SafetensorsFile:
             raise self._wrong("its header is no table")
         self._data = 8 + length
         self.metadata = header.pop("__metadata__", {})
-        if not isinstance(self.metadata, dict) or not all(isinstance(value, str) for value in self.metadata.values()):
+        if not isinstance(self.metadata, dict) or not all(
+            isinstance(value, str) for value in self.metadata.values()
+        ):
             raise self._wrong("its metadata is no table of texts")
         self.entries = [self._entry(name, described) for name, described in header.items()]
         self._refuse_gaps()
@@ -114,7 +129,10 @@ class SafetensorsFile:
         """The elements of a tensor in memory order, flat, so many at a time."""
         for start in range(0, entry.size, length):
             values = np.empty(min(length, entry.size - start), entry.numpy)
-            rest, place = values.data.cast("B"), self._data + entry.begin + start * entry.numpy.itemsize
+            rest, place = (
+                values.data.cast("B"),
+                self._data + entry.begin + start * entry.numpy.itemsize,
+            )
             while rest:
                 count = os.preadv(self._file.fileno(), [rest], place)
                 if not count:
@@ -124,30 +142,52 @@ class SafetensorsFile:
 
     def _entry(self, name: str, described: Any) -> Entry:
         match described:
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end], **more} if dtype in _DTYPES and not more:
-                if not manifest.problem({"any": shape}, {}) and type(begin) is int and type(end) is int:
+            case {
+                "dtype": str(dtype),
+                "shape": list(shape),
+                "data_offsets": [begin, end],
+                **more,
+            } if dtype in _DTYPES and not more:
+                if (
+                    not manifest.problem({"any": shape}, {})
+                    and type(begin) is int
+                    and type(end) is int
+                ):
                     entry = Entry(name, dtype, tuple(shape), begin)
                     if begin >= 0 and entry.end == end <= self._size - self._data:
                         return entry
-        raise self._wrong(f"what it says of {printable(name, 100)} cannot be: {printable(str(described), 100)}")
+        raise self._wrong(
+            f"what it says of {printable(name, 100)} cannot be: {printable(str(described), 100)}"
+        )
 
     def _refuse_gaps(self) -> None:
         """Each tensor begins where the one before ends, and the last one ends with the file."""
         place = 0
         for entry in sorted(self.entries, key=lambda entry: (entry.begin, entry.end)):
             if entry.begin != place:
-                raise self._wrong(f"{printable(entry.name, 100)} is at byte {entry.begin:,} of the data, and the tensors before end at {place:,}")
+                raise self._wrong(
+                    f"{printable(entry.name, 100)} is at byte {entry.begin:,} of the data, and the tensors before end at {place:,}"
+                )
             place = entry.end
         if place != self._size - self._data:
-            raise self._wrong(f"its tensors have {place:,} bytes, and it has {self._size - self._data:,}")
+            raise self._wrong(
+                f"its tensors have {place:,} bytes, and it has {self._size - self._data:,}"
+            )
 
     def _wrong(self, what: str) -> InputError:
-        return InputError(f"{printable(str(self.path))} is no safetensors file, or is damaged: {what}")
+        return InputError(
+            f"{printable(str(self.path))} is no safetensors file, or is damaged: {what}"
+        )
 
     def __enter__(self) -> "SafetensorsFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._file.close()
 
 
@@ -187,8 +227,13 @@ class Export:
 
     def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
         self.checkpoint, self.dtype = checkpoint, DTYPES[dtype]
-        self.entries = [Entry(tensor.name, self.dtype, tensor.shape) for tensor in checkpoint.table.tensors]
-        self.entries += [Entry(name, dtype_of(values), values.shape) for name, values in checkpoint.buffers.items()]
+        self.entries = [
+            Entry(tensor.name, self.dtype, tensor.shape) for tensor in checkpoint.table.tensors
+        ]
+        self.entries += [
+            Entry(name, dtype_of(values), values.shape)
+            for name, values in checkpoint.buffers.items()
+        ]
         self.size = sum(entry.end for entry in self.entries)
         self.overflows = 0
 
@@ -200,14 +245,26 @@ class Export:
     def to_folder(self, folder: Path, largest: int, advance: Advance) -> list[Path]:
         """Files of at most so many bytes of data (a tensor that has more is alone in one); the index comes last."""
         groups = _dealt(self.entries, largest)
-        paths = [folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+        paths = [
+            folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            for number in range(1, len(groups) + 1)
+        ]
         _refuse_existing([folder / _INDEX])
         _refuse_existing([path for path in paths if not self._began(path)])
         for path, group in zip(paths, groups, strict=True):
             self._write(path, group, advance)
-        where = {entry.name: path.name for path, group in zip(paths, groups, strict=True) for entry in group}
+        where = {
+            entry.name: path.name
+            for path, group in zip(paths, groups, strict=True)
+            for entry in group
+        }
         with written_durably(folder / _INDEX) as file:
-            file.write(json.dumps({"metadata": {"total_size": self.size}, "weight_map": where}, indent=2).encode() + b"\n")
+            file.write(
+                json.dumps(
+                    {"metadata": {"total_size": self.size}, "weight_map": where}, indent=2
+                ).encode()
+                + b"\n"
+            )
         return [*paths, folder / _INDEX]
 
     def _write(self, path: Path, group: Sequence[Entry], advance: Advance) -> None:
@@ -255,7 +312,9 @@ class Export:
 
 
 def _finite(values: Array, dtype: str) -> int:
-    return int(((values & 0x7F80) != 0x7F80).sum() if dtype == "BF16" else np.isfinite(values).sum())
+    return int(
+        ((values & 0x7F80) != 0x7F80).sum() if dtype == "BF16" else np.isfinite(values).sum()
+    )
 
 
 def _dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
@@ -275,4 +334,6 @@ def _dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
 def _refuse_existing(paths: Sequence[Path]) -> None:
     for path in paths:
         if os.path.lexists(path):
-            raise InputError(f"{printable(str(path))} exists already and is left as it is: name another one")
+            raise InputError(
+                f"{printable(str(path))} exists already and is left as it is: name another one"
+            )

@@ -28,7 +28,18 @@ from hpczero import __version__
 from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.manifest import INDEX, Content, IndexFile, RankData, ShardFile, State
 from hpczero.checkpoint.piece_table import Table
-from hpczero.checkpoint.shard_file import SLOTS, WIDTH, Array, Extent, Source, Writer, aligned, bounce, empty_chunks, padded
+from hpczero.checkpoint.shard_file import (
+    SLOTS,
+    WIDTH,
+    Array,
+    Extent,
+    Source,
+    Writer,
+    aligned,
+    bounce,
+    empty_chunks,
+    padded,
+)
 from hpczero.comm.objects import patiently
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
@@ -66,18 +77,27 @@ class Saved:
 class Saver:
     """Of one run, on every rank; at most one save is under way."""
 
-    def __init__(self, world: World, job: Job, sources: Sequence[Sequence[Source]], behind: bool) -> None:
+    def __init__(
+        self, world: World, job: Job, sources: Sequence[Sequence[Source]], behind: bool
+    ) -> None:
         """Collective. `sources`: for each slot the elements that this rank owns, as float32, in the order of `table.stored`: each save takes what
         is in that memory then. `behind`: a save may be asynchronous; what it copies into has memory from now on.
         """
         self.world, self.job = world, job
-        self.sources, self._alive = [_joined(of_slot) for of_slot in sources], sources  # what is joined keeps only its first array alive
+        self.sources, self._alive = (
+            [_joined(of_slot) for of_slot in sources],
+            sources,
+        )  # what is joined keeps only its first array alive
         elements = sum(map(len, self.sources[0]))
         self._leader = _leader(world, job.writers)
         self._writes_file = self._leader == world.rank
-        self._ranks = self._gathered([self._leader, elements])  # of each rank: who makes its file, how many elements it owns
+        self._ranks = self._gathered(
+            [self._leader, elements]
+        )  # of each rank: who makes its file, how many elements it owns
         leaders = sorted({leader for leader, _ in self._ranks})
-        self._names = {leader: f"shard-{number:05d}.h5" for number, leader in enumerate(leaders)}  # leader -> file
+        self._names = {
+            leader: f"shard-{number:05d}.h5" for number, leader in enumerate(leaders)
+        }  # leader -> file
         self._copies = [aligned(padded(elements * WIDTH)) for _ in SLOTS] if behind else []
         for copy in self._copies:
             copy.fill(0)  # the first use of memory takes long
@@ -107,20 +127,43 @@ class Saver:
         def copy(*slots: int) -> None:
             """While files are made: that takes as long as their disk likes."""
             if asynchronous:
-                copies.extend(_whole(_copy(self.sources[slot], self._copies[slot].view(np.float32))) for slot in slots)
+                copies.extend(
+                    _whole(_copy(self.sources[slot], self._copies[slot].view(np.float32)))
+                    for slot in slots
+                )
 
-        begin = lambda: str(directory.begin(self.job.checkpoints, state.step)) if self.world.rank == 0 else ""  # noqa: E731
+        begin = lambda: (  # noqa: E731
+            str(directory.begin(self.job.checkpoints, state.step)) if self.world.rank == 0 else ""
+        )
         path = Path(self._together(begin, meanwhile=partial(copy, 0))[0])
-        mine = {rank: count for rank, (leader, count) in enumerate(self._ranks) if leader == self.world.rank}
+        mine = {
+            rank: count
+            for rank, (leader, count) in enumerate(self._ranks)
+            if leader == self.world.rank
+        }
         own = path / f"{self._names[self._leader]}.new"
-        make = lambda: [RankData.of(extent).model_dump() for extent in shard_file.make(own, mine)] if self._writes_file else []  # noqa: E731
+        make = lambda: (  # noqa: E731
+            [RankData.of(extent).model_dump() for extent in shard_file.make(own, mine)]
+            if self._writes_file
+            else []
+        )
         made = self._together(make, path, partial(copy, 1, 2))
-        extents = {data["rank"]: RankData(**data).extent for of_leader in made for data in of_leader}
-        files = {leader: [extents[rank] for rank, (led, _) in enumerate(self._ranks) if led == leader] for leader in self._names}
+        extents = {
+            data["rank"]: RankData(**data).extent for of_leader in made for data in of_leader
+        }
+        files = {
+            leader: [extents[rank] for rank, (led, _) in enumerate(self._ranks) if led == leader]
+            for leader in self._names
+        }
         save = _Save(path, state, time.monotonic(), files, extents[self.world.rank])
         self._save = save
         if asynchronous:
-            save.thread = threading.Thread(target=self._write, args=(save, copies, buffers, _REST), name="hpczero-checkpoint", daemon=True)
+            save.thread = threading.Thread(
+                target=self._write,
+                args=(save, copies, buffers, _REST),
+                name="hpczero-checkpoint",
+                daemon=True,
+            )
             try:
                 save.thread.start()
             except RuntimeError as error:  # no more threads: said on all ranks, by `conclude`
@@ -144,20 +187,38 @@ class Saver:
         save.hurried.set()
         patiently(self.world, lambda: save.thread.join() if save.thread else None)
         self._agree(self._gathered(save.error), save.path)
-        own = self._together(lambda: self._finish_file(save) if self._writes_file else None, save.path)
+        own = self._together(
+            lambda: self._finish_file(save) if self._writes_file else None, save.path
+        )
         shards = [ShardFile.model_validate_json(made) for made in own if made]
-        size = self._together(lambda: self._commit(save, shards) if self.world.rank == 0 else 0, save.path)[0]
+        size = self._together(
+            lambda: self._commit(save, shards) if self.world.rank == 0 else 0, save.path
+        )[0]
         return Saved(save.state.step, save.path, size, time.monotonic() - save.begun)
 
-    def _write(self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], rest: float) -> None:
+    def _write(
+        self, save: "_Save", chunks: Sequence[Any], buffers: Mapping[str, Array], rest: float
+    ) -> None:
         """Without MPI."""
-        shard_path, index_path = save.path / f"{self._names[self._leader]}.new", save.path / f"{INDEX}.new"
+        shard_path, index_path = (
+            save.path / f"{self._names[self._leader]}.new",
+            save.path / f"{INDEX}.new",
+        )
 
         def write_both() -> str:
             with ThreadPoolExecutor(1) as beside:
-                write_index = partial(self._write_index, index_path, save, buffers) if self.world.rank == 0 else lambda: None
+                write_index = (
+                    partial(self._write_index, index_path, save, buffers)
+                    if self.world.rank == 0
+                    else lambda: None
+                )
                 index_error = beside.submit(save.error_of, index_path, write_index)
-                return save.error_of(shard_path, lambda: self._write_data(shard_path, save, chunks, rest)) or index_error.result()
+                return (
+                    save.error_of(
+                        shard_path, lambda: self._write_data(shard_path, save, chunks, rest)
+                    )
+                    or index_error.result()
+                )
 
         save.error = save.error_of(save.path, write_both)
 
@@ -173,8 +234,15 @@ class Saver:
     def _write_index(self, path: Path, save: "_Save", buffers: Mapping[str, Array]) -> None:
         if self._table is None:
             self._table = self.job.table()
-        shards = [_shard_file(self._names[leader], extents) for leader, extents in save.files.items()]
-        attributes = {"format": save.state.format, "step": save.state.step, "spec": dict(self.job.spec), "grid": dict(self.job.grid)}
+        shards = [
+            _shard_file(self._names[leader], extents) for leader, extents in save.files.items()
+        ]
+        attributes = {
+            "format": save.state.format,
+            "step": save.state.step,
+            "spec": dict(self.job.spec),
+            "grid": dict(self.job.grid),
+        }
         if self.job.identity:
             attributes["identity"] = dict(self.job.identity)
         index.write(path, self._table, shards, buffers, attributes)
@@ -187,7 +255,9 @@ class Saver:
         try:
             os.fsync(handle)
             size = os.fstat(handle).st_size
-            rest = shard_file.rest(handle, size, (place for extent in extents for place in extent.ranges()))
+            rest = shard_file.rest(
+                handle, size, (place for extent in extents for place in extent.ranges())
+            )
         finally:
             os.close(handle)
         rename(temporary, save.path / name)
@@ -205,14 +275,21 @@ class Saver:
         manifest.write(save.path, content)
         return content.size
 
-    def _together(self, action: Callable[[], Any], path: Path | None = None, meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
+    def _together(
+        self,
+        action: Callable[[], Any],
+        path: Path | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> list[Any]:
         """Every rank's result, of what JSON can carry; what fails on one fails on all."""
         result, error = None, ""
         try:
             result = patiently(self.world, action, meanwhile)
         except (OSError, RuntimeError, MemoryError, HpczeroError) as problem:  # of HDF5
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
-            error = f"{where}: {getattr(problem, 'strerror', None) or problem} ({_free(Path(where))})"
+            error = (
+                f"{where}: {getattr(problem, 'strerror', None) or problem} ({_free(Path(where))})"
+            )
         found = self._gathered([result, error])
         self._agree([text for _, text in found], path)
         return [own for own, _ in found]
@@ -226,7 +303,9 @@ class Saver:
         patiently(self.world, lambda: self._drop(path) if self.world.rank == 0 and path else None)
         rank, text = failed[0]
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
-        raise SaveFailed(f"the checkpoint could not be saved: rank {rank} on {self.world.hosts[rank]}{others}: {text}")
+        raise SaveFailed(
+            f"the checkpoint could not be saved: rank {rank} on {self.world.hosts[rank]}{others}: {text}"
+        )
 
     def _drop(self, path: Path) -> None:
         with contextlib.suppress(OSError):
@@ -246,7 +325,9 @@ class _Save:
     begun: float
     files: Mapping[int, Sequence[Extent]]  # leader -> what is in its file
     extent: Extent
-    hurried: threading.Event = field(default_factory=threading.Event)  # it is waited for: no more pauses
+    hurried: threading.Event = field(
+        default_factory=threading.Event
+    )  # it is waited for: no more pauses
     thread: threading.Thread | None = None
     index: IndexFile | None = None
     error: str = "its writer did not come to an end"  # what a writer that dies leaves; the one that ends well takes it away
@@ -256,7 +337,9 @@ class _Save:
         try:
             return action() or ""
         except OSError as error:
-            needed = sum(extent.length * len(SLOTS) for extents in self.files.values() for extent in extents)
+            needed = sum(
+                extent.length * len(SLOTS) for extents in self.files.values() for extent in extents
+            )
             return f"{path}: {error.strerror or error} (the checkpoint has {needed:,} bytes; {_free(self.path)})"
         except Exception as error:
             return f"{path}: {type(error).__name__}: {error}"
@@ -295,7 +378,11 @@ def _joined(sources: Sequence[Source]) -> list[Source]:
     before: Array | None = None
     for source in filter(len, sources):  # where an empty array lies means nothing
         array: Array | None = source if isinstance(source, np.ndarray) else None
-        if array is not None and before is not None and before.ctypes.data + before.nbytes == array.ctypes.data:
+        if (
+            array is not None
+            and before is not None
+            and before.ctypes.data + before.nbytes == array.ctypes.data
+        ):
             array = as_strided(before, (len(before) + len(array),))
             joined.pop()
         joined.append(source if array is None else array)
@@ -319,5 +406,9 @@ def _file_of(path: Path) -> IndexFile:
         os.close(handle)
 
 
-def _shard_file(name: str, extents: Sequence[Extent], size: int = 0, rest: str = "0" * 16) -> ShardFile:
-    return ShardFile(file=name, size=size, rest=rest, ranks=[RankData.of(extent) for extent in extents])
+def _shard_file(
+    name: str, extents: Sequence[Extent], size: int = 0, rest: str = "0" * 16
+) -> ShardFile:
+    return ShardFile(
+        file=name, size=size, rest=rest, ranks=[RankData.of(extent) for extent in extents]
+    )

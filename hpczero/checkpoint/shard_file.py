@@ -42,9 +42,22 @@ def bar(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield partial(progress.advance, progress.add_task(doing, total=total))
 
@@ -68,7 +81,11 @@ class Newer(Unreadable):
 def not_read(path: Path, error: OSError, more: str = "") -> HpczeroError:
     """What it says of a checkpoint that this happened while it was read."""
     text = f"{path}: {error.strerror or error}{more}"
-    return Damaged(text) if error.errno in _MISSING else Unreadable(f"{text}: it cannot be told whether this checkpoint is damaged")
+    return (
+        Damaged(text)
+        if error.errno in _MISSING
+        else Unreadable(f"{text}: it cannot be told whether this checkpoint is damaged")
+    )
 
 
 def open_plain(path: Path) -> int:
@@ -76,7 +93,11 @@ def open_plain(path: Path) -> int:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise (Damaged(f"{path}: it is a link") if error.errno == errno.ELOOP else not_read(path, error)) from error
+        raise (
+            Damaged(f"{path}: it is a link")
+            if error.errno == errno.ELOOP
+            else not_read(path, error)
+        ) from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise Damaged(f"{path}: it is no plain file")
@@ -138,12 +159,20 @@ def make(path: Path, elements: Mapping[int, int]) -> list[Extent]:
             group = file.create_group(f"rank-{rank:05d}")
             length = padded(count * WIDTH)
             data = [_early(group, slot, (length // WIDTH,), np.dtype("<f4")) for slot in SLOTS]
-            made[rank] = data, _early(group, "checksums", (len(SLOTS), -(-length // BLOCK)), np.dtype("<u8"))
+            made[rank] = (
+                data,
+                _early(group, "checksums", (len(SLOTS), -(-length // BLOCK)), np.dtype("<u8")),
+            )
         file.flush()
-        return [Extent(rank, elements[rank], tuple(map(_offset, data)), _offset(checksums)) for rank, (data, checksums) in made.items()]
+        return [
+            Extent(rank, elements[rank], tuple(map(_offset, data)), _offset(checksums))
+            for rank, (data, checksums) in made.items()
+        ]
 
 
-def _early(group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> h5py.h5d.DatasetID:
+def _early(
+    group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> h5py.h5d.DatasetID:
     """A contiguous dataset whose place in the file is known from now on, and in which nothing is written."""
     parts = name.split("/")
     for part in parts[:-1]:
@@ -152,7 +181,13 @@ def _early(group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    return h5py.h5d.create(group.id, parts[-1].encode(), h5py.h5t.py_create(dtype), h5py.h5s.create_simple(shape), properties)
+    return h5py.h5d.create(
+        group.id,
+        parts[-1].encode(),
+        h5py.h5t.py_create(dtype),
+        h5py.h5s.create_simple(shape),
+        properties,
+    )
 
 
 def _offset(dataset: h5py.h5d.DatasetID) -> int:
@@ -163,7 +198,14 @@ def _offset(dataset: h5py.h5d.DatasetID) -> int:
 class Writer:
     """Writes a rank's data into its extent, a slot after the other, each from its beginning to its end."""
 
-    def __init__(self, path: Path, extent: Extent, direct: bool, rest: float = 0.0, pause: Callable[[float], object] = time.sleep) -> None:
+    def __init__(
+        self,
+        path: Path,
+        extent: Extent,
+        direct: bool,
+        rest: float = 0.0,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
         """`direct`: past the page cache, where the file system allows it. `rest`: others need the processor and the disk too; how long to pause
         after each chunk, in times of what that took.
         """
@@ -190,7 +232,9 @@ class Writer:
             self._wait(0 if self.rest else CHUNKS - 1)
             if self.rest:  # counts from when the chunk is written
                 self._pause(self.rest * (time.monotonic() - begun))
-        assert place == self.extent.data[slot] + self.extent.length, f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"
+        assert place == self.extent.data[slot] + self.extent.length, (
+            f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"
+        )
 
     def _wait(self, left: int) -> None:
         """Until no more chunks than these are to be written."""
@@ -247,7 +291,9 @@ def bounce(sources: Iterable[Source], empty: Iterator[Array]) -> Iterator[Array]
     for source in sources:
         begin = 0
         while begin < len(source):
-            if not filled:  # not before it is needed: one that is left out brings the others back too early
+            if (
+                not filled
+            ):  # not before it is needed: one that is left out brings the others back too early
                 chunk = next(empty)
             count = min(len(source) - begin, len(chunk) - filled)
             chunk[filled : filled + count] = source[begin : begin + count]

@@ -15,7 +15,19 @@ import numpy as np
 import xxhash
 
 from hpczero.checkpoint.manifest import Content, ShardFile
-from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH, Array, Damaged, Extent, Unreadable, aligned, not_read, open_plain, rest
+from hpczero.checkpoint.shard_file import (
+    BLOCK,
+    SLOTS,
+    WIDTH,
+    Array,
+    Damaged,
+    Extent,
+    Unreadable,
+    aligned,
+    not_read,
+    open_plain,
+    rest,
+)
 
 _AT_ONCE = 4  # blocks in a read past the page cache
 _KEPT = 16  # blocks that were read last
@@ -27,15 +39,21 @@ class Shards:
 
     def __init__(self, folder: Path, content: Content) -> None:
         self.folder = folder
-        self._of_rank = {data.rank: (shard, data.extent) for shard in content.shards for data in shard.ranks}
-        self._files: OrderedDict[str, int] = OrderedDict()  # open ones, the one that was used last at the end
+        self._of_rank = {
+            data.rank: (shard, data.extent) for shard in content.shards for data in shard.ranks
+        }
+        self._files: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # open ones, the one that was used last at the end
         self._direct: dict[int, int] = {}  # those of them that are open past the page cache, too
         self._buffers: list[Array] = []
         self._known: dict[str, tuple[int, ...]] = {}  # those that were found to be what was written
         self._is_closed = False
         self._checksums: dict[int, Array] = {}
         self._kept: OrderedDict[tuple[int, int, int], Array] = OrderedDict()
-        self._ahead: ThreadPoolExecutor | None = None  # reads the next blocks while some are looked at
+        self._ahead: ThreadPoolExecutor | None = (
+            None  # reads the next blocks while some are looked at
+        )
 
     def read(self, rank: int, slot: int, first: int, out: Array, what: str) -> None:
         """Fills `out` with as many elements of the slot. `what`: the tensor, for what is said of damage."""
@@ -73,14 +91,23 @@ class Shards:
                     buffer = self._buffers[index % 2][:size]
                     coming.append(self._ahead.submit(self._filled, shard, file, place, buffer))
                 if index:
-                    self._take(shard, extent, slot, parts[index - 1], coming.popleft().result(), out, what)
+                    self._take(
+                        shard, extent, slot, parts[index - 1], coming.popleft().result(), out, what
+                    )
                     out = out[len(parts[index - 1]) * BLOCK :]
         finally:
             for future in coming:
                 future.exception()  # nobody writes into the buffers any more
 
     def _take(
-        self, shard: ShardFile, extent: Extent, slot: int, blocks: range, found: Array, out: Array, what: str
+        self,
+        shard: ShardFile,
+        extent: Extent,
+        slot: int,
+        blocks: range,
+        found: Array,
+        out: Array,
+        what: str,
     ) -> None:
         for at, number in enumerate(blocks):
             block = found[at * BLOCK : (at + 1) * BLOCK]
@@ -121,7 +148,11 @@ class Shards:
             otherwise.callback(os.close, file)
             try:
                 identity = _identity(file)
-                problem = problem_outside_data(shard, file) if self._known.get(shard.file) != identity else ""
+                problem = (
+                    problem_outside_data(shard, file)
+                    if self._known.get(shard.file) != identity
+                    else ""
+                )
             except OSError as error:
                 raise not_read(path, error) from error
             if problem:
@@ -129,7 +160,9 @@ class Shards:
             self._known[shard.file] = identity
             otherwise.pop_all()
         with contextlib.suppress(OSError):
-            self._direct[file] = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+            self._direct[file] = os.open(
+                f"/proc/self/fd/{file}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+            )
         return file
 
     def _close(self, file: int) -> None:
@@ -146,7 +179,9 @@ class Shards:
             self._close(file)
         self._files.clear()
 
-    def _kept_block(self, shard: ShardFile, extent: Extent, slot: int, number: int, what: str) -> Array:
+    def _kept_block(
+        self, shard: ShardFile, extent: Extent, slot: int, number: int, what: str
+    ) -> Array:
         key = extent.rank, slot, number
         if key not in self._kept:
             block = np.empty(min(BLOCK, extent.length - number * BLOCK), np.uint8)
@@ -157,10 +192,14 @@ class Shards:
                 self._kept.popitem(last=False)
         return self._kept[key]
 
-    def _check(self, shard: ShardFile, extent: Extent, slot: int, number: int, block: Array, what: str) -> None:
+    def _check(
+        self, shard: ShardFile, extent: Extent, slot: int, number: int, block: Array, what: str
+    ) -> None:
         if xxhash.xxh3_64_intdigest(block.data) != self._checksums_of(shard, extent)[slot, number]:
             place = extent.data[slot] + number * BLOCK
-            where = f"damaged at bytes {place} to {place + len(block) - 1}, in {SLOTS[slot]}/{what}".rstrip("/")
+            where = f"damaged at bytes {place} to {place + len(block) - 1}, in {SLOTS[slot]}/{what}".rstrip(
+                "/"
+            )
             raise Damaged(f"{self.folder / shard.file}: {where}")
 
     def _fill(self, shard: ShardFile, file: int, place: int, out: Array) -> None:
@@ -193,13 +232,26 @@ def problem_outside_data(shard: ShardFile, file: int) -> str:
     if size != shard.size:
         return f"it has {size:,} bytes, and {shard.size:,} were written"
     checksum = rest(file, size, (place for data in shard.ranks for place in data.extent.ranges()))
-    return "" if checksum == shard.rest else f"it is damaged outside of its data: checksum {checksum}, and {shard.rest} was written"
+    return (
+        ""
+        if checksum == shard.rest
+        else f"it is damaged outside of its data: checksum {checksum}, and {shard.rest} was written"
+    )
 
 
 # HDF5 files that a stranger may have made, as the HDF5 library sees them: what is taken from one
 # lies in that file itself, and is no larger than it. The library may crash on such a file: this is
 # used in a process of its own (`apart`).
-WRONG = (OSError, KeyError, ValueError, TypeError, RuntimeError, RecursionError, AttributeError, MemoryError)  # what h5py says of such a file
+WRONG = (
+    OSError,
+    KeyError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    RecursionError,
+    AttributeError,
+    MemoryError,
+)  # what h5py says of such a file
 _DEEPEST = 32  # groups in groups: more than any name that can be meant has
 
 
@@ -246,7 +298,12 @@ def plain(file: h5py.File, name: str, dtype: str = "", dims: int | None = None) 
     found = dataset(file, name)
     if found.is_virtual or found.external or found.chunks is not None:
         raise ValueError(f"/{name} is no plain dataset")
-    if found.shape is None or found.dtype.kind not in "fiub" or found.dtype.names or found.dtype.subdtype:
+    if (
+        found.shape is None
+        or found.dtype.kind not in "fiub"
+        or found.dtype.names
+        or found.dtype.subdtype
+    ):
         raise ValueError(f"/{name} has no numbers")
     if (dtype and found.dtype != np.dtype(dtype)) or (dims is not None and found.ndim != dims):
         raise ValueError(f"/{name} has {found.dtype} {found.shape}")

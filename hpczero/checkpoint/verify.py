@@ -18,7 +18,16 @@ from hpczero.checkpoint.apart import Apart
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.piece_table import Table
-from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH, Advance, Array, Damaged, not_read, open_plain
+from hpczero.checkpoint.shard_file import (
+    BLOCK,
+    SLOTS,
+    WIDTH,
+    Advance,
+    Array,
+    Damaged,
+    not_read,
+    open_plain,
+)
 from hpczero.checkpoint.shards import problem_outside_data
 from hpczero.text import first_few
 
@@ -32,7 +41,9 @@ class Damage:
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.what}" + (f": {first_few(self.tensors)}" if self.tensors else "")
+        return f"{self.file}: {self.what}" + (
+            f": {first_few(self.tensors)}" if self.tensors else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,9 @@ class Verification:
         found = [Task()]
         for number, shard in enumerate(self.content.shards):
             found.append(Task(number))
-            found += [Task(number, data, slot) for data in shard.ranks for slot in range(len(SLOTS))]
+            found += [
+                Task(number, data, slot) for data in shard.ranks for slot in range(len(SLOTS))
+            ]
         return sorted(found, key=lambda task: -task.size(self.content))
 
     def carry_out(self, task: Task, advance: Advance) -> list[Damage]:
@@ -79,9 +92,19 @@ class Verification:
         except Damaged as error:
             if task.data:  # said once, by the task of the file
                 return []
-            return [Damage(shard.file, str(error).removeprefix(f"{self.folder / shard.file}: "), self._held_in(shard))]
+            return [
+                Damage(
+                    shard.file,
+                    str(error).removeprefix(f"{self.folder / shard.file}: "),
+                    self._held_in(shard),
+                )
+            ]
         try:
-            return list(self._of_data(shard, task.data, task.slot, file, advance)) if task.data else self._of_file(task.shard, file)
+            return (
+                list(self._of_data(shard, task.data, task.slot, file, advance))
+                if task.data
+                else self._of_file(task.shard, file)
+            )
         except OSError as error:
             raise not_read(self.folder / shard.file, error) from error
         finally:
@@ -107,7 +130,9 @@ class Verification:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _of_data(self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance) -> Iterator[Damage]:
+    def _of_data(
+        self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance
+    ) -> Iterator[Damage]:
         """Each run of damaged blocks is one damage. What a file lacks takes no time or memory."""
         extent, place, bad = data.extent, data.data[slot], list[int]()
         stored = -(-(os.fstat(file).st_size - place) // BLOCK)
@@ -121,14 +146,21 @@ class Verification:
         for run in _runs(bad, range(there, extent.blocks)):
             begin, end = run.start * BLOCK, min(run.stop * BLOCK, extent.length)
             names = self._at(data.rank, slot, begin // WIDTH, end // WIDTH)
-            yield Damage(shard.file, f"damaged at bytes {place + begin} to {place + end - 1}, data of rank {data.rank}", names)
+            yield Damage(
+                shard.file,
+                f"damaged at bytes {place + begin} to {place + end - 1}, data of rank {data.rank}",
+                names,
+            )
 
     def _at(self, rank: int, slot: int, begin: int, end: int) -> tuple[str, ...]:
         if self.table is None:
             return (f"/{SLOTS[slot]}",)
         table = self.table
         there = (table.rank == rank) & (table.offset < end) & (table.offset + table.sizes > begin)
-        return tuple(f"/{SLOTS[slot]}/{table.tensors[number].name}" for number in np.unique(table.tensor[there]).astype(int))
+        return tuple(
+            f"/{SLOTS[slot]}/{table.tensors[number].name}"
+            for number in np.unique(table.tensor[there]).astype(int)
+        )
 
     def _held_in(self, shard: ShardFile) -> tuple[str, ...]:
         """All tensors that have something in the file."""
@@ -136,7 +168,9 @@ class Verification:
             return ()
         there = np.isin(self.table.rank, [data.rank for data in shard.ranks])
         numbers = np.unique(self.table.tensor[there]).astype(int)
-        return tuple(f"/{slot}/{self.table.tensors[number].name}" for slot in SLOTS for number in numbers)
+        return tuple(
+            f"/{slot}/{self.table.tensors[number].name}" for slot in SLOTS for number in numbers
+        )
 
 
 def _checksums(file: int, data: RankData, slot: int, blocks: int) -> Array:

@@ -46,7 +46,10 @@ def compare(mpi: Any, communicator: Any, asked: Sequence[int], compared: dict[in
         found = []
         for _ in range(_QUESTIONS):
             begun = now()
-            yield [communicator.Isend([question, mpi.BYTE], rank), communicator.Irecv([answer, mpi.BYTE], rank)]
+            yield [
+                communicator.Isend([question, mpi.BYTE], rank),
+                communicator.Irecv([answer, mpi.BYTE], rank),
+            ]
             found.append(_clock(begun, int.from_bytes(answer, "little", signed=True), now()))
         compared[rank] = min(found, key=lambda clock: clock.uncertainty)
 

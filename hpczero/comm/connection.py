@@ -15,7 +15,10 @@ from hpczero.device import CPU, Device, Incoming, InPlace, Outgoing
 
 BLOCK = 4096  # elements
 _NUMBERS = 128  # operations that one after the other get tags of their own
-_LOWEST_LIMIT, _HIGHEST_LIMIT = 32767, (1 << 28) - 1  # of tags: what MPI promises, and more than is needed
+_LOWEST_LIMIT, _HIGHEST_LIMIT = (
+    32767,
+    (1 << 28) - 1,
+)  # of tags: what MPI promises, and more than is needed
 _SMALL = 1 << 16  # bytes of a message that goes ahead of others
 _BUFFERS = 2  # reductions of a group whose pieces arrive at the same time; further ones wait for their turn
 
@@ -40,7 +43,9 @@ class Connection:
         self.progress = progress = means.progress
         self.ledger = means.ledger
         self.device = means.device
-        self.queue = means.device.queue() if means.device.has_queues else None  # for operations on the device's tensors
+        self.queue = (
+            means.device.queue() if means.device.has_queues else None
+        )  # for operations on the device's tensors
         self._byte = mpi.BYTE
         self._memory_at = mpi.memory.fromaddress
         self._direct = means.direct
@@ -62,7 +67,11 @@ class Connection:
 
     def message(self, label: str, peer: int, number: int) -> Place:
         """For a message to or from a peer, `number` of those in this direction; it has none among the group's operations."""
-        return Place(label.encode()[:64], number=number, ranks=(self.progress.status.ranks_of[self._entry][peer],))
+        return Place(
+            label.encode()[:64],
+            number=number,
+            ranks=(self.progress.status.ranks_of[self._entry][peer],),
+        )
 
     def tag(self, number: int, code: int, is_collective: bool) -> int:
         """Messages of operations that do not fit together never meet: instead of wrong values there is a wait, which the watchdog ends."""
@@ -72,7 +81,9 @@ class Connection:
         """`is_met`: done only when the receiver has begun to receive; MPI would otherwise be done with a small message at once."""
 
         def post(memory: Any) -> Any:
-            return (self._communicator.Issend if is_met else self._communicator.Isend)([memory, self._byte], to, tag)
+            return (self._communicator.Issend if is_met else self._communicator.Isend)(
+                [memory, self._byte], to, tag
+            )
 
         return self._start(Outgoing, tensor, post)
 
@@ -82,7 +93,9 @@ class Connection:
 
         return self._start(Incoming, tensor, post)
 
-    def _start(self, staged: type[Outgoing] | type[Incoming], tensor: Tensor, post: Callable[[Any], Any]) -> list[Any]:
+    def _start(
+        self, staged: type[Outgoing] | type[Incoming], tensor: Tensor, post: Callable[[Any], Any]
+    ) -> list[Any]:
         if not self.on_device(tensor):
             return [post(part) for part in self._messages(_memory(tensor))]
         assert self.queue is not None
@@ -97,7 +110,11 @@ class Connection:
 
     def gather_stamped(self, received: bytearray, tensor: Tensor, stamp: bytes) -> list[Any]:
         """Small tensors of one size from all ranks, one after the other, each behind a stamp."""
-        return [self._communicator.Iallgather([stamp + bytes(_memory(tensor)), self._byte], [received, self._byte])]
+        return [
+            self._communicator.Iallgather(
+                [stamp + bytes(_memory(tensor)), self._byte], [received, self._byte]
+            )
+        ]
 
     def on_host(self, tensor: Tensor) -> Generator[Sequence[Any], None, Tensor]:
         """The tensor, or if the CPU cannot read it a copy that it can."""
@@ -144,7 +161,9 @@ class Connection:
             return torch.empty(room, dtype=torch.uint8, device=place)
         return fitting[:room]
 
-    def send_in_turn(self, sends: Sequence[tuple[Tensor, int]], tag: int, in_turn: bool) -> Generator[Sequence[Any], None, None]:
+    def send_in_turn(
+        self, sends: Sequence[tuple[Tensor, int]], tag: int, in_turn: bool
+    ) -> Generator[Sequence[Any], None, None]:
         """Sends (tensor, to) once it is this operation's turn, and waits until they have left: what was started first is to arrive first, not
         all of it at the end.
         """
@@ -178,7 +197,10 @@ class Connection:
 
     def _messages(self, memory: Any) -> list[Any]:
         """Bytes in messages that MPI can count."""
-        return [memory[begin : begin + self._limits.message] for begin in range(0, len(memory), self._limits.message)]
+        return [
+            memory[begin : begin + self._limits.message]
+            for begin in range(0, len(memory), self._limits.message)
+        ]
 
 
 def slot_bytes(tensor: Tensor, ranks: int) -> int:

@@ -37,12 +37,22 @@ class Grid:
         axes = axes_in_order(parallel)
         if axes is None:
             axes = AXES
-            assert order_is_free(size_of, node_of_rank), 'parallel.order = "auto" has not been decided'
-        rank_at_place = sorted(range(ranks), key=node_of_rank.__getitem__)  # stable: by node, then by rank
+            assert order_is_free(size_of, node_of_rank), (
+                'parallel.order = "auto" has not been decided'
+            )
+        rank_at_place = sorted(
+            range(ranks), key=node_of_rank.__getitem__
+        )  # stable: by node, then by rank
         place_of_rank = [0] * ranks
         for place, rank in enumerate(rank_at_place):
             place_of_rank[rank] = place
-        return cls(axes, tuple(size_of[axis] for axis in axes), tuple(node_of_rank), rank_at_place, place_of_rank)
+        return cls(
+            axes,
+            tuple(size_of[axis] for axis in axes),
+            tuple(node_of_rank),
+            rank_at_place,
+            place_of_rank,
+        )
 
     def size(self, axis: str) -> int:
         return self.sizes[self.axes.index(axis)]
@@ -65,7 +75,9 @@ class Grid:
 
     def groups_across_nodes(self, axis: str) -> int:
         """How many of the groups along the axis have ranks on more than one node."""
-        return sum(len({self.node_of_rank[rank] for rank in group}) > 1 for group in self.groups(axis))
+        return sum(
+            len({self.node_of_rank[rank] for rank in group}) > 1 for group in self.groups(axis)
+        )
 
     @cached_property
     def nodes_cut_data_alike(self) -> bool:
@@ -73,7 +85,9 @@ class Grid:
         cuts: dict[int, list[int]] = {}
         for group in self.groups("data") if self.size("tensor") > 1 else ():
             first: dict[int, int] = {}
-            cut = [first.setdefault(self.node_of_rank[rank], place) for place, rank in enumerate(group)]
+            cut = [
+                first.setdefault(self.node_of_rank[rank], place) for place, rank in enumerate(group)
+            ]
             if cuts.setdefault(self.coordinate(group[0], "pipeline"), cut) != cut:
                 return False
         return True
@@ -81,17 +95,33 @@ class Grid:
     def describe(self) -> list[str]:
         """The layout in lines for people; of many groups the first few."""
         nodes = len(set(self.node_of_rank))
-        product = " x ".join(f"{axis}({size})" for axis, size in zip(self.axes, self.sizes, strict=True))
-        lines = [f"{_count(len(self.node_of_rank), 'rank')} on {_count(nodes, 'node')}: {product}, innermost axis first"]
-        return lines + [self._describe_axis(axis, size) for axis, size in zip(self.axes, self.sizes, strict=True) if size > 1]
+        product = " x ".join(
+            f"{axis}({size})" for axis, size in zip(self.axes, self.sizes, strict=True)
+        )
+        lines = [
+            f"{_count(len(self.node_of_rank), 'rank')} on {_count(nodes, 'node')}: {product}, innermost axis first"
+        ]
+        return lines + [
+            self._describe_axis(axis, size)
+            for axis, size in zip(self.axes, self.sizes, strict=True)
+            if size > 1
+        ]
 
     def _describe_axis(self, axis: str, size: int) -> str:
         count, across = len(self.rank_at_place) // size, self.groups_across_nodes(axis)
-        where = "inside nodes" if not across else "across nodes" if across == count else f"{across:,} of {count:,} across nodes"
+        where = (
+            "inside nodes"
+            if not across
+            else "across nodes"
+            if across == count
+            else f"{across:,} of {count:,} across nodes"
+        )
         groups = self.groups(axis)
         shown = [_span(next(groups)) for _ in range(min(count, _SHOWN))]
         more = f"  … {count - len(shown):,} more" if count > len(shown) else ""
-        return f"  {axis:<9} {_count(count, 'group')} of {size:,}, {where}:  {'  '.join(shown)}{more}"
+        return (
+            f"  {axis:<9} {_count(count, 'group')} of {size:,}, {where}:  {'  '.join(shown)}{more}"
+        )
 
     @cached_property
     def _stride(self) -> dict[str, int]:
@@ -115,9 +145,16 @@ def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = 
     for axis, size in wanted.items():
         others = together // size
         if size > 1 and ranks % others == 0:
-            fixes.append(f"parallel.{axis} = {_alternatives(_nearest_divisors(ranks // others, size, most.get(axis, ranks)))}")
+            fixes.append(
+                f"parallel.{axis} = {_alternatives(_nearest_divisors(ranks // others, size, most.get(axis, ranks)))}"
+            )
     if len(fixes) == 1:
-        fixes.append(" and ".join(f"parallel.{axis} = {size}" for axis, size in _nearest_sizes(wanted, ranks, most).items()))
+        fixes.append(
+            " and ".join(
+                f"parallel.{axis} = {size}"
+                for axis, size in _nearest_sizes(wanted, ranks, most).items()
+            )
+        )
     return f"{product}{equals} does not divide the {_count(ranks, 'rank')} given: use {', or '.join(fixes)}"
 
 
@@ -125,11 +162,15 @@ def _wanted(parallel: Parallel) -> dict[str, int]:
     return {axis: getattr(parallel, axis) for axis in AXES if axis != "data"}
 
 
-def _nearest_sizes(wanted: Mapping[str, int], ranks: int, most: Mapping[str, int]) -> dict[str, int]:
+def _nearest_sizes(
+    wanted: Mapping[str, int], ranks: int, most: Mapping[str, int]
+) -> dict[str, int]:
     """One after the other, each axis gets the divisor of what is left of the ranks that is nearest to what was wanted."""
     found = {}
     for axis, size in wanted.items():
-        possible = sorted(divisor for divisor in _divisors(ranks) if divisor <= most.get(axis, ranks))
+        possible = sorted(
+            divisor for divisor in _divisors(ranks) if divisor <= most.get(axis, ranks)
+        )
         found[axis] = min(possible, key=lambda divisor: abs(divisor - size))
         ranks //= found[axis]
     return found

@@ -35,7 +35,13 @@ class Group:
     """Ranks that talk along one axis: `.ranks` are their numbers in the world, `.size` how many, `.rank` this one's place among them."""
 
     def __init__(
-        self, axis: str, ranks: Sequence[int], rank: int, node_of_rank: Sequence[int], connection: Connection, native: Native | None = None
+        self,
+        axis: str,
+        ranks: Sequence[int],
+        rank: int,
+        node_of_rank: Sequence[int],
+        connection: Connection,
+        native: Native | None = None,
     ) -> None:
         """`native` carries the collectives on tensors that it takes, and MPI all the rest."""
         self.axis = self.label = axis  # the label: in a trace
@@ -44,7 +50,9 @@ class Group:
         self.size = len(self.ranks)
         self.connection = connection
         self._messages, self._native = ByMessages(connection, axis, self.ranks, rank), native
-        self._elsewhere = [node_of_rank[peer] != node_of_rank[self.ranks[rank]] for peer in self.ranks]
+        self._elsewhere = [
+            node_of_rank[peer] != node_of_rank[self.ranks[rank]] for peer in self.ranks
+        ]
         self._count_elsewhere = sum(self._elsewhere)
         self.window: ByWindow | None = None  # for short collectives, where the ranks share memory
         self._collectives = 0
@@ -104,7 +112,9 @@ class Group:
             steps = carrier.all_reduce(flat, op, self._tag(place, code))
         return self._start_even("all_reduce", steps, 2 * flat.nbytes, place, flat)
 
-    def start_reduce_scatter(self, output: Tensor, tensor: Tensor, op: str = "sum", combine: Combine | None = None) -> Work:
+    def start_reduce_scatter(
+        self, output: Tensor, tensor: Tensor, op: str = "sum", combine: Combine | None = None
+    ) -> Work:
         """`combine`, where given, does the local sum into `output` itself; but for the last one its windows are multiples of 4096 elements."""
         flat, own = self._flat(tensor), self._flat(output)
         mpi_backend.check(op, own, flat.dtype)
@@ -122,7 +132,9 @@ class Group:
     def start_all_gather(self, output: Tensor, tensor: Tensor, detail: str = "") -> Work:
         """`detail` says what is gathered: ranks that gather different things do not meet."""
         flat, own = self._flat(output), self._flat(tensor)
-        assert own.dtype is flat.dtype, f"an all_gather of {own.dtype} cannot be written to {flat.dtype}"
+        assert own.dtype is flat.dtype, (
+            f"an all_gather of {own.dtype} cannot be written to {flat.dtype}"
+        )
         self._check_shard("tensor", own, flat)
         place, code = self._next("all_gather", flat, detail)
         carrier = self._carrier(flat)
@@ -135,17 +147,32 @@ class Group:
     def start_broadcast(self, tensor: Tensor, root: int = 0) -> Work:
         flat = self._flat(tensor)
         place, code = self._next("broadcast", flat, f"from {root}")
-        return self._start_even("broadcast", self._carrier(flat).broadcast(flat, root, self._tag(place, code)), flat.nbytes, place, flat)
+        return self._start_even(
+            "broadcast",
+            self._carrier(flat).broadcast(flat, root, self._tag(place, code)),
+            flat.nbytes,
+            place,
+            flat,
+        )
 
     def start_all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Work:
         counts = f"{len(inputs)} inputs and {len(outputs)} outputs"
-        assert len(outputs) == len(inputs) == self.size, f"an all_to_all over {self.size} ranks got {counts}"
-        sources, targets = [self._flat(tensor) for tensor in inputs], [self._flat(tensor) for tensor in outputs]
+        assert len(outputs) == len(inputs) == self.size, (
+            f"an all_to_all over {self.size} ranks got {counts}"
+        )
+        sources, targets = (
+            [self._flat(tensor) for tensor in inputs],
+            [self._flat(tensor) for tensor in outputs],
+        )
         sizes = [0 if peer == self.rank else source.nbytes for peer, source in enumerate(sources)]
-        between = sum(size for size, elsewhere in zip(sizes, self._elsewhere, strict=True) if elsewhere)
+        between = sum(
+            size for size, elsewhere in zip(sizes, self._elsewhere, strict=True) if elsewhere
+        )
         place, code = self._next("all_to_all")
         steps = self._carrier(sources[0]).exchange(targets, sources, self._tag(place, code))
-        return self._start("all_to_all", steps, sum(sizes) - between, between, place, tensors=(*sources, *targets))
+        return self._start(
+            "all_to_all", steps, sum(sizes) - between, between, place, tensors=(*sources, *targets)
+        )
 
     def start_send(self, tensor: Tensor, to: int) -> Work:
         assert to != self.rank, f"rank {self.rank} of {self.axis} cannot send to itself"
@@ -153,14 +180,18 @@ class Group:
         flat = self._flat(tensor)
         steps = _once(lambda: self.connection.send(flat, to, tag, is_met=True))
         between = tensor.nbytes if self._elsewhere[to] else 0
-        return self._start("send", steps, tensor.nbytes - between, between, place, tensors=(flat,), by_mpi=True)
+        return self._start(
+            "send", steps, tensor.nbytes - between, between, place, tensors=(flat,), by_mpi=True
+        )
 
     def start_receive(self, tensor: Tensor, source: int) -> Work:
         assert source != self.rank, f"rank {self.rank} of {self.axis} cannot receive from itself"
         place, tag = self._next_message("receive", "from", source, tensor.nbytes)
         flat = self._flat(tensor)
         steps = _once(lambda: self.connection.receive(flat, source, tag))
-        return self._start("receive", steps, 0, 0, place, far=self._elsewhere[source], tensors=(flat,), by_mpi=True)
+        return self._start(
+            "receive", steps, 0, 0, place, far=self._elsewhere[source], tensors=(flat,), by_mpi=True
+        )
 
     def start_barrier(self) -> Work:
         place, _ = self._next("barrier")
@@ -177,9 +208,17 @@ class Group:
             return None
         return None if self.connection.on_device(tensor) else self.window
 
-    def _start_even(self, operation: str, steps: Steps, size: int, place: Place, *tensors: Tensor) -> Work:
+    def _start_even(
+        self, operation: str, steps: Steps, size: int, place: Place, *tensors: Tensor
+    ) -> Work:
         """An operation that sends `size` / N bytes to each of the other ranks."""
-        return self._start(operation, steps, *evenly(size, self.size, self._count_elsewhere), place, tensors=tensors)
+        return self._start(
+            operation,
+            steps,
+            *evenly(size, self.size, self._count_elsewhere),
+            place,
+            tensors=tensors,
+        )
 
     def stack(self, values: Tensor) -> Tensor:
         """[ranks, ...]: the same few values of all ranks."""
@@ -211,7 +250,9 @@ class Group:
         entry.sent(inside, between)
         what = self.label, operation, place.ranks[0] if place.ranks else -1
         queue = self._queue(tensors[0], by_mpi) if tensors else None
-        work = self.connection.progress.start(steps, entry, place, what, inside + between + shared, far or between > 0, queue)
+        work = self.connection.progress.start(
+            steps, entry, place, what, inside + between + shared, far or between > 0, queue
+        )
         if queue and not work.done:
             work.tensors = tensors
         return work
@@ -223,8 +264,12 @@ class Group:
 
     def _flat(self, tensor: Tensor) -> Tensor:
         here = tensor.is_cpu or self.connection.on_device(tensor)
-        assert here, f"this group moves tensors of the CPU and of {self.connection.device.torch}; this one is on {tensor.device}"
-        assert tensor.is_contiguous(), f"only contiguous tensors are sent; this one has shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        assert here, (
+            f"this group moves tensors of the CPU and of {self.connection.device.torch}; this one is on {tensor.device}"
+        )
+        assert tensor.is_contiguous(), (
+            f"only contiguous tensors are sent; this one has shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        )
         flat = tensor.data  # not detach(): autograd would count what is written as a change of all that lies in the same block
         return flat if flat.dim() == 1 else flat.view(-1)
 
@@ -237,23 +282,33 @@ class Group:
         """Of the operation that `start_steps` starts next."""
         return self.connection.tag(self._collectives + 1, 0, True)
 
-    def _next(self, operation: str, tensor: Tensor | None = None, detail: str = "") -> tuple[Place, int]:
+    def _next(
+        self, operation: str, tensor: Tensor | None = None, detail: str = ""
+    ) -> tuple[Place, int]:
         """The place of the next collective, which the ranks of the node see from now on, and the code that all ranks must have for it."""
         self._collectives += 1
         key = (operation, detail, tensor.dtype, tensor.nbytes) if tensor is not None else operation
         signature = self._signatures.get(key)
         if signature is None:
-            what = f"of {tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}" if tensor is not None else ""
+            what = (
+                f"of {tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}"
+                if tensor is not None
+                else ""
+            )
             signature = self._signatures[key] = Signature.of(operation, detail, what)
         return self.connection.started(self._collectives, signature), signature.code
 
     def _tag(self, place: Place, code: int) -> int:
         return self.connection.tag(place.number, code, True)
 
-    def _next_message(self, operation: str, direction: str, peer: int, size: int) -> tuple[Place, int]:
+    def _next_message(
+        self, operation: str, direction: str, peer: int, size: int
+    ) -> tuple[Place, int]:
         number = self._sent[direction, peer] = self._sent.get((direction, peer), 0) + 1
         label = f"{operation} {number} of {size} bytes {direction} rank {self.ranks[peer]} along {self.axis}"
-        return self.connection.message(label, peer, number), self.connection.tag(number, size, False)
+        return self.connection.message(label, peer, number), self.connection.tag(
+            number, size, False
+        )
 
 
 def _once(post: Callable[[], list[Any]]) -> Steps:

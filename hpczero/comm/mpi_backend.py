@@ -18,12 +18,18 @@ from hpczero.comm.status import Place
 # The local half of a reduction: parts that have arrived, combined in rank order (so the result never depends on arrival).
 _BLOCK = 1 << 16  # elements: accumulator and parts stay in the cache
 _HALF = (torch.float16, torch.bfloat16)
-_OPERATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def check(op: str, output: Tensor, dtype: torch.dtype) -> None:
     assert op in _OPERATIONS, f"reduction '{op}' is unknown; there are {', '.join(_OPERATIONS)}"
-    assert not (op == "sum" and dtype is torch.bool), 'booleans have no sum: reduce with "max" (any) or "min" (all)'
+    assert not (op == "sum" and dtype is torch.bool), (
+        'booleans have no sum: reduce with "max" (any) or "min" (all)'
+    )
     fits = output.dtype is dtype or (dtype in _HALF and output.dtype is torch.float32)
     assert fits, f"a reduction of {dtype} cannot be written to {output.dtype}"
 
@@ -34,11 +40,15 @@ def combine_parts(output: Tensor, parts: Sequence[Tensor], op: str) -> None:
     """
     operation = _OPERATIONS[op]
     dtype = parts[0].dtype
-    if len(parts) == 2 and output.dtype is dtype:  # torch adds two half-precision numbers in fp32 and rounds once
+    if (
+        len(parts) == 2 and output.dtype is dtype
+    ):  # torch adds two half-precision numbers in fp32 and rounds once
         operation(parts[0], parts[1], out=output)
         return
     length = max(1, min(_BLOCK, output.numel()) if output.device.type == "cpu" else output.numel())
-    accumulator = torch.empty(length, dtype=torch.float32 if dtype in _HALF else dtype, device=output.device)
+    accumulator = torch.empty(
+        length, dtype=torch.float32 if dtype in _HALF else dtype, device=output.device
+    )
     for begin in range(0, output.numel(), length):
         block = slice(begin, begin + length)
         total = accumulator[: output[block].numel()].copy_(parts[0][block])
@@ -47,7 +57,9 @@ def combine_parts(output: Tensor, parts: Sequence[Tensor], op: str) -> None:
         output[block].copy_(total)
 
 
-Combine = Callable[[slice, list[Tensor]], None]  # (elements of the own shard, what each rank sent for them, in rank order)
+Combine = Callable[
+    [slice, list[Tensor]], None
+]  # (elements of the own shard, what each rank sent for them, in rank order)
 _BROADCAST_PIECE = 1 << 20  # bytes: a rank hands a piece on while it receives the next
 
 
@@ -85,8 +97,16 @@ def combine_into(output: Tensor, op: str) -> Combine:
 class ByMessages:
     def __init__(self, connection: Connection, axis: str, ranks: Sequence[int], rank: int) -> None:
         """`ranks` of the group by their numbers in the world, `rank`: which of them this one is."""
-        self.connection, self._axis, self.ranks, self.rank, self.size = connection, axis, ranks, rank, len(ranks)
-        self._peers = [(rank + distance) % self.size for distance in range(1, self.size)]  # not all to rank 0 first
+        self.connection, self._axis, self.ranks, self.rank, self.size = (
+            connection,
+            axis,
+            ranks,
+            rank,
+            len(ranks),
+        )
+        self._peers = [
+            (rank + distance) % self.size for distance in range(1, self.size)
+        ]  # not all to rank 0 first
 
     def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
         """As MPI matches its own collectives without regard to what they are, each rank's values stand behind a stamp."""
@@ -100,15 +120,22 @@ class ByMessages:
         for rank, start in zip(self.ranks, starts, strict=True):
             if received[start : start + 8] != stamp:
                 where = f"{place.label.decode()} (number {place.number} along {self._axis})"
-                raise CommunicationError(f"{where}: what came from rank {rank} belongs to another operation, or has another size")
-        everyones = [torch.frombuffer(received, dtype=tensor.dtype, count=tensor.numel(), offset=start + 8) for start in starts]
+                raise CommunicationError(
+                    f"{where}: what came from rank {rank} belongs to another operation, or has another size"
+                )
+        everyones = [
+            torch.frombuffer(received, dtype=tensor.dtype, count=tensor.numel(), offset=start + 8)
+            for start in starts
+        ]
         combine_parts(copy, everyones, op)
         self.connection.back(tensor, copy)
 
     def all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps:
         own = tensor[shard(tensor.numel(), self.size, self.rank)]
         yield from self.reduce_scatter(tensor, combine_into(own, op), tag)
-        yield from self._all_gather(tensor, own, tag, in_turn=False)  # it would ask for its turn only now, behind what the others may wait for
+        yield from self._all_gather(
+            tensor, own, tag, in_turn=False
+        )  # it would ask for its turn only now, behind what the others may wait for
 
     def reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps:
         if not self._peers:
@@ -119,7 +146,9 @@ class ByMessages:
         most = None if tensor.device.type == "cpu" else 2 * others * slot_bytes(tensor, self.size)
         buffer = yield from self.connection.borrow(least, tensor.device, most)
         try:
-            yield from self._reduce_rounds(tensor, combine, tag, slots_of(buffer, self.size - 1, tensor.dtype))
+            yield from self._reduce_rounds(
+                tensor, combine, tag, slots_of(buffer, self.size - 1, tensor.dtype)
+            )
         finally:
             self.connection.give_back(buffer)
 
@@ -131,11 +160,18 @@ class ByMessages:
 
         def arriving(number: int) -> dict[int, Tensor]:
             own = pieces[self.rank][windows[number]].numel()
-            return {peer: slot[:own] for peer, slot in zip(self._peers, slots[number % 2], strict=True)}
+            return {
+                peer: slot[:own] for peer, slot in zip(self._peers, slots[number % 2], strict=True)
+            }
 
         def post(number: int) -> list[Any]:
-            receives = [self.connection.receive(part, peer, tag) for peer, part in arriving(number).items()]
-            sends = [self.connection.send(pieces[peer][windows[number]], peer, tag) for peer in self._peers]
+            receives = [
+                self.connection.receive(part, peer, tag) for peer, part in arriving(number).items()
+            ]
+            sends = [
+                self.connection.send(pieces[peer][windows[number]], peer, tag)
+                for peer in self._peers
+            ]
             return list(chain(*receives, *sends))
 
         posted = post(0) if windows else []
@@ -156,11 +192,17 @@ class ByMessages:
     def exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int) -> Steps:
         return self._exchange(outputs, inputs, tag, in_turn=True)
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int, in_turn: bool) -> Steps:
+    def _exchange(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int, in_turn: bool
+    ) -> Steps:
         """`in_turn`: what was started before leaves before."""
-        receives = [self.connection.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)]
+        receives = [
+            self.connection.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)
+        ]
         _copy(outputs[self.rank], inputs[self.rank])
-        yield from self.connection.send_in_turn([(inputs[peer], peer) for peer in self._peers], tag, in_turn)
+        yield from self.connection.send_in_turn(
+            [(inputs[peer], peer) for peer in self._peers], tag, in_turn
+        )
         yield list(chain(*receives))
 
     def broadcast(self, tensor: Tensor, root: int, tag: int) -> Steps:
@@ -179,7 +221,9 @@ def tree(place: int, size: int) -> tuple[int | None, list[int]]:
     """Parent and children of a place in the binomial tree over `size` places rooted at 0, the largest branch first."""
     span = place & -place if place else 1 << (size - 1).bit_length()
     branches = [1 << bit for bit in reversed(range(span.bit_length() - 1))]
-    return (place - span if place else None), [place + branch for branch in branches if place + branch < size]
+    return (place - span if place else None), [
+        place + branch for branch in branches if place + branch < size
+    ]
 
 
 def _copy(output: Tensor, tensor: Tensor) -> None:
@@ -231,7 +275,11 @@ class Order:
     def is_next(self, channel: int, turn: Turn) -> bool:
         if self._agreement is not None:
             self._channels.extend(self._agreement.agreed())
-        return bool(self._channels) and self._channels[0] == channel and self._started[channel][0] is turn
+        return (
+            bool(self._channels)
+            and self._channels[0] == channel
+            and self._started[channel][0] is turn
+        )
 
     def done(self, channel: int, turn: Turn) -> None:
         """One that has failed before it was its turn has none."""
@@ -254,7 +302,9 @@ class Agreement:
 
     def __init__(self, mpi: Any, communicator: Any) -> None:
         self._mpi, self._communicator = mpi, communicator
-        self._counts = [[0] * communicator.size]  # by channel: operations that each rank has started
+        self._counts = [
+            [0] * communicator.size
+        ]  # by channel: operations that each rank has started
         self._placed = [0]  # by channel: operations that have a place
         self._sent: list[Any] = []
 

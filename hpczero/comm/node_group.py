@@ -50,7 +50,10 @@ class NodeGroup:
         self.group, self.rank, self.size, self.device = group, group.rank, group.size, CPU
         nodes = [world.node_of_rank[rank] for rank in group.ranks]
         self._world = world
-        self._places = {node: [place for place in range(self.size) if nodes[place] == node] for node in sorted(set(nodes))}
+        self._places = {
+            node: [place for place in range(self.size) if nodes[place] == node]
+            for node in sorted(set(nodes))
+        }
         self.here = self._places[nodes[self.rank]]
         self.neighbours, self.local = len(self.here), self.here.index(self.rank)
         self._own_node = nodes[self.rank]
@@ -61,7 +64,9 @@ class NodeGroup:
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
         """Blocks in the node's memory by name: one for all ranks of the node (`once`), one for each rank (`each`)."""
         size = sum(each.values()) + (sum(once.values()) if self.local == 0 else 0)
-        self._window = NodeWindow.allocate(self._world, [self.group.ranks[place] for place in self.here], size)
+        self._window = NodeWindow.allocate(
+            self._world, [self.group.ranks[place] for place in self.here], size
+        )
         parts = dict.fromkeys(each, self.local) | dict.fromkeys(once, 0)
         taken: dict[int, int] = {}
         blocks = {}
@@ -78,7 +83,9 @@ class NodeGroup:
         parts = [_cut(window.stop - window.start, len(self.here), self.local) for window in windows]
         between = len(self._elsewhere) * sum(part.stop - part.start for part in parts) * width
         read = (len(self.here) - 1) * (shard * width + between)
-        return self.group.start_steps("reduce_scatter", self._reduce(tensor, sums, self.group.next_tag()), between, read)
+        return self.group.start_steps(
+            "reduce_scatter", self._reduce(tensor, sums, self.group.next_tag()), between, read
+        )
 
     def settle(self) -> Work:
         """All of the node have written what they had to write in its memory."""
@@ -87,8 +94,12 @@ class NodeGroup:
     def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
         """Every rank's own shard comes to all: once per node, or where each has a tensor of its own (`copies`), to each."""
         between = (len(self._places) - 1) * tensor.numel() // self.size * tensor.element_size()
-        read = (self.size - 1) * tensor.numel() // self.size * tensor.element_size() if copies else 0
-        return self.group.start_steps("all_gather", self._gather(tensor, copies, self.group.next_tag()), between, read)
+        read = (
+            (self.size - 1) * tensor.numel() // self.size * tensor.element_size() if copies else 0
+        )
+        return self.group.start_steps(
+            "all_gather", self._gather(tensor, copies, self.group.next_tag()), between, read
+        )
 
     def all_gather(self, values: Tensor) -> Tensor:
         return self.group.stack(values)
@@ -113,7 +124,11 @@ class NodeGroup:
             yield from self._reduce_between(pieces, sums, tag)
         else:
             length = tensor.numel() // self.size
-            sums.into_shard(slice(0, length), [piece[self._shard(tensor, self.rank)] for piece in pieces], self.here)
+            sums.into_shard(
+                slice(0, length),
+                [piece[self._shard(tensor, self.rank)] for piece in pieces],
+                self.here,
+            )
         yield from self._post(DONE, number)
         yield from self._reached(DONE, number)
 
@@ -140,7 +155,9 @@ class NodeGroup:
     def _least(self, length: int, width: int) -> int:
         return self._pieces * min(BLOCK, length) * width
 
-    def _round(self, pieces: list[Tensor], window: slice, buffer: Tensor, sums: LocalSum, tag: int) -> Steps:
+    def _round(
+        self, pieces: list[Tensor], window: slice, buffer: Tensor, sums: LocalSum, tag: int
+    ) -> Steps:
         length, count = pieces[0].numel() // self.size, window.stop - window.start
         free = iter(buffer[: self._pieces * count].split(count)) if count else iter(())
         mine = _cut(count, len(self.here), self.local)
@@ -148,28 +165,40 @@ class NodeGroup:
         arriving = {node: next(free) for node in self._places if node != self._own_node}
         for node, whole in arriving.items():
             for index, place in enumerate(self._places[node]):
-                requests += self.group.connection.receive(whole[_cut(count, len(self._places[node]), index)], place, tag)
+                requests += self.group.connection.receive(
+                    whole[_cut(count, len(self._places[node]), index)], place, tag
+                )
         for place in self._elsewhere:
             first = place * length + window.start + mine.start
             out = next(free)[: mine.stop - mine.start]
-            sums.of_node(first, [piece[first : first + out.numel()] for piece in pieces], self.here, out)
+            sums.of_node(
+                first, [piece[first : first + out.numel()] for piece in pieces], self.here, out
+            )
             requests += self.group.connection.send(out, place, tag)
         yield requests
         own = slice(self.rank * length + window.start, self.rank * length + window.stop)
         parts: list[tuple[Tensor, int]] = []
         for node, places in self._places.items():
-            parts += [(arriving[node], places[0])] if node in arriving else list(zip((piece[own] for piece in pieces), places, strict=True))
+            parts += (
+                [(arriving[node], places[0])]
+                if node in arriving
+                else list(zip((piece[own] for piece in pieces), places, strict=True))
+            )
         sums.into_shard(window, [part for part, _ in parts], [place for _, place in parts])
 
     def _gather(self, tensor: Tensor, copies: bool, tag: int) -> Steps:
         number = self._number(WRITTEN)
         own, requests = tensor[self._shard(tensor, self.rank)], []
         for place in self._elsewhere:
-            requests += self.group.connection.receive(self._slice_for(tensor, place, self.local), place, tag)
+            requests += self.group.connection.receive(
+                self._slice_for(tensor, place, self.local), place, tag
+            )
         for node, places in self._places.items():
             if node != self._own_node:
                 for index, place in enumerate(places):
-                    requests += self.group.connection.send(own[_cut(own.numel(), len(places), index)], place, tag)
+                    requests += self.group.connection.send(
+                        own[_cut(own.numel(), len(places), index)], place, tag
+                    )
         if requests:
             yield requests
         yield from self._post(WRITTEN, number)
@@ -205,7 +234,9 @@ class NodeGroup:
         """The tensor that the node's rank `index` has at the place where `tensor` lies in the own block."""
         assert self._window is not None
         start = tensor.data_ptr() - self._window.part(self.local).data_ptr()
-        return self._window.part(index)[start : start + prod(tensor.shape) * tensor.element_size()].view(tensor.dtype)
+        return self._window.part(index)[
+            start : start + prod(tensor.shape) * tensor.element_size()
+        ].view(tensor.dtype)
 
     def _number(self, counter: int) -> int:
         """Operations are numbered as they start, equally on all ranks."""
@@ -251,7 +282,9 @@ _NAP = 0.0001
 class NodeWindow:
     """Build it with `NodeWindow.allocate`. `.ranks` share it; `.index` is this rank's place among them."""
 
-    def __init__(self, name: str, world: "World", ranks: Sequence[int], shared: SharedBlocks, counters: int) -> None:
+    def __init__(
+        self, name: str, world: "World", ranks: Sequence[int], shared: SharedBlocks, counters: int
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.index = self.ranks.index(world.rank)
@@ -264,12 +297,25 @@ class NodeWindow:
         self._progress: Progress = world.progress
 
     @classmethod
-    def allocate(cls, world: "World", ranks: Sequence[int], size: int, counters: int = 64, name: str = "shared") -> "NodeWindow":
+    def allocate(
+        cls,
+        world: "World",
+        ranks: Sequence[int],
+        size: int,
+        counters: int = 64,
+        name: str = "shared",
+    ) -> "NodeWindow":
         """Collective over `ranks`, which share a node: each contributes a part of `size` bytes, of its own choice. InputError on all of
         them if the node has not that much to share.
         """
         head = counters * _LINE
-        return cls(name, world, ranks, world.share_memory(ranks, f"window {name}", _up(head) + size, head), counters)
+        return cls(
+            name,
+            world,
+            ranks,
+            world.share_memory(ranks, f"window {name}", _up(head) + size, head),
+            counters,
+        )
 
     def part(self, index: int) -> Tensor:
         """The part of `ranks[index]` as bytes, beginning at a page. It takes up room only where it has been written to, by preference of
@@ -314,7 +360,11 @@ class NodeWindow:
 
     def missing(self, counter: int, value: int) -> list[int]:
         """The ranks that have not reached it."""
-        return [rank for rank, counters in zip(self.ranks, self._counters, strict=True) if counters[counter * _STRIDE] < value]
+        return [
+            rank
+            for rank, counters in zip(self.ranks, self._counters, strict=True)
+            if counters[counter * _STRIDE] < value
+        ]
 
     def close(self) -> None:
         """Collective. Tensors on the parts must not be used any more."""
@@ -328,4 +378,8 @@ def _up(size: int) -> int:
 
 
 def _tensor(memory: memoryview) -> Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8)
+        if len(memory)
+        else torch.empty(0, dtype=torch.uint8)
+    )

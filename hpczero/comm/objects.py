@@ -14,7 +14,9 @@ _ROUND = 0.2  # seconds between two meetings
 Result = TypeVar("Result")
 
 
-def patiently(world: World, action: Callable[[], Result], meanwhile: Callable[[], object] = lambda: None) -> Result:
+def patiently(
+    world: World, action: Callable[[], Result], meanwhile: Callable[[], object] = lambda: None
+) -> Result:
     """Collective. What the action returns or raises here; not before it has ended on all ranks. `meanwhile`: work of this rank beside it."""
     done: Future[Result] = Future()
     problem: BaseException | None = None

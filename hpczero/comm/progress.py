@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hpczero.device import Mark, Queue
 
 What = tuple[str, str, int]  # axis, operation, the other rank of a message or -1
-Steps = Generator[Sequence[Any], None, None]  # yields requests; an empty yield means "not yet: ask again"
+Steps = Generator[
+    Sequence[Any], None, None
+]  # yields requests; an empty yield means "not yet: ask again"
 
 
 class CommunicationError(HpczeroError):
@@ -49,7 +51,14 @@ class Work:
     """
 
     def __init__(
-        self, progress: "Progress", steps: Steps, entry: Entry, place: Place, what: What, size: int, queue: "Queue | None" = None
+        self,
+        progress: "Progress",
+        steps: Steps,
+        entry: Entry,
+        place: Place,
+        what: What,
+        size: int,
+        queue: "Queue | None" = None,
     ) -> None:
         """`queue`: what the steps ask of the device goes there."""
         self.done = False
@@ -133,7 +142,14 @@ class Progress:
         self._failed: BaseException | None = None  # in the background
 
     def start(
-        self, steps: Steps, entry: Entry, place: Place, what: What, size: int = 0, far: bool = False, queue: "Queue | None" = None
+        self,
+        steps: Steps,
+        entry: Entry,
+        place: Place,
+        what: What,
+        size: int = 0,
+        far: bool = False,
+        queue: "Queue | None" = None,
     ) -> Work:
         """`far`: it sends to other nodes, and goes on while the rank computes. `queue`: of the device whose tensors it is about."""
         with self.lock:
@@ -242,7 +258,9 @@ class Progress:
                 return moved(work.requests)
         except (self._failure, RequestFailed) as error:
             library = "" if isinstance(error, RequestFailed) else f"{self._library}: "
-            raise CommunicationError(f"{self.status.in_words(work.place)}: {library}{error}") from error
+            raise CommunicationError(
+                f"{self.status.in_words(work.place)}: {library}{error}"
+            ) from error
 
     def _resume(self, work: Work) -> None:
         begun = self.trace.now()

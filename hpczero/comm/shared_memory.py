@@ -28,20 +28,35 @@ class SharedBlocks:
     it is written; nobody may rely on what is in it before.
     """
 
-    def __init__(self, mpi: Any, communicator: Any, name: str, size: int, cleared: int, others: Sequence["SharedBlocks"]) -> None:
+    def __init__(
+        self,
+        mpi: Any,
+        communicator: Any,
+        name: str,
+        size: int,
+        cleared: int,
+        others: Sequence["SharedBlocks"],
+    ) -> None:
         """Collective over the communicator. The first `cleared` bytes of every block are 0. `others` are open in this process: the rest
         of what they were promised is not free.
         """
         facts = [size, _free(others)]
         every = bytearray(16 * communicator.size)
-        communicator.Allgather([b"".join(fact.to_bytes(8, "little") for fact in facts), mpi.BYTE], [every, mpi.BYTE])
-        sizes, free = ([int.from_bytes(every[at : at + 8], "little") for at in range(first, len(every), 16)] for first in (0, 8))
+        communicator.Allgather(
+            [b"".join(fact.to_bytes(8, "little") for fact in facts), mpi.BYTE], [every, mpi.BYTE]
+        )
+        sizes, free = (
+            [int.from_bytes(every[at : at + 8], "little") for at in range(first, len(every), 16)]
+            for first in (0, 8)
+        )
         self.size = sum(map(_up, sizes)) + PAGE
         self._is_private = communicator.size == 1  # and not in /dev/shm
         problem = None if self._is_private else shortage(name, self.size, min(free))
         if problem:
             raise InputError(problem)
-        self._window = mpi.Win.Allocate_shared(self.size if communicator.rank == 0 else 0, 1, comm=communicator)
+        self._window = mpi.Win.Allocate_shared(
+            self.size if communicator.rank == 0 else 0, 1, comm=communicator
+        )
         self._window.Lock_all(mpi.MODE_NOCHECK)
         self._memory = memoryview(self._window.Shared_query(0)[0])
         self.blocks = []
@@ -59,7 +74,11 @@ class SharedBlocks:
             return 0
         pages = -(-self.size // PAGE)
         begin, resident = _address(self._memory), (ctypes.c_ubyte * (pages + 1))()
-        if ctypes.CDLL(None).mincore(ctypes.c_void_p(begin - begin % PAGE), ctypes.c_size_t(self.size + begin % PAGE), resident):
+        if ctypes.CDLL(None).mincore(
+            ctypes.c_void_p(begin - begin % PAGE),
+            ctypes.c_size_t(self.size + begin % PAGE),
+            resident,
+        ):
             return self.size
         return max(0, pages - bytes(resident).count(1)) * PAGE
 

@@ -18,10 +18,16 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-_PROCESS = struct.Struct("<QQQ")  # process id, its namespace, the file that its stacks are written to
+_PROCESS = struct.Struct(
+    "<QQQ"
+)  # process id, its namespace, the file that its stacks are written to
 _STEP = struct.Struct("<q")
-_CHANGED = struct.Struct("<d")  # when an operation was last started or a wait ended; the node's monotonic clock
-_WAIT = struct.Struct("<dqQ64s")  # since when (0: it does not wait), entry of the group (-1: none), number, label
+_CHANGED = struct.Struct(
+    "<d"
+)  # when an operation was last started or a wait ended; the node's monotonic clock
+_WAIT = struct.Struct(
+    "<dqQ64s"
+)  # since when (0: it does not wait), entry of the group (-1: none), number, label
 _ENTRY = struct.Struct("<Q40s")  # identity of the group (0: free), axis
 _RECORD = struct.Struct("<QQQ64s")  # number (0: none), code, history, label
 _STEP_AT, _CHANGED_AT, _WAIT_AT, _ENTRIES_AT = 24, 32, 40, 128
@@ -67,11 +73,17 @@ class Status:
     """The writer of this rank's slot; also keeps what only this process needs."""
 
     def __init__(self) -> None:
-        self.explain: Callable[[], str] = str  # who does not fit what this rank waits for: the watchdog knows
-        self.last_words: Callable[[], object] = str  # called before an error ends the process; raises nothing
+        self.explain: Callable[[], str] = (
+            str  # who does not fit what this rank waits for: the watchdog knows
+        )
+        self.last_words: Callable[[], object] = (
+            str  # called before an error ends the process; raises nothing
+        )
         self.slot = memoryview(bytearray(SLOT))
         self.ranks_of: dict[int, tuple[int, ...]] = {}  # entry -> ranks of the group
-        self._made: dict[tuple[str, tuple[int, ...]], int] = {}  # how often there has been such a group
+        self._made: dict[
+            tuple[str, tuple[int, ...]], int
+        ] = {}  # how often there has been such a group
         self._history: dict[int, int] = {}  # entry -> hash of what its group has started
         self.wait: Wait | None = None
         _STEP.pack_into(self.slot, _STEP_AT, -1)
@@ -162,7 +174,9 @@ class State:
     idle: float  # since an operation was last started or a wait ended
     waited: float | None
     place: str  # where it waits, in words
-    started: dict[str, list[Operation]] = field(default_factory=dict)  # identity of the group -> its last operations, oldest first
+    started: dict[str, list[Operation]] = field(
+        default_factory=dict
+    )  # identity of the group -> its last operations, oldest first
 
     @property
     def resting(self) -> float:

@@ -63,7 +63,12 @@ class Rendezvous:
             try:
                 with socket.create_connection((address, port), _MEETING.seconds / 10) as connection:
                     own = connection.getsockname()[0]
-                return cls(kind, TCPStore(address, port, None, False, _MEETING, wait_for_workers=False), own, device)
+                return cls(
+                    kind,
+                    TCPStore(address, port, None, False, _MEETING, wait_for_workers=False),
+                    own,
+                    device,
+                )
             except (OSError, RuntimeError):
                 continue
         raise InputError(
@@ -80,19 +85,36 @@ class Rendezvous:
         name = f"{axis} {' '.join(map(str, ranks))}"
         self._made[name] = number = self._made.get(name, 0) + 1
         try:
-            processes = _process_group(self.kind, PrefixStore(f"{name} {number}", self._store), rank, len(ranks), self._address)
+            processes = _process_group(
+                self.kind,
+                PrefixStore(f"{name} {number}", self._store),
+                rank,
+                len(ranks),
+                self._address,
+            )
             first = torch.zeros(1, dtype=torch.float32, device=self.device.torch)
             processes.broadcast(first, 0).wait()
             first.item()  # what is set up for the first operation is there now
         except RuntimeError as error:
-            raise CommunicationError(f"{self.kind} cannot connect group {axis} of ranks {', '.join(map(str, ranks))}: {error}") from error
+            raise CommunicationError(
+                f"{self.kind} cannot connect group {axis} of ranks {', '.join(map(str, ranks))}: {error}"
+            ) from error
         return Native(processes, self, rank, room, order)
 
 
 def _addresses(one_host: bool) -> list[str]:
     """Of this computer, those that the ranks may reach it at; `one_host`: all of them are here."""
-    own = {found.address for cards in psutil.net_if_addrs().values() for found in cards if found.family == socket.AF_INET}
-    return ["127.0.0.1"] if one_host else sorted(address for address in own if not address.startswith("127."))
+    own = {
+        found.address
+        for cards in psutil.net_if_addrs().values()
+        for found in cards
+        if found.family == socket.AF_INET
+    }
+    return (
+        ["127.0.0.1"]
+        if one_host
+        else sorted(address for address in own if not address.startswith("127."))
+    )
 
 
 def _process_group(kind: str, store: Any, rank: int, size: int, address: str) -> Any:
@@ -167,7 +189,9 @@ class Native:
 
     def all_reduce(self, tensor: Tensor, op: str, tag: int) -> Steps:
         own = tensor[shard(tensor.numel(), self.size, self.rank)]
-        return self._in_turn(self._reduce_scatter(tensor, combine_into(own, op)), self._all_gather(tensor, own))
+        return self._in_turn(
+            self._reduce_scatter(tensor, combine_into(own, op)), self._all_gather(tensor, own)
+        )
 
     def reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps:
         return self._in_turn(self._reduce_scatter(tensor, combine))
@@ -230,7 +254,11 @@ class Native:
             self._buffer = torch.empty(room, dtype=torch.uint8, device=tensor.device)
         length = room // (4 * self.size * width)
         length -= length % BLOCK if length > BLOCK else 0
-        leaving, arriving = self._buffer[: 4 * self.size * length * width].view(tensor.dtype).view(2, 2, self.size * length)
+        leaving, arriving = (
+            self._buffer[: 4 * self.size * length * width]
+            .view(tensor.dtype)
+            .view(2, 2, self.size * length)
+        )
         return leaving, arriving
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
@@ -239,7 +267,11 @@ class Native:
             return
         longest = -(-count // self.size)
         whole = output if longest * self.size == count else output.new_empty(longest * self.size)
-        sent = tensor if tensor.numel() == longest else whole[self.rank * longest : (self.rank + 1) * longest]
+        sent = (
+            tensor
+            if tensor.numel() == longest
+            else whole[self.rank * longest : (self.rank + 1) * longest]
+        )
         if sent is not tensor:
             sent[: tensor.numel()] = tensor
         yield self._start(self._processes._allgather_base, _bytes(whole), _bytes(sent))
@@ -249,7 +281,9 @@ class Native:
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
         sizes = [output.numel() for output in outputs]
         arriving = outputs[0].new_empty(sum(sizes))
-        yield self._all_to_all(arriving, torch.cat(list(inputs)), sizes, [tensor.numel() for tensor in inputs])
+        yield self._all_to_all(
+            arriving, torch.cat(list(inputs)), sizes, [tensor.numel() for tensor in inputs]
+        )
         for output, part in zip(outputs, arriving.split(sizes), strict=True):
             output.copy_(part)
 
@@ -257,7 +291,9 @@ class Native:
         if tensor.numel():
             yield self._start(self._processes.broadcast, _bytes(tensor), root)
 
-    def _all_to_all(self, output: Tensor, tensor: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> list[Any]:
+    def _all_to_all(
+        self, output: Tensor, tensor: Tensor, arriving: Sequence[int], leaving: Sequence[int]
+    ) -> list[Any]:
         width = tensor.element_size()
         sizes = [[count * width for count in counts] for counts in (arriving, leaving)]
         return self._start(self._processes.alltoall_base, _bytes(output), _bytes(tensor), *sizes)

@@ -165,7 +165,9 @@ class Recording(Trace):
         self._room = events
         self._whats: dict[tuple[str, str, str, int, bool], int] = {}
         self._open: list[tuple[int, int, int]] = []  # begun and not ended: what, begin, number
-        self._under_way: dict[int, tuple[int, int, int, int]] = {}  # ticket -> what, begin, bytes, number
+        self._under_way: dict[
+            int, tuple[int, int, int, int]
+        ] = {}  # ticket -> what, begin, bytes, number
         self._tickets = 0
         self._ends = _Ends(self)
 
@@ -201,7 +203,12 @@ class Recording(Trace):
     def started(self, what: tuple[str, str, int], size: int, number: int) -> int:
         axis, name, peer = what
         self._tickets += 1
-        self._under_way[self._tickets] = self._place(OPERATION, name, axis, peer), time.perf_counter_ns(), size, number
+        self._under_way[self._tickets] = (
+            self._place(OPERATION, name, axis, peer),
+            time.perf_counter_ns(),
+            size,
+            number,
+        )
         return self._tickets
 
     def finished(self, ticket: int) -> None:
@@ -219,9 +226,13 @@ class Recording(Trace):
         now, whats = time.perf_counter_ns(), self.whats
         begun = [(what, begin, 0, number) for what, begin, number in reversed(self._open)]
         for what, begin, size, number in begun + list(self._under_way.values()):
-            self._keep(self._place(*whats[what]._replace(unfinished=True)), begin, now, size, number)
+            self._keep(
+                self._place(*whats[what]._replace(unfinished=True)), begin, now, size, number
+            )
 
-    def _place(self, kind: str, name: str, axis: str = "", peer: int = -1, unfinished: bool = False) -> int:
+    def _place(
+        self, kind: str, name: str, axis: str = "", peer: int = -1, unfinished: bool = False
+    ) -> int:
         return self._whats.setdefault((kind, name, axis, peer, unfinished), len(self._whats))
 
     def _keep(self, *row: int) -> None:

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 from hpczero.comm.status import Operation, State
 
-HERE, STARTED = "waiting in it", "has started it, but waits in nothing, so that it does not go on there"
+HERE, STARTED = (
+    "waiting in it",
+    "has started it, but waits in nothing, so that it does not go on there",
+)
 DIFFERENT, ABSENT, UNKNOWN = "in a different operation", "not come", "no news of"
 _SHOWN = 8  # ranks told about one by one
 
@@ -30,7 +33,11 @@ class Question:
 
 def judge(question: Question, states: Mapping[int, State]) -> dict[int, str]:
     """Of every other rank that takes part: HERE, STARTED, DIFFERENT, ABSENT or UNKNOWN."""
-    return {rank: _judge(question, rank, states.get(rank)) for rank in question.ranks if rank != question.rank}
+    return {
+        rank: _judge(question, rank, states.get(rank))
+        for rank in question.ranks
+        if rank != question.rank
+    }
 
 
 def _judge(question: Question, rank: int, state: State | None) -> str:
@@ -63,7 +70,10 @@ def _agree(our: Operation, their: Operation) -> bool:
 
 
 def suspects(
-    question: Question, judged: Mapping[int, str], states: Mapping[int, State], gone: Collection[int]
+    question: Question,
+    judged: Mapping[int, str],
+    states: Mapping[int, State],
+    gone: Collection[int],
 ) -> list[int]:
     """The ranks that the others wait for, in the order of what speaks against them: those `gone`
     (ended or stopped); one that started another operation than most; ranks that wait for nothing;
@@ -72,9 +82,13 @@ def suspects(
     if gone:
         return sorted(gone)
     if DIFFERENT in judged.values():
-        return _outvoted({rank: _started_instead(question, states.get(rank)) for rank in question.ranks})
+        return _outvoted(
+            {rank: _started_instead(question, states.get(rank)) for rank in question.ranks}
+        )
     since = states[question.rank].waited or 0.0 if question.rank in states else 0.0
-    busy = [rank for rank, state in states.items() if state.waited is None and state.idle > since / 2]
+    busy = [
+        rank for rank, state in states.items() if state.waited is None and state.idle > since / 2
+    ]
     late = [rank for rank in busy if judged.get(rank) in (ABSENT, STARTED)]
     if late or busy:
         return sorted(late or busy)
@@ -103,7 +117,11 @@ def headline(judged: Mapping[int, str], seconds: float) -> str:
     if DIFFERENT in kinds:
         return "not all ranks are in the same operation, or not with the same size"
     missing = "a rank did not come" if ABSENT in kinds else "all have come, but it does not end"
-    return f"after {seconds:.1f} s {missing}" if ABSENT in kinds or UNKNOWN not in kinds else f"it has not ended after {seconds:.1f} s"
+    return (
+        f"after {seconds:.1f} s {missing}"
+        if ABSENT in kinds or UNKNOWN not in kinds
+        else f"it has not ended after {seconds:.1f} s"
+    )
 
 
 def cause(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
@@ -115,28 +133,50 @@ def cause(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
 
 
 def account(
-    question: Question, judged: Mapping[int, str], states: Mapping[int, State], hosts: Mapping[int, str], notes: Mapping[int, str]
+    question: Question,
+    judged: Mapping[int, str],
+    states: Mapping[int, State],
+    hosts: Mapping[int, str],
+    notes: Mapping[int, str],
 ) -> list[str]:
     """The other ranks, by what they are doing. `notes`: what is known of their processes."""
     here = [question.rank, *(rank for rank, kind in judged.items() if kind == HERE)]
     lines = [f"  {HERE}: {_named(here)}"]
     for kind in (STARTED, DIFFERENT, ABSENT, UNKNOWN):
         ranks = [rank for rank, found in judged.items() if found == kind]
-        lines += [f"  {kind}: rank {rank} on {hosts[rank]}{_doing(question, states.get(rank), notes.get(rank))}" for rank in ranks[:_SHOWN]]
+        lines += [
+            f"  {kind}: rank {rank} on {hosts[rank]}{_doing(question, states.get(rank), notes.get(rank))}"
+            for rank in ranks[:_SHOWN]
+        ]
         if len(ranks) > _SHOWN:
             lines.append(f"  {kind}: {len(ranks) - _SHOWN} more: {_named(ranks[_SHOWN:])}")
-    lines += [f"  rank {rank} on {hosts[rank]}: {note}" for rank, note in notes.items() if judged.get(rank) == HERE]
+    lines += [
+        f"  rank {rank} on {hosts[rank]}: {note}"
+        for rank, note in notes.items()
+        if judged.get(rank) == HERE
+    ]
     return lines + _advice(question, judged, states)
 
 
-def _advice(question: Question, judged: Mapping[int, str], states: Mapping[int, State]) -> list[str]:
+def _advice(
+    question: Question, judged: Mapping[int, str], states: Mapping[int, State]
+) -> list[str]:
     """Where ranks wait for different things, and one of these is a layer's parameters."""
-    others = [states[rank] for rank, kind in judged.items() if kind in (DIFFERENT, ABSENT) and rank in states]
+    others = [
+        states[rank]
+        for rank, kind in judged.items()
+        if kind in (DIFFERENT, ABSENT) and rank in states
+    ]
     places = [question.place, *(state.place for state in others if state.waited is not None)]
-    if len(places) == 1 or not any(place.startswith("all_gather ") and not place.startswith("all_gather of ") for place in places):
+    if len(places) == 1 or not any(
+        place.startswith("all_gather ") and not place.startswith("all_gather of ")
+        for place in places
+    ):
         return []
     gathered = "parameters are gathered as layers run (zero.stage = 3)"
-    return [f"  {gathered}: all ranks must run the same layers, in one order; at zero.stage = 2 they need not"]
+    return [
+        f"  {gathered}: all ranks must run the same layers, in one order; at zero.stage = 2 they need not"
+    ]
 
 
 def _doing(question: Question, state: State | None, note: str | None) -> str:
@@ -160,7 +200,9 @@ def _doing(question: Question, state: State | None, note: str | None) -> str:
 
 def _parted(axis: str, our: Operation, their: Operation) -> str:
     if our.code == their.code:
-        return f"an operation before number {our.number} along {axis} was not the same there and here"
+        return (
+            f"an operation before number {our.number} along {axis} was not the same there and here"
+        )
     return f"number {our.number} along {axis} is {their.label} there, {our.label} here"
 
 

@@ -75,7 +75,11 @@ class Watch:
         faulthandler.register(DUMP_STACKS, self._stacks, all_threads=True)
         status.identify(self._stacks.fileno())
         if folder and self._rank == min(slots):
-            for path in (self._file("json"), self._file("txt"), *([folder / "report"] if member == members[0] else [])):
+            for path in (
+                self._file("json"),
+                self._file("txt"),
+                *([folder / "report"] if member == members[0] else []),
+            ):
                 remove(path)
         status.explain = self.explain
         self._period = min(1.0, seconds / 10)
@@ -110,15 +114,17 @@ class Watch:
             if self._done.is_set():
                 return
             host = self._members[self._rank].host
-            words = f"hpczero: rank {self._rank} on {host}: the watchdog failed, and so the job ends"
-            self._leave(lambda: print(f"{words}:\n{traceback.format_exc()}", file=sys.stderr, flush=True))
+            words = (
+                f"hpczero: rank {self._rank} on {host}: the watchdog failed, and so the job ends"
+            )
+            self._leave(
+                lambda: print(f"{words}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            )
 
     def _end_what_waits(self) -> None:
         wait = self._status.wait
         waited = time.monotonic() - wait.since if wait else 0.0
-        if wait and (
-            waited > self._seconds or (waited > self._period and self._is_hopeless(wait))
-        ):
+        if wait and (waited > self._seconds or (waited > self._period and self._is_hopeless(wait))):
             self._leave(lambda: self._speak(wait))
 
     def _leave(self, speak: Callable[[], object]) -> None:
@@ -151,7 +157,11 @@ class Watch:
     def _states(self) -> dict[int, State]:
         """Of this node's ranks, and of those that other nodes have written down."""
         states = self._states_here()
-        for node in {member.node for member in self._members.values()} - {self._node} if self._folder else ():
+        for node in (
+            {member.node for member in self._members.values()} - {self._node}
+            if self._folder
+            else ()
+        ):
             written = self._written(node)
             ago = max(0.0, time.time() - written["at"])
             states |= {int(rank): _state(facts, ago) for rank, facts in written["states"].items()}
@@ -171,11 +181,17 @@ class Watch:
             self._told = resting
             return
         self._told = resting
-        if self._rank != min(resting, key=lambda rank: (states[rank].waited is None, rank)):  # one that waits is able to write
+        if self._rank != min(
+            resting, key=lambda rank: (states[rank].waited is None, rank)
+        ):  # one that waits is able to write
             return
         states = self._states_here()
         silent = [rank for rank in sorted(resting) if states[rank].waited is None]
-        facts = {"at": time.time(), "states": {rank: asdict(state) for rank, state in states.items()}, "stacks": self._stacks_of(silent, states)}
+        facts = {
+            "at": time.time(),
+            "states": {rank: asdict(state) for rank, state in states.items()},
+            "stacks": self._stacks_of(silent, states),
+        }
         self._write(self._file("json"), json.dumps(facts))
 
     def _file(self, ending: str, node: int | None = None) -> Path:
@@ -255,23 +271,37 @@ class Watch:
         lines = [f"{question.place}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
         lines += verdict.cause(suspects, hosts)
         lines += verdict.account(question, judged, states, hosts, notes)
-        wrong = [rank for rank, kind in judged.items() if kind in (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)]
+        wrong = [
+            rank
+            for rank, kind in judged.items()
+            if kind in (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)
+        ]
         wrong = [*suspects, *(rank for rank in wrong if rank not in suspects)]
-        stacks = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states) | self._stacks_elsewhere(wrong)
+        stacks = (
+            self._stacks_of([self._rank], states)
+            | self._stacks_of(wrong, states)
+            | self._stacks_elsewhere(wrong)
+        )
         for rank, text in stacks.items():
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
         return "\n".join(lines)
 
     def _ended(self, judged: Mapping[int, str], states: Mapping[int, State]) -> list[int]:
         """Those of this node that have not come and never will."""
-        absent = [rank for rank, kind in judged.items() if kind == verdict.ABSENT and rank in self._slots]
+        absent = [
+            rank for rank, kind in judged.items() if kind == verdict.ABSENT and rank in self._slots
+        ]
         return [rank for rank in absent if _process(states[rank]) == _ENDED]
 
     def _stacks_elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
         if not self._folder:
             return {}
         nodes = {self._members[rank].node for rank in ranks} - {self._node}
-        written = {int(rank): text for node in nodes for rank, text in self._written(node)["stacks"].items()}
+        written = {
+            int(rank): text
+            for node in nodes
+            for rank, text in self._written(node)["stacks"].items()
+        }
         return {rank: text for rank, text in written.items() if rank in ranks}
 
     def _question(self, wait: Wait, states: Mapping[int, State]) -> Question:
@@ -293,7 +323,10 @@ def _leave_late() -> None:
 
 def _state(facts: dict[str, Any], ago: float) -> State:
     """As written down so many seconds ago; nothing has happened since, or it would have been written again."""
-    started = {group: [Operation(**operation) for operation in operations] for group, operations in facts["started"].items()}
+    started = {
+        group: [Operation(**operation) for operation in operations]
+        for group, operations in facts["started"].items()
+    }
     waited = None if facts["waited"] is None else facts["waited"] + ago
     return State(**facts | {"started": started, "idle": facts["idle"] + ago, "waited": waited})
 
@@ -347,4 +380,10 @@ def _process(state: State) -> str:
         letter = (Path("/proc") / str(state.pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return _ENDED
-    return {"Z": _ENDED, "X": _ENDED, "T": _STOPPED, "t": _STOPPED, "D": "its process waits for a disk or a file server"}.get(letter, "")
+    return {
+        "Z": _ENDED,
+        "X": _ENDED,
+        "T": _STOPPED,
+        "t": _STOPPED,
+        "D": "its process waits for a disk or a file server",
+    }.get(letter, "")

@@ -67,7 +67,9 @@ class World:
         self.status: Status = whole.status if whole else Status()
         self._windows: list[SharedBlocks] = whole._windows if whole else []
         self.progress: Progress = Progress(mpi, self.status, whole.progress.lock if whole else None)
-        self._groups: dict[tuple[str, tuple[int, ...], str], tuple[Group, Connection, Native | None]] = {}
+        self._groups: dict[
+            tuple[str, tuple[int, ...], str], tuple[Group, Connection, Native | None]
+        ] = {}
         self._device: Device | None = whole._device if whole else None
         self._direct: bool = whole._direct if whole else False
         self.backend: str = whole.backend if whole else "mpi"  # what carries the collectives
@@ -82,8 +84,12 @@ class World:
         self._is_part = whole is not None
         self._watch: Watch | None = None
         self._slots: SharedBlocks | None = None
-        described = self.share(self.collect([mpi.Get_processor_name(), self._node_leader(ranks_per_node)]))
-        nodes = {leader: node for node, leader in enumerate(sorted({leader for _, leader in described}))}
+        described = self.share(
+            self.collect([mpi.Get_processor_name(), self._node_leader(ranks_per_node)])
+        )
+        nodes = {
+            leader: node for node, leader in enumerate(sorted({leader for _, leader in described}))
+        }
         self.hosts: tuple[str, ...] = tuple(host for host, _ in described)
         self.node_of_rank: tuple[int, ...] = tuple(nodes[leader] for _, leader in described)
         self.node = self.node_of_rank[self.rank]
@@ -97,15 +103,21 @@ class World:
         import mpi4py
 
         mpi4py.rc.initialize = False  # here, with the thread level that is needed
-        mpi4py.rc.finalize = False  # in close(): behind our back it would make a failing rank wait for the others
+        mpi4py.rc.finalize = (
+            False  # in close(): behind our back it would make a failing rank wait for the others
+        )
         from mpi4py import MPI
 
         if MPI.Is_finalized():
-            raise InputError("MPI has been ended in this process and cannot start again: start one World first, and give it to all that need it")
+            raise InputError(
+                "MPI has been ended in this process and cannot start again: start one World first, and give it to all that need it"
+            )
         started = not MPI.Is_initialized()
         if started:
             refuse_foreign_launcher(MPI)
-            with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # of mpi4py, about the launcher: said better below
+            with warnings.catch_warnings(
+                action="ignore", category=RuntimeWarning
+            ):  # of mpi4py, about the launcher: said better below
                 env.prepare_mpi()
                 MPI.Init_thread(MPI.THREAD_SERIALIZED)
         refuse_unusable(MPI)
@@ -115,10 +127,19 @@ class World:
             atexit.register(world._left)
         return world
 
-    def part(self, ranks: Sequence[int], ranks_per_node: int = 0, limits: Limits | None = None) -> "World":
+    def part(
+        self, ranks: Sequence[int], ranks_per_node: int = 0, limits: Limits | None = None
+    ) -> "World":
         """A world of these ranks only, numbered in this order; called by them alone. Its operations are waited for apart from ours."""
         origin = self.numbers(ranks)
-        return World(self._mpi, self._subset(ranks, "a part of the world"), ranks_per_node, limits or self._limits, self, origin)
+        return World(
+            self._mpi,
+            self._subset(ranks, "a part of the world"),
+            ranks_per_node,
+            limits or self._limits,
+            self,
+            origin,
+        )
 
     @property
     def is_watched(self) -> bool:
@@ -135,14 +156,21 @@ class World:
         assert self._watch is None, "this world is watched already"
         self._slots = self.share_memory(self._neighbours, "the watchdog's window", SLOT, CLEARED)
         slots = dict(zip(self.numbers(self._neighbours), self._slots.blocks, strict=True))
-        members = [Member(*facts) for facts in zip(self._origin, self.hosts, self.node_of_rank, strict=True)]
+        members = [
+            Member(*facts)
+            for facts in zip(self._origin, self.hosts, self.node_of_rank, strict=True)
+        ]
         self.status.move_to(self._slots.blocks[self.local_rank])
         self._watch = Watch(self.status, members[self.rank], members, slots, seconds, folder)
 
-    def share_memory(self, ranks: Sequence[int], name: str, size: int, cleared: int) -> SharedBlocks:
+    def share_memory(
+        self, ranks: Sequence[int], name: str, size: int, cleared: int
+    ) -> SharedBlocks:
         """Collective over `ranks`, which must share memory; each gets a block that all of them see."""
         if len(hosts := {self.hosts[rank] for rank in ranks}) > 1:
-            raise InputError(f"{name}: ranks {', '.join(map(str, ranks))} share no memory, being on {', '.join(sorted(hosts))}: {_NODES}")
+            raise InputError(
+                f"{name}: ranks {', '.join(map(str, ranks))} share no memory, being on {', '.join(sorted(hosts))}: {_NODES}"
+            )
         communicator = self._subset(ranks, name)
         with self.progress.lock, self.status.waiting(f"making {name}", self.numbers(ranks)):
             shared = SharedBlocks(self._mpi, communicator, name, size, cleared, self._windows)
@@ -190,11 +218,20 @@ class World:
 
         key = axis, tuple(ranks), purpose
         if key not in self._groups:
-            assert self.rank in ranks, f"rank {self.rank} asks for a group without itself: {list(ranks)}"
+            assert self.rank in ranks, (
+                f"rank {self.rank} asks for a group without itself: {list(ranks)}"
+            )
             communicator = self._subset(ranks, f"group {axis}") if len(ranks) > 1 else None
-            means = Means(self._mpi, self.progress, self.ledger, self._limits, self.device, self._direct)
-            connection, native = Connection(means, communicator, axis, self.numbers(ranks)), self._native(axis, ranks)
-            group = Group(axis, ranks, ranks.index(self.rank), self.node_of_rank, connection, native)
+            means = Means(
+                self._mpi, self.progress, self.ledger, self._limits, self.device, self._direct
+            )
+            connection, native = (
+                Connection(means, communicator, axis, self.numbers(ranks)),
+                self._native(axis, ranks),
+            )
+            group = Group(
+                axis, ranks, ranks.index(self.rank), self.node_of_rank, connection, native
+            )
             group.label = f"{axis} {purpose}".rstrip()
             group.window = self._window(axis, ranks)
             self._groups[key] = group, connection, native
@@ -235,8 +272,12 @@ class World:
         self._device, self.backend = device, backend
         if staging:
             self._limits = replace(self._limits, staging=staging)
-        self._direct = device.has_queues and all(self.share(self.collect(bool(mpi_library.facts().cuda_aware))))
-        self._rendezvous = Rendezvous.of(self, backend) if backend != "mpi" and self.size > 1 else None
+        self._direct = device.has_queues and all(
+            self.share(self.collect(bool(mpi_library.facts().cuda_aware)))
+        )
+        self._rendezvous = (
+            Rendezvous.of(self, backend) if backend != "mpi" and self.size > 1 else None
+        )
 
     def _native(self, axis: str, ranks: Sequence[int]) -> "Native | None":
         if self._rendezvous is None or len(ranks) == 1:
@@ -246,12 +287,17 @@ class World:
                 return native.beside(lambda: self._subset(ranks, f"one order along {axis}"))
         numbers, rank = self.numbers(ranks), ranks.index(self.rank)
         with self.status.waiting(f"connecting group {axis}", numbers):
-            return self._rendezvous.group(axis, numbers, rank, self._limits.staging, Order(self._mpi))
+            return self._rendezvous.group(
+                axis, numbers, rank, self._limits.staging, Order(self._mpi)
+            )
 
     @property
     def buffered(self) -> int:
         """Bytes of the buffers in which pieces arrive that are to be summed."""
-        return sum(connection.buffered + (native.buffered if native else 0) for _, connection, native in self._groups.values())
+        return sum(
+            connection.buffered + (native.buffered if native else 0)
+            for _, connection, native in self._groups.values()
+        )
 
     def share(self, value: Any) -> Any:
         """Rank 0's value on every rank: what JSON can carry, of any length (a tuple becomes a list)."""
@@ -273,7 +319,9 @@ class World:
         except InputError as error:
             message = str(error)
         messages = self.collect(message) or []
-        first = self.share(next(((rank, text) for rank, text in enumerate(messages) if text is not None), None))
+        first = self.share(
+            next(((rank, text) for rank, text in enumerate(messages) if text is not None), None)
+        )
         if first:
             rank, text = first
             raise InputError(f"rank {rank} on {self.hosts[rank]}: {text}" if rank else text)
@@ -296,7 +344,9 @@ class World:
         if not isinstance(error, HpczeroError):
             traceback.print_exception(error)
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
-        print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {kind}{error}", file=sys.stderr)
+        print(
+            f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {kind}{error}", file=sys.stderr
+        )
         if isinstance(error, InputError):
             env.wrong_input()
         self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
@@ -304,7 +354,11 @@ class World:
     def close(self) -> None:
         """The orderly end, on every rank; nothing may be under way."""
         self.progress.close()
-        windows = [(group.window, ranks) for (_, ranks, _), (group, _, _) in self._groups.items() if group.window]
+        windows = [
+            (group.window, ranks)
+            for (_, ranks, _), (group, _, _) in self._groups.items()
+            if group.window
+        ]
         for _, connection, native in self._groups.values():
             connection.close()
             if native:
@@ -330,7 +384,12 @@ class World:
     def __enter__(self) -> "World":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None or isinstance(error, Stopped):
             self.close()
             return
@@ -342,7 +401,12 @@ class World:
         self._number += 1
         signature = Signature.of(operation)
         self.status.started(self._entry, self._number, signature)
-        self.progress.start(steps, Entry(), Place(signature.label, self._entry, self._number), ("world", operation, -1)).wait()
+        self.progress.start(
+            steps,
+            Entry(),
+            Place(signature.label, self._entry, self._number),
+            ("world", operation, -1),
+        ).wait()
 
     def _meet(self) -> Steps:
         yield [self._communicator.Ibarrier()]
@@ -358,13 +422,22 @@ class World:
     def _collect(self, text: bytes, received: list[bytearray]) -> Steps:
         byte = self._mpi.BYTE
         lengths = bytearray(8 * self.size if self.rank == 0 else 0)
-        yield [self._communicator.Igather([len(text).to_bytes(8, "little"), byte], [lengths, byte] if self.rank == 0 else None)]
+        yield [
+            self._communicator.Igather(
+                [len(text).to_bytes(8, "little"), byte], [lengths, byte] if self.rank == 0 else None
+            )
+        ]
         if self.rank > 0:
             yield [self._communicator.Isend([piece, byte], 0) for piece in _pieces(text)]
             return
-        received += [bytearray(int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little")) for rank in range(self.size)]
+        received += [
+            bytearray(int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little"))
+            for rank in range(self.size)
+        ]
         received[0][:] = text
-        arriving = [(rank, piece) for rank in range(1, self.size) for piece in _pieces(received[rank])]
+        arriving = [
+            (rank, piece) for rank in range(1, self.size) for piece in _pieces(received[rank])
+        ]
         yield [self._communicator.Irecv([piece, byte], rank) for rank, piece in arriving]
 
     def _node_leader(self, ranks_per_node: int) -> int:

@@ -29,12 +29,21 @@ def check(options: Namespace) -> int:
         raise InputError(no_such_key(options.explain))
     loaded = load(options.spec, options.overrides)
     if options.explain:
-        print(json.dumps(_explained(loaded, options.explain), indent=2) if options.json else _explanation(loaded, options.explain))
+        print(
+            json.dumps(_explained(loaded, options.explain), indent=2)
+            if options.json
+            else _explanation(loaded, options.explain)
+        )
         return 0
     from hpczero.data.supply import look
 
     supply, layout = look(loaded.spec), _lay_out(loaded.spec, options.ranks, options.ranks_per_node)
-    notes = unavailable(loaded.spec) + without_effect(loaded.spec) + _of_layout(loaded.spec, layout) + _unknown(loaded.spec)
+    notes = (
+        unavailable(loaded.spec)
+        + without_effect(loaded.spec)
+        + _of_layout(loaded.spec, layout)
+        + _unknown(loaded.spec)
+    )
     notes += site_profile.left_out()
     if options.json:
         print(json.dumps(_as_data(loaded, layout, notes) | {"data": supply.facts()}, indent=2))
@@ -50,11 +59,15 @@ def init(options: Namespace) -> int:
     try:
         write_new(path, to_start_from(_run_name(path.stem)))
     except FileExistsError:
-        raise InputError(f"{printable(options.path)} exists already and is left as it is: name another file") from None
+        raise InputError(
+            f"{printable(options.path)} exists already and is left as it is: name another file"
+        ) from None
     except OSError as error:
         raise InputError(f"{printable(options.path)} cannot be written: {error.strerror}") from None
     name = printable(shlex.quote(options.path))
-    print(f"wrote {name}; edit it, then\n  hpczero check {name}             what the job is\n  mpirun -n 2 hpczero run {name}   train it")
+    print(
+        f"wrote {name}; edit it, then\n  hpczero check {name}             what the job is\n  mpirun -n 2 hpczero run {name}   train it"
+    )
     return 0
 
 
@@ -63,7 +76,13 @@ def _run_name(text: str) -> str:
 
 
 def reference(options: Namespace) -> int:
-    print(json.dumps(as_data(), indent=2) if options.json else as_markdown() if options.markdown else as_text())
+    print(
+        json.dumps(as_data(), indent=2)
+        if options.json
+        else as_markdown()
+        if options.markdown
+        else as_text()
+    )
     return 0
 
 
@@ -83,14 +102,18 @@ class Layout:
     stages: list[dict[str, Any]] | None  # the layers of each
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
     memory: dict[str, Any] | None  # `planner.forecast`
-    sharing_left_out: str  # why the ranks of a node keep no states together where they otherwise would
+    sharing_left_out: (
+        str  # why the ranks of a node keep no states together where they otherwise would
+    )
     refusal: str  # why it does not fit into what is known of the nodes; empty: it does
 
 
 def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
     if ranks is None:
         if per_node is not None:
-            raise InputError(f"--ranks-per-node {per_node} lays out the ranks of --ranks: say how many there are")
+            raise InputError(
+                f"--ranks-per-node {per_node} lays out the ranks of --ranks: say how many there are"
+            )
         return None
     from hpczero.planner.memory import as_run
 
@@ -100,7 +123,9 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         of_job = spec.batch.ranks_per_node or node.gpus if platform.on_gpus else 0
         per_node = spec.comm.ranks_per_node or of_job or ranks
     if not 1 <= ranks <= _MOST_RANKS or per_node < 1:
-        raise InputError(f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node")
+        raise InputError(
+            f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node"
+        )
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
     from hpczero.model.shapes import known, layers
@@ -119,10 +144,24 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         model, job = layers(spec.model), forecast.Forecast(spec, grid, node, platform)
         stages, sent = topology.stages(spec, model), topology.sent(spec, model, grid)
         memory, refusal = job.memory(model), job.refusal(model)
-    axes, left_out = dict(zip(grid.axes, grid.sizes, strict=True)), topology.sharing_left_out(spec.zero, grid)
+    axes, left_out = (
+        dict(zip(grid.axes, grid.sizes, strict=True)),
+        topology.sharing_left_out(spec.zero, grid),
+    )
     placed = topology.nodes(grid)
     return Layout(
-        grid.describe(), ranks, parallel.order, axes, data_ranks, *sizes, placed, stages, sent, memory, left_out, refusal
+        grid.describe(),
+        ranks,
+        parallel.order,
+        axes,
+        data_ranks,
+        *sizes,
+        placed,
+        stages,
+        sent,
+        memory,
+        left_out,
+        refusal,
     )
 
 
@@ -147,7 +186,11 @@ def _of_layout(spec: Spec, layout: Layout | None) -> list[str]:
 
 def _unknown(spec: Spec) -> list[str]:
     known = _parameters(spec) is not None
-    return _uneven_heads(spec) if known else [f"the memory that {spec.model.family} needs is not known without building it"]
+    return (
+        _uneven_heads(spec)
+        if known
+        else [f"the memory that {spec.model.family} needs is not known without building it"]
+    )
 
 
 def _uneven_heads(spec: Spec) -> list[str]:
@@ -158,7 +201,9 @@ def _uneven_heads(spec: Spec) -> list[str]:
         return []
     wide, inner = head_dim(model), head_dim(model) * model.heads
     what = f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}"
-    return [f"{what}: each head is {wide} wide, {inner:,} in all; a divisor of model.hidden, or model.head_dim, says otherwise"]
+    return [
+        f"{what}: each head is {wide} wide, {inner:,} in all; a divisor of model.hidden, or model.head_dim, says otherwise"
+    ]
 
 
 def _parameters(spec: Spec) -> int | None:
@@ -172,10 +217,18 @@ def _tokens_per_step(spec: Spec) -> int:
     return spec.train.global_batch * spec.model.seq_len
 
 
-def _as_text(path: str, loaded: Loaded, layout: Layout | None, supply: str, notes: list[str]) -> str:
+def _as_text(
+    path: str, loaded: Loaded, layout: Layout | None, supply: str, notes: list[str]
+) -> str:
     """`supply`: what data.source has."""
     spec = loaded.spec
-    model, train, schedule, parameters, per_step = spec.model, spec.train, spec.schedule, _parameters(spec), _tokens_per_step(spec)
+    model, train, schedule, parameters, per_step = (
+        spec.model,
+        spec.train,
+        spec.schedule,
+        _parameters(spec),
+        _tokens_per_step(spec),
+    )
     tokens = train.steps * per_step
     width = f" of {model.head_dim}" if model.head_dim else ""
     lines = [
@@ -185,31 +238,49 @@ def _as_text(path: str, loaded: Loaded, layout: Layout | None, supply: str, note
         f" vocabulary {model.vocab}, sequence {model.seq_len}",
         f"  data      {shown(spec.data.source)}: {supply}",
         f"  a step    {train.global_batch} sequences = {per_step:,} tokens, in {train.precision}",
-        f"  training  {train.steps:,} steps = {tokens:,} tokens" + (f", {_ratio(tokens, parameters)} for each parameter" if parameters else ""),
+        f"  training  {train.steps:,} steps = {tokens:,} tokens"
+        + (f", {_ratio(tokens, parameters)} for each parameter" if parameters else ""),
         f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {schedule.name}, {schedule.warmup_steps} steps of warm-up",
     ]
     lines += _without_ranks(spec) if layout is None else []
     if layout:
         first, *others = layout.grid
-        lines += [f"  ranks     {first}", *(f"          {line}" for line in others), f"            {_dealt_out(layout)}"]
+        lines += [
+            f"  ranks     {first}",
+            *(f"          {line}" for line in others),
+            f"            {_dealt_out(layout)}",
+        ]
         lines += _topology(layout) + _memory(layout.memory)
     changed = [(name, value) for name, value in flat(spec).items() if value != keys()[name].default]
     if changed:
         lines.append("not the default:")
-        lines += [f"  {f'{name} = {shown(value)}':<42}  {loaded.sources[name].text}" for name, value in changed]
+        lines += [
+            f"  {f'{name} = {shown(value)}':<42}  {loaded.sources[name].text}"
+            for name, value in changed
+        ]
     return "\n".join(lines + [f"note: {note}" for note in notes])
 
 
 def _count(parameters: int | None) -> str:
-    return "number of parameters not known without building it" if parameters is None else f"{parameters:,} parameters"
+    return (
+        "number of parameters not known without building it"
+        if parameters is None
+        else f"{parameters:,} parameters"
+    )
 
 
 def _ratio(tokens: int, parameters: int) -> str:
-    return f"{tokens / parameters:.3g}" if tokens < 1000 * parameters else f"{tokens // parameters:,}"
+    return (
+        f"{tokens / parameters:.3g}" if tokens < 1000 * parameters else f"{tokens // parameters:,}"
+    )
 
 
 def _dealt_out(layout: Layout) -> str:
-    each = f"{layout.smallest}" if layout.smallest == layout.largest else f"{layout.smallest} or {layout.largest}"
+    each = (
+        f"{layout.smallest}"
+        if layout.smallest == layout.largest
+        else f"{layout.smallest} or {layout.largest}"
+    )
     plural = "micro-batch" if layout.micro_batches == 1 else "micro-batches"
     return f"each of the {layout.data_ranks:,} data ranks takes {layout.micro_batches:,} {plural} of {each} sequences in a step"
 
@@ -220,7 +291,13 @@ def _without_ranks(spec: Spec) -> list[str]:
     from hpczero.planner.forecast import stages, stages_in_lines
 
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
-    lines = [f"  ranks     a multiple of {tensor * pipeline:,}: tensor({tensor}) x pipeline({pipeline})"] if tensor * pipeline > 1 else []
+    lines = (
+        [
+            f"  ranks     a multiple of {tensor * pipeline:,}: tensor({tensor}) x pipeline({pipeline})"
+        ]
+        if tensor * pipeline > 1
+        else []
+    )
     if pipeline > 1 and known(spec.model):
         lines += _titled("stages", stages_in_lines(stages(spec, layers(spec.model))))
     return lines
@@ -233,7 +310,10 @@ def _topology(layout: Layout) -> list[str]:
     if layout.stages and len(layout.stages) > 1:
         found["stages"] = stages_in_lines(layout.stages)
     if layout.sent:
-        found["sent"] = ["in a step, by the rank that sends the most and by all ranks, inside nodes and between them", *sent_in_lines(layout.sent)]
+        found["sent"] = [
+            "in a step, by the rank that sends the most and by all ranks, inside nodes and between them",
+            *sent_in_lines(layout.sent),
+        ]
     return [line for title, lines in found.items() for line in _titled(title, lines)]
 
 
@@ -255,7 +335,9 @@ def _as_data(loaded: Loaded, layout: Layout | None, notes: list[str]) -> dict[st
         "tokens_per_step": _tokens_per_step(spec),
         "tokens": spec.train.steps * _tokens_per_step(spec),
         "spec": spec.model_dump(),
-        "sources": {name: source.text for name, source in loaded.sources.items() if source.text != "default"},
+        "sources": {
+            name: source.text for name, source in loaded.sources.items() if source.text != "default"
+        },
         "layout": vars(layout) if layout else None,
         "notes": notes,
     }
@@ -267,7 +349,9 @@ def _explained(loaded: Loaded, name: str) -> dict[str, Any]:
         "key": name,
         "value": flat(loaded.spec)[name],
         "source": given[-1].source.text,
-        "instead_of": [{"value": older.value, "source": older.source.text} for older in reversed(given[:-1])],
+        "instead_of": [
+            {"value": older.value, "source": older.source.text} for older in reversed(given[:-1])
+        ],
         "default": key.default,
         "allowed": key.allowed,
         "role": key.role,
@@ -285,4 +369,10 @@ def _explanation(loaded: Loaded, name: str) -> str:
         f"  role        {key.role}: {ROLES[key.role]}",
         f"  from        {given[-1].source.text}",
     ]
-    return "\n".join(lines + [f"  instead of  {shown(older.value)}  ({older.source.text})" for older in reversed(given[:-1])])
+    return "\n".join(
+        lines
+        + [
+            f"  instead of  {shown(older.value)}  ({older.source.text})"
+            for older in reversed(given[:-1])
+        ]
+    )

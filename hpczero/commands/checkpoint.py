@@ -10,14 +10,22 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint.directory import COMPLETE, Listed, checkpoint_at, folders_of_checkpoints, listed
+from hpczero.checkpoint.directory import (
+    COMPLETE,
+    Listed,
+    checkpoint_at,
+    folders_of_checkpoints,
+    listed,
+)
 from hpczero.checkpoint.load import Checkpoint, Difference, Statistics
 from hpczero.checkpoint.piece_table import Tensor
 from hpczero.checkpoint.shard_file import SLOTS, WIDTH, bar
 from hpczero.errors import InputError
 from hpczero.text import in_bytes, printable
 
-_SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}  # as --slot names them
+_SLOTS = {
+    slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)
+}  # as --slot names them
 
 
 def ls(options: Namespace) -> int:
@@ -38,7 +46,9 @@ def ls(options: Namespace) -> int:
 
 
 def _line(one: Listed) -> str:
-    grid = " x ".join(f"{printable(axis, 20)} {size}" for axis, size in (one.grid or {}).items() if size > 1) or ("1 rank" if one.ranks == 1 else "")
+    grid = " x ".join(
+        f"{printable(axis, 20)} {size}" for axis, size in (one.grid or {}).items() if size > 1
+    ) or ("1 rank" if one.ranks == 1 else "")
     problem = "" if one.state == COMPLETE or not one.problem else f"  ({printable(one.problem)})"
     return f"  {printable(one.path.name):24} {one.state:10} {in_bytes(one.size):>8}  {printable(one.created or ''):25}  {grid}{problem}".rstrip()
 
@@ -55,12 +65,18 @@ def show(options: Namespace) -> int:
         for tensor in tensors:
             pieces = list(_pieces(checkpoint, tensor))
             held = f"{len({piece['rank'] for piece in pieces})} ranks, {len({piece['file'] for piece in pieces})} files"
-            print(f"  {tensor.name:{width}}  float32 {list(tensor.shape)!s:20} {tensor.size:>15,}  {held}")
+            print(
+                f"  {tensor.name:{width}}  float32 {list(tensor.shape)!s:20} {tensor.size:>15,}  {held}"
+            )
             for piece in pieces if options.pieces else ():
-                print(f"      rank {piece['rank']:>5} {piece['file']} element {piece['offset']:>12,}  {_box_text(piece)}")
+                print(
+                    f"      rank {piece['rank']:>5} {piece['file']} element {piece['offset']:>12,}  {_box_text(piece)}"
+                )
         for name, values in checkpoint.buffers.items():
             if _matches(name, options.pattern):
-                print(f"  {printable(name):{width}}  {values.dtype} {list(values.shape)!s:20} {values.size:>15,}  buffer")
+                print(
+                    f"  {printable(name):{width}}  {values.dtype} {list(values.shape)!s:20} {values.size:>15,}  buffer"
+                )
     return 0
 
 
@@ -75,7 +91,14 @@ def stats(options: Namespace) -> int:
                     for values in checkpoint[f"/{SLOTS[slot]}/{tensor.name}"].stretches():
                         found.add(values)
                         advance(values.nbytes)
-                    rows.append({"slot": SLOTS[slot], "name": tensor.name, "elements": tensor.size, **found.as_data()})
+                    rows.append(
+                        {
+                            "slot": SLOTS[slot],
+                            "name": tensor.name,
+                            "elements": tensor.size,
+                            **found.as_data(),
+                        }
+                    )
     if options.json:
         _print_as_json(rows)
         return 0
@@ -83,7 +106,10 @@ def stats(options: Namespace) -> int:
     width = max((len(_name(row, slots)) for row in rows), default=0)
     print(f"{'':{width}}" + "".join(f"  {column:>10}" for column in columns))
     for row in rows:
-        print(f"{_name(row, slots):{width}}" + "".join(f"  {_number(row[column])}" for column in columns))
+        print(
+            f"{_name(row, slots):{width}}"
+            + "".join(f"  {_number(row[column])}" for column in columns)
+        )
     return 0
 
 
@@ -97,13 +123,21 @@ def diff(options: Namespace) -> int:
         else:
             for row in rows:
                 print(_difference_text(row))
-            print(f"{len(rows)} tensors differ" if rows else f"equal: {len(a.table.tensors)} tensors")
+            print(
+                f"{len(rows)} tensors differ" if rows else f"equal: {len(a.table.tensors)} tensors"
+            )
     return 1 if rows else 0
 
 
-def _differences(a: Checkpoint, b: Checkpoint, slots: Sequence[int], tolerance: float) -> Iterator[dict[str, Any]]:
+def _differences(
+    a: Checkpoint, b: Checkpoint, slots: Sequence[int], tolerance: float
+) -> Iterator[dict[str, Any]]:
     here, there = ({tensor.name: tensor for tensor in one.table.tensors} for one in (a, b))
-    both = [tensor for name, tensor in here.items() if name in there and tensor.shape == there[name].shape]
+    both = [
+        tensor
+        for name, tensor in here.items()
+        if name in there and tensor.shape == there[name].shape
+    ]
     for name in [*here, *(name for name in there if name not in here)]:
         shapes = [list(found[name].shape) if name in found else None for found in (here, there)]
         if shapes[0] != shapes[1]:
@@ -115,10 +149,21 @@ def _differences(a: Checkpoint, b: Checkpoint, slots: Sequence[int], tolerance: 
                 found.add(values, reference)
                 advance(values.nbytes)
             if found.relative > tolerance:
-                yield {"tensor": name, "max_abs": found.largest, "relative": found.relative, "elements": found.differing}
+                yield {
+                    "tensor": name,
+                    "max_abs": found.largest,
+                    "relative": found.relative,
+                    "elements": found.differing,
+                }
     for name in sorted(a.buffers.keys() | b.buffers.keys()):
         mine, other = a.buffers.get(name), b.buffers.get(name)
-        if mine is None or other is None or mine.dtype != other.dtype or mine.shape != other.shape or not np.array_equal(mine, other):
+        if (
+            mine is None
+            or other is None
+            or mine.dtype != other.dtype
+            or mine.shape != other.shape
+            or not np.array_equal(mine, other)
+        ):
             yield {"tensor": f"/buffers/{name}", "shape_a": _shape(mine), "shape_b": _shape(other)}
 
 
@@ -137,7 +182,9 @@ def _opened(path: str, step: int | None) -> Checkpoint:
 def _matching(checkpoint: Checkpoint, pattern: str | None) -> list[Tensor]:
     found = [tensor for tensor in checkpoint.table.tensors if _matches(tensor.name, pattern)]
     if not found and not any(_matches(name, pattern) for name in checkpoint.buffers):
-        raise InputError(f"no tensor of {checkpoint.folder} matches {printable(pattern or '*')}; `hpczero ckpt show` lists them")
+        raise InputError(
+            f"no tensor of {checkpoint.folder} matches {printable(pattern or '*')}; `hpczero ckpt show` lists them"
+        )
     return found
 
 
@@ -175,10 +222,24 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> dict[str, Any]:
         "state": content.state.model_dump(),
         "grid": content.grid,
         "ranks": content.ranks,
-        "files": [{"file": shard.file, "size": shard.size, "ranks": [data.rank for data in shard.ranks]} for shard in content.shards],
+        "files": [
+            {"file": shard.file, "size": shard.size, "ranks": [data.rank for data in shard.ranks]}
+            for shard in content.shards
+        ],
         "slots": list(SLOTS),
-        "tensors": [{"name": t.name, "shape": t.shape, "dtype": "float32", "pieces": list(_pieces(checkpoint, t))} for t in tensors],
-        "buffers": [{"name": name, "shape": values.shape, "dtype": str(values.dtype)} for name, values in checkpoint.buffers.items()],
+        "tensors": [
+            {
+                "name": t.name,
+                "shape": t.shape,
+                "dtype": "float32",
+                "pieces": list(_pieces(checkpoint, t)),
+            }
+            for t in tensors
+        ],
+        "buffers": [
+            {"name": name, "shape": values.shape, "dtype": str(values.dtype)}
+            for name, values in checkpoint.buffers.items()
+        ],
         "spec": content.spec,
     }
 
@@ -194,7 +255,13 @@ def _pieces(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[dict[str, Any]]:
 
 
 def _box_text(piece: dict[str, Any]) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(piece["start"], piece["stop"], strict=True)) + "]"
+    return (
+        "["
+        + ", ".join(
+            f"{start}:{stop}" for start, stop in zip(piece["start"], piece["stop"], strict=True)
+        )
+        + "]"
+    )
 
 
 def _name(row: dict[str, Any], slots: Sequence[int]) -> str:
@@ -202,12 +269,24 @@ def _name(row: dict[str, Any], slots: Sequence[int]) -> str:
 
 
 def _number(value: float | int | None) -> str:
-    return f"{'-':>10}" if value is None else f"{value:>10,}" if isinstance(value, int) else f"{value:>10.4g}"
+    return (
+        f"{'-':>10}"
+        if value is None
+        else f"{value:>10,}"
+        if isinstance(value, int)
+        else f"{value:>10.4g}"
+    )
 
 
 def _print_as_json(rows: Sequence[dict[str, Any]]) -> None:
     """What is not finite, which JSON cannot say, as text."""
-    said = [{key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()} for row in rows]
+    said = [
+        {
+            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
+        for row in rows
+    ]
     print(json.dumps(said, indent=2))
 
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from hpczero import env
 from hpczero.checkpoint import directory, manifest
-from hpczero.checkpoint.directory import ASIDE, COMPLETE, DAMAGED, INCOMPLETE, Listed, checkpoint_at, checkpoints_of, listed
+from hpczero.checkpoint.directory import (
+    ASIDE,
+    COMPLETE,
+    DAMAGED,
+    INCOMPLETE,
+    Listed,
+    checkpoint_at,
+    checkpoints_of,
+    listed,
+)
 from hpczero.checkpoint.import_safetensors import Adoption
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.safetensors import WHOLE, Export, SafetensorsFile
@@ -32,7 +41,9 @@ def export(options: Namespace) -> int:
     output, largest = Path(options.output), _bytes(options.shard_size) if options.shard_size else 0
     is_file = output.suffix == ".safetensors"
     if is_file and largest:
-        raise InputError(f"--shard-size: {printable(str(output))} would have to be a folder, for several files and their index")
+        raise InputError(
+            f"--shard-size: {printable(str(output))} would have to be a folder, for several files and their index"
+        )
     with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
         made = Export(checkpoint, options.dtype)
         try:
@@ -40,14 +51,24 @@ def export(options: Namespace) -> int:
             if not is_file:
                 make_folders(output)
             with bar("writing", made.size) as advance:
-                files = made.to_folder(output, largest, advance) if largest else made.to_file(output if is_file else output / WHOLE, advance)
+                files = (
+                    made.to_folder(output, largest, advance)
+                    if largest
+                    else made.to_file(output if is_file else output / WHOLE, advance)
+                )
         except OSError as error:
-            raise HpczeroError(f"{error.filename or output}: {error.strerror} ({in_bytes(made.size)} are to be written)") from error
+            raise HpczeroError(
+                f"{error.filename or output}: {error.strerror} ({in_bytes(made.size)} are to be written)"
+            ) from error
     for path in files:
         print(f"wrote {printable(str(path))}")
-    print(f"{len(made.entries)} tensors (of them {len(checkpoint.buffers)} buffers), {in_bytes(made.size)}, weights as {options.dtype}")
+    print(
+        f"{len(made.entries)} tensors (of them {len(checkpoint.buffers)} buffers), {in_bytes(made.size)}, weights as {options.dtype}"
+    )
     if made.overflows:
-        print(f"WARN {made.overflows:,} weights are too large for {options.dtype} and became infinite; bf16 has the range of fp32")
+        print(
+            f"WARN {made.overflows:,} weights are too large for {options.dtype} and became infinite; bf16 has the range of fp32"
+        )
     return 0
 
 
@@ -59,7 +80,9 @@ def import_(options: Namespace) -> int:
         files = [stack.enter_context(SafetensorsFile(path)) for path in _safetensors(options.files)]
         adoption = Adoption(spec, files)
         if _is_begun(run, checkpoints):
-            raise InputError(f"{printable(str(run))} has checkpoints already: name another run's directory")
+            raise InputError(
+                f"{printable(str(run))} has checkpoints already: name another run's directory"
+            )
         try:
             _room(run, adoption.room)
             own_folder(run)
@@ -67,26 +90,38 @@ def import_(options: Namespace) -> int:
                 _refuse_another_run(run / "spec.toml", spec)
                 with bar("reading", adoption.size) as advance:
                     path = adoption.save(checkpoints, advance)
-                if not (run / "spec.toml").exists():  # only now: with it alone a run would begin from weights made of random numbers
+                if not (
+                    run / "spec.toml"
+                ).exists():  # only now: with it alone a run would begin from weights made of random numbers
                     with written_durably(run / "spec.toml") as file:
                         file.write(to_toml(spec).encode())
         except OSError as error:
             raise HpczeroError(f"{error.filename or checkpoints}: {error.strerror}") from error
-    print(f"made {printable(str(path))}: {len(adoption.parameters)} tensors, {len(adoption.buffers)} buffers, moments of zero")
+    print(
+        f"made {printable(str(path))}: {len(adoption.parameters)} tensors, {len(adoption.buffers)} buffers, moments of zero"
+    )
     if adoption.overflows:
         print(f"WARN {adoption.overflows:,} weights are too large for fp32 and became infinite")
-    print(f"`hpczero run` with this spec begins there, at step 0, if its run directory is {printable(str(run))}")
+    print(
+        f"`hpczero run` with this spec begins there, at step 0, if its run directory is {printable(str(run))}"
+    )
     return 0
 
 
 def prune(options: Namespace) -> int:
     checkpoints = checkpoints_of(Path(options.path))
     if not directory.holds_any(checkpoints):
-        raise InputError(f"{printable(options.path)} has no checkpoints: name a run's directory, or its folder of checkpoints")
+        raise InputError(
+            f"{printable(options.path)} has no checkpoints: name a run's directory, or its folder of checkpoints"
+        )
     if options.keep is not None and options.keep < 1:
-        raise InputError(f"--keep {options.keep}: at least 1, the newest complete one, is always kept")
+        raise InputError(
+            f"--keep {options.keep}: at least 1, the newest complete one, is always kept"
+        )
     if options.keep is None and not (options.incomplete or options.set_aside or options.damaged):
-        raise InputError("nothing to remove: say how many are to be kept (--keep), or give --incomplete, --set-aside or --damaged")
+        raise InputError(
+            "nothing to remove: say how many are to be kept (--keep), or give --incomplete, --set-aside or --damaged"
+        )
     with contextlib.ExitStack() as held:
         for run in () if options.dry_run else _runs_of(checkpoints):
             held.enter_context(RunLock(run))
@@ -95,17 +130,25 @@ def prune(options: Namespace) -> int:
         for one in removed:
             if not options.dry_run:
                 _remove(one)
-            print(f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {in_bytes(one.size)})")
+            print(
+                f"{'would remove' if options.dry_run else 'removed'} {printable(str(one.path))} ({one.state}, {in_bytes(one.size)})"
+            )
     for one in found:
         if one.state in (directory.MISNAMED, directory.LINKED):
             print(f"left {printable(str(one.path))} ({one.state}: {printable(one.problem)})")
-    print(f"{len(removed)} of {len(found)} checkpoints, {in_bytes(sum(one.size for one in removed))}")
+    print(
+        f"{len(removed)} of {len(found)} checkpoints, {in_bytes(sum(one.size for one in removed))}"
+    )
     return 0
 
 
 def _runs_of(checkpoints: Path) -> list[Path]:
     """The run's directory, as the path says it and where it leads to: it may be a link, or begin and end inside."""
-    return [run for run in {checkpoints.absolute().parent.resolve(), checkpoints.resolve().parent} if (run / "spec.toml").exists()]
+    return [
+        run
+        for run in {checkpoints.absolute().parent.resolve(), checkpoints.resolve().parent}
+        if (run / "spec.toml").exists()
+    ]
 
 
 def _unwanted(found: list[Listed], options: Namespace) -> list[Listed]:
@@ -113,30 +156,42 @@ def _unwanted(found: list[Listed], options: Namespace) -> list[Listed]:
     complete = [one.step for one in found if one.state == COMPLETE]
     old = directory.to_prune(complete, options.keep or 0, options.keep_every)
     states = {INCOMPLETE: options.incomplete, ASIDE: options.set_aside, DAMAGED: options.damaged}
-    return [one for one in found if (one.state == COMPLETE and one.step in old) or states.get(one.state)]
+    return [
+        one for one in found if (one.state == COMPLETE and one.step in old) or states.get(one.state)
+    ]
 
 
 def _remove(one: Listed) -> None:
     try:
         directory.remove(one.path, one.identity)
     except OSError as error:
-        raise HpczeroError(f"{error.filename or one.path}: it was to be removed: {error.strerror}") from error
+        raise HpczeroError(
+            f"{error.filename or one.path}: it was to be removed: {error.strerror}"
+        ) from error
 
 
 def _is_begun(run: Path, checkpoints: Path) -> bool:
     """Return False also for what an import leaves that was killed before its last action: step 0, and
     no spec. Its checkpoint is set aside then, and the same command goes on.
     """
-    return bool(set(directory.steps(checkpoints)) - ({0} if not (run / "spec.toml").exists() else set()))
+    return bool(
+        set(directory.steps(checkpoints)) - ({0} if not (run / "spec.toml").exists() else set())
+    )
 
 
 def _refuse_another_run(path: Path, spec: Spec) -> None:
     """The run's directory says whose it is, as one that `hpczero run` makes."""
     if not path.exists():
         return
-    other = [difference.key for difference in differences(load(path).spec, spec) if difference.role == "identity" and difference.key != "name"]
+    other = [
+        difference.key
+        for difference in differences(load(path).spec, spec)
+        if difference.role == "identity" and difference.key != "name"
+    ]
     if other:
-        raise InputError(f"{printable(str(path.parent))} is another run's directory, with another {', '.join(other)}")
+        raise InputError(
+            f"{printable(str(path.parent))} is another run's directory, with another {', '.join(other)}"
+        )
 
 
 def _safetensors(paths: list[str]) -> list[Path]:
@@ -158,14 +213,18 @@ def _bytes(text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if not 1 <= size < _MOST_BYTES:
-        raise InputError(f"--shard-size {printable(text, 60)}: a number of bytes, such as 500MB or 5GB")
+        raise InputError(
+            f"--shard-size {printable(text, 60)}: a number of bytes, such as 500MB or 5GB"
+        )
     return size
 
 
 def _room(path: Path, size: int) -> None:
     free = directory.free_bytes(path.absolute())
     if free < size:
-        raise InputError(f"{printable(str(path))}: {in_bytes(size)} are to be written, and {in_bytes(free)} are free there")
+        raise InputError(
+            f"{printable(str(path))}: {in_bytes(size)} are to be written, and {in_bytes(free)} are free there"
+        )
 
 
 # `hpczero ckpt verify`: alone, or with the work shared out over the ranks of an mpirun.
@@ -183,7 +242,13 @@ def verify(options: Namespace) -> int:
             print(json.dumps(found, indent=2))
         elif rank == 0:
             print("\n".join(line for one in found for line in _lines(one)))
-    return 1 if any(one["damages"] for one in found) else 2 if any(one["unreadable"] for one in found) else 0
+    return (
+        1
+        if any(one["damages"] for one in found)
+        else 2
+        if any(one["unreadable"] for one in found)
+        else 0
+    )
 
 
 @contextlib.contextmanager
@@ -202,7 +267,9 @@ def _launch() -> Iterator[tuple["World | None", int]]:
 def _folders(world: "World | None", options: Namespace) -> list[Path]:
     """What rank 0 takes the paths for; an incomplete checkpoint has a damage like any other."""
     look = lambda: [str(_folder(Path(path), options.step)) for path in options.checkpoints]  # noqa: E731
-    found = world.share(world.together(lambda: look() if world.rank == 0 else [])) if world else look()
+    found = (
+        world.share(world.together(lambda: look() if world.rank == 0 else [])) if world else look()
+    )
     return [Path(path) for path in found]
 
 
@@ -231,15 +298,27 @@ def _verified(world: "World | None", folder: Path) -> dict[str, Any]:
     listed = [[damage.file, damage.what, list(damage.tensors)] for damage in damages]
     if world:
         listed = [one for of_rank in world.share(world.collect(listed)) for one in of_rank]
-        unreadable = [text for of_rank in world.share(world.collect(unreadable)) for text in of_rank]
-    told = sorted({(file, what, tuple(tensors)) for file, what, tensors in listed}, key=lambda one: _in_order(f"{one[0]} {one[1]}"))
+        unreadable = [
+            text for of_rank in world.share(world.collect(unreadable)) for text in of_rank
+        ]
+    told = sorted(
+        {(file, what, tuple(tensors)) for file, what, tensors in listed},
+        key=lambda one: _in_order(f"{one[0]} {one[1]}"),
+    )
     damaged = [{"file": file, "what": what, "tensors": tensors} for file, what, tensors in told]
-    return {"path": str(folder), "size": size, "damages": damaged, "unreadable": sorted(set(unreadable))}
+    return {
+        "path": str(folder),
+        "size": size,
+        "damages": damaged,
+        "unreadable": sorted(set(unreadable)),
+    }
 
 
 def _in_order(text: str) -> list[tuple[int, str]]:
     """Numbers by their size."""
-    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", text)]
+    return [
+        (int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"([0-9]+)", text)
+    ]
 
 
 def _lines(found: dict[str, Any]) -> Sequence[str]:
@@ -247,4 +326,8 @@ def _lines(found: dict[str, Any]) -> Sequence[str]:
     if not found["damages"] and not found["unreadable"]:
         return [f"{path}: good, {in_bytes(found['size'])} as they were written"]
     damages = [f"  {printable(str(Damage(**damage)))}" for damage in found["damages"]]
-    return [f"{path}: {'DAMAGED' if damages else 'NOT READ'}", *damages, *(f"  {printable(text)}" for text in found["unreadable"])]
+    return [
+        f"{path}: {'DAMAGED' if damages else 'NOT READ'}",
+        *damages,
+        *(f"  {printable(text)}" for text in found["unreadable"]),
+    ]

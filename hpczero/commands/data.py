@@ -23,10 +23,15 @@ _MOST_DAMAGES = 20  # that are said
 
 
 def build(options: argparse.Namespace) -> int:
-    output, recipe = Path(options.output), Recipe(options.tokenizer, options.validation_fraction, field=options.field)
+    output, recipe = (
+        Path(options.output),
+        Recipe(options.tokenizer, options.validation_fraction, field=options.field),
+    )
     _check_output(output)
     if not 0 <= recipe.validation_fraction < 1:  # NaN is neither
-        raise InputError(f"--validation-fraction is {recipe.validation_fraction}: it must be at least 0 and less than 1")
+        raise InputError(
+            f"--validation-fraction is {recipe.validation_fraction}: it must be at least 0 and less than 1"
+        )
     found = find(options.paths)
     work = output.with_name(output.name + ".partial")
     if output.exists():
@@ -40,10 +45,14 @@ def build(options: argparse.Namespace) -> int:
         with _listener() as listener:
             made = build_token_file(found, output, recipe, work, listener)
     except KeyboardInterrupt:
-        raise Stopped(f"stopped; the same command goes on where it was (what is done lies in {work})") from None
+        raise Stopped(
+            f"stopped; the same command goes on where it was (what is done lies in {work})"
+        ) from None
     print(_summary(made))
     if recipe.validation_fraction and not made.splits["validation"].documents:
-        print(f"WARN nothing for validation: too little text for a share of {recipe.validation_fraction}; --validation-fraction sets it")
+        print(
+            f"WARN nothing for validation: too little text for a share of {recipe.validation_fraction}; --validation-fraction sets it"
+        )
     return 0
 
 
@@ -63,9 +72,14 @@ def verify(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(file.describe() | {"damages": damages}, indent=2))
         return 1 if damages else 0
-    path, said = printable(str(file.path)), "" if file.has_checksums else " (it has no checksums of blocks: hpczero builds them in)"
+    path, said = (
+        printable(str(file.path)),
+        "" if file.has_checksums else " (it has no checksums of blocks: hpczero builds them in)",
+    )
     if damages:
-        print("\n".join([f"{path}: DAMAGED", *(f"  {damage}" for damage in damages[:_MOST_DAMAGES])]))
+        print(
+            "\n".join([f"{path}: DAMAGED", *(f"  {damage}" for damage in damages[:_MOST_DAMAGES])])
+        )
         if len(damages) > _MOST_DAMAGES:
             print(f"  and {len(damages) - _MOST_DAMAGES:,} more")
         return 1
@@ -89,7 +103,9 @@ def _make(work: Path) -> None:
     try:
         own_folder(work)
     except OSError as error:
-        raise InputError(f"the output's folder {work.absolute().parent} cannot be written: {error.strerror}") from error
+        raise InputError(
+            f"the output's folder {work.absolute().parent} cannot be written: {error.strerror}"
+        ) from error
 
 
 def _check_up_to_date(output: Path, found: Found, recipe: Recipe) -> None:
@@ -98,7 +114,9 @@ def _check_up_to_date(output: Path, found: Found, recipe: Recipe) -> None:
     except InputError as error:
         raise InputError(f"the output exists, and is left alone: {error}") from error
     if not same:
-        raise InputError(f"{output} exists, and was made from other text or with other parameters: remove it, or choose another output")
+        raise InputError(
+            f"{output} exists, and was made from other text or with other parameters: remove it, or choose another output"
+        )
 
 
 def _facts(file: TokenFile) -> dict[str, Any]:
@@ -113,7 +131,9 @@ def _facts(file: TokenFile) -> dict[str, Any]:
 
 
 def _summary(file: TokenFile) -> str:
-    lines = [f"{printable(str(file.path))}: tokenizer {file.tokenizer}, vocabulary {file.vocabulary}, fingerprint {file.fingerprint}"]
+    lines = [
+        f"{printable(str(file.path))}: tokenizer {file.tokenizer}, vocabulary {file.vocabulary}, fingerprint {file.fingerprint}"
+    ]
     for name, split in file.splits.items():
         size = f"{len(split.tokens):>15,} tokens {split.documents:>11,} documents"
         lines.append(f"  {name:10} {size}   unigram entropy {split.entropy():.4f} nats per token")
@@ -125,9 +145,22 @@ def _listener() -> Iterator[Listener]:
     if not sys.stdout.isatty():
         yield _Lines()
         return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns) as progress:
         yield _Bar(progress)
 

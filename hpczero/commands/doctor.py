@@ -24,7 +24,11 @@ def doctor(options: argparse.Namespace) -> int:
     report = facts.report()
     if options.prebuild:
         _prebuild(report)
-    reports = _together(report, options.clean) if report.under_a_launcher else [_alone(report, options.clean)]
+    reports = (
+        _together(report, options.clean)
+        if report.under_a_launcher
+        else [_alone(report, options.clean)]
+    )
     if reports is None:  # another rank prints
         return 0
     found = judge(reports)
@@ -45,7 +49,9 @@ def _prebuild(report: Report) -> None:
     """The first process to come there fills the cache of its computer."""
     missing = [name for name in ("torch", "mpi4py", "numba") if not report.packages[name]]
     if missing:
-        raise InputError(f"kernels cannot be compiled without {' and '.join(missing)}: {env.install('train')}")
+        raise InputError(
+            f"kernels cannot be compiled without {' and '.join(missing)}: {env.install('train')}"
+        )
     began = time.monotonic()
     kernel_cache.load("hpczero.train.run")
     if report.gpus:
@@ -55,7 +61,11 @@ def _prebuild(report: Report) -> None:
         kernel_cache.of_gpu(torch.cuda.get_device_capability())
     if all(rank == 0 for rank, _ in report.launched.values()):
         seconds = time.monotonic() - began
-        print(f"hpczero: {report.host}: the kernels are compiled ({seconds:.1f} s), in {env.numba_cache()}", file=sys.stderr, flush=True)
+        print(
+            f"hpczero: {report.host}: the kernels are compiled ({seconds:.1f} s), in {env.numba_cache()}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _alone(report: Report, clean: bool) -> Report:
@@ -74,7 +84,9 @@ def _alone(report: Report, clean: bool) -> Report:
             if asked.returncode == 0 and answer:
                 report.library = mpi_library.Library(**json.loads(answer[-1]))
             else:
-                report.library_error = _last_words(asked.stderr) or f"it ended with status {asked.returncode}"
+                report.library_error = (
+                    _last_words(asked.stderr) or f"it ended with status {asked.returncode}"
+                )
         except subprocess.TimeoutExpired:
             report.library_error = f"it did not start within {_START_LIMIT} s"
     facts.look_for_stale_segments(report, clean)
@@ -97,7 +109,9 @@ def _together(report: Report, clean: bool) -> list[Report] | None:
 
     try:
         world = World.start()
-    except SystemExit:  # a rank that believes itself alone by mistake: the launcher's first one speaks
+    except (
+        SystemExit
+    ):  # a rank that believes itself alone by mistake: the launcher's first one speaks
         return None
     except (InputError, RuntimeError, ImportError) as error:
         report.library_error = str(error)
@@ -106,7 +120,11 @@ def _together(report: Report, clean: bool) -> list[Report] | None:
         return [report] if launched_rank == 0 else None
     with world:
         report.library = mpi_library.facts()
-        report.rank, report.size, report.node = world.rank, world.size, world.node_of_rank[world.rank]
+        report.rank, report.size, report.node = (
+            world.rank,
+            world.size,
+            world.node_of_rank[world.rank],
+        )
         if world.local_rank == 0 and world.rank > 0:  # the other nodes'
             facts.look_for_stale_segments(report, clean)
         world.share(world.collect(0))  # together: everybody has arrived
@@ -129,11 +147,21 @@ def _text(found: list[Finding]) -> Iterator[str]:
                 yield ""
             topic = finding.topic
             yield topic
-        first, *more = (part for line in finding.what.split("\n") for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False) or [""])
+        first, *more = (
+            part
+            for line in finding.what.split("\n")
+            for part in textwrap.wrap(line, _WIDTH, break_on_hyphens=False) or [""]
+        )
         yield f"  {finding.verdict:<4}  {first}"
         yield from (f"        {line}" for line in more)
         if finding.fix:
             yield f"        fix: {finding.fix}"
-    count = {verdict: sum(finding.verdict == verdict for finding in found) for verdict in (WARN, FAIL)}
+    count = {
+        verdict: sum(finding.verdict == verdict for finding in found) for verdict in (WARN, FAIL)
+    }
     yield ""
-    yield "nothing to complain about" if not any(count.values()) else f"{count[FAIL]} FAIL, {count[WARN]} WARN"
+    yield (
+        "nothing to complain about"
+        if not any(count.values())
+        else f"{count[FAIL]} FAIL, {count[WARN]} WARN"
+    )

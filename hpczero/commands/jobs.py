@@ -80,7 +80,11 @@ def _is_mine(run: Path) -> bool:
 def cancel(options: Namespace) -> int:
     """The record is closed first, so that a job that begins meanwhile ends at once; but a full disk keeps no job in the queue."""
     run = _submitted(options.run)
-    alive = {name: [job.number for job in jobs] for name, jobs in living_under(run, now=True).items() if jobs}
+    alive = {
+        name: [job.number for job in jobs]
+        for name, jobs in living_under(run, now=True).items()
+        if jobs
+    }
     for record in submission.of_run(run):
         if record.scheduler in alive and not record.over:
             try:
@@ -90,7 +94,11 @@ def cancel(options: Namespace) -> int:
     for name, numbers in alive.items():
         scheduler.cancel(name, numbers)
     cancelled = [number for numbers in alive.values() for number in numbers]
-    print(f"cancelled: {listed(cancelled)}" if cancelled else f"{printable(str(run))} has no job in the queue")
+    print(
+        f"cancelled: {listed(cancelled)}"
+        if cancelled
+        else f"{printable(str(run))} has no job in the queue"
+    )
     return 0
 
 
@@ -115,7 +123,9 @@ def _run(name: str) -> Path:
     else:
         named = [path for path in submission.remembered() if path.name == name]
         if len(named) > 1 and not Path(name).is_dir():
-            raise InputError(f"several runs are called {shown(name)}: {listed([str(path) for path in named])}; give the path of one")
+            raise InputError(
+                f"several runs are called {shown(name)}: {listed([str(path) for path in named])}; give the path of one"
+            )
         in_runs = Path("runs") / name
         if Path(name).is_dir():
             run = Path(name).absolute()
@@ -143,11 +153,20 @@ def _submitted(name: str) -> Path:
 
 def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
     """What the schedulers say of these runs' jobs, and which of them say nothing, and why. (Of all runs: another is no new question.)"""
-    records = [record for run in dict.fromkeys([*runs, *submission.remembered()]) for record in submission.of_run(run)]
+    records = [
+        record
+        for run in dict.fromkeys([*runs, *submission.remembered()])
+        for record in submission.of_run(run)
+    ]
     found: list[Queued] = []
     silent: dict[str, str] = {}
     for name in sorted({record.scheduler for record in records}):
-        numbers = [number for record in records if record.scheduler == name for number in record.unsettled()]
+        numbers = [
+            number
+            for record in records
+            if record.scheduler == name
+            for number in record.unsettled()
+        ]
         if not numbers:
             continue
         try:
@@ -181,7 +200,9 @@ def _rows(found: Sequence[Progress]) -> Iterator[str]:
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield "  ".join(
+            f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
 
 
 def figures(one: Progress) -> list[str]:
@@ -189,7 +210,11 @@ def figures(one: Progress) -> list[str]:
         f"{one.step:,}/{one.steps:,}",
         "?" if one.loss is None else format(one.loss, ".4f" if abs(one.loss) < _LARGE else ".4g"),
         "?" if one.tokens_per_second is None else f"{one.tokens_per_second:,.4g}",
-        "" if one.state == "finished" else "?" if one.seconds_left is None else _duration(one.seconds_left),
+        ""
+        if one.state == "finished"
+        else "?"
+        if one.seconds_left is None
+        else _duration(one.seconds_left),
         "" if one.last_save is None else f"{one.last_save:,}",
     ]
 
@@ -204,16 +229,32 @@ def _in_full(one: Progress) -> list[str]:
     step, loss, speed, left, saved = figures(one)
     node_hours = f"{one.node_hours:.3g} node-hours, " if one.links else ""
     lines = [
-        f"{printable(str(one.run))}: {one.state}" + (f" ({printable(one.reason, _LONGEST)})" if one.reason else ""),
+        f"{printable(str(one.run))}: {one.state}"
+        + (f" ({printable(one.reason, _LONGEST)})" if one.reason else ""),
         f"  step        {step}, loss {loss}",
-        f"  speed       {speed} tokens/s" + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
-        f"  time left   {left}" + (f"; of its job {_duration(one.job_seconds_left)}" if one.job_seconds_left is not None else "") if left else "",
+        f"  speed       {speed} tokens/s"
+        + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
+        f"  time left   {left}"
+        + (
+            f"; of its job {_duration(one.job_seconds_left)}"
+            if one.job_seconds_left is not None
+            else ""
+        )
+        if left
+        else "",
         f"  last save   step {saved}" if saved else "  last save   none yet",
         f"  used        {node_hours}{_size(one.run) / 1e6:,.1f} MB on disk",
     ]
     width = max((len(link.number) for link in one.links), default=0)
     for link in one.links:
-        more = "; ".join(printable(words) for words in (link.reason, f"start {link.start}" if link.start and link.state == "queued" else "") if words)
+        more = "; ".join(
+            printable(words)
+            for words in (
+                link.reason,
+                f"start {link.start}" if link.start and link.state == "queued" else "",
+            )
+            if words
+        )
         lines.append(f"  job {link.number:<{width}}  {link.state}" + (f": {more}" if more else ""))
     if one.last_lines:
         lines += ["  its last words:", *(f"    {printable(line, 300)}" for line in one.last_lines)]
@@ -240,7 +281,11 @@ def _newest_log(run: Path) -> Path | None:
     there = []
     for record in submission.of_run(run):
         passed = {number for _, number, event, _ in record.events() if event == "passed"}
-        there += [path for number in record.jobs if number not in passed and (path := record.log(number)).is_file()]
+        there += [
+            path
+            for number in record.jobs
+            if number not in passed and (path := record.log(number)).is_file()
+        ]
     return there[-1] if there else None
 
 
@@ -286,7 +331,11 @@ def _follow(run: Path) -> int:
 
 def _of_rank(run: Path, rank: int) -> list[str]:
     """What is known of one rank: where it ran, and the lines of the newest log that name it."""
-    starts = [event for event in run_status.lines_of(run / "events.jsonl") if event.get("event") == "start"]
+    starts = [
+        event
+        for event in run_status.lines_of(run / "events.jsonl")
+        if event.get("event") == "start"
+    ]
     ranks = starts[-1].get("ranks") if starts else None
     dicts = [place for place in ranks if isinstance(place, dict)] if isinstance(ranks, list) else []
     places = [place for place in dicts if place.get("rank") == rank]
@@ -296,7 +345,11 @@ def _of_rank(run: Path, rank: int) -> list[str]:
     lines = ["rank {}: process {} on {}".format(rank, *where)]
     path = _newest_log(run)
     text = path.read_text(encoding="utf-8", errors="replace").split("\n") if path else []
-    return lines + [log_for_terminal(line) for line in text if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")]
+    return lines + [
+        log_for_terminal(line)
+        for line in text
+        if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")
+    ]
 
 
 # The verb `runs`: all runs below a folder, told from their files, whoever started them.
@@ -353,9 +406,7 @@ def _rows_of_runs(found: Sequence[Progress], folder: Path) -> Iterator[str]:
     rows = [head]
     for one in found:
         name = str(one.run.relative_to(folder)) if one.run != folder else one.run.name
-        rows.append(
-            [printable(name, 60), one.state, *figures(one), _age(one.age_seconds)]
-        )
+        rows.append([printable(name, 60), one.state, *figures(one), _age(one.age_seconds)])
     yield from table(rows)
 
 
@@ -378,12 +429,18 @@ def render(options: Namespace) -> int:
         _write(Path(options.output), script)
     else:
         print(script, end="")
-    print(f"hpczero: {job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}, {job.cost}", file=sys.stderr)
+    print(
+        f"hpczero: {job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}, {job.cost}",
+        file=sys.stderr,
+    )
     print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
     for line in site_profile.left_out():
         print(f"hpczero: {line}", file=sys.stderr)
     if spec.batch.chain > 1:
-        print(f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one", file=sys.stderr)
+        print(
+            f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -18,7 +18,12 @@ def list_(options: Namespace) -> int:
     here, rows = profiles.here(), []
     for name in all_names():
         _, site, partition = facts(name)
-        row: dict[str, Any] = {"site": name, "support": partition.support, "description": site.description, "node": _node(partition)}
+        row: dict[str, Any] = {
+            "site": name,
+            "support": partition.support,
+            "description": site.description,
+            "node": _node(partition),
+        }
         rows.append(row | {"here": name.startswith(f"{here}/")})
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -28,7 +33,9 @@ def list_(options: Namespace) -> int:
         sign = "*" if row["here"] else " "
         of_site = f"{row['site']:<{width}}  {row['support']:<13}  {row['description']}"
         print(for_terminal(f"{sign} {of_site}: {row['node']}"))
-    print(f"\n* this computer's site; profiles are looked for in {', '.join(printable(str(folder)) for folder in profiles.folders())}")
+    print(
+        f"\n* this computer's site; profiles are looked for in {', '.join(printable(str(folder)) for folder in profiles.folders())}"
+    )
     return 0
 
 
@@ -37,16 +44,43 @@ def show(options: Namespace) -> int:
     _, _, profile = profiles.read(name)
     spec = _together(site.spec, partition.spec)
     if options.json:
-        data = {"site": name, "file": profile.file, "facts": site.model_dump(exclude={"partitions", "spec"}), "spec": spec}
+        data = {
+            "site": name,
+            "file": profile.file,
+            "facts": site.model_dump(exclude={"partitions", "spec"}),
+            "spec": spec,
+        }
         print(json.dumps(data | {"partition": partition.model_dump(exclude={"spec"})}, indent=2))
         return 0
-    lines = [f"{name}: {site.description} ({partition.support})", f"  file      {printable(profile.file)}", f"  a node    {_node(partition)}"]
-    lines += [f"  account   {'has to be given' if site.account_required else 'as the site wants it'}"]
-    lines += [f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour"] if partition.charge else []
-    lines += [f"  limit     {row.walltime:>4} for {_nodes(row)} nodes{f' in {row.queue}' if row.queue else ''}" for row in partition.limits]
+    lines = [
+        f"{name}: {site.description} ({partition.support})",
+        f"  file      {printable(profile.file)}",
+        f"  a node    {_node(partition)}",
+    ]
+    lines += [
+        f"  account   {'has to be given' if site.account_required else 'as the site wants it'}"
+    ]
+    lines += (
+        [f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour"]
+        if partition.charge
+        else []
+    )
+    lines += [
+        f"  limit     {row.walltime:>4} for {_nodes(row)} nodes{f' in {row.queue}' if row.queue else ''}"
+        for row in partition.limits
+    ]
     lines += ["  what a job has there, unless its spec says something else:"]
-    lines += [f"    {name} = {_value(value)}" for name, value in spec.items() if not isinstance(value, dict)]
-    lines += [f"    {table}.{leaf} = {_value(value)}" for table, inner in spec.items() if isinstance(inner, dict) for leaf, value in inner.items()]
+    lines += [
+        f"    {name} = {_value(value)}"
+        for name, value in spec.items()
+        if not isinstance(value, dict)
+    ]
+    lines += [
+        f"    {table}.{leaf} = {_value(value)}"
+        for table, inner in spec.items()
+        if isinstance(inner, dict)
+        for leaf, value in inner.items()
+    ]
     print("\n".join(map(for_terminal, lines)))
     return 0
 
@@ -58,13 +92,19 @@ def _nodes(row: Limit) -> str:
 def new(options: Namespace) -> int:
     if not options.name.replace("-", "").replace("_", "").isalnum() or not options.name.isascii():
         raise InputError(f"{shown(options.name)}: a site's name has letters, digits, - and _")
-    path = Path(options.output) if options.output else env.config_folder() / "sites" / f"{options.name}.toml"
+    path = (
+        Path(options.output)
+        if options.output
+        else env.config_folder() / "sites" / f"{options.name}.toml"
+    )
     text = sites.profile(options.name)
     try:
         make_folders(path.parent)
         write_new(path, text)
     except FileExistsError:
-        raise InputError(f"{printable(str(path))} exists already and is left as it is: name another file (-o)") from None
+        raise InputError(
+            f"{printable(str(path))} exists already and is left as it is: name another file (-o)"
+        ) from None
     except OSError as error:
         raise InputError(f"{printable(str(path))} cannot be written: {error.strerror}") from None
     print(f"wrote {printable(str(path))}; read it, and complete what the scheduler did not say")
@@ -81,7 +121,9 @@ def _node(partition: Partition) -> str:
 
 
 def _together(of_site: dict[str, Any], of_partition: dict[str, Any]) -> dict[str, Any]:
-    found = {name: dict(inner) if isinstance(inner, dict) else inner for name, inner in of_site.items()}
+    found = {
+        name: dict(inner) if isinstance(inner, dict) else inner for name, inner in of_site.items()
+    }
     for name, inner in of_partition.items():
         found[name] = {**found.get(name, {}), **inner} if isinstance(inner, dict) else inner
     return found

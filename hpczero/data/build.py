@@ -20,7 +20,16 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
-from hpczero.data.corpus import FIELD, Found, Input, Section, open_text, sections, token_dtype, tokenizer
+from hpczero.data.corpus import (
+    FIELD,
+    Found,
+    Input,
+    Section,
+    open_text,
+    sections,
+    token_dtype,
+    tokenizer,
+)
 from hpczero.data.raw_files import RawFile, replace_file, writing
 from hpczero.data.token_file import (
     SPLITS,
@@ -55,7 +64,11 @@ class Recipe:
 
     def attributes(self) -> dict[str, str | float | int]:
         """Return what the token file says of it."""
-        return {"tokenizer": self.tokenizer, "validation_fraction": self.validation_fraction, "builder": self.builder}
+        return {
+            "tokenizer": self.tokenizer,
+            "validation_fraction": self.validation_fraction,
+            "builder": self.builder,
+        }
 
 
 class Listener(Protocol):
@@ -101,17 +114,33 @@ class State:
 
 
 def build_token_file(
-    found: Found, output: Path, recipe: Recipe, work: Path, listener: Listener, commit_every: int = COMMIT_EVERY
+    found: Found,
+    output: Path,
+    recipe: Recipe,
+    work: Path,
+    listener: Listener,
+    commit_every: int = COMMIT_EVERY,
 ) -> TokenFile:
     """Makes `output` by way of the folder `work`, which is gone afterwards."""
     with writing(work):
         own_folder(work)
     with _only_builder(work, output, listener):
-        with _leaves_nothing_unless_begun(work), contextlib.closing(Reader(found.inputs, recipe, work, listener, commit_every)) as reader:
+        with (
+            _leaves_nothing_unless_begun(work),
+            contextlib.closing(
+                Reader(found.inputs, recipe, work, listener, commit_every)
+            ) as reader,
+        ):
             reader.read()
         _report(reader, found, listener)
         attributes = recipe.attributes() | {"inputs": names_digest(found.inputs, recipe.field)}
-        write_token_file(work / "assembled.h5", tokenizer(recipe.tokenizer), attributes, reader.raw, listener.copied)
+        write_token_file(
+            work / "assembled.h5",
+            tokenizer(recipe.tokenizer),
+            attributes,
+            reader.raw,
+            listener.copied,
+        )
         replace_file(work / "assembled.h5", output)
         with contextlib.suppress(OSError):
             remove_tree(work)
@@ -134,7 +163,10 @@ def build_in_one_go(found: Found, output: Path, recipe: Recipe, listener: Listen
             attributes = recipe.attributes() | {"inputs": names_digest(found.inputs, recipe.field)}
             encoding = tokenizer(recipe.tokenizer)
             fill_token_file(output, made, encoding, attributes, reader.raw, listener.copied)
-        with writing(output), contextlib.suppress(FileExistsError):  # of another one: the same bytes
+        with (
+            writing(output),
+            contextlib.suppress(FileExistsError),
+        ):  # of another one: the same bytes
             os.fsync(made)
             give_name(made, output)
             sync(output.parent)
@@ -145,9 +177,17 @@ def build_in_one_go(found: Found, output: Path, recipe: Recipe, listener: Listen
 
 def is_up_to_date(made: TokenFile, found: Found, recipe: Recipe) -> bool:
     """Whether the file was made by this recipe from files of these names and sizes, none of which is newer."""
-    same = (made.tokenizer, made.validation_fraction, made.builder) == (recipe.tokenizer, recipe.validation_fraction, recipe.builder)
+    same = (made.tokenizer, made.validation_fraction, made.builder) == (
+        recipe.tokenizer,
+        recipe.validation_fraction,
+        recipe.builder,
+    )
     newest = max(source.changed for source in found.inputs)
-    return same and made.inputs == names_digest(found.inputs, recipe.field) and newest <= made.path.stat().st_mtime_ns
+    return (
+        same
+        and made.inputs == names_digest(found.inputs, recipe.field)
+        and newest <= made.path.stat().st_mtime_ns
+    )
 
 
 @contextlib.contextmanager
@@ -180,11 +220,17 @@ def _only_builder(work: Path, output: Path, listener: Listener) -> Iterator[None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(f"another process is building {output} (it holds {path}): wait for it, or choose another output") from None
+            raise InputError(
+                f"another process is building {output} (it holds {path}): wait for it, or choose another output"
+            ) from None
         except OSError as error:  # some parallel file systems are mounted without locks
-            listener.said(f"WARN {path} cannot be locked ({error.strerror}): nothing keeps a second builder of {output} away")
+            listener.said(
+                f"WARN {path} cannot be locked ({error.strerror}): nothing keeps a second builder of {output} away"
+            )
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise InputError(f"another process has just built {output}")  # it finished between our open and our lock
+            raise InputError(
+                f"another process has just built {output}"
+            )  # it finished between our open and our lock
         yield
 
 
@@ -193,15 +239,28 @@ class Reader:
     raw files have no names.
     """
 
-    def __init__(self, inputs: list[Input], recipe: Recipe, work: Path, listener: Listener, commit_every: int) -> None:
-        self._inputs, self._work, self._listener, self._commit_every = inputs, work, listener, commit_every
-        self._fraction, self._tokenizer, self._field = recipe.validation_fraction, tokenizer(recipe.tokenizer), recipe.field
+    def __init__(
+        self, inputs: list[Input], recipe: Recipe, work: Path, listener: Listener, commit_every: int
+    ) -> None:
+        self._inputs, self._work, self._listener, self._commit_every = (
+            inputs,
+            work,
+            listener,
+            commit_every,
+        )
+        self._fraction, self._tokenizer, self._field = (
+            recipe.validation_fraction,
+            tokenizer(recipe.tokenizer),
+            recipe.field,
+        )
         resumed = _resumed(inputs, recipe, work, listener) if commit_every else None
         self.state = resumed or State(asdict(recipe))
         self._digest = _digest(inputs[: self.state.done])
         dtypes = {"tokens": token_dtype(self._tokenizer.vocabulary), "documents": np.dtype("<i8")}
         self.raw = {
-            split: {kind: self._raw_file(f"{split}.{kind}", dtype) for kind, dtype in dtypes.items()}
+            split: {
+                kind: self._raw_file(f"{split}.{kind}", dtype) for kind, dtype in dtypes.items()
+            }
             for split in SPLITS
         }
         for files in self.raw.values():
@@ -230,7 +289,9 @@ class Reader:
                     continue
                 unsaved += section.resume - state.position
                 state.position = section.resume
-                self._listener.advanced(min(total, before + min(source.size, state.position)), total)  # a file may grow meanwhile
+                self._listener.advanced(
+                    min(total, before + min(source.size, state.position)), total
+                )  # a file may grow meanwhile
                 if unsaved >= self._commit_every > 0:
                     self._commit(source)
                     unsaved = 0
@@ -254,10 +315,14 @@ class Reader:
                     yield section
             except (OSError, EOFError, zlib.error) as error:
                 why = getattr(error, "strerror", None) or error
-                raise HpczeroError(f"{source.path} cannot be read past byte {self.state.position}: {why}") from error
+                raise HpczeroError(
+                    f"{source.path} cannot be read past byte {self.state.position}: {why}"
+                ) from error
             status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (source.size, source.changed):
-            raise HpczeroError(f"{source.path} changed while the corpus was built: give the command again when the file is complete")
+            raise HpczeroError(
+                f"{source.path} changed while the corpus was built: give the command again when the file is complete"
+            )
 
     def _take(self, section: Section) -> None:
         tokens, state = self._tokenizer.encode(section.text), self.state
@@ -301,7 +366,10 @@ def _resumed(inputs: list[Input], recipe: Recipe, work: Path, listener: Listener
     """The state to go on from, or None (said, if there was something) to start at the beginning."""
     try:
         content = json.loads((work / "journal.json").read_text(encoding="utf-8"))
-        content["replaced"], content["unreadable"] = Noted(**content["replaced"]), Noted(**content["unreadable"])
+        content["replaced"], content["unreadable"] = (
+            Noted(**content["replaced"]),
+            Noted(**content["unreadable"]),
+        )
         state = State(**content)
         sizes = {name: (work / name).stat().st_size for name in state.lengths}
     except FileNotFoundError:
@@ -311,13 +379,19 @@ def _resumed(inputs: list[Input], recipe: Recipe, work: Path, listener: Listener
         return None
     read = inputs[: state.done + bool(state.position)]
     if state.recipe != asdict(recipe):
-        listener.said(f"starting over: {work} was begun with {state.recipe}, this is {asdict(recipe)}")
+        listener.said(
+            f"starting over: {work} was begun with {state.recipe}, this is {asdict(recipe)}"
+        )
     elif state.digest != _digest(read).hexdigest():
         listener.said("starting over: files that were read before have changed")
-    elif any(sizes[name] < length for name, length in state.lengths.items()):  # a value has one byte at least
+    elif any(
+        sizes[name] < length for name, length in state.lengths.items()
+    ):  # a value has one byte at least
         listener.said(f"starting over: {work} lacks what its journal says")
     else:
-        listener.said(f"going on after {sum(source.size for source in inputs[: state.done]) + state.position} bytes of text")
+        listener.said(
+            f"going on after {sum(source.size for source in inputs[: state.done]) + state.position} bytes of text"
+        )
         return state
     return None
 
@@ -340,9 +414,13 @@ def _report(reader: Reader, found: Found, listener: Listener) -> None:
     if found.others:
         listener.said(f"left out, being of other kinds: {found.others} files")
     if state.unreadable.count:
-        listener.said(f"WARN left out, cannot be read: {state.unreadable.count} ({_named(state.unreadable)})")
+        listener.said(
+            f"WARN left out, cannot be read: {state.unreadable.count} ({_named(state.unreadable)})"
+        )
     if state.replaced.count:
-        listener.said(f"WARN not UTF-8, what is not text became U+FFFD: {state.replaced.count} files ({_named(state.replaced)})")
+        listener.said(
+            f"WARN not UTF-8, what is not text became U+FFFD: {state.replaced.count} files ({_named(state.replaced)})"
+        )
 
 
 def _named(noted: Noted) -> str:

@@ -84,7 +84,9 @@ class Input:
 class Section:
     text: str
     ends_document: bool
-    resume: int | None  # byte of the file to go on from; None inside a line of .jsonl, where one cannot
+    resume: (
+        int | None
+    )  # byte of the file to go on from; None inside a line of .jsonl, where one cannot
     damaged: bool = False  # was not UTF-8; what did not decode is now U+FFFD
 
 
@@ -93,7 +95,9 @@ class Found:
     inputs: list[Input] = field(default_factory=list)
     unreadable: list[Path] = field(default_factory=list)
     others: int = 0  # files of other kinds inside the folders, left out
-    _seen: set[tuple[int, int]] = field(default_factory=set)  # (device, inode): each file and folder once; links may run in circles
+    _seen: set[tuple[int, int]] = field(
+        default_factory=set
+    )  # (device, inode): each file and folder once; links may run in circles
 
     def first_time(self, status: os.stat_result) -> bool:
         identity = (status.st_dev, status.st_ino)
@@ -111,19 +115,25 @@ def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> Found
     for given in paths:
         matches = [given] if os.path.lexists(given) else sorted(glob.glob(given, recursive=True))
         if not matches:
-            raise InputError(f"{given}: no such file or folder, and nothing matches it as a pattern")
+            raise InputError(
+                f"{given}: no such file or folder, and nothing matches it as a pattern"
+            )
         for match in map(Path, matches):
             if match.is_dir():
                 _walk(match, "", leave_out, found)
             elif kind(match) in SUFFIXES:
                 _add(match, match.name, found)
             elif len(matches) == 1:
-                raise InputError(f"{match}: files of this kind are not read; hpczero reads {' '.join(SUFFIXES)}, also as .gz")
+                raise InputError(
+                    f"{match}: files of this kind are not read; hpczero reads {' '.join(SUFFIXES)}, also as .gz"
+                )
             else:
                 found.others += 1
     if not found.inputs:
         left = f"{found.others} files of other kinds, {len(found.unreadable)} that cannot be read"
-        raise InputError(f"nothing to read in {', '.join(paths)}: no {' '.join(SUFFIXES)} files ({left})")
+        raise InputError(
+            f"nothing to read in {', '.join(paths)}: no {' '.join(SUFFIXES)} files ({left})"
+        )
     return found
 
 
@@ -132,7 +142,9 @@ def _walk(folder: Path, name: str, leave_out: frozenset[str], found: Found) -> N
     try:
         if not found.first_time(folder.stat()):
             return
-        entries = sorted((entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=os.fsencode)
+        entries = sorted(
+            (entry for entry in folder.iterdir() if not entry.name.startswith(".")), key=os.fsencode
+        )
         kinds = [(entry, entry.is_dir()) for entry in entries]
     except OSError:
         found.unreadable.append(folder)
@@ -166,14 +178,20 @@ def kind(path: Path) -> str:
 
 def open_text(source: Input) -> BinaryIO:
     """Its bytes, as they were before they were compressed. OSError or EOFError, now or later, if it is not what its name says."""
-    return cast(BinaryIO, gzip.open(source.path, "rb")) if _is_compressed(source.path) else open(source.path, "rb")
+    return (
+        cast(BinaryIO, gzip.open(source.path, "rb"))
+        if _is_compressed(source.path)
+        else open(source.path, "rb")
+    )
 
 
 def _is_compressed(path: Path) -> bool:
     return path.suffix.lower() == ".gz"
 
 
-def sections(source: Input, file: BinaryIO, start: int = 0, field: str = FIELD) -> Iterator[Section]:
+def sections(
+    source: Input, file: BinaryIO, start: int = 0, field: str = FIELD
+) -> Iterator[Section]:
     """The sections from byte `start` of the opened file on; InputError where a line of .jsonl is not what it should be."""
     if kind(source.path) == ".jsonl":
         file.seek(start)
@@ -206,8 +224,12 @@ def _to_line_end(piece: bytes, file: BinaryIO) -> bytes:
     if not piece.endswith(b"\n"):
         piece += file.readline(LONG_DOCUMENT - _SECTION)
     if not piece.endswith(b"\n"):
-        following = file.read(3)  # a character continues with three bytes of the form 10xxxxxx at most
-        rest = next((count for count, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+        following = file.read(
+            3
+        )  # a character continues with three bytes of the form 10xxxxxx at most
+        rest = next(
+            (count for count, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following)
+        )
         file.seek(rest - len(following), os.SEEK_CUR)
         piece += following[:rest]
     return piece
@@ -225,7 +247,12 @@ def _lines(source: Input, file: BinaryIO, field: str) -> Iterator[Section]:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{source.path}:{_line_number(file, before)}: {error}") from error
         for section in _cut(io.BytesIO(content), len(content)):
-            yield Section(section.text, section.ends_document, after if section.ends_document else None, damaged)
+            yield Section(
+                section.text,
+                section.ends_document,
+                after if section.ends_document else None,
+                damaged,
+            )
 
 
 def _content(line: bytes, field: str) -> tuple[bytes, bool]:
@@ -242,7 +269,9 @@ def _content(line: bytes, field: str) -> tuple[bytes, bool]:
         if isinstance(record, dict):
             keys = ", ".join(printable(key, 60) for key in sorted(record)[:8])
             has = f"has the keys {keys or '(none)'}"
-        raise ValueError(f'every line must be an object with a string "{field}"; this one {has} (--field names another)')
+        raise ValueError(
+            f'every line must be an object with a string "{field}"; this one {has} (--field names another)'
+        )
     text = str(record[field])
     content = text.encode("utf-8", errors="replace")  # "\ud800" alone is no character
     return content, damaged or len(content) != len(text.encode("utf-8", errors="surrogatepass"))

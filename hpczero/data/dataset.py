@@ -61,7 +61,9 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
         raise InputError(verdict["error"])
     path = Path(verdict["path"])
     if not is_seen(path):
-        raise InputError(f"{path} was built by rank 0, but is not seen here: set paths.cache to a folder that every node shares")
+        raise InputError(
+            f"{path} was built by rank 0, but is not seen here: set paths.cache to a folder that every node shares"
+        )
     return _checked(open_token_file(path), spec)
 
 
@@ -108,7 +110,9 @@ class FileSource:
         assert 0 <= window < self.windows(split), (split, window)
         start, held = window * self._seq_len, self._file.splits[split]
         out[:] = self._blocks[split].read(start, start + self._seq_len + 1)
-        if out.max() > held.largest:  # the file's own counts say otherwise: it would index past the embedding
+        if (
+            out.max() > held.largest
+        ):  # the file's own counts say otherwise: it would index past the embedding
             raise InputError(
                 f"{self._file.path} is damaged: window {window} of {split} holds token {out.max()}, "
                 f"the counts say {held.largest} at most; build it again"
@@ -139,13 +143,17 @@ class SyntheticSource:
         start = window * self._seq_len
         positions = np.arange(start, start + self._seq_len + 1, dtype=np.uint64)
         key = _mix(np.array([self._seed ^ _SYNTHETIC_SALT[split]], dtype=np.uint64))
-        out[:] = ((_mix(positions ^ key) >> np.uint64(32)) * np.uint64(self.vocabulary)) >> np.uint64(32)
+        out[:] = (
+            (_mix(positions ^ key) >> np.uint64(32)) * np.uint64(self.vocabulary)
+        ) >> np.uint64(32)
 
     def unigram_entropy(self, split: str) -> float:
         return math.log(self.vocabulary)
 
     def describe(self) -> dict[str, Any]:
-        tokens = {split: windows * self._seq_len + 1 for split, windows in _SYNTHETIC_WINDOWS.items()}
+        tokens = {
+            split: windows * self._seq_len + 1 for split, windows in _SYNTHETIC_WINDOWS.items()
+        }
         return {
             "path": "synthetic",
             "tokenizer": "none",
@@ -168,7 +176,19 @@ def _mix(values: np.ndarray) -> np.ndarray:
 _PREFIX = ".building-"
 _QUITE_NEW = 60.0  # seconds: a folder is made a moment before its lock
 # not the library proper: tests and their data, what was installed into it, bundled copies, the editor
-_LEFT_OUT = frozenset(["test", "tests", "site-packages", "dist-packages", "__pycache__", "_bundled", "idlelib", "lib2to3", "turtledemo"])
+_LEFT_OUT = frozenset(
+    [
+        "test",
+        "tests",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "_bundled",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+    ]
+)
 
 
 class Silent:
@@ -189,21 +209,28 @@ def token_file(spec: Spec) -> Path:
     cache = Path(env.expand(spec.paths.cache)) if spec.paths.cache else env.cache_folder()
     recipe = Recipe(spec.data.tokenizer, spec.data.validation_fraction)
     python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
-    final = cache.absolute() / f"stdlib-{python}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
+    final = (
+        cache.absolute()
+        / f"stdlib-{python}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
+    )
     try:
         if final.exists():
             return final
         make_folders(cache)
         _remove_left(cache)
     except OSError as error:
-        raise InputError(f"the cache folder {cache} cannot be used ({error.strerror}): set paths.cache to a folder that can be written") from error
+        raise InputError(
+            f"the cache folder {cache} cannot be used ({error.strerror}): set paths.cache to a folder that can be written"
+        ) from error
     corpus = find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT)
     print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
     try:
         if not build_in_one_go(corpus, final, recipe, Silent()):
             _build_in_a_folder(corpus, final, recipe)
     except HpczeroError as error:
-        raise InputError(f"building the stdlib corpus: {error} (paths.cache says where it goes)") from error
+        raise InputError(
+            f"building the stdlib corpus: {error} (paths.cache says where it goes)"
+        ) from error
     return final
 
 

@@ -84,7 +84,9 @@ class Blocks:
         size, width = self._tokens.nbytes, self._tokens.itemsize
         begin, end = number * BLOCK, min((number + 1) * BLOCK, size)
         tokens = f"{self._split} tokens {begin // width:,} to {end // width - 1:,}"
-        return f"{tokens}, bytes {self._place + begin} to {self._place + end - 1}, are not as written"
+        return (
+            f"{tokens}, bytes {self._place + begin} to {self._place + end - 1}, are not as written"
+        )
 
     def close(self) -> None:
         self._file.close()

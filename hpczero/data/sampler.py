@@ -14,7 +14,10 @@ from typing import Generic, TypeVar
 _MASK = 2**64 - 1
 _ROUNDS = 8
 _SMALLEST_HALF = 2  # bits; below it a Feistel network reaches too few permutations
-_MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # SplitMix64's finalizer (Steele, Lea, Flood 2014)
+_MIXERS = (
+    (30, 0xBF58476D1CE4E5B9),
+    (27, 0x94D049BB133111EB),
+)  # SplitMix64's finalizer (Steele, Lea, Flood 2014)
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -47,16 +50,25 @@ def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int)
     accumulation = _accumulation(global_batch, micro_batch, ranks)
     slots = accumulation * ranks
     first = rank * accumulation
-    return [range(slot * global_batch // slots, (slot + 1) * global_batch // slots) for slot in range(first, first + accumulation)]
+    return [
+        range(slot * global_batch // slots, (slot + 1) * global_batch // slots)
+        for slot in range(first, first + accumulation)
+    ]
 
 
-def micro_batch_counts(rank: int, global_batch: int, micro_batch: int, ranks: int) -> dict[int, int]:
+def micro_batch_counts(
+    rank: int, global_batch: int, micro_batch: int, ranks: int
+) -> dict[int, int]:
     """Of the micro-batches that `rank` takes: size -> how many have it."""
     accumulation, smallest, largest = micro_batch_sizes(global_batch, micro_batch, ranks)
     slots, first = accumulation * ranks, rank * accumulation
     samples = (first + accumulation) * global_batch // slots - first * global_batch // slots
     larger = samples - accumulation * smallest
-    counts = {smallest: accumulation - larger, largest: larger} if largest > smallest else {smallest: accumulation}
+    counts = (
+        {smallest: accumulation - larger, largest: larger}
+        if largest > smallest
+        else {smallest: accumulation}
+    )
     return {size: count for size, count in counts.items() if count}
 
 
@@ -118,7 +130,9 @@ class Prefetcher(Generic[Item]):
         began = time.perf_counter()
         with self._changed:
             assert not self._closed, "next() after close()"
-            assert self._handed_out < len(self._steps), f"all {len(self._steps)} items are handed out"
+            assert self._handed_out < len(self._steps), (
+                f"all {len(self._steps)} items are handed out"
+            )
             self._changed.wait_for(lambda: self._ready or self._failure is not None)
             if not self._ready:
                 assert self._failure is not None

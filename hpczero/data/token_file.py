@@ -133,11 +133,17 @@ def open_token_file(path: Path) -> TokenFile:
     except NotPlain as error:
         size = os.fstat(descriptor).st_size
         if os.pread(descriptor, 4, 0) != b"\x89HDF":
-            raise InputError(f"{path} is not a token file (not HDF5, {size} bytes): make one with `hpczero data build -o NAME.h5 TEXT...`") from error
+            raise InputError(
+                f"{path} is not a token file (not HDF5, {size} bytes): make one with `hpczero data build -o NAME.h5 TEXT...`"
+            ) from error
         why = printable(str(error))
-        raise InputError(f"{path} ({size} bytes) is truncated or damaged: {why}; copy or build it again") from error
+        raise InputError(
+            f"{path} ({size} bytes) is truncated or damaged: {why}; copy or build it again"
+        ) from error
     except (OSError, ValueError, MemoryError) as error:
-        raise InputError(f"{path} cannot be read: {printable(str(error))}; copy or build it again") from error
+        raise InputError(
+            f"{path} cannot be read: {printable(str(error))}; copy or build it again"
+        ) from error
     finally:
         os.close(descriptor)
 
@@ -152,7 +158,9 @@ def _opened(path: Path) -> int:
 
 def _read(path: Path, descriptor: int) -> TokenFile:
     file = PlainFile(descriptor)
-    kind, version = (_attribute(file, name, kind) for name, kind in (("format", str), ("version", int)))
+    kind, version = (
+        _attribute(file, name, kind) for name, kind in (("format", str), ("version", int))
+    )
     if kind != FORMAT:
         raise InputError(
             f"{path} is an HDF5 file, but not a token file (no attribute format = '{FORMAT}'): make one with `hpczero data build`"
@@ -170,7 +178,14 @@ def _read(path: Path, descriptor: int) -> TokenFile:
         raise NotPlain(f"a vocabulary of {facts['vocabulary']} ids")
     if not 0 <= facts["end_of_document"] < facts["vocabulary"]:
         raise NotPlain(f"documents that end with token {facts['end_of_document']}")
-    if long := next((name for name in ("tokenizer", "inputs", "fingerprint") if len(facts[name]) > _LONGEST_TEXT), ""):
+    if long := next(
+        (
+            name
+            for name in ("tokenizer", "inputs", "fingerprint")
+            if len(facts[name]) > _LONGEST_TEXT
+        ),
+        "",
+    ):
         raise NotPlain(f"attribute {long} has more than {_LONGEST_TEXT} characters")
     splits = {name: _read_split(file, descriptor, name, facts["vocabulary"]) for name in SPLITS}
     return TokenFile(path=path, splits=splits, **facts)
@@ -192,7 +207,9 @@ def _read_split(file: PlainFile, descriptor: int, split: str, vocabulary: int) -
         raise NotPlain(f"/{split}/documents does not run from 0 to the {len(tokens)} tokens")
     of_ids = file.values(counts) if counts.size == vocabulary else np.full(1, -1)
     if (of_ids < 0).any() or _sum(of_ids) != len(tokens):
-        raise NotPlain(f"/{split}/counts does not add up to the {len(tokens)} tokens over {vocabulary} ids")
+        raise NotPlain(
+            f"/{split}/counts does not add up to the {len(tokens)} tokens over {vocabulary} ids"
+        )
     checksums = None
     if CHECKSUMS in file.names(split):
         found = _dataset(file, split, CHECKSUMS, np.dtype("<u8"))
@@ -213,7 +230,9 @@ def _dataset(file: PlainFile, split: str, name: str, dtype: np.dtype) -> Dataset
     found = file.dataset(f"{split}/{name}")
     if len(found.shape) != 1 or found.dtype != dtype:
         shape = f"shape ({', '.join(map(str, found.shape[:8]))})"
-        raise NotPlain(f"/{split}/{name} has type {found.dtype} and {shape}, not {dtype} and one dimension")
+        raise NotPlain(
+            f"/{split}/{name} has type {found.dtype} and {shape}, not {dtype} and one dimension"
+        )
     return found
 
 
@@ -226,7 +245,11 @@ def _mapped(descriptor: int, dataset: Dataset) -> np.ndarray:
 
 
 def write_token_file(
-    path: Path, encoding: Tokenizer, facts: dict[str, Any], raw: dict[str, dict[str, RawFile]], copied: Callable[[int, int], None]
+    path: Path,
+    encoding: Tokenizer,
+    facts: dict[str, Any],
+    raw: dict[str, dict[str, RawFile]],
+    copied: Callable[[int, int], None],
 ) -> None:
     """Makes a token file of the raw files. `copied` is told how many bytes of how many are there."""
     with writing(path):
@@ -257,9 +280,14 @@ def fill_token_file(
     from hpczero.hdf5.in_memory import Pages
 
     pages, digest = Pages(), xxhash.xxh3_128()
-    total, done = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values()), 0
+    total, done = (
+        sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values()),
+        0,
+    )
     written: list[tuple[int, int]] = []  # ranges of bytes that have values
-    with h5py.File(pages, "w", libver=LIBRARY_VERSIONS, alignment_threshold=_PAGE, alignment_interval=_PAGE) as structure:
+    with h5py.File(
+        pages, "w", libver=LIBRARY_VERSIONS, alignment_threshold=_PAGE, alignment_interval=_PAGE
+    ) as structure:
         places = _allocate(structure, encoding.vocabulary, raw)
         for split in SPLITS:
             dtype, place = raw[split]["tokens"].dtype, places[split, "tokens"]
@@ -267,7 +295,9 @@ def fill_token_file(
             for block in _blocks(raw[split]["tokens"].path):
                 counts += np.bincount(np.frombuffer(block, dtype), minlength=encoding.vocabulary)
                 digest.update(block)
-                checksums += [checksum(block[at : at + BLOCK]) for at in range(0, len(block), BLOCK)]
+                checksums += [
+                    checksum(block[at : at + BLOCK]) for at in range(0, len(block), BLOCK)
+                ]
                 place = _write(path, made, block, place)
                 done += len(block)
                 copied(done, total)
@@ -299,10 +329,14 @@ def _describe(structure: "h5py.File", encoding: Tokenizer, facts: dict[str, Any]
     structure.attrs["vocabulary"] = np.int64(encoding.vocabulary)
     structure.attrs["end_of_document"] = np.int64(encoding.end_of_document)
     for name, value in sorted(facts.items()):
-        structure.attrs[name] = np.bytes_(value) if isinstance(value, str) else np.array(value, _STORED_AS[type(value)])
+        structure.attrs[name] = (
+            np.bytes_(value) if isinstance(value, str) else np.array(value, _STORED_AS[type(value)])
+        )
 
 
-def _allocate(structure: "h5py.File", vocabulary: int, raw: dict[str, dict[str, RawFile]]) -> dict[tuple[str, str], int]:
+def _allocate(
+    structure: "h5py.File", vocabulary: int, raw: dict[str, dict[str, RawFile]]
+) -> dict[tuple[str, str], int]:
     """Every dataset gets its place, unwritten; (split, dataset) -> where it begins."""
     import h5py
 

@@ -67,7 +67,9 @@ class Report:
     storage: Storage
     sees_all: bool
     wheels: list[str]  # PyPI's MPIs in this Python environment
-    stale: list[tuple[str, int, str]] = field(default_factory=list)  # name, bytes, made by; of a node's first rank alone
+    stale: list[tuple[str, int, str]] = field(
+        default_factory=list
+    )  # name, bytes, made by; of a node's first rank alone
     removed: list[tuple[str, int, str]] = field(default_factory=list)
     library: Library | None = None
     library_error: str = ""
@@ -120,7 +122,9 @@ def as_json(report: Report) -> dict[str, Any]:
 def from_json(data: dict[str, Any]) -> Report:
     launcher = Launcher(**data["launcher"]) if data["launcher"] else None
     library = Library(**data["library"]) if data["library"] else None
-    return Report(**{**data, "launcher": launcher, "library": library, "storage": Storage(**data["storage"])})
+    return Report(
+        **{**data, "launcher": launcher, "library": library, "storage": Storage(**data["storage"])}
+    )
 
 
 def look_for_stale_segments(report: Report, remove: bool) -> None:
@@ -161,9 +165,18 @@ def _gpus() -> tuple[list[str], str, tuple[int, int]]:
         import torch
 
         visible = range(torch.cuda.device_count())
-        names, capabilities = map(torch.cuda.get_device_name, visible), map(torch.cuda.get_device_capability, visible)
-        return list(names), "" if visible else f"torch {torch.__version__} finds none", min(capabilities, default=OLDEST)
-    except Exception as error:  # a driver that does not fit can raise anything, and the others' facts still count
+        names, capabilities = (
+            map(torch.cuda.get_device_name, visible),
+            map(torch.cuda.get_device_capability, visible),
+        )
+        return (
+            list(names),
+            "" if visible else f"torch {torch.__version__} finds none",
+            min(capabilities, default=OLDEST),
+        )
+    except (
+        Exception
+    ) as error:  # a driver that does not fit can raise anything, and the others' facts still count
         return [], f"{type(error).__name__}: {error}", OLDEST
 
 
@@ -175,7 +188,13 @@ def _storage() -> Storage:
     except ImportError:
         hdf5 = None
     directory = Path.cwd()
-    return Storage(hdf5, env.variable("HDF5_USE_FILE_LOCKING"), _lock_error(directory), str(directory), machine.file_system_type(directory))
+    return Storage(
+        hdf5,
+        env.variable("HDF5_USE_FILE_LOCKING"),
+        _lock_error(directory),
+        str(directory),
+        machine.file_system_type(directory),
+    )
 
 
 def _lock_error(directory: Path) -> str:

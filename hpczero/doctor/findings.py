@@ -11,7 +11,9 @@ from hpczero_kernels.table import OLDEST
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 _MIB, _GIB = 1 << 20, 1 << 30
-_SHM_PER_RANK = 32 * _MIB  # what the MPIs themselves take in /dev/shm (Open MPI: 16 MiB a rank), and as much again
+_SHM_PER_RANK = (
+    32 * _MIB
+)  # what the MPIs themselves take in /dev/shm (Open MPI: 16 MiB a rank), and as much again
 _LEAST_MEMORY = _GIB // 2  # a rank with torch loaded, and little else
 _LARGEST_SKEW = 1.0  # seconds between the nodes' clocks
 _MUST_AGREE = ("python", "hpczero", "torch", "mpi4py")
@@ -46,23 +48,45 @@ def judge(reports: Sequence[Report]) -> list[Finding]:
 
 def _software(reports: Sequence[Report]) -> Found:
     first = reports[0]
-    present = {"python": first.python} | {name: version for name, version in first.packages.items() if version}
+    present = {"python": first.python} | {
+        name: version for name, version in first.packages.items() if version
+    }
     yield OK, ", ".join(f"{name} {version}" for name, version in present.items()), ""
     missing = [name for name in ("torch", "mpi4py", "numba") if not first.packages[name]]
     if missing:
         verdict = FAIL if first.under_a_launcher else WARN
-        yield verdict, f"missing: {', '.join(missing)}; needed to train, not to write, check and submit specs", _install(first, "train")
+        yield (
+            verdict,
+            f"missing: {', '.join(missing)}; needed to train, not to write, check and submit specs",
+            _install(first, "train"),
+        )
     for name in present:
         versions = {_version(report, name): report for report in reversed(reports)}
         if len(versions) > 1:
-            where = ", ".join(f"{version} on {report.host} (rank {report.rank})" for version, report in versions.items())
-            yield (FAIL if name in _MUST_AGREE else WARN), f"{name} is not the same everywhere: {where}", "use one environment on all nodes"
+            where = ", ".join(
+                f"{version} on {report.host} (rank {report.rank})"
+                for version, report in versions.items()
+            )
+            yield (
+                (FAIL if name in _MUST_AGREE else WARN),
+                f"{name} is not the same everywhere: {where}",
+                "use one environment on all nodes",
+            )
     if first.packages["numba"]:
         target = (
-            f"NVIDIA's numba-cuda {first.packages['numba-cuda']}" if first.packages["numba-cuda"] else "numba's built-in, deprecated one"
+            f"NVIDIA's numba-cuda {first.packages['numba-cuda']}"
+            if first.packages["numba-cuda"]
+            else "numba's built-in, deprecated one"
         )
-        needed = any(report.gpus and not _too_old(report) for report in reports) and not first.packages["numba-cuda"]
-        yield (WARN if needed else OK), f"kernels' CUDA target: {target}", _install(first, "cuda") if needed else ""
+        needed = (
+            any(report.gpus and not _too_old(report) for report in reports)
+            and not first.packages["numba-cuda"]
+        )
+        yield (
+            (WARN if needed else OK),
+            f"kernels' CUDA target: {target}",
+            _install(first, "cuda") if needed else "",
+        )
     yield OK, "; ".join(_kernels(first)), ""
 
 
@@ -71,7 +95,10 @@ def _kernels(report: Report) -> Iterator[str]:
         by: dict[str, list[str]] = {}
         for operation, implementation in report.kernels[device].items():
             by.setdefault(implementation, []).append(operation)
-        yield f"{title}: " + ", ".join(f"{' '.join(operations)} by {implementation}" for implementation, operations in by.items())
+        yield f"{title}: " + ", ".join(
+            f"{' '.join(operations)} by {implementation}"
+            for implementation, operations in by.items()
+        )
 
 
 def _version(report: Report, name: str) -> str | None:
@@ -86,7 +113,11 @@ def _mpi(reports: Sequence[Report]) -> Found:
     first = reports[0]
     if len(first.wheels) > 1:
         fix = "make a new virtual environment with one of them alone"
-        yield FAIL, f"this Python environment holds {' and '.join(first.wheels)}, which overwrite each other's files", fix
+        yield (
+            FAIL,
+            f"this Python environment holds {' and '.join(first.wheels)}, which overwrite each other's files",
+            fix,
+        )
     if first.library is None:
         if first.packages["mpi4py"]:
             verdict = FAIL if first.under_a_launcher else WARN
@@ -94,33 +125,65 @@ def _mpi(reports: Sequence[Report]) -> Found:
             yield verdict, f"no MPI could be started: {first.library_error}", fix
         return
     library = first.library
-    yield OK, f"{library.name} (MPI {library.standard[0]}.{library.standard[1]}): {library.path}\n{library.why}", ""
+    yield (
+        OK,
+        f"{library.name} (MPI {library.standard[0]}.{library.standard[1]}): {library.path}\n{library.why}",
+        "",
+    )
     others = {report.library.path: report for report in reversed(reports) if report.library}
     if len(others) > 1:
-        where = ", ".join(f"{path} on {report.host} (rank {report.rank})" for path, report in others.items())
+        where = ", ".join(
+            f"{path} on {report.host} (rank {report.rank})" for path, report in others.items()
+        )
         yield FAIL, f"not the same library everywhere: {where}", "load the same module on all nodes"
     if first.library_error:
-        fix = f"{library.mpirun} -n N hpczero ..." if library.mpirun else "load the module that this library belongs to, and use its mpirun"
+        fix = (
+            f"{library.mpirun} -n N hpczero ..."
+            if library.mpirun
+            else "load the module that this library belongs to, and use its mpirun"
+        )
         yield FAIL, first.library_error, fix
         return
     yield from _launch(first)
-    yield (OK if library.threads in ("serialized", "multiple") else FAIL), f"thread level: {library.threads}", ""
+    yield (
+        (OK if library.threads in ("serialized", "multiple") else FAIL),
+        f"thread level: {library.threads}",
+        "",
+    )
     if library.standard[0] < 4:
-        yield OK, f"MPI {library.standard[0]} has no large counts: hpczero sends what is larger than 2^31 elements in pieces", ""
+        yield (
+            OK,
+            f"MPI {library.standard[0]} has no large counts: hpczero sends what is larger than 2^31 elements in pieces",
+            "",
+        )
 
 
 def _launch(report: Report) -> Found:
     """Whether the mpirun in use, or the one that would be used, belongs to the library."""
-    library, command = report.library, report.launcher.command if report.launcher else report.mpirun_on_path
+    library, command = (
+        report.library,
+        report.launcher.command if report.launcher else report.mpirun_on_path,
+    )
     if library is None or library.mpirun is None:
         return
     if command is None:
         yield OK, f"its mpirun: {library.mpirun}", ""
-    elif Path(command).parent.resolve() == Path(library.mpirun).parent.resolve() or Path(command).name == "srun":
-        yield OK, f"its mpirun is the one {'in use' if report.launcher else 'on the PATH'}: {command}", ""
+    elif (
+        Path(command).parent.resolve() == Path(library.mpirun).parent.resolve()
+        or Path(command).name == "srun"
+    ):
+        yield (
+            OK,
+            f"its mpirun is the one {'in use' if report.launcher else 'on the PATH'}: {command}",
+            "",
+        )
     else:
         role = "the launcher in use" if report.launcher else "the mpirun on the PATH"
-        yield WARN, f"{role}, {command}, is not this library's", f"{library.mpirun} -n N hpczero ..."
+        yield (
+            WARN,
+            f"{role}, {command}, is not this library's",
+            f"{library.mpirun} -n N hpczero ...",
+        )
 
 
 def _ranks(reports: Sequence[Report]) -> Found:
@@ -152,7 +215,15 @@ def _table(nodes: Sequence[Sequence[Report]]) -> Iterator[str]:
         memory = f"{node[0].usable / len(node) / _GIB:.1f} GiB"
         gpus = _span([len(report.gpus) for report in node])
         rows.append(
-            (str(node[0].node), node[0].host, _ranges([report.rank for report in node]), str(cores), _span(_threads(node)), memory, gpus)
+            (
+                str(node[0].node),
+                node[0].host,
+                _ranges([report.rank for report in node]),
+                str(cores),
+                _span(_threads(node)),
+                memory,
+                gpus,
+            )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
@@ -184,13 +255,19 @@ def _each_node(reports: Sequence[Report], judged: Callable[[Sequence[Report]], F
     """The findings about each node; of many nodes the complaints about the first few, and how many more there are."""
     found = [list(judged(node)) for node in _by_node(reports)]
     if len(found) > _NODES_SHOWN:
-        found = [of_node for of_node in found if any(verdict != OK for verdict, _, _ in of_node)] or found
+        found = [
+            of_node for of_node in found if any(verdict != OK for verdict, _, _ in of_node)
+        ] or found
     for of_node in found[:_NODES_SHOWN]:
         yield from of_node
     more = [finding for of_node in found[_NODES_SHOWN:] for finding in of_node]
     if more:
         verdict, _, fix = max(more, key=lambda finding: (OK, WARN, FAIL).index(finding[0]))
-        yield verdict, f"... and the same kind of finding on {_count(len(found) - _NODES_SHOWN, 'more node')}", fix
+        yield (
+            verdict,
+            f"... and the same kind of finding on {_count(len(found) - _NODES_SHOWN, 'more node')}",
+            fix,
+        )
 
 
 def _cores(reports: Sequence[Report]) -> Found:
@@ -203,18 +280,28 @@ def _cores_of(node: Sequence[Report]) -> Found:
     cores = {core for report in node for core in report.cores}
     room = min(len(cores), first.quota) if first.quota is not None else len(cores)
     if ranks > room:
-        limit = _count(len(cores), "core") + (f" and a CPU quota of {first.quota:g}" if first.quota is not None else "")
+        limit = _count(len(cores), "core") + (
+            f" and a CPU quota of {first.quota:g}" if first.quota is not None else ""
+        )
         given = first.launcher.cores if first.launcher else len(cores)
         fix = f"start at most {_count(max(1, int(room)), 'rank')} on such a node"
         if given > len(cores):
             fix = "let the ranks use all cores (--bind-to none with Open MPI, -bind-to none with MPICH, --cpus-per-task with srun)"
         yield WARN, f"{first.host}: {ranks} ranks share {limit}: they wait for each other", fix
     elif first.quota is not None and first.quota < len(cores):
-        yield OK, f"{first.host}: {len(cores)} cores, of which the cgroup's CPU quota allows {first.quota:g}", ""
+        yield (
+            OK,
+            f"{first.host}: {len(cores)} cores, of which the cgroup's CPU quota allows {first.quota:g}",
+            "",
+        )
     idle = (first.launcher.cores if first.launcher else 0) - len(cores)
     if idle > 0 and ranks <= room and first.under_a_launcher:
         fix = "more ranks, or let them use all cores (--bind-to none with Open MPI, -bind-to none with MPICH, --cpus-per-task with srun)"
-        yield WARN, f"{first.host}: the ranks are bound to {len(cores)} of {len(cores) + idle} cores; {idle} idle", fix
+        yield (
+            WARN,
+            f"{first.host}: the ranks are bound to {len(cores)} of {len(cores) + idle} cores; {idle} idle",
+            fix,
+        )
 
 
 def _memory(reports: Sequence[Report]) -> Found:
@@ -223,10 +310,18 @@ def _memory(reports: Sequence[Report]) -> Found:
 
 def _memory_of(node: Sequence[Report]) -> Found:
     first = node[0]
-    limit = f", of which the cgroups allow {first.memory_limit / _GIB:.1f}" if first.memory_limit is not None else ", no cgroup limit"
+    limit = (
+        f", of which the cgroups allow {first.memory_limit / _GIB:.1f}"
+        if first.memory_limit is not None
+        else ", no cgroup limit"
+    )
     free = f"{first.usable / _GIB:.1f} GiB free for {_count(len(node), 'rank')}"
     verdict = WARN if first.usable < len(node) * _LEAST_MEMORY else OK
-    fix = "end what else runs on the node, ask for more memory, or start fewer ranks" if verdict == WARN else ""
+    fix = (
+        "end what else runs on the node, ask for more memory, or start fewer ranks"
+        if verdict == WARN
+        else ""
+    )
     yield verdict, f"{first.host}: {first.physical / _GIB:.1f} GiB{limit}; {free}", fix
 
 
@@ -237,7 +332,11 @@ def _shared_memory(reports: Sequence[Report]) -> Found:
 def _shared_memory_of(node: Sequence[Report]) -> Found:
     first, need = node[0], len(node) * _SHM_PER_RANK
     if first.shm is None:
-        yield FAIL, f"{first.host}: there is no /dev/shm", "mount a tmpfs there (docker: --shm-size=8g)"
+        yield (
+            FAIL,
+            f"{first.host}: there is no /dev/shm",
+            "mount a tmpfs there (docker: --shm-size=8g)",
+        )
         return
     size, free = first.shm
     what = f"{first.host}: /dev/shm has {_bytes(free)} free of {_bytes(size)}"
@@ -256,7 +355,11 @@ def _segments(report: Report) -> Found:
         unseen = "this container shares /dev/shm with processes that it cannot see: run `hpczero doctor --clean` outside"
         yield OK, f"{report.host}: {_summary(report.stale)} may be stale, but {unseen}", ""
     elif report.stale:
-        yield WARN, f"{report.host}: {_summary(report.stale)} left behind by processes that have ended", "hpczero doctor --clean"
+        yield (
+            WARN,
+            f"{report.host}: {_summary(report.stale)} left behind by processes that have ended",
+            "hpczero doctor --clean",
+        )
 
 
 def _summary(segments: Sequence[tuple[str, int, str]]) -> str:
@@ -280,36 +383,64 @@ def _gpus(reports: Sequence[Report]) -> Found:
     broken = next((report for report in reports if report.gpu_driver and not report.gpus), None)
     if broken:
         fix = "install a torch that fits the driver (`nvidia-smi` says which CUDA it offers), or load the site's"
-        yield WARN, f"{broken.host} (rank {broken.rank}) has a GPU driver, but {broken.gpu_error or 'no GPU is visible to this rank'}", fix
+        yield (
+            WARN,
+            f"{broken.host} (rank {broken.rank}) has a GPU driver, but {broken.gpu_error or 'no GPU is visible to this rank'}",
+            fix,
+        )
     elif not any(report.gpus for report in reports):
         yield OK, "none", ""
         return
     for node in _by_node(reports)[:_NODES_SHOWN]:
         if node[0].gpus:
-            yield OK, f"{node[0].host}: {', '.join(sorted(set(node[0].gpus)))} ({len(node[0].gpus)} visible to a rank)", ""
+            yield (
+                OK,
+                f"{node[0].host}: {', '.join(sorted(set(node[0].gpus)))} ({len(node[0].gpus)} visible to a rank)",
+                "",
+            )
     old = next(filter(_too_old, reports), None)
     if old:
-        needed, there = (".".join(map(str, capability)) for capability in (OLDEST, old.gpu_capability))
+        needed, there = (
+            ".".join(map(str, capability)) for capability in (OLDEST, old.gpu_capability)
+        )
         what = f"a GPU of {old.host} has compute capability {there}, and the kernels need {needed}: PyTorch's operations are taken there"
         yield WARN, what, "nodes with newer GPUs, where the site has them"
     library = reports[0].library
     if library and any(report.gpus for report in reports):
-        aware = {True: "is CUDA-aware", False: "is not CUDA-aware", None: "does not say whether it is CUDA-aware"}[library.cuda_aware]
+        aware = {
+            True: "is CUDA-aware",
+            False: "is not CUDA-aware",
+            None: "does not say whether it is CUDA-aware",
+        }[library.cuda_aware]
         note = "" if library.cuda_aware else ": GPU buffers go through the host"
-        fix = "" if library.cuda_aware else "an MPI built with CUDA support (the site's module, usually)"
+        fix = (
+            ""
+            if library.cuda_aware
+            else "an MPI built with CUDA support (the site's module, usually)"
+        )
         yield (OK if library.cuda_aware else WARN), f"{library.name} {aware}{note}", fix
 
 
 def _files(reports: Sequence[Report]) -> Found:
     storage = reports[0].storage
     if storage.hdf5 is None:
-        yield FAIL, "h5py cannot be imported", f"{shlex.quote(reports[0].executable)} -m pip install h5py"
+        yield (
+            FAIL,
+            "h5py cannot be imported",
+            f"{shlex.quote(reports[0].executable)} -m pip install h5py",
+        )
         return
-    hdf5 = f"HDF5 {storage.hdf5}" + (f", HDF5_USE_FILE_LOCKING={storage.locking}" if storage.locking else "")
+    hdf5 = f"HDF5 {storage.hdf5}" + (
+        f", HDF5_USE_FILE_LOCKING={storage.locking}" if storage.locking else ""
+    )
     where = f"{storage.directory} ({storage.file_system or 'unknown file system'})"
     if not storage.lock_error:
         yield OK, f"{hdf5}; file locks work in {where}", ""
     elif (storage.locking or "").upper() in ("FALSE", "0", "BEST_EFFORT"):
         yield OK, f"{hdf5}; no file locks in {where}, and HDF5 does not ask for them", ""
     else:
-        yield WARN, f"{hdf5}; no file locks in {where}: {storage.lock_error}", "export HDF5_USE_FILE_LOCKING=FALSE"
+        yield (
+            WARN,
+            f"{hdf5}; no file locks in {where}: {storage.lock_error}",
+            "export HDF5_USE_FILE_LOCKING=FALSE",
+        )

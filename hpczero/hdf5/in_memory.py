@@ -24,7 +24,9 @@ class Pages(io.RawIOBase):
         self._place = self._size = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        self._place = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        )
         return self._place
 
     def tell(self) -> int:
@@ -42,7 +44,9 @@ class Pages(io.RawIOBase):
 
     def readinto(self, room: Any) -> int:
         for inside, number, begin, end in self._parts(memoryview(room).cast("B")):
-            inside[:] = self._pages[number][begin:end] if number in self._pages else bytes(end - begin)
+            inside[:] = (
+                self._pages[number][begin:end] if number in self._pages else bytes(end - begin)
+            )
         return len(room)
 
     def readable(self) -> bool:

@@ -205,9 +205,7 @@ class PlainFile:
 
     def _messages(self, address: int) -> list[Message]:
         """All of an object header."""
-        version, _, count, _, length = unpacked(
-            "<BBHII", self._read(address, 16, "object header")
-        )
+        version, _, count, _, length = unpacked("<BBHII", self._read(address, 16, "object header"))
         if version != 1:
             raise NotPlain(f"an object header at byte {address:,} that is not of version 1")
         found: list[Message] = []

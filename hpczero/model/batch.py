@@ -22,7 +22,12 @@ class MicroBatch:
     by_sample: bool = False
 
     def on(self, device: Device) -> "MicroBatch":
-        return replace(self, tokens=device.put(self.tokens), targets=device.put(self.targets), samples=device.put(self.samples))
+        return replace(
+            self,
+            tokens=device.put(self.tokens),
+            targets=device.put(self.targets),
+            samples=device.put(self.samples),
+        )
 
     @property
     def token_count(self) -> int:

@@ -26,7 +26,9 @@ def factory_of(model: Model) -> Callable[[Model], object]:
     try:
         factory = getattr(importlib.import_module(package), name, None)
     except ImportError as error:
-        raise InputError(f'model.family = "{model.family}": {package} cannot be imported ({error}); is it installed, or in PYTHONPATH?') from error
+        raise InputError(
+            f'model.family = "{model.family}": {package} cannot be imported ({error}); is it installed, or in PYTHONPATH?'
+        ) from error
     if not callable(factory):
         raise InputError(f'model.family = "{model.family}": {package} has no function {name}')
     return factory
@@ -39,7 +41,9 @@ def from_factory(model: Model, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         module = factory(model)
     if not isinstance(module, nn.Module):
-        raise InputError(f'model.family = "{model.family}" gives a {type(module).__name__}: it must return a torch.nn.Module')
+        raise InputError(
+            f'model.family = "{model.family}" gives a {type(module).__name__}: it must return a torch.nn.Module'
+        )
     return module
 
 
@@ -51,7 +55,9 @@ def adopt(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
         for name, own in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             new = parameters.get(names[own], own)
             if new is not own:
-                setattr(part, name, new)  # a recurrent layer has its own list of them, which follows
+                setattr(
+                    part, name, new
+                )  # a recurrent layer has its own list of them, which follows
 
 
 def move_rest(module: nn.Module, place: torch.device) -> None:
@@ -75,7 +81,9 @@ def initial_values(
     """
     if parameter.initial.kind == "normal":
         values = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
-        fill_normal(values, key_of(seed, "initial", parameter.name), first, parameter.initial.std, pool)
+        fill_normal(
+            values, key_of(seed, "initial", parameter.name), first, parameter.initial.std, pool
+        )
         if values is not out:
             out.copy_(values)
     else:

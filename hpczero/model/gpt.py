@@ -21,7 +21,9 @@ class GPT(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.embedding = Embedding(model)
-        self.blocks = nn.ModuleList(Block(model, f"blocks.{index}") for index in range(model.layers))
+        self.blocks = nn.ModuleList(
+            Block(model, f"blocks.{index}") for index in range(model.layers)
+        )
         self.head = Head(model)
         if model.tied_embeddings:
             self.head.logits.weight = self.embedding.lookup.tokens
@@ -45,7 +47,13 @@ class Dropout(nn.Module):
         self.probability, self.site = model.dropout, site
         self.dropout = OPERATIONS[model.kernels].dropout
 
-    def forward(self, x: torch.Tensor, batch: MicroBatch, residual: torch.Tensor | None = None, place: Place | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        batch: MicroBatch,
+        residual: torch.Tensor | None = None,
+        place: Place | None = None,
+    ) -> torch.Tensor:
         """The residual stream, if there is one, plus what stays of x."""
         if not self.training or self.probability == 0:
             return x if residual is None else residual + x
@@ -84,7 +92,9 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., maps, outputs]"""
-        return maps.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(-1, self.bias.shape)
+        return maps.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(
+            -1, self.bias.shape
+        )
 
 
 class Lookup(nn.Module):
@@ -107,7 +117,9 @@ class CrossEntropy(nn.Module):
         self.vocab = model.vocab
         self.cross_entropy = OPERATIONS[model.kernels].cross_entropy
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False) -> torch.Tensor:
+    def forward(
+        self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False
+    ) -> torch.Tensor:
         if by_sample:
             found = [self.cross_entropy(*sample) for sample in zip(logits, targets, strict=True)]
             return torch.stack(found) if found else logits.new_zeros(0, dtype=torch.float32)
@@ -138,7 +150,9 @@ class Attention(nn.Module):
         self.dropout = Dropout(model, f"{name}.attention")
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))  # [samples, seq, 3, heads, head_dim]
+        heads = self.qkv(self.norm(x)).unflatten(
+            -1, (-1, self.head_dim)
+        )  # [samples, seq, 3, heads, head_dim]
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
         mixed = self.attention(query, key, value)
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch, x)

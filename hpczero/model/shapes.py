@@ -103,7 +103,10 @@ def _gpt(model: Model) -> list[Layer]:
     if model.tied_embeddings:
         head = Layer("head", norm, uses=("embedding.lookup.tokens",))
     else:
-        head = Layer("head", (*norm, Parameter("head.logits.weight", (model.vocab, model.hidden), normal, split=0)))
+        head = Layer(
+            "head",
+            (*norm, Parameter("head.logits.weight", (model.vocab, model.hidden), normal, split=0)),
+        )
     return [embedding, *blocks, head]
 
 
@@ -114,9 +117,23 @@ def _gpt_block(name: str, model: Model, normal: Initial) -> Layer:
         name,
         (
             *_norm(f"{name}.attention.norm", hidden),
-            Parameter(f"{name}.attention.qkv.weight", (3, inner, hidden), normal, split=1, grain=head_dim(model)),
-            Parameter(f"{name}.attention.qkv.bias", (3, inner), ZEROS, split=1, grain=head_dim(model)),
-            Parameter(f"{name}.attention.output.weight", (hidden, inner), into_residual, split=1, grain=head_dim(model)),
+            Parameter(
+                f"{name}.attention.qkv.weight",
+                (3, inner, hidden),
+                normal,
+                split=1,
+                grain=head_dim(model),
+            ),
+            Parameter(
+                f"{name}.attention.qkv.bias", (3, inner), ZEROS, split=1, grain=head_dim(model)
+            ),
+            Parameter(
+                f"{name}.attention.output.weight",
+                (hidden, inner),
+                into_residual,
+                split=1,
+                grain=head_dim(model),
+            ),
             Parameter(f"{name}.attention.output.bias", (hidden,), ZEROS),
             *_norm(f"{name}.feed_forward.norm", hidden),
             Parameter(f"{name}.feed_forward.up.weight", (wide, hidden), normal, split=0),

@@ -40,7 +40,10 @@ class Place:
     def rectangles(self, start: int, stop: int) -> Iterator[Slices]:
         """Elements start .. stop - 1 of the unit's buffer, all of this parameter, as rectangles of the logical tensor, in that order."""
         for inner in rectangles(self.shape, start - self.offset, stop - self.offset):
-            yield tuple(slice(base.start + part.start, base.start + part.stop) for base, part in zip(self.held, inner, strict=True))
+            yield tuple(
+                slice(base.start + part.start, base.start + part.stop)
+                for base, part in zip(self.held, inner, strict=True)
+            )
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ class UnitLayout:
                 yield place, slice(first, last)
 
 
-def unit_layout(layer: Layer, shards: int = 1, tensor_ranks: int = 1, tensor_rank: int = 0) -> UnitLayout:
+def unit_layout(
+    layer: Layer, shards: int = 1, tensor_ranks: int = 1, tensor_rank: int = 0
+) -> UnitLayout:
     places, offset = [], 0
     for parameter in layer.parameters:
         places.append(Place(parameter, tensor_part(parameter, tensor_ranks, tensor_rank), offset))
@@ -78,7 +83,9 @@ def tensor_part(parameter: Parameter, ranks: int, rank: int) -> Slices:
     """The rectangle of a parameter that one of the tensor ranks holds: all of it, unless it is split."""
     whole = [slice(0, length) for length in parameter.shape]
     if parameter.split is not None:
-        whole[parameter.split] = share(parameter.shape[parameter.split], parameter.grain, ranks, rank)
+        whole[parameter.split] = share(
+            parameter.shape[parameter.split], parameter.grain, ranks, rank
+        )
     return tuple(whole)
 
 
@@ -90,13 +97,17 @@ def share(length: int, grain: int, ranks: int, rank: int) -> slice:
     return slice(min(first * grain, length), min(last * grain, length))
 
 
-def stretches_of_part(shape: tuple[int, ...], part: Slices, start: int, stop: int) -> Iterator[slice]:
+def stretches_of_part(
+    shape: tuple[int, ...], part: Slices, start: int, stop: int
+) -> Iterator[slice]:
     """Elements start .. stop - 1 of a rectangle `part` of a tensor, in memory order of a copy of it: where they lie in the flattened tensor.
 
     As few stretches as possible; together they are as long as stop - start.
     """
     lengths = [cut.stop - cut.start for cut in part]
-    inner = len(shape)  # dimensions from here on are whole, so that their elements lie together in both
+    inner = len(
+        shape
+    )  # dimensions from here on are whole, so that their elements lie together in both
     while inner and lengths[inner - 1] == shape[inner - 1]:
         inner -= 1
     dim = max(inner - 1, 0)  # the last one that is cut: its run of elements lies together too
@@ -126,7 +137,11 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Slices
     if first_row > last_row:  # all inside one row
         yield from _in_row(shape, start // row, start % row, stop - start // row * row)
         return
-    yield from _in_row(shape, first_row - 1, row - (first_row * row - start), row) if start < first_row * row else ()
+    yield from (
+        _in_row(shape, first_row - 1, row - (first_row * row - start), row)
+        if start < first_row * row
+        else ()
+    )
     if first_row < last_row:
         yield (slice(first_row, last_row), *(slice(0, length) for length in shape[1:]))
     yield from _in_row(shape, last_row, 0, stop - last_row * row) if last_row * row < stop else ()

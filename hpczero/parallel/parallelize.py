@@ -46,7 +46,12 @@ def find(spec: Spec, world: World, grid: Grid) -> Found:
     def make() -> Found:
         module = build.from_factory(spec.model, spec.seed)
         cut = spec.parallel.pipeline > 1
-        return Found(module, user_stages.stage_of(module, spec.parallel, grid.coordinate(world.rank, "pipeline")) if cut else None)
+        return Found(
+            module,
+            user_stages.stage_of(module, spec.parallel, grid.coordinate(world.rank, "pipeline"))
+            if cut
+            else None,
+        )
 
     found = world.together(make)
     refuse_modules_that_differ(found.module, world)
@@ -54,7 +59,13 @@ def find(spec: Spec, world: World, grid: Grid) -> Found:
 
 
 def assemble(
-    spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1, found: Found | None = None, bare: bool = False
+    spec: Spec,
+    world: World,
+    grid: Grid,
+    accumulates: bool,
+    threads: int = 1,
+    found: Found | None = None,
+    bare: bool = False,
 ) -> Way:
     """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run. `found`: if it is known already,
     what model.family has made. `bare`: hpczero's own models without values, to be loaded or made (`Engine.initial_values`).
@@ -66,9 +77,16 @@ def assemble(
         return _cut_up(found, spec, world, grid, accumulates, threads)
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
-    tensor, pipeline = (world.group(axis, grid.ranks(world.rank, axis)) if grid.size(axis) > 1 else None for axis in ("tensor", "pipeline"))
+    tensor, pipeline = (
+        world.group(axis, grid.ranks(world.rank, axis)) if grid.size(axis) > 1 else None
+        for axis in ("tensor", "pipeline")
+    )
     if tensor:
-        apply_plan(layers, PLANS[spec.model.family], residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len))
+        apply_plan(
+            layers,
+            PLANS[spec.model.family],
+            residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len),
+        )
     axis = data_axis(spec, world, _group(world, grid), grid.nodes_cut_data_alike)
     settings = settings_of(spec, accumulates, threads, own_model=True)
     values = no_values if bare else None
@@ -78,24 +96,56 @@ def assemble(
     modules = {layer.name: part for part, layer in layers}
     held = chunks_of_stages(spec, described)[pipeline.rank]
     chunks = _with_modules(held, modules)
-    engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, values, tensor, pipeline)
-    engine.reduction.names_backwards = [parameter.name for layer in described for parameter in layer.parameters][::-1]
-    _tie(engine, _tie_groups(dict.fromkeys((layer.name for layer in _tied(held)), (0, pipeline.size - 1)), world, pipeline))
+    engine = Engine(
+        module,
+        [part for chunk in chunks for part in chunk],
+        axis,
+        settings,
+        values,
+        tensor,
+        pipeline,
+    )
+    engine.reduction.names_backwards = [
+        parameter.name for layer in described for parameter in layer.parameters
+    ][::-1]
+    _tie(
+        engine,
+        _tie_groups(
+            dict.fromkeys((layer.name for layer in _tied(held)), (0, pipeline.size - 1)),
+            world,
+            pipeline,
+        ),
+    )
     shape = handed_on(spec, tensor.rank if tensor else 0)
     stages = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
-    return Staged(engine, stages, chunks, [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks])
+    return Staged(
+        engine,
+        stages,
+        chunks,
+        [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks],
+    )
 
 
 def _with_modules(held: Chunks, modules: Mapping[str, nn.Module]) -> list[user_module.Layers]:
-    return [[(nn.Module() if isinstance(layer, Tied) else modules[layer.name], layer) for layer in chunk] for chunk in held]
+    return [
+        [
+            (nn.Module() if isinstance(layer, Tied) else modules[layer.name], layer)
+            for layer in chunk
+        ]
+        for chunk in held
+    ]
 
 
 def _tied(held: Chunks) -> list[Tied]:
     return [layer for chunk in held for layer in chunk if isinstance(layer, Tied)]
 
 
-def _pipeline(spec: Spec, group: Group, shape_of: Callable[[MicroBatch], Sequence[int]] | None) -> Pipeline:
-    return Pipeline(group, spec.parallel.schedule, spec.parallel.chunks, shape_of, DTYPES[spec.train.precision])
+def _pipeline(
+    spec: Spec, group: Group, shape_of: Callable[[MicroBatch], Sequence[int]] | None
+) -> Pipeline:
+    return Pipeline(
+        group, spec.parallel.schedule, spec.parallel.chunks, shape_of, DTYPES[spec.train.precision]
+    )
 
 
 def _tie(engine: Engine, ties: Mapping[str, Group]) -> None:
@@ -107,44 +157,70 @@ def _tie(engine: Engine, ties: Mapping[str, Group]) -> None:
             engine.copies.add(unit)
 
 
-def _tie_groups(tied: Mapping[str, Sequence[int]], world: World, pipeline: Group) -> dict[str, Group]:
+def _tie_groups(
+    tied: Mapping[str, Sequence[int]], world: World, pipeline: Group
+) -> dict[str, Group]:
     """Of the parameters that several stages have (`tied`: name -> which), those that this stage has; in one order on all stages, as are
     the operations that follow from it.
     """
-    here = {name: [pipeline.ranks[stage] for stage in stages] for name, stages in tied.items() if pipeline.rank in stages}
+    here = {
+        name: [pipeline.ranks[stage] for stage in stages]
+        for name, stages in tied.items()
+        if pipeline.rank in stages
+    }
     return {name: world.group("pipeline", ranks) for name, ranks in here.items()}
 
 
-def _cut_up(found: Found, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int) -> Way:
+def _cut_up(
+    found: Found, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int
+) -> Way:
     """One of the stages of a pipeline."""
     module, own = found.module, found.stage
     assert own is not None
-    pipeline, group = world.group("pipeline", grid.ranks(world.rank, "pipeline")), _group(world, grid)
+    pipeline, group = (
+        world.group("pipeline", grid.ranks(world.rank, "pipeline")),
+        _group(world, grid),
+    )
     names = list(user_module.trained(module))
     layers = user_module.layers_of_chunks(module, own.chunks)
     user_stages.to_meta(module, own.elsewhere)
     modules = {layer.name: part for chunk in layers for part, layer in chunk}
-    tied = {parameter.name: parameter for chunk in layers for _, layer in chunk for parameter in layer.parameters if parameter.name in own.tied}
-    chunks = _with_modules(apart([[layer for _, layer in chunk] for chunk in layers], tied), modules)
+    tied = {
+        parameter.name: parameter
+        for chunk in layers
+        for _, layer in chunk
+        for parameter in layer.parameters
+        if parameter.name in own.tied
+    }
+    chunks = _with_modules(
+        apart([[layer for _, layer in chunk] for chunk in layers], tied), modules
+    )
     ties = _tie_groups(own.tied, world, pipeline)
     axis = _axis_of_foreign(module, spec, world, group)
     values = OwnValues(module, spec.seed, group, own.elsewhere, ties)
     settings = settings_of(spec, accumulates, threads)
-    engine = Engine(module, [part for chunk in chunks for part in chunk], axis, settings, values, None, pipeline)
+    engine = Engine(
+        module, [part for chunk in chunks for part in chunk], axis, settings, values, None, pipeline
+    )
     values.share_rest(set(names), DTYPES[spec.train.precision])
     engine.reduction.names_backwards = names[::-1]
     _tie(engine, ties)
     return Staged(engine, _pipeline(spec, pipeline, None), chunks, own.calls)
 
 
-def adopt(module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1) -> Engine:
+def adopt(
+    module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1
+) -> Engine:
     """The engine that trains a module which hpczero has not written; on every rank the same but for its values, which become rank 0's."""
     layers = world.together(lambda: user_module.layers_of(module))
     group = _group(world, grid)
     axis = _axis_of_foreign(module, spec, world, group)
     values = OwnValues(module, spec.seed, group)
     engine = Engine(module, layers, axis, settings_of(spec, accumulates, threads), values)
-    values.share_rest({parameter.name for _, layer in layers for parameter in layer.parameters}, DTYPES[spec.train.precision])
+    values.share_rest(
+        {parameter.name for _, layer in layers for parameter in layer.parameters},
+        DTYPES[spec.train.precision],
+    )
     return engine
 
 
@@ -156,7 +232,9 @@ def _axis_of_foreign(module: nn.Module, spec: Spec, world: World, group: Group) 
 
 
 def settings_of(spec: Spec, accumulates: bool, threads: int, own_model: bool = False) -> Settings:
-    return Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads, own_model)
+    return Settings(
+        spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads, own_model
+    )
 
 
 def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool = True) -> DataAxis:
@@ -201,7 +279,11 @@ def _entries(module: nn.Module) -> Iterator[Entry]:
     """
     first_name: dict[Tensor | nn.Module, str] = {}
     for path, part in module.named_modules(remove_duplicate=False):
-        yield ["module", path or "(itself)", {"class": type(part).__qualname__} | _shared(part, path, first_name)]
+        yield [
+            "module",
+            path or "(itself)",
+            {"class": type(part).__qualname__} | _shared(part, path, first_name),
+        ]
         for kind, tensors in (("parameter", part._parameters), ("buffer", part._buffers)):
             for own_name, tensor in tensors.items():
                 name = f"{path}.{own_name}" if path else own_name
@@ -233,7 +315,9 @@ def _difference(of_rank_0: Sequence[Entry], own: Sequence[Entry], rank: int) -> 
         what = f"rank 0 has {_shown(theirs)} where rank {rank} has {_shown(ours)}"
     way_out = "every rank must build the same module, but for its values"
     if ours and theirs and _names(of_rank_0) == _names(own):
-        way_out += " (Python gives a set another order in every process: sort what you take from one)"
+        way_out += (
+            " (Python gives a set another order in every process: sort what you take from one)"
+        )
     return f"the ranks' modules differ: {printable(what)}; {way_out}"
 
 

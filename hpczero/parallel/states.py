@@ -52,7 +52,13 @@ def shares_nodes(zero: Zero, ranks_on_nodes: Collection[int], alike: bool = True
     return zero.node_shared and several
 
 
-def state_bytes(units: Sequence[UnitLayout], sharded: Sharded, precision: Precision, shared: bool, around: int = 0) -> dict[str, int]:
+def state_bytes(
+    units: Sequence[UnitLayout],
+    sharded: Sharded,
+    precision: Precision,
+    shared: bool,
+    around: int = 0,
+) -> dict[str, int]:
     """Bytes by kind on one rank; `shared`: the ranks of a node keep one copy of the weights. `around`: elements of the units that are in use while
     others are. The fp32 weights of a rank are the model's own only if they are all of its weights and nobody else's.
     """
@@ -69,5 +75,3 @@ def state_bytes(units: Sequence[UnitLayout], sharded: Sharded, precision: Precis
         "gradient slots": SLOTS * largest * precision.weight if sharded.gradients else 0,
         "gather slots": (SLOTS * largest + around) * precision.weight if sharded.parameters else 0,
     }
-
-

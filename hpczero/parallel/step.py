@@ -28,7 +28,9 @@ class Alone:
         to cut the global batch gives the same gradient.
         """
         losses, batches = [], _on_device(batches, self.engine)
-        for number, batch in enumerate(batches):  # empty ones too: their collectives are the others' as well
+        for number, batch in enumerate(
+            batches
+        ):  # empty ones too: their collectives are the others' as well
             with trace.span("forward", number):
                 loss = self.engine(batch)
             with trace.span("backward", number):
@@ -48,13 +50,23 @@ class Alone:
 class Staged:
     """One stage; the losses are known on the last one, the others' are zero."""
 
-    def __init__(self, engine: Engine, pipeline: Pipeline, chunks: Sequence[Sequence[Part]], calls: Sequence[Sequence[Call]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        pipeline: Pipeline,
+        chunks: Sequence[Sequence[Part]],
+        calls: Sequence[Sequence[Call]],
+    ) -> None:
         """`calls`: what the layers of each chunk do, one after the other."""
         self.engine, self.pipeline, self._calls = engine, pipeline, calls
         used = [{unit for _, layer in chunk for unit in engine.units_of(layer)} for chunk in chunks]
         before: list[set[Unit]] = [set().union(*used[:chunk]) for chunk in range(len(chunks))]
         # The last backward of a chunk is the last of what earlier ones do not use; where gradients are sharded every backward is summed.
-        self._units = used if engine.sharded.gradients else [own - earlier for own, earlier in zip(used, before, strict=True)]
+        self._units = (
+            used
+            if engine.sharded.gradients
+            else [own - earlier for own, earlier in zip(used, before, strict=True)]
+        )
         self._tokens, self._trace = 1, Trace()
 
     def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
@@ -99,7 +111,9 @@ def _sum(losses: Sequence[Tensor], engine: Engine) -> Later:
 def _all(losses: Sequence[Tensor], engine: Engine) -> list[list[float]]:
     if not losses:
         return []
-    found = iter(_later(torch.cat([loss.detach().reshape(-1).float() for loss in losses]), engine)())
+    found = iter(
+        _later(torch.cat([loss.detach().reshape(-1).float() for loss in losses]), engine)()
+    )
     return [list(islice(found, loss.numel())) for loss in losses]
 
 

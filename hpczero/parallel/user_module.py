@@ -43,7 +43,9 @@ def layers_of(module: nn.Module) -> Layers:
     refuse_changed_in_forward(module)
     parameters = trained(module)
     if not parameters:
-        raise InputError(f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train")
+        raise InputError(
+            f"{type(module).__name__} has no parameters of a floating-point type: there is nothing to train"
+        )
     (found,) = _layers(parameters, [_Structure(module, parameters).cuts({"": module})])
     around = used_around_others(found)
     return [(part, replace(layer, around=layer.name in around)) for part, layer in found]
@@ -54,7 +56,9 @@ def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -
     here = {own for chunk in chunks for part in chunk for own in part.parameters()}
     parameters = {name: own for name, own in trained(module).items() if own in here}
     names = {part: name for name, part in module.named_modules()}
-    cuts = [_Structure(None, parameters).cuts({names[part]: part for part in chunk}) for chunk in chunks]
+    cuts = [
+        _Structure(None, parameters).cuts({names[part]: part for part in chunk}) for chunk in chunks
+    ]
     return _layers(parameters, cuts)
 
 
@@ -63,7 +67,9 @@ def refuse_changed_in_forward(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             what = f"{name or type(part).__name__} has max_norm = {part.max_norm:g}, and changes its weight in every forward, on each rank as its own"
-            raise InputError(f"{what} samples ask for: set max_norm to None; scale what is looked up instead")
+            raise InputError(
+                f"{what} samples ask for: set max_norm to None; scale what is looked up instead"
+            )
 
 
 def refuse_compiled(module: nn.Module) -> None:
@@ -80,14 +86,20 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: own for name, own in module.named_parameters() if _is_ours(name, own)}
 
 
-def _layers(parameters: Mapping[str, nn.Parameter], chunks: Iterable[Iterable[Cut]]) -> list[Layers]:
+def _layers(
+    parameters: Mapping[str, nn.Parameter], chunks: Iterable[Iterable[Cut]]
+) -> list[Layers]:
     sizes = {name: own.numel() for name, own in parameters.items()}
     found: list[Layers] = []
     taken: set[str] = set()
     for cuts in chunks:
         found.append([])
         for group in _together(cuts, sizes):
-            own = [name for name in dict.fromkeys(name for cut in group for name in cut.names) if name not in taken]
+            own = [
+                name
+                for name in dict.fromkeys(name for cut in group for name in cut.names)
+                if name not in taken
+            ]
             taken |= set(own)
             held = tuple(Parameter(name, tuple(parameters[name].shape), ZEROS) for name in own)
             for number, cut in enumerate(group):
@@ -134,14 +146,28 @@ class _Structure:
     def _is_cut(self, module: nn.Module, name: str) -> bool:
         if not any(self._size(child) for child in module.children()):
             return False
-        if type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CUT_IN_TORCH):
+        if type(module).__module__.startswith("torch.nn.") and not isinstance(
+            module, _CUT_IN_TORCH
+        ):
             return False  # it may use the weights of its parts without calling them
         size = self._size(module)
-        containers = {own for inner in module.modules() if isinstance(inner, _CONTAINERS) for own in inner.parameters()}
+        containers = {
+            own
+            for inner in module.modules()
+            if isinstance(inner, _CONTAINERS)
+            for own in inner.parameters()
+        }
         in_containers = sum(self.sizes[inner] for inner in self._names_in(containers))
-        wanted = module is self.module or 2 * size > self.total or (_LARGE * size > self.total and 2 * in_containers > size)
+        wanted = (
+            module is self.module
+            or 2 * size > self.total
+            or (_LARGE * size > self.total and 2 * in_containers > size)
+        )
         if wanted and reset_of(module) and any(own.is_meta for own in module.parameters()):
-            warnings.warn(f"{name or type(module).__name__} is one layer for hpczero: its reset_parameters is for all that it holds", stacklevel=2)
+            warnings.warn(
+                f"{name or type(module).__name__} is one layer for hpczero: its reset_parameters is for all that it holds",
+                stacklevel=2,
+            )
             return False
         return wanted
 
@@ -179,7 +205,9 @@ def _together(cuts: Iterable[Cut], sizes: dict[str, int]) -> list[list[Cut]]:
 
 def _is_ours(name: str, parameter: nn.Parameter) -> bool:
     if isinstance(parameter, nn.UninitializedParameter):
-        raise InputError(f"{name} has no shape yet: run the module once on a batch before hpczero takes it")
+        raise InputError(
+            f"{name} has no shape yet: run the module once on a batch before hpczero takes it"
+        )
     if taken(parameter):
         ways = "close that one first, or give this one a module of its own"
         raise InputError(f"{name} is trained by another engine already: {ways}")
@@ -190,5 +218,7 @@ def _is_ours(name: str, parameter: nn.Parameter) -> bool:
         what = "has a hook for p.grad, which hpczero's gradients do not pass"
         raise InputError(f"{name} {what}: give it one for its gradient (register_hook)")
     if parameter.requires_grad and not parameter.is_floating_point():
-        raise InputError(f"{name} is {parameter.dtype}: hpczero trains real floating-point parameters")
+        raise InputError(
+            f"{name} is {parameter.dtype}: hpczero trains real floating-point parameters"
+        )
     return parameter.is_floating_point()

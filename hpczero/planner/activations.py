@@ -14,7 +14,15 @@ from functools import lru_cache
 from hpczero.model.shapes import Layer, ffn, head_dim, layers
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
-from hpczero.parallel.pipeline.schedule import AHEAD, Action, Schedule, forward_only, most_arrived, schedule, steps
+from hpczero.parallel.pipeline.schedule import (
+    AHEAD,
+    Action,
+    Schedule,
+    forward_only,
+    most_arrived,
+    schedule,
+    steps,
+)
 from hpczero.parallel.states import SLOTS
 from hpczero.spec.schema import Model, Parallel, Spec
 
@@ -39,7 +47,12 @@ def looked_at(parallel: Parallel, micro_batches: int) -> int:
 
 def actions(parallel: Parallel, chunks: int, stage: int, micro_batches: int) -> Sequence[Action]:
     """On one rank a micro-batch comes after the other, whatever the schedule is."""
-    return _schedule("1f1b" if parallel.pipeline == 1 else parallel.schedule, parallel.pipeline, chunks, micro_batches)[stage]
+    return _schedule(
+        "1f1b" if parallel.pipeline == 1 else parallel.schedule,
+        parallel.pipeline,
+        chunks,
+        micro_batches,
+    )[stage]
 
 
 def peak(parallel: Parallel, parts: Sequence[Moments], stage: int, micro_batches: int) -> float:
@@ -114,7 +127,10 @@ def activations(
         )
         for chunk in chunks or [layers(spec.model)]
     ]
-    moments = [_FAMILIES[spec.model.family](spec.model, samples * spec.model.seq_len, element, part) for part in parts]
+    moments = [
+        _FAMILIES[spec.model.family](spec.model, samples * spec.model.seq_len, element, part)
+        for part in parts
+    ]
     return int(peak(parallel, moments, stage, micro_batches))
 
 
@@ -131,14 +147,24 @@ def _gpt(model: Model, tokens: int, element: int, part: Part) -> Moments:
     """
     ranks = part.tensor
     hidden = model.hidden / ranks if part.sequence else model.hidden
-    inner, wide, vocab = model.heads * head_dim(model) / ranks, ffn(model) / ranks, model.vocab / ranks
+    inner, wide, vocab = (
+        model.heads * head_dim(model) / ranks,
+        ffn(model) / ranks,
+        model.vocab / ranks,
+    )
     norms = 4 / ranks if part.sequence else 4
-    masking = (2 * element + 1) * hidden if model.dropout else 0  # a gradient by a mask, in two steps
+    masking = (
+        (2 * element + 1) * hidden if model.dropout else 0
+    )  # a gradient by a mask, in two steps
     block = element * (4 * hidden + 4 * inner + 2 * wide) + _FP32 * (model.heads / ranks + norms)
     kept = part.layers["blocks"] * block * tokens
     if part.sends and "embedding" in part.layers:
         kept += element * hidden * tokens
-    in_flight = element * tokens * ((hidden if part.sends else 0) + (2 * model.hidden if part.sequence else 0))
+    in_flight = (
+        element
+        * tokens
+        * ((hidden if part.sends else 0) + (2 * model.hidden if part.sequence else 0))
+    )
     embedding = element * vocab * model.hidden
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
     logits, of_head, forward, backward = element * vocab * tokens, 0.0, [kept], [kept]
@@ -172,10 +198,14 @@ Use = tuple[int, ...]  # the units that are in use at the same time
 Pass = list[Use]
 
 
-def gathers_in_step(chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int) -> Counter[int]:
+def gathers_in_step(
+    chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int
+) -> Counter[int]:
     """Size of a unit -> how often units of this size are gathered; `sizes` are those of the units, the layers that have parameters."""
     period, few = parallel.pipeline, looked_at(parallel, micro_batches)
-    before, times = (gathers(chunks, sizes, parallel, stage, count) for count in (max(0, few - period), few))
+    before, times = (
+        gathers(chunks, sizes, parallel, stage, count) for count in (max(0, few - period), few)
+    )
     repeats = (micro_batches - few) // period
     of_size = Counter[int]()
     for unit, often in times.items():
@@ -183,11 +213,19 @@ def gathers_in_step(chunks: Chunks, sizes: Sequence[int], parallel: Parallel, st
     return of_size
 
 
-def gathers(chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int) -> Counter[int]:
+def gathers(
+    chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int
+) -> Counter[int]:
     """Unit -> how often it is gathered, looking at every micro-batch."""
     units = [layer for chunk in chunks for layer in chunk if layer.parameters]
-    holder = {parameter.name: number for number, layer in enumerate(units) for parameter in layer.parameters}
-    forward, backward = ([list(uses(chunk, holder)) for chunk in chunks] for uses in (_forward, _backward))
+    holder = {
+        parameter.name: number
+        for number, layer in enumerate(units)
+        for parameter in layer.parameters
+    }
+    forward, backward = (
+        [list(uses(chunk, holder)) for chunk in chunks] for uses in (_forward, _backward)
+    )
     passes: list[Pass] = []
     for action in actions(parallel, len(chunks), stage, micro_batches):
         if action.kind == "forward":
@@ -213,7 +251,9 @@ def _backward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
 
 def gathered(sizes: Sequence[int], passes: Sequence[Pass]) -> Counter[int]:
     """Unit -> how often, for units of these sizes, in any step but the first."""
-    expected = max(([unit for unit, _ in _one_by_one(uses)] for uses in passes), key=len, default=[])
+    expected = max(
+        ([unit for unit, _ in _one_by_one(uses)] for uses in passes), key=len, default=[]
+    )
     room = _Room(sizes)
     for uses in passes:
         for place, (unit, in_use) in enumerate(_one_by_one(uses)):
@@ -244,7 +284,9 @@ class _Room:
 
     def use(self, unit: int, in_use: Use) -> None:
         if unit not in self._there and not self._gather(unit, in_use):
-            self._regions.append(Gaps(self._sizes[unit]))  # what is in use leaves no gap that is large enough
+            self._regions.append(
+                Gaps(self._sizes[unit])
+            )  # what is in use leaves no gap that is large enough
             self._gather(unit, in_use)
         self._there[unit] = self._there.pop(unit)
 
@@ -267,4 +309,11 @@ class _Room:
         return True
 
     def _free_place(self, unit: int) -> tuple[Gaps, int] | None:
-        return next(((region, first) for region in self._regions if (first := region.take(self._sizes[unit])) is not None), None)
+        return next(
+            (
+                (region, first)
+                for region in self._regions
+                if (first := region.take(self._sizes[unit])) is not None
+            ),
+            None,
+        )

@@ -7,7 +7,15 @@ from math import prod
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer, known, layer_count
-from hpczero.planner.memory import CPUS, Hardware, NodeNeed, Platform, needs_of_nodes, placements, saves_behind
+from hpczero.planner.memory import (
+    CPUS,
+    Hardware,
+    NodeNeed,
+    Platform,
+    needs_of_nodes,
+    placements,
+    saves_behind,
+)
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
@@ -40,7 +48,9 @@ class Site:
     platform: Platform = CPUS
 
     @classmethod
-    def planned(cls, ranks_on_nodes: Mapping[int, int], node: Hardware, platform: Platform) -> "Site":
+    def planned(
+        cls, ranks_on_nodes: Mapping[int, int], node: Hardware, platform: Platform
+    ) -> "Site":
         """Return alike nodes, with a bound for each memory whose size is known: maybe none.
 
         The ranks of a node are dealt out over its GPUs; of an unknown number each has one of its own.
@@ -89,11 +99,18 @@ def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
     if heaviest.fits:
         return None
     fitting = _first_of_each(_sharding(spec, site), layers)
-    if not any(_heaviest(_with(spec, "zero", stage=stage), layers, site).fits for stage in range(spec.zero.stage + 1, 4)):
-        fitting += _first_of_each(_one_axis(spec, site), layers) or _first_of_each([_both_axes(spec, site)], layers)
+    if not any(
+        _heaviest(_with(spec, "zero", stage=stage), layers, site).fits
+        for stage in range(spec.zero.stage + 1, 4)
+    ):
+        fitting += _first_of_each(_one_axis(spec, site), layers) or _first_of_each(
+            [_both_axes(spec, site)], layers
+        )
     fitting += _first_of_each([_fewer_ranks(spec, site), _more_nodes(spec, site)], layers)
     fitting = fitting or _first_of_each([_strongest(spec, site)], layers)
-    nothing = "nothing that can be set would fit here: use nodes with more memory, or a smaller model"
+    nothing = (
+        "nothing that can be set would fit here: use nodes with more memory, or a smaller model"
+    )
     way_out = f"would fit: {'; '.join(fitting)}" if fitting else nothing
     return f"{_complaint(spec, layers, site, heaviest)}; {way_out}"
 
@@ -112,7 +129,11 @@ def in_words(size: int) -> str:
 
 def kinds_in_words(sizes: Mapping[str, int]) -> str:
     """weights 1.2 GB, master 2.4 GB, ...: the largest first, without the kinds that there are none of."""
-    return ", ".join(f"{kind} {in_words(size)}" for kind, size in sorted(sizes.items(), key=lambda item: -item[1]) if size >= _WORTH_SAYING)
+    return ", ".join(
+        f"{kind} {in_words(size)}"
+        for kind, size in sorted(sizes.items(), key=lambda item: -item[1])
+        if size >= _WORTH_SAYING
+    )
 
 
 def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
@@ -123,12 +144,18 @@ def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
 
 
 def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
-    return sum(needs[node].windows if bound.windows else needs[node].of(count, bound.part) for node, count in bound.ranks.items())
+    return sum(
+        needs[node].windows if bound.windows else needs[node].of(count, bound.part)
+        for node, count in bound.ranks.items()
+    )
 
 
 def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> str:
     bound, ranks = load.bound, sum(load.bound.ranks.values())
-    who, free = (f"{ranks} ranks" if ranks > 1 else "1 rank"), f"{in_words(bound.free)} are available"
+    who, free = (
+        (f"{ranks} ranks" if ranks > 1 else "1 rank"),
+        f"{in_words(bound.free)} are available",
+    )
     if bound.windows:
         gib = -(-load.size // (1 << 30)) + 1
         larger = f"make it larger (docker: --shm-size={gib}g; else mount -o remount,size={gib}g /dev/shm)"
@@ -174,7 +201,9 @@ def _larger(spec: Spec, site: Site) -> tuple[range, range]:
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
     if not known(spec.model):
         return range(0), range(0)
-    return range(tensor + 1, max(site.ranks_on_nodes.values()) + 1), range(pipeline + 1, layer_count(spec.model) + 1)
+    return range(tensor + 1, max(site.ranks_on_nodes.values()) + 1), range(
+        pipeline + 1, layer_count(spec.model) + 1
+    )
 
 
 def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Iterator[Alternative]:
@@ -187,7 +216,11 @@ def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Itera
         if contradictions(changed):
             continue
         grid = {"tensor": tensor, "pipeline": pipeline}
-        words = [f"parallel.{axis} = {size}" for axis, size in grid.items() if size != getattr(spec.parallel, axis)]
+        words = [
+            f"parallel.{axis} = {size}"
+            for axis, size in grid.items()
+            if size != getattr(spec.parallel, axis)
+        ]
         for stage in (*range(spec.zero.stage, 4), *range(spec.zero.stage)):
             also = [f"zero.stage = {stage}"] if stage != spec.zero.stage else []
             yield Alternative(" and ".join(words + also), _with(changed, "zero", stage=stage), site)
@@ -196,7 +229,10 @@ def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Itera
 def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
     """Several changes at once, from few to many."""
     for stage in range(spec.zero.stage, 4):
-        words, smallest = f"zero.stage = {stage}, train.micro_batch = 1", _with(_with(spec, "zero", stage=stage), "train", micro_batch=1)
+        words, smallest = (
+            f"zero.stage = {stage}, train.micro_batch = 1",
+            _with(_with(spec, "zero", stage=stage), "train", micro_batch=1),
+        )
         for choice in _sharing(smallest, site):
             yield replace(choice, words=f"{words} and {choice.words}")
     small = _with(spec, "train", micro_batch=1)
@@ -207,11 +243,23 @@ def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
 
 
 def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
-    node_of_rank = [node for node, count in sorted(site.ranks_on_nodes.items()) for _ in range(count)]
-    places = [place for found in placements(spec, Grid.build(resolved(spec, node_of_rank), node_of_rank)).values() for place in found]
+    node_of_rank = [
+        node for node, count in sorted(site.ranks_on_nodes.items()) for _ in range(count)
+    ]
+    places = [
+        place
+        for found in placements(
+            spec, Grid.build(resolved(spec, node_of_rank), node_of_rank)
+        ).values()
+        for place in found
+    ]
     if not site.platform.on_gpus and any(place.on_node > 1 for place in places):
         shared = not any(place.shared for place in places)
-        yield Alternative(f"zero.node_shared = {str(shared).lower()}", _with(spec, "zero", node_shared=shared), site)
+        yield Alternative(
+            f"zero.node_shared = {str(shared).lower()}",
+            _with(spec, "zero", node_shared=shared),
+            site,
+        )
 
 
 def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
@@ -221,7 +269,9 @@ def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
     while size:
         smaller = [f"train.micro_batch = {size}"] if size != spec.train.micro_batch else []
         if words + smaller:
-            yield Alternative(" and ".join(words + smaller), _with(sharded, "train", micro_batch=size), site)
+            yield Alternative(
+                " and ".join(words + smaller), _with(sharded, "train", micro_batch=size), site
+            )
         size //= 2
 
 
@@ -232,7 +282,11 @@ def _fewer_ranks(spec: Spec, site: Site) -> Iterator[Alternative]:
         site = replace(site, ranks_on_nodes=_half(site.ranks_on_nodes), bounds=bounds)
         ranks, nodes = sum(site.ranks_on_nodes.values()), len(site.ranks_on_nodes)
         if ranks % (spec.parallel.tensor * spec.parallel.pipeline) == 0:
-            yield Alternative(f"mpirun -n {ranks}" + (f" on the same {nodes} nodes" if nodes > 1 else ""), spec, site)
+            yield Alternative(
+                f"mpirun -n {ranks}" + (f" on the same {nodes} nodes" if nodes > 1 else ""),
+                spec,
+                site,
+            )
 
 
 def _half(ranks: Mapping[int, int]) -> Mapping[int, int]:
@@ -243,7 +297,11 @@ def _more_nodes(spec: Spec, site: Site) -> Iterator[Alternative]:
     """Twice as many such nodes, four times, ..."""
     nodes, times = len(site.ranks_on_nodes), 2
     while times <= _MOST_NODES:
-        more = {node + copy * nodes: count for node, count in site.ranks_on_nodes.items() for copy in range(times)}
+        more = {
+            node + copy * nodes: count
+            for node, count in site.ranks_on_nodes.items()
+            for copy in range(times)
+        }
         words = f"{len(more)} such nodes with {sum(more.values())} ranks"
         yield Alternative(words, spec, replace(site, ranks_on_nodes=more))
         times *= 2

@@ -74,7 +74,9 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
     ranks = counted(memory["ranks_on_node"], "rank")
     if memory["on"] == "cpu":
         of_node, of_rank = (in_words(sum(memory[part].values())) for part in ("node", "rank"))
-        windows = f" ({in_words(memory['windows'])} of it in shared windows)" if memory["windows"] else ""
+        windows = (
+            f" ({in_words(memory['windows'])} of it in shared windows)" if memory["windows"] else ""
+        )
         first = f"about {of_node} on a node of {ranks}{windows}, {of_rank} a rank:"
         return [first, kinds_in_words(memory["rank"])]
     device, host = memory["device"], memory["host"]
@@ -106,7 +108,9 @@ def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
         {
             "chunks": [[layer.name for layer in layers_that_run([chunk])] for chunk in chunks],
             "parameters": sum(
-                place.stop - place.offset for unit in units.of([layer for chunk in chunks for layer in chunk]) for place in unit.places
+                place.stop - place.offset
+                for unit in units.of([layer for chunk in chunks for layer in chunk])
+                for place in unit.places
             ),
         }
         for chunks in chunks_of_stages(spec, layers)
@@ -115,7 +119,9 @@ def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
 
 def sharing_left_out(zero: Zero, grid: Grid) -> str:
     """Why the ranks of a node keep no states together where they otherwise would; "" where they do, or have none to keep."""
-    per_node = (Counter(grid.node_of_rank[rank] for rank in group).values() for group in grid.groups("data"))
+    per_node = (
+        Counter(grid.node_of_rank[rank] for rank in group).values() for group in grid.groups("data")
+    )
     if grid.nodes_cut_data_alike or not any(shares_nodes(zero, counts) for counts in per_node):
         return ""
     what = f"zero.node_shared = {shown(zero.node_shared)} shares nothing: nodes divide the data ranks of the tensor ranks differently"
@@ -128,7 +134,10 @@ def nodes(grid: Grid) -> list[dict[str, Any]]:
     for node, ranks in groupby(grid.rank_at_place, key=grid.node_of_rank.__getitem__):
         on_node = list(ranks)
         parts = rectangles(shape, first, first + len(on_node))
-        places = [{axis: [part.start, part.stop - 1] for axis, part in zip(axes, rectangle, strict=True)} for rectangle in parts]
+        places = [
+            {axis: [part.start, part.stop - 1] for axis, part in zip(axes, rectangle, strict=True)}
+            for rectangle in parts
+        ]
         found.append({"node": node, "ranks": on_node, "places": places})
         first += len(on_node)
     return found
@@ -137,19 +146,26 @@ def nodes(grid: Grid) -> list[dict[str, Any]]:
 def sent(spec: Spec, layers: Sequence[Layer], grid: Grid) -> dict[str, dict[str, Any]]:
     """axis -> operation -> bytes in a step, inside nodes and between them: by the rank that sends the most, and by all."""
     totals = Volumes(spec, layers, grid.size("data")).totals(grid)
-    return {axis: {name: asdict(total) for name, total in operations.items()} for axis, operations in totals.items()}
+    return {
+        axis: {name: asdict(total) for name, total in operations.items()}
+        for axis, operations in totals.items()
+    }
 
 
 def stages_in_lines(found: Sequence[dict[str, Any]]) -> list[str]:
     held = ["; ".join(map(_layers, stage["chunks"])) for stage in found]
-    lines = [f"{number}: {words} ({stage['parameters']:,} parameters a rank)" for number, (words, stage) in enumerate(zip(held, found, strict=True))]
+    lines = [
+        f"{number}: {words} ({stage['parameters']:,} parameters a rank)"
+        for number, (words, stage) in enumerate(zip(held, found, strict=True))
+    ]
     return _cut_short(lines, "stages")
 
 
 def nodes_in_lines(found: Sequence[dict[str, Any]], sizes: dict[str, int]) -> list[str]:
     axes = [axis for axis in _CALLED if sizes[axis] > 1]
     lines = [
-        f"node {node['node']}: {_numbers(sorted(node['ranks']), 'rank')}" + "".join(f"  [{_place(place, axes)}]" for place in node["places"] if axes)
+        f"node {node['node']}: {_numbers(sorted(node['ranks']), 'rank')}"
+        + "".join(f"  [{_place(place, axes)}]" for place in node["places"] if axes)
         for node in found
     ]
     return _cut_short(lines, "nodes")
@@ -159,7 +175,11 @@ def sent_in_lines(found: dict[str, dict[str, Any]]) -> list[str]:
     head = f"{'':<26}{'a rank: inside':>16}{'between':>11}{'all: inside':>16}{'between':>11}"
     rows = [
         f"{axis:<10}{name:<16}"
-        + "".join(f"{in_bytes(total[who][where]):>{width}}" for who in ("rank", "all") for where, width in (("inside", 16), ("between", 11)))
+        + "".join(
+            f"{in_bytes(total[who][where]):>{width}}"
+            for who in ("rank", "all")
+            for where, width in (("inside", 16), ("between", 11))
+        )
         for axis, operations in found.items()
         for name, total in operations.items()
     ]
@@ -189,7 +209,9 @@ def _layers(names: Sequence[str]) -> str:
     words = []
     for kind, same in groupby(names, key=lambda name: name.partition(".")[0]):
         indices = [name.partition(".")[2] for name in same]
-        words.append(f"{kind} {_span(int(indices[0]), int(indices[-1]))}" if indices[0].isdecimal() else kind)
+        words.append(
+            f"{kind} {_span(int(indices[0]), int(indices[-1]))}" if indices[0].isdecimal() else kind
+        )
     return ", ".join(words)
 
 

@@ -85,7 +85,11 @@ def as_run(spec: Spec, device: str) -> Spec:
 
 
 RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
-ON_HOST = ("checkpoint copy", "data", "runtime")  # kinds that stay in the computer's memory where the rest is on a GPU
+ON_HOST = (
+    "checkpoint copy",
+    "data",
+    "runtime",
+)  # kinds that stay in the computer's memory where the rest is on a GPU
 BLOCK = 4096  # elements: what is summed at a time is whole blocks
 _TOKEN = 8
 _STATES = 12  # bytes of a parameter in a checkpoint: master weight and two moments
@@ -105,7 +109,10 @@ class Placement:
 
     def part_of_rank(self, counted: Mapping[str, int]) -> dict[str, int]:
         """Of what each rank counts as a whole: of the weights that a node's ranks keep together, an equal part."""
-        return {kind: size // self.on_node if self.shared and kind == "weights" else size for kind, size in counted.items()}
+        return {
+            kind: size // self.on_node if self.shared and kind == "weights" else size
+            for kind, size in counted.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -124,11 +131,16 @@ class Need:
 
     @property
     def rank(self) -> dict[str, int]:
-        return {kind: size + self.together.get(kind, 0) // self.ranks for kind, size in self.each.items()}
+        return {
+            kind: size + self.together.get(kind, 0) // self.ranks
+            for kind, size in self.each.items()
+        }
 
     @property
     def node(self) -> dict[str, int]:
-        return {kind: size * self.ranks + self.together.get(kind, 0) for kind, size in self.each.items()}
+        return {
+            kind: size * self.ranks + self.together.get(kind, 0) for kind, size in self.each.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,10 @@ def of_account(kinds: Mapping[str, int], account: str) -> dict[str, int]:
 
 
 def needs_of_nodes(
-    spec: Spec, layers: Sequence[Layer], ranks_on_nodes: Mapping[int, int], platform: Platform = CPUS
+    spec: Spec,
+    layers: Sequence[Layer],
+    ranks_on_nodes: Mapping[int, int],
+    platform: Platform = CPUS,
 ) -> dict[int, NodeNeed]:
     """Return the need of every node, from how many ranks it has."""
     node_of_rank = [node for node, count in sorted(ranks_on_nodes.items()) for _ in range(count)]
@@ -254,26 +269,50 @@ class _Parts:
 
     def _count(self, placement: Placement) -> Need:
         spec, chunks = self.spec, self.chunks[placement.stage]
-        micro_batches, _, largest = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, placement.data_ranks)
+        micro_batches, _, largest = micro_batch_sizes(
+            spec.train.global_batch, spec.train.micro_batch, placement.data_ranks
+        )
         sharded = Sharded.at_stage(spec.zero.stage, placement.shared)
-        precision = Precision(4 if spec.train.precision == "fp32" else 2, accumulates=micro_batches > 1)
+        precision = Precision(
+            4 if spec.train.precision == "fp32" else 2, accumulates=micro_batches > 1
+        )
         held = [layer for chunk in chunks for layer in chunk]
         units = self.units.of(held, placement.tensor_rank)
-        around = sum(unit.size for unit in self.units.of([layer for layer in held if layer.around], placement.tensor_rank))
+        around = sum(
+            unit.size
+            for unit in self.units.of(
+                [layer for layer in held if layer.around], placement.tensor_rank
+            )
+        )
         states = state_bytes(units, sharded, precision, placement.shared, around)
         handed_on_bytes = prod(handed_on(spec, placement.tensor_rank)) * precision.weight
         together, windows = {}, 0
         if placement.shared:
-            together, windows = {"weights": states["weights"]}, states["weights"] + states[sharded.read_by_others] * placement.on_node
+            together, windows = (
+                {"weights": states["weights"]},
+                states["weights"] + states[sharded.read_by_others] * placement.on_node,
+            )
         estimates = {
             "communication": self._buffers(placement, units, largest),
             "activations": self._activations(placement.stage, largest, micro_batches),
-            "pipeline": arrived(spec.parallel, placement.stage, micro_batches, spec.train.eval_batches > 0) * largest * handed_on_bytes,
-            "checkpoint copy": _STATES * sum(unit.shard_size for unit in units) if saves_behind(spec) else 0,
-            "data": (spec.data.prefetch + 2) * micro_batches * largest * (spec.model.seq_len + 1) * _TOKEN,
+            "pipeline": arrived(
+                spec.parallel, placement.stage, micro_batches, spec.train.eval_batches > 0
+            )
+            * largest
+            * handed_on_bytes,
+            "checkpoint copy": _STATES * sum(unit.shard_size for unit in units)
+            if saves_behind(spec)
+            else 0,
+            "data": (spec.data.prefetch + 2)
+            * micro_batches
+            * largest
+            * (spec.model.seq_len + 1)
+            * _TOKEN,
             "runtime": RUNTIME,
         }
-        return Need(placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows)
+        return Need(
+            placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows
+        )
 
     def _buffers(self, placement: Placement, units: Sequence[UnitLayout], samples: int) -> int:
         """Return what is made at most for pieces that are to be summed: of the data ranks where their
@@ -296,7 +335,9 @@ class _Parts:
         of_data = (1 if platform.native else 2) * buffer(ranks, largest) if travels else 0
         activation = samples * spec.model.seq_len * spec.model.hidden * width
         of_tensor = buffer(tensor, activation) if tensor > 1 else 0
-        ties = any(isinstance(layer, Tied) for chunk in self.chunks[placement.stage] for layer in chunk)
+        ties = any(
+            isinstance(layer, Tied) for chunk in self.chunks[placement.stage] for layer in chunk
+        )
         return of_data + of_tensor + ties * bucket
 
     def _activations(self, stage: int, samples: int, micro_batches: int) -> int:

@@ -37,7 +37,10 @@ def tables() -> dict[str, dict[str, Key]]:
     found: dict[str, dict[str, Key]] = {"": {}}
     for name, field in Spec.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found[name] = {leaf: _key(name, leaf, inner) for leaf, inner in field.annotation.model_fields.items()}
+            found[name] = {
+                leaf: _key(name, leaf, inner)
+                for leaf, inner in field.annotation.model_fields.items()
+            }
         else:
             found[""][name] = _key("", name, field)
     return found
@@ -57,7 +60,10 @@ def about(table: str) -> str:
 
 def flat(spec: Spec) -> dict[str, Any]:
     """ "train.steps" -> value, in the order of the schema."""
-    return {name: getattr(getattr(spec, key.table) if key.table else spec, key.leaf) for name, key in keys().items()}
+    return {
+        name: getattr(getattr(spec, key.table) if key.table else spec, key.leaf)
+        for name, key in keys().items()
+    }
 
 
 def nearest(name: str, among: Iterable[str]) -> str | None:
@@ -71,10 +77,22 @@ def nearest(name: str, among: Iterable[str]) -> str | None:
     word = _leaf(wanted)
     candidates = list(among)
     same_word = [candidate for candidate in candidates if _leaf(candidate) == word]
-    same_word = same_word or [candidate for candidate in candidates if _leaf(candidate) == _initials(word)]
-    close = difflib.get_close_matches(wanted, same_word, 1, 0.0) or difflib.get_close_matches(wanted, candidates, 1, 0.75)
-    close = close or [candidate for candidate in candidates if difflib.get_close_matches(word, [_leaf(candidate)], 1, 0.75)]
-    close = close or [candidate for candidate in candidates if len(word) > 3 and (word in _leaf(candidate) or _leaf(candidate) in word)]
+    same_word = same_word or [
+        candidate for candidate in candidates if _leaf(candidate) == _initials(word)
+    ]
+    close = difflib.get_close_matches(wanted, same_word, 1, 0.0) or difflib.get_close_matches(
+        wanted, candidates, 1, 0.75
+    )
+    close = close or [
+        candidate
+        for candidate in candidates
+        if difflib.get_close_matches(word, [_leaf(candidate)], 1, 0.75)
+    ]
+    close = close or [
+        candidate
+        for candidate in candidates
+        if len(word) > 3 and (word in _leaf(candidate) or _leaf(candidate) in word)
+    ]
     return close[0] if close else None
 
 
@@ -131,7 +149,12 @@ def _allowed(annotation: Any, metadata: list[Any]) -> str:
 
 def _number_limits(metadata: list[Any]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    limits = {sign: _number(getattr(limit, name)) for limit in metadata for name, sign in signs.items() if hasattr(limit, name)}
+    limits = {
+        sign: _number(getattr(limit, name))
+        for limit in metadata
+        for name, sign in signs.items()
+        if hasattr(limit, name)
+    }
     if limits.keys() == {">=", "<="}:
         return f" from {limits['>=']} to {limits['<=']}"
     return " " + " and ".join(f"{sign} {limit}" for sign, limit in limits.items()) if limits else ""
@@ -175,7 +198,10 @@ class Mistake:
 def message(path: str, files: list[str], mistakes: list[Mistake]) -> str:
     """`files`: the order in which they are reported (the command line, which has no file, comes last)."""
     order = {file: place for place, file in enumerate(dict.fromkeys(files)) if file}
-    mistakes = sorted(mistakes, key=lambda mistake: (order.get(mistake.source.file, len(order)), mistake.source.line or 0))
+    mistakes = sorted(
+        mistakes,
+        key=lambda mistake: (order.get(mistake.source.file, len(order)), mistake.source.line or 0),
+    )
     lines = [f"{mistake.source.text}: {mistake.describe()}" for mistake in mistakes[:_MOST_SHOWN]]
     if len(mistakes) == 1:
         return lines[0]
@@ -190,13 +216,19 @@ def not_allowed(name: str, value: Any) -> str:
 
 def unknown(table: str, leaf: str, value: Any) -> str:
     if not table and leaf in tables():
-        how = f"once, as [{leaf}], not [[{leaf}]]" if isinstance(value, list) else f"as [{leaf}], with its keys below"
+        how = (
+            f"once, as [{leaf}], not [[{leaf}]]"
+            if isinstance(value, list)
+            else f"as [{leaf}], with its keys below"
+        )
         return f"{leaf} = {shown(value)}: {leaf} is a table: write it {how}"
     name = printable(f"{table}.{leaf}" if table else leaf, 100)
     others = [known for known in tables() if known]
     if not table and isinstance(value, dict):
         close = nearest(leaf, others)
-        return f"[{name}]: unknown table; " + (f"did you mean [{close}]?" if close else f"the tables are {listed(others)}")
+        return f"[{name}]: unknown table; " + (
+            f"did you mean [{close}]?" if close else f"the tables are {listed(others)}"
+        )
     close = nearest(f"{table}.{leaf}" if table else leaf, [*keys(), "extends"])
     if close:
         return f"{name}: unknown key; did you mean {close}{_place(close, table)}?"
@@ -208,7 +240,9 @@ def no_such_key(name: str) -> str:
     if name in tables():
         return f"{name} is a table; its keys are {listed([key.name for key in tables()[name].values()])}"
     close = nearest(name, keys())
-    return f"{printable(name, 100)} is no key of the spec; " + (f"did you mean {close}?" if close else "hpczero spec prints them all")
+    return f"{printable(name, 100)} is no key of the spec; " + (
+        f"did you mean {close}?" if close else "hpczero spec prints them all"
+    )
 
 
 def _place(name: str, table: str) -> str:

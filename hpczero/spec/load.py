@@ -33,7 +33,9 @@ class Given:
 @dataclass(frozen=True)
 class Loaded:
     spec: Spec
-    history: dict[str, tuple[Given, ...]]  # "train.steps" -> what each layer said, the default first
+    history: dict[
+        str, tuple[Given, ...]
+    ]  # "train.steps" -> what each layer said, the default first
 
     @property
     def sources(self) -> dict[str, Source]:
@@ -67,12 +69,23 @@ def _judged(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
         for table, leaf, value in _entries(layer):
             if key := tables()[table].get(leaf):
                 before = history[key.name][-1].value
-                whole = {**before, **value} if isinstance(before, dict) and isinstance(value, dict) else value
+                whole = (
+                    {**before, **value}
+                    if isinstance(before, dict) and isinstance(value, dict)
+                    else value
+                )
                 history[key.name].append(Given(whole, layer.source(*_path(table, leaf))))
             else:
-                mistakes.append(Mistake(layer.source(*_path(table, leaf)), partial(unknown, table, leaf, value)))
-    spec, invalid = _validate({name: given[-1].value for name, given in history.items() if len(given) > 1})
-    mistakes += [Mistake(history[name][-1].source, partial(not_allowed, name, history[name][-1].value)) for name in invalid]
+                mistakes.append(
+                    Mistake(layer.source(*_path(table, leaf)), partial(unknown, table, leaf, value))
+                )
+    spec, invalid = _validate(
+        {name: given[-1].value for name, given in history.items() if len(given) > 1}
+    )
+    mistakes += [
+        Mistake(history[name][-1].source, partial(not_allowed, name, history[name][-1].value))
+        for name in invalid
+    ]
     mistakes += _contradictions(spec, history, invalid, certain=not mistakes)
     if mistakes:
         raise InputError(message(name, [layer.file for layer in layers], mistakes))
@@ -81,7 +94,11 @@ def _judged(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
 
 def differences(old: Spec, new: Spec) -> list[Difference]:
     before, after = flat(old), flat(new)
-    return [Difference(name, before[name], after[name], key.role) for name, key in keys().items() if before[name] != after[name]]
+    return [
+        Difference(name, before[name], after[name], key.role)
+        for name, key in keys().items()
+        if before[name] != after[name]
+    ]
 
 
 def _entries(layer: Layer) -> Iterator[tuple[str, str, Any]]:
@@ -108,20 +125,34 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
     except ValidationError as error:
         found = [
             ".".join(map(str, problem["loc"][:2]))
-            for problem in error.errors(include_url=False, include_input=False, include_context=False)
+            for problem in error.errors(
+                include_url=False, include_input=False, include_context=False
+            )
         ]
     invalid = list(dict.fromkeys(found))
-    return _validate({name: value for name, value in values.items() if name not in invalid})[0], invalid
+    return _validate({name: value for name, value in values.items() if name not in invalid})[
+        0
+    ], invalid
 
 
-def _contradictions(spec: Spec, history: dict[str, list[Given]], invalid: list[str], certain: bool) -> list[Mistake]:
+def _contradictions(
+    spec: Spec, history: dict[str, list[Given]], invalid: list[str], certain: bool
+) -> list[Mistake]:
     """Where other mistakes are, only what was really given is held against each other, not defaults that stand in for it."""
     found = []
     for contradiction in contradictions(spec):
-        given = [name for name in contradiction.keys if len(history[name]) > 1 and name not in invalid]
+        given = [
+            name for name in contradiction.keys if len(history[name]) > 1 and name not in invalid
+        ]
         if not (certain and given) and len(given) < len(contradiction.keys):
             continue
-        rest = [f"{name}: {history[name][-1].source.text}" for name in contradiction.keys if name != given[0]]
+        rest = [
+            f"{name}: {history[name][-1].source.text}"
+            for name in contradiction.keys
+            if name != given[0]
+        ]
         where = f" ({', '.join(rest)})" if rest else ""
-        found.append(Mistake(history[given[0]][-1].source, partial(str, contradiction.text + where)))
+        found.append(
+            Mistake(history[given[0]][-1].source, partial(str, contradiction.text + where))
+        )
     return found

@@ -16,7 +16,14 @@ def to_toml(spec: Spec) -> str:
     sections = []
     for table, found in tables().items():
         lines = [f"[{table}]"] if table else []
-        sections.append("\n".join([*lines, *(f"{key.leaf} = {toml_value(values[key.name])}" for key in found.values())]))
+        sections.append(
+            "\n".join(
+                [
+                    *lines,
+                    *(f"{key.leaf} = {toml_value(values[key.name])}" for key in found.values()),
+                ]
+            )
+        )
     return "\n\n".join(sections) + "\n"
 
 
@@ -46,7 +53,9 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     if isinstance(value, dict):
-        entries = ", ".join(f"{toml_value(str(name))} = {toml_value(item)}" for name, item in value.items())
+        entries = ", ".join(
+            f"{toml_value(str(name))} = {toml_value(item)}" for name, item in value.items()
+        )
         return f"{{ {entries} }}" if entries else "{}"
     raise TypeError(f"no TOML for {type(value).__name__}")
 
@@ -77,12 +86,23 @@ def as_text() -> str:
     lines = [f'extends = ""  (no default)\n    {_EXTENDS.replace("`", "")}']
     for table, found in tables().items():
         lines.append(f"\n[{table}]  {about(table)}" if table else "")
-        lines += [f"{key.leaf} = {toml_value(key.default)}  ({key.role})\n    {key.description}: {key.allowed}" for key in found.values()]
-    return "\n".join(lines) + "\n\n" + "\n".join(f"{role}: {meaning}" for role, meaning in ROLES.items())
+        lines += [
+            f"{key.leaf} = {toml_value(key.default)}  ({key.role})\n    {key.description}: {key.allowed}"
+            for key in found.values()
+        ]
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + "\n".join(f"{role}: {meaning}" for role, meaning in ROLES.items())
+    )
 
 
 def as_markdown() -> str:
-    page = _INTRODUCTION + "\n".join(f"- `{role}`: {meaning}" for role, meaning in ROLES.items()) + "\n"
+    page = (
+        _INTRODUCTION
+        + "\n".join(f"- `{role}`: {meaning}" for role, meaning in ROLES.items())
+        + "\n"
+    )
     for table, found in tables().items():
         page += f"\n## {f'[{table}]' if table else 'Above all tables'}\n\n{about(table)}\n\n"
         page += "| key | default | allowed | role | meaning |\n|---|---|---|---|---|\n"
@@ -92,12 +112,24 @@ def as_markdown() -> str:
 
 def as_data() -> list[dict[str, Any]]:
     return [
-        {"key": key.name, "default": key.default, "allowed": key.allowed, "role": key.role, "description": key.description}
+        {
+            "key": key.name,
+            "default": key.default,
+            "allowed": key.allowed,
+            "role": key.role,
+            "description": key.description,
+        }
         for found in tables().values()
         for key in found.values()
     ]
 
 
 def _row(key: Key) -> str:
-    cells = [f"`{key.leaf}`", f"`{toml_value(key.default)}`", key.allowed, key.role, key.description]
+    cells = [
+        f"`{key.leaf}`",
+        f"`{toml_value(key.default)}`",
+        key.allowed,
+        key.role,
+        key.description,
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

@@ -7,7 +7,11 @@ from hpczero.model.shapes import known, layer_count
 from hpczero.spec.schema import Parallel, Spec
 from hpczero.text import listed, shown
 
-AXES = ("tensor", "data", "pipeline")  # "data" is what remains; every other axis is a key of [parallel]
+AXES = (
+    "tensor",
+    "data",
+    "pipeline",
+)  # "data" is what remains; every other axis is a key of [parallel]
 _SHOWN = 4  # choices written out before a list is cut short
 
 
@@ -18,7 +22,20 @@ class Contradiction:
 
 
 def contradictions(spec: Spec) -> list[Contradiction]:
-    return [found for rule in (_schedule, _evaluation, _model, _order, _tensor, _pipeline, _checkpoint, _device) for found in rule(spec)]
+    return [
+        found
+        for rule in (
+            _schedule,
+            _evaluation,
+            _model,
+            _order,
+            _tensor,
+            _pipeline,
+            _checkpoint,
+            _device,
+        )
+        for found in rule(spec)
+    ]
 
 
 def unavailable(spec: Spec) -> list[str]:
@@ -26,7 +43,9 @@ def unavailable(spec: Spec) -> list[str]:
     missing = []
     if spec.parallel.tensor > 1 and not known(spec.model):
         plan = "nothing says how the layers of a model of one's own are shared out; set it to 1 (parallel.pipeline and zero.stage cut it up too)"
-        missing.append(f'parallel.tensor = {spec.parallel.tensor} with model.family = "{spec.model.family}": {plan}')
+        missing.append(
+            f'parallel.tensor = {spec.parallel.tensor} with model.family = "{spec.model.family}": {plan}'
+        )
     return missing
 
 
@@ -34,11 +53,17 @@ def without_effect(spec: Spec) -> list[str]:
     """Settings that are allowed, and change nothing next to the others."""
     train, parallel, found = spec.train, spec.parallel, []
     if train.precision != "fp16" and train.loss_scale != type(train)().loss_scale:
-        found.append(f"train.loss_scale = {shown(train.loss_scale)} has no effect with train.precision = {shown(train.precision)}")
+        found.append(
+            f"train.loss_scale = {shown(train.loss_scale)} has no effect with train.precision = {shown(train.precision)}"
+        )
     if parallel.sequence_parallel and parallel.tensor == 1:
-        found.append("parallel.sequence_parallel = true has no effect with parallel.tensor = 1: there is nobody to share the sequence with")
+        found.append(
+            "parallel.sequence_parallel = true has no effect with parallel.tensor = 1: there is nobody to share the sequence with"
+        )
     if parallel.schedule != type(parallel)().schedule and parallel.pipeline == 1:
-        found.append(f"parallel.schedule = {shown(parallel.schedule)} has no effect with parallel.pipeline = 1: there is one stage")
+        found.append(
+            f"parallel.schedule = {shown(parallel.schedule)} has no effect with parallel.pipeline = 1: there is one stage"
+        )
     return found
 
 
@@ -64,7 +89,9 @@ def _schedule(spec: Spec) -> list[Contradiction]:
     elif schedule.name == "wsd" and schedule.warmup_steps + schedule.decay_steps > steps:
         sizes = f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_steps = {schedule.decay_steps}"
         text = f"{sizes} make {schedule.warmup_steps + schedule.decay_steps}, more than train.steps = {steps}"
-        found.append(Contradiction(("schedule.decay_steps", "schedule.warmup_steps", "train.steps"), text))
+        found.append(
+            Contradiction(("schedule.decay_steps", "schedule.warmup_steps", "train.steps"), text)
+        )
     if schedule.decay_steps and schedule.name != "wsd":
         text = f'schedule.decay_steps = {schedule.decay_steps} is for "wsd" only, and schedule.name = {shown(schedule.name)}: set it to 0'
         found.append(Contradiction(("schedule.decay_steps", "schedule.name"), text))
@@ -103,9 +130,7 @@ def _evaluation(spec: Spec) -> list[Contradiction]:
 def _model(spec: Spec) -> list[Contradiction]:
     model = spec.model
     if model.heads > model.hidden and not model.head_dim:
-        text = (
-            f"model.heads = {model.heads} is more than model.hidden = {model.hidden}: fewer heads, or say their width with model.head_dim"
-        )
+        text = f"model.heads = {model.heads} is more than model.hidden = {model.hidden}: fewer heads, or say their width with model.head_dim"
         return [Contradiction(("model.heads", "model.hidden"), text)]
     return []
 
@@ -122,13 +147,17 @@ def _tensor(spec: Spec) -> list[Contradiction]:
     """Every tensor rank has a head at least, and with sequence_parallel a position."""
     ranks, model, found = spec.parallel.tensor, spec.model, []
     if ranks > model.heads and known(model):
-        fixes = f"{_smaller('parallel.tensor', ranks, model.heads)}, or at least model.heads = {ranks}"
+        fixes = (
+            f"{_smaller('parallel.tensor', ranks, model.heads)}, or at least model.heads = {ranks}"
+        )
         text = f"parallel.tensor = {ranks} is more than model.heads = {model.heads}, and every tensor rank needs a head: {fixes}"
         found.append(Contradiction(("parallel.tensor", "model.heads"), text))
     if ranks > model.seq_len and spec.parallel.sequence_parallel:
         fixes = f"{_smaller('parallel.tensor', ranks, model.seq_len)}, or parallel.sequence_parallel = false"
         text = f"parallel.tensor = {ranks} ranks cannot share model.seq_len = {model.seq_len} positions (parallel.sequence_parallel = true): {fixes}"
-        found.append(Contradiction(("parallel.tensor", "model.seq_len", "parallel.sequence_parallel"), text))
+        found.append(
+            Contradiction(("parallel.tensor", "model.seq_len", "parallel.sequence_parallel"), text)
+        )
     return found
 
 
@@ -144,10 +173,18 @@ def _pipeline(spec: Spec) -> list[Contradiction]:
         found.append(Contradiction(("parallel.schedule", "parallel.chunks"), text))
     layers = layer_count(model) if known(model) else stages * chunks
     if stages * chunks > layers:
-        parts = f"parallel.pipeline = {stages}" + (f" x parallel.chunks = {chunks} makes {stages * chunks} parts," if chunks > 1 else " is")
+        parts = f"parallel.pipeline = {stages}" + (
+            f" x parallel.chunks = {chunks} makes {stages * chunks} parts," if chunks > 1 else " is"
+        )
         have = f"{layers} layers of the model (model.layers = {model.layers}, and those before and after them)"
-        fixes = [_smaller("parallel.pipeline", stages, layers // chunks)] if chunks <= layers else []
-        fixes += [f"parallel.chunks = {layers // stages} or less"] if chunks > 1 and layers >= 2 * stages else []
+        fixes = (
+            [_smaller("parallel.pipeline", stages, layers // chunks)] if chunks <= layers else []
+        )
+        fixes += (
+            [f"parallel.chunks = {layers // stages} or less"]
+            if chunks > 1 and layers >= 2 * stages
+            else []
+        )
         fixes.append(f"at least model.layers = {model.layers + stages * chunks - layers}")
         text = f"{parts} more than the {have}: {', or '.join(fixes)}"
         found.append(Contradiction(("parallel.pipeline", "parallel.chunks", "model.layers"), text))

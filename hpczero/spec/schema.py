@@ -21,7 +21,9 @@ MEMORY = r"^([1-9][0-9]{0,8}[MGT])?$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 DIRECTIVE = r"^-{1,2}[A-Za-z][^\x00-\x1f\x7f-\x9f]{0,999}$"
 CONTAINER = r"^((apptainer|shifter):[^\x00-\x1f\x7f-\x9f]{1,4000})?$"
-LARGEST = 10**15  # bound of the counts that have no natural one: sums and products of them stay exact everywhere
+LARGEST = (
+    10**15
+)  # bound of the counts that have no natural one: sums and products of them stay exact everywhere
 # Patterns that a text may be held to, and what they mean in words.
 PATTERNS = {
     NAME: 'at most 100 letters, digits, ".", "_", "-", the first a letter or digit',
@@ -39,7 +41,9 @@ PATTERNS = {
 
 def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
     """A key of the spec: its default, its role, one line about it, and pydantic's limits (gt, ge, le, ...)."""
-    return Field(default=default, description=description, json_schema_extra={"role": role}, **limits)
+    return Field(
+        default=default, description=description, json_schema_extra={"role": role}, **limits
+    )
 
 
 _Factory = Annotated[str, Field(pattern=FACTORY, max_length=200)]
@@ -59,18 +63,38 @@ class Model(Table):
     """What is trained."""
 
     family: Literal["gpt"] | _Factory = key(
-        "gpt", "identity", "kind of model, or the function (importable by this name) that makes a torch.nn.Module from this table"
+        "gpt",
+        "identity",
+        "kind of model, or the function (importable by this name) that makes a torch.nn.Module from this table",
     )
     layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
     hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
     heads: int = key(4, "identity", "attention heads", ge=1, le=1_000_000)
-    head_dim: int = key(0, "identity", "width of a head; 0: hidden / heads, rounded up", ge=0, le=10_000_000)
-    ffn: int = key(0, "identity", "width inside the feed-forward part; 0: 4 x hidden", ge=0, le=100_000_000)
-    vocab: int = key(257, "identity", "number of different tokens; the byte tokenizer has 257", ge=1, le=1_000_000_000)
+    head_dim: int = key(
+        0, "identity", "width of a head; 0: hidden / heads, rounded up", ge=0, le=10_000_000
+    )
+    ffn: int = key(
+        0, "identity", "width inside the feed-forward part; 0: 4 x hidden", ge=0, le=100_000_000
+    )
+    vocab: int = key(
+        257,
+        "identity",
+        "number of different tokens; the byte tokenizer has 257",
+        ge=1,
+        le=1_000_000_000,
+    )
     seq_len: int = key(128, "identity", "tokens in a sequence", ge=1, le=100_000_000)
-    dropout: float = key(0.0, "identity", "probability to drop a value (after the embedding, attention and feed-forward)", ge=0, lt=1)
+    dropout: float = key(
+        0.0,
+        "identity",
+        "probability to drop a value (after the embedding, attention and feed-forward)",
+        ge=0,
+        lt=1,
+    )
     tied_embeddings: StrictBool = key(True, "identity", "the head uses the embedding's weight")
-    kernels: Literal["auto", "torch"] = key("auto", "site", "hpczero's kernels where they are faster, or PyTorch's operations alone")
+    kernels: Literal["auto", "torch"] = key(
+        "auto", "site", "hpczero's kernels where they are faster, or PyTorch's operations alone"
+    )
 
 
 class Data(Table):
@@ -84,8 +108,16 @@ class Data(Table):
         max_length=4096,
         pattern=PATH,
     )
-    tokenizer: Literal["byte"] = key("byte", "identity", "how text becomes tokens, when hpczero builds the file")
-    validation_fraction: float = key(0.05, "identity", "share of the text kept for validation, when hpczero builds the file", ge=0, lt=1)
+    tokenizer: Literal["byte"] = key(
+        "byte", "identity", "how text becomes tokens, when hpczero builds the file"
+    )
+    validation_fraction: float = key(
+        0.05,
+        "identity",
+        "share of the text kept for validation, when hpczero builds the file",
+        ge=0,
+        lt=1,
+    )
     prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
 
 
@@ -93,18 +125,41 @@ class Train(Table):
     """How long, how much at once, how precisely."""
 
     steps: int = key(100, "changeable", "optimizer steps", ge=1, le=LARGEST)
-    global_batch: int = key(16, "changeable", "sequences in a step, over all ranks", ge=1, le=1_000_000_000)
-    micro_batch: int = key(8, "changeable", "sequences that a rank takes through the model at once, at most", ge=1, le=1_000_000)
+    global_batch: int = key(
+        16, "changeable", "sequences in a step, over all ranks", ge=1, le=1_000_000_000
+    )
+    micro_batch: int = key(
+        8,
+        "changeable",
+        "sequences that a rank takes through the model at once, at most",
+        ge=1,
+        le=1_000_000,
+    )
     precision: Literal["bf16", "fp16", "fp32"] = key(
         "bf16", "changeable", "number format of the model; half formats keep fp32 master weights"
     )
-    loss_scale: float = key(65536.0, "changeable", "fp16 only: the first loss scale; it then follows the overflows", gt=0)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "site", "where the tensors live; auto: on GPUs where there are any")
-    grad_clip: float = key(1.0, "changeable", "largest global norm of the gradient; 0: no clipping", ge=0)
+    loss_scale: float = key(
+        65536.0,
+        "changeable",
+        "fp16 only: the first loss scale; it then follows the overflows",
+        gt=0,
+    )
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto", "site", "where the tensors live; auto: on GPUs where there are any"
+    )
+    grad_clip: float = key(
+        1.0, "changeable", "largest global norm of the gradient; 0: no clipping", ge=0
+    )
     log_every: int = key(10, "site", "steps between two lines of output", ge=1, le=LARGEST)
-    eval_every: int = key(0, "site", "steps between two evaluations; 0: only at the end", ge=0, le=LARGEST)
-    eval_batches: int = key(8, "site", "global batches in an evaluation; 0: no evaluation", ge=0, le=1_000_000)
-    trace: StrictBool = key(False, "site", "write what happened when on every rank, for Perfetto or chrome://tracing")
+    eval_every: int = key(
+        0, "site", "steps between two evaluations; 0: only at the end", ge=0, le=LARGEST
+    )
+    eval_batches: int = key(
+        8, "site", "global batches in an evaluation; 0: no evaluation", ge=0, le=1_000_000
+    )
+    trace: StrictBool = key(
+        False, "site", "write what happened when on every rank, for Perfetto or chrome://tracing"
+    )
 
 
 class Optimizer(Table):
@@ -112,19 +167,27 @@ class Optimizer(Table):
 
     name: Literal["adamw"] = key("adamw", "changeable", "the rule")
     lr: float = key(3e-4, "changeable", "learning rate at its highest", gt=0)
-    betas: tuple[_Decay, _Decay] = key((0.9, 0.95), "changeable", "decay of the first and second moment", strict=False)
+    betas: tuple[_Decay, _Decay] = key(
+        (0.9, 0.95), "changeable", "decay of the first and second moment", strict=False
+    )
     eps: float = key(1e-8, "changeable", "added to the root of the second moment", gt=0)
-    weight_decay: float = key(0.1, "changeable", "decoupled decay of matrices (biases and norms have none)", ge=0)
+    weight_decay: float = key(
+        0.1, "changeable", "decoupled decay of matrices (biases and norms have none)", ge=0
+    )
 
 
 class Schedule(Table):
     """The learning rate over the steps."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = key(
-        "cosine", "changeable", "shape after the warm-up: wsd keeps the rate, then decays it over the last decay_steps"
+        "cosine",
+        "changeable",
+        "shape after the warm-up: wsd keeps the rate, then decays it over the last decay_steps",
     )
     warmup_steps: int = key(0, "changeable", "steps of linear growth from 0", ge=0, le=LARGEST)
-    decay_steps: int = key(0, "changeable", "wsd only: steps of the decay; 0: a fifth of all steps", ge=0, le=LARGEST)
+    decay_steps: int = key(
+        0, "changeable", "wsd only: steps of the decay; 0: a fifth of all steps", ge=0, le=LARGEST
+    )
     min_lr: float = key(0.0, "changeable", "learning rate at the end", ge=0)
 
 
@@ -134,12 +197,18 @@ class Parallel(Table):
     tensor: int = key(1, "changeable", "ranks that share each layer", ge=1, le=1_000_000)
     pipeline: int = key(1, "changeable", "stages that the layers are cut into", ge=1, le=1_000_000)
     sequence_parallel: StrictBool = key(
-        False, "changeable", "tensor ranks also share the sequence between their products: less activation memory, a quarter more bytes"
+        False,
+        "changeable",
+        "tensor ranks also share the sequence between their products: less activation memory, a quarter more bytes",
     )
     schedule: Literal["1f1b", "gpipe", "interleaved"] = key(
-        "1f1b", "changeable", "order of forwards and backwards in the pipeline; interleaved: each stage has several parts of the model"
+        "1f1b",
+        "changeable",
+        "order of forwards and backwards in the pipeline; interleaved: each stage has several parts of the model",
     )
-    chunks: int = key(1, "changeable", "interleaved only: parts of the model on each stage", ge=1, le=10_000)
+    chunks: int = key(
+        1, "changeable", "interleaved only: parts of the model on each stage", ge=1, le=10_000
+    )
     order: str = key(
         "auto",
         "changeable",
@@ -151,7 +220,11 @@ class Parallel(Table):
 class Zero(Table):
     """Which of the model states are cut into shards over the data ranks, and where they lie."""
 
-    stage: Literal[0, 1, 2, 3] = key(1, "changeable", "sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters")
+    stage: Literal[0, 1, 2, 3] = key(
+        1,
+        "changeable",
+        "sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters",
+    )
     bucket_mb: int = key(
         0,
         "site",
@@ -160,55 +233,134 @@ class Zero(Table):
         ge=0,
         le=1_000_000,
     )
-    node_shared: Literal["auto", True, False] = key("auto", "site", "the data ranks of a node keep one copy of the parameters together")
+    node_shared: Literal["auto", True, False] = key(
+        "auto", "site", "the data ranks of a node keep one copy of the parameters together"
+    )
 
 
 class Comm(Table):
     """How the ranks talk."""
 
     backend: Literal["auto", "mpi", "nccl", "gloo"] = key(
-        "auto", "site", "what carries collectives: MPI, or torch.distributed (nccl on GPUs, gloo on CPUs); auto: nccl where each rank has a GPU"
+        "auto",
+        "site",
+        "what carries collectives: MPI, or torch.distributed (nccl on GPUs, gloo on CPUs); auto: nccl where each rank has a GPU",
     )
-    ranks_per_node: int = key(0, "site", "try out a node layout: so many ranks count as a node; 0: as it is", ge=0, le=1_000_000)
-    timeout_s: float = key(600.0, "site", "seconds that a rank waits for the others before the job ends with an error", gt=0, le=1e9)
+    ranks_per_node: int = key(
+        0,
+        "site",
+        "try out a node layout: so many ranks count as a node; 0: as it is",
+        ge=0,
+        le=1_000_000,
+    )
+    timeout_s: float = key(
+        600.0,
+        "site",
+        "seconds that a rank waits for the others before the job ends with an error",
+        gt=0,
+        le=1e9,
+    )
 
 
 class Checkpoint(Table):
     """What is kept of a run on disk, and where it begins again."""
 
-    every: int = key(1000, "changeable", "steps between two checkpoints; 0: only when the run ends or is stopped, -1: never", ge=-1, le=LARGEST)
+    every: int = key(
+        1000,
+        "changeable",
+        "steps between two checkpoints; 0: only when the run ends or is stopped, -1: never",
+        ge=-1,
+        le=LARGEST,
+    )
     keep: int = key(2, "changeable", "newest checkpoints that are kept; 0: all", ge=0, le=LARGEST)
-    keep_every: int = key(0, "changeable", "checkpoints of steps that this divides are kept for good; 0: none", ge=0, le=LARGEST)
-    asynchronous: StrictBool = key(True, "site", "save behind the training, from a copy of the states (12 bytes a parameter over all data ranks)")
-    writers: Literal["node", "rank"] = key("node", "site", "who writes a file: a node, or each rank")
-    resume: str = key("auto", "site", 'where to begin: "auto", the newest complete one; "never"; or its folder', max_length=4096, pattern=PATH)
-    weights_only: StrictBool = key(False, "site", "take nothing but the weights from the checkpoint that resume names: a run of its own, from step 0")
-    on_error: Literal["stop", "continue"] = key("stop", "site", "what a run does that cannot save a checkpoint")
+    keep_every: int = key(
+        0,
+        "changeable",
+        "checkpoints of steps that this divides are kept for good; 0: none",
+        ge=0,
+        le=LARGEST,
+    )
+    asynchronous: StrictBool = key(
+        True,
+        "site",
+        "save behind the training, from a copy of the states (12 bytes a parameter over all data ranks)",
+    )
+    writers: Literal["node", "rank"] = key(
+        "node", "site", "who writes a file: a node, or each rank"
+    )
+    resume: str = key(
+        "auto",
+        "site",
+        'where to begin: "auto", the newest complete one; "never"; or its folder',
+        max_length=4096,
+        pattern=PATH,
+    )
+    weights_only: StrictBool = key(
+        False,
+        "site",
+        "take nothing but the weights from the checkpoint that resume names: a run of its own, from step 0",
+    )
+    on_error: Literal["stop", "continue"] = key(
+        "stop", "site", "what a run does that cannot save a checkpoint"
+    )
 
 
 class Paths(Table):
     """Where files lie; $SCRATCH, $USER and ~ are expanded."""
 
-    cache: str = key("", "site", "folder for what can be built again (token files); empty: ~/.cache/hpczero", max_length=4096, pattern=PATH)
+    cache: str = key(
+        "",
+        "site",
+        "folder for what can be built again (token files); empty: ~/.cache/hpczero",
+        max_length=4096,
+        pattern=PATH,
+    )
 
 
 class Batch(Table):
     """How the job runs under a batch system: `hpczero render`, `hpczero submit`."""
 
-    site: str = key("auto", "site", '"site" or "site/partition" (hpczero site list); "auto": found by host name', pattern=SITE)
-    scheduler: Literal["auto", "slurm", "pbs"] = key("auto", "site", "the batch system; auto: the site's, or the one that is installed here")
-    launcher: Literal["auto", "srun", "mpirun", "mpiexec"] = key(
-        "auto", "site", "what starts the ranks (mpiexec: that of PALS); auto: srun under Slurm, mpirun under PBS"
+    site: str = key(
+        "auto",
+        "site",
+        '"site" or "site/partition" (hpczero site list); "auto": found by host name',
+        pattern=SITE,
     )
-    launch_options: tuple[_Line, ...] = key((), "site", 'more words for the launcher, as in ["--mpi=pmi2"]', strict=False)
+    scheduler: Literal["auto", "slurm", "pbs"] = key(
+        "auto", "site", "the batch system; auto: the site's, or the one that is installed here"
+    )
+    launcher: Literal["auto", "srun", "mpirun", "mpiexec"] = key(
+        "auto",
+        "site",
+        "what starts the ranks (mpiexec: that of PALS); auto: srun under Slurm, mpirun under PBS",
+    )
+    launch_options: tuple[_Line, ...] = key(
+        (), "site", 'more words for the launcher, as in ["--mpi=pmi2"]', strict=False
+    )
     nodes: int = key(1, "site", "computers", ge=1, le=1_000_000)
-    ranks_per_node: int = key(0, "site", "ranks on each; 0: one for each GPU, or one", ge=0, le=100_000)
-    cpus_per_rank: int = key(0, "site", "as the scheduler counts them; 0: a node's share, where the site says how many it has", ge=0, le=100_000)
+    ranks_per_node: int = key(
+        0, "site", "ranks on each; 0: one for each GPU, or one", ge=0, le=100_000
+    )
+    cpus_per_rank: int = key(
+        0,
+        "site",
+        "as the scheduler counts them; 0: a node's share, where the site says how many it has",
+        ge=0,
+        le=100_000,
+    )
     gpus_per_node: int = key(0, "site", "0: all that the site's partition has", ge=0, le=1000)
     gpu_select: Literal["auto", "visible", "wrapper", "closest"] = key(
-        "auto", "site", "visible: a rank sees all and takes its own; wrapper: it sees its own only; closest: Slurm gives it the nearest"
+        "auto",
+        "site",
+        "visible: a rank sees all and takes its own; wrapper: it sees its own only; closest: Slurm gives it the nearest",
     )
-    bind: str = key("auto", "site", '"auto", "none", "cores", or as the launcher takes it: "mask_cpu:7e,7e00"', pattern=WORD, min_length=1)
+    bind: str = key(
+        "auto",
+        "site",
+        '"auto", "none", "cores", or as the launcher takes it: "mask_cpu:7e,7e00"',
+        pattern=WORD,
+        min_length=1,
+    )
     mem: str = key("", "site", "memory of a node; empty: not asked for", pattern=MEMORY)
     walltime: str = key("1h", "site", "how long a job may take", pattern=WALLTIME, min_length=1)
     account: str = key("", "site", "who pays", pattern=WORD)
@@ -217,18 +369,42 @@ class Batch(Table):
     constraint: str = key("", "site", "Slurm: features of the nodes", pattern=WORD)
     reservation: str = key("", "site", "Slurm: reservation", pattern=WORD)
     exclude: str = key("", "site", "Slurm: nodes to keep away from", pattern=WORD)
-    pbs_chunk: str = key("", "site", 'PBS: more resources of each chunk, as in "system=polaris"', pattern=WORD)
+    pbs_chunk: str = key(
+        "", "site", 'PBS: more resources of each chunk, as in "system=polaris"', pattern=WORD
+    )
     pbs_place: str = key("", "site", 'PBS: placement, as in "scatter"', pattern=WORD)
-    pbs_resources: tuple[_Word, ...] = key((), "site", 'PBS: more resources of the job, as in ["filesystems=home:eagle"]', strict=False)
-    chain: int = key(1, "site", "jobs that are submitted, one after the other, until the run is finished", ge=1, le=1000)
-    max_stalled: int = key(3, "site", "jobs of a chain without a new checkpoint after which it ends", ge=1, le=1000)
+    pbs_resources: tuple[_Word, ...] = key(
+        (), "site", 'PBS: more resources of the job, as in ["filesystems=home:eagle"]', strict=False
+    )
+    chain: int = key(
+        1,
+        "site",
+        "jobs that are submitted, one after the other, until the run is finished",
+        ge=1,
+        le=1000,
+    )
+    max_stalled: int = key(
+        3, "site", "jobs of a chain without a new checkpoint after which it ends", ge=1, le=1000
+    )
     after: str = key("", "site", "number of a job that must have ended first", pattern=WORD)
     begin: str = key("", "site", "not before this time, as the scheduler writes it", pattern=WORD)
     mail: str = key("", "site", "address that is told of the job's end", pattern=WORD)
-    modules: tuple[_Word, ...] = key((), "site", "environment modules that the job loads", strict=False)
-    venv: str = key("auto", "site", 'virtual environment; "auto": the one that renders, if it is one; empty: none', max_length=4096, pattern=PATH)
-    setup: tuple[_Line, ...] = key((), "site", "lines of shell that the job runs before it starts the ranks", strict=False)
-    env: dict[_Variable, _Text] = key({}, "site", "variables that are set in the job (written into the script: no secrets)")
+    modules: tuple[_Word, ...] = key(
+        (), "site", "environment modules that the job loads", strict=False
+    )
+    venv: str = key(
+        "auto",
+        "site",
+        'virtual environment; "auto": the one that renders, if it is one; empty: none',
+        max_length=4096,
+        pattern=PATH,
+    )
+    setup: tuple[_Line, ...] = key(
+        (), "site", "lines of shell that the job runs before it starts the ranks", strict=False
+    )
+    env: dict[_Variable, _Text] = key(
+        {}, "site", "variables that are set in the job (written into the script: no secrets)"
+    )
     env_pass: tuple[_Variable, ...] = key(
         (),
         "site",
@@ -236,10 +412,19 @@ class Batch(Table):
         "but PBS shows them to every user",
         strict=False,
     )
-    env_inherit: StrictBool = key(False, "site", "hand over the whole environment of the submission")
+    env_inherit: StrictBool = key(
+        False, "site", "hand over the whole environment of the submission"
+    )
     container: str = key("", "site", "image that the ranks run in", pattern=CONTAINER)
-    container_options: tuple[_Line, ...] = key((), "site", 'more words for the container\'s command, as in ["--bind", "/scratch"]', strict=False)
-    extra_directives: tuple[_Directive, ...] = key((), "site", "more directives, without #SBATCH or #PBS", strict=False)
+    container_options: tuple[_Line, ...] = key(
+        (),
+        "site",
+        'more words for the container\'s command, as in ["--bind", "/scratch"]',
+        strict=False,
+    )
+    extra_directives: tuple[_Directive, ...] = key(
+        (), "site", "more directives, without #SBATCH or #PBS", strict=False
+    )
 
 
 class Spec(Table):
@@ -247,7 +432,14 @@ class Spec(Table):
 
     name: str = key("run", "identity", "name of the run, and of its folder", pattern=NAME)
     seed: int = key(1, "identity", "everything random follows from it", ge=0, le=2**63 - 1)
-    output: str = key("runs", "site", "folder that holds the runs' folders", min_length=1, max_length=4096, pattern=PATH)
+    output: str = key(
+        "runs",
+        "site",
+        "folder that holds the runs' folders",
+        min_length=1,
+        max_length=4096,
+        pattern=PATH,
+    )
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()

@@ -33,7 +33,10 @@ def profiles() -> dict[str, Path]:
 
 def left_out() -> list[str]:
     """Folders of profiles that cannot be looked into, and why."""
-    return [f"no profile of a site is taken from {folder}: {problem}" for folder, problem in _looked_for()[1].items()]
+    return [
+        f"no profile of a site is taken from {folder}: {problem}"
+        for folder, problem in _looked_for()[1].items()
+    ]
 
 
 def _looked_for() -> tuple[dict[str, Path], dict[Path, str]]:
@@ -83,14 +86,24 @@ def read(name: str) -> tuple[str, str, Layer]:
     known = profiles()
     if site not in known:
         there = f"there are {listed(list(known))}; hpczero site new makes one"
-        raise InputError("; ".join([f'there is no site "{printable(site, 100)}"', there, *left_out()]))
+        raise InputError(
+            "; ".join([f'there is no site "{printable(site, 100)}"', there, *left_out()])
+        )
     layer = read_file(str(known[site]))
     partitions = layer.tree.get("partitions")
-    if not isinstance(partitions, dict) or not partitions or not all(isinstance(part, dict) for part in partitions.values()):
-        raise InputError(f"{layer.file}: a site's profile needs a table [partitions.<name>] at least")
+    if (
+        not isinstance(partitions, dict)
+        or not partitions
+        or not all(isinstance(part, dict) for part in partitions.values())
+    ):
+        raise InputError(
+            f"{layer.file}: a site's profile needs a table [partitions.<name>] at least"
+        )
     partition = partition or next(iter(partitions))
     if partition not in partitions:
-        raise InputError(f'the site "{site}" has no partition "{printable(partition, 100)}"; it has {listed(list(partitions))} ({layer.file})')
+        raise InputError(
+            f'the site "{site}" has no partition "{printable(partition, 100)}"; it has {listed(list(partitions))} ({layer.file})'
+        )
     return site, partition, layer
 
 
@@ -100,9 +113,13 @@ def here() -> str | None:
     for name, path in profiles().items():
         tree = _quickly(path, path.stat().st_mtime_ns)
         hosts, variables = tree.get("hosts", []), tree.get("variables", {})
-        if isinstance(hosts, list) and any(fnmatch.fnmatchcase(host, str(pattern)) for pattern in hosts):
+        if isinstance(hosts, list) and any(
+            fnmatch.fnmatchcase(host, str(pattern)) for pattern in hosts
+        ):
             return name
-        if isinstance(variables, dict) and any(env.variable(variable) == value for variable, value in variables.items()):
+        if isinstance(variables, dict) and any(
+            env.variable(variable) == value for variable, value in variables.items()
+        ):
             return name
     return None
 
@@ -118,19 +135,33 @@ def _quickly(path: Path, changed: int) -> dict[str, Any]:
 
 def layers(of_spec: Sequence[Layer]) -> list[Layer]:
     """What the site's profile says, below the layers of a spec. None where the spec leaves nothing open, as the copy in a run's directory does."""
-    given = {f"{table}.{leaf}" for layer in of_spec for table, inner in layer.tree.items() if isinstance(inner, dict) for leaf in inner}
+    given = {
+        f"{table}.{leaf}"
+        for layer in of_spec
+        for table, inner in layer.tree.items()
+        if isinstance(inner, dict)
+        for leaf in inner
+    }
     if {name for name in keys() if "." in name} <= given:
         return []
-    named = [layer.tree["batch"]["site"] for layer in of_spec if isinstance(layer.tree.get("batch"), dict) and "site" in layer.tree["batch"]]
+    named = [
+        layer.tree["batch"]["site"]
+        for layer in of_spec
+        if isinstance(layer.tree.get("batch"), dict) and "site" in layer.tree["batch"]
+    ]
     name = named[-1] if named else "auto"
     if name == "auto":
         name = here()
     if not isinstance(name, str) or not name:  # not a text: said by the schema
         return []
     site, partition, profile = read(name)
-    chosen = Layer({"batch": {"site": f"{site}/{partition}"}}, name=f"the host name ({profile.file})")
+    chosen = Layer(
+        {"batch": {"site": f"{site}/{partition}"}}, name=f"the host name ({profile.file})"
+    )
     of_site = _part(profile, profile.tree, ("spec",))
-    of_partition = _part(profile, profile.tree["partitions"][partition], ("partitions", partition, "spec"))
+    of_partition = _part(
+        profile, profile.tree["partitions"][partition], ("partitions", partition, "spec")
+    )
     return [chosen, of_site, of_partition]
 
 
@@ -139,11 +170,20 @@ def _part(profile: Layer, tree: Mapping[str, Any], path: tuple[str, ...]) -> Lay
     if not isinstance(values, dict):
         raise InputError(f"{profile.file}: [{'.'.join(path)}] must be a table")
     named = [name for name, inner in values.items() if not isinstance(inner, dict)]
-    named += [f"{table}.{leaf}" for table, inner in values.items() if isinstance(inner, dict) for leaf in inner]
+    named += [
+        f"{table}.{leaf}"
+        for table, inner in values.items()
+        if isinstance(inner, dict)
+        for leaf in inner
+    ]
     if wrong := next((name for name in named if not _may_say(name)), ""):
         may = "a profile gives keys whose role is site (hpczero spec)"
         raise InputError(f"{profile.file}: [{'.'.join(path)}] says {printable(wrong, 100)}: {may}")
-    lines = {place[len(path) :]: line for place, line in profile.lines.items() if place[: len(path)] == path and len(place) > len(path)}
+    lines = {
+        place[len(path) :]: line
+        for place, line in profile.lines.items()
+        if place[: len(path)] == path and len(place) > len(path)
+    }
     return Layer(values, profile.file, lines)
 
 

@@ -84,7 +84,9 @@ class _Scan:
             self._close()
 
     def _name(self, name: str, line: int) -> None:
-        if self.key is None or (self.key and not self.after_dot):  # two words in a row are no key: not TOML
+        if self.key is None or (
+            self.key and not self.after_dot
+        ):  # two words in a row are no key: not TOML
             return
         self.key.append(name)
         self.after_dot = False
@@ -196,7 +198,11 @@ def _unreadable(path: str) -> str:
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError) as error:
-        return "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read: {_reason(error)}"
+        return (
+            "does not exist"
+            if isinstance(error, FileNotFoundError)
+            else f"cannot be read: {_reason(error)}"
+        )
     if stat.S_ISREG(mode):
         return ""
     return "is a folder, not a file" if stat.S_ISDIR(mode) else "is not a regular file"
@@ -215,7 +221,9 @@ def read_file(path: str) -> Layer:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{name}:{line}: not UTF-8 text, as TOML must be (byte {error.start + 1} of the file)") from None
+        raise InputError(
+            f"{name}:{line}: not UTF-8 text, as TOML must be (byte {error.start + 1} of the file)"
+        ) from None
     return _parse(path, text)
 
 
@@ -239,7 +247,9 @@ def _parse(path: str, text: str) -> Layer:
         return Layer(tomllib.loads(text), path, lines)
     except TooDeep as error:
         raise InputError(f"{name}:{error.line}: {error}") from None
-    except ValueError as error:  # tomllib's own kind, and those of int() and datetime that it lets through
+    except (
+        ValueError
+    ) as error:  # tomllib's own kind, and those of int() and datetime that it lets through
         raise InputError(f"{name}:{_syntax_problem(text, str(error))}") from None
 
 
@@ -258,7 +268,9 @@ def _read_option(option: str) -> tuple[Layer | None, Mistake | None]:
     name = name.strip()
     source = Layer({}, option=option).source()
     if not equals or not name.partition(".")[0]:
-        return None, Mistake(source, lambda: "must be SECTION.KEY=VALUE, as in --set train.steps=100")
+        return None, Mistake(
+            source, lambda: "must be SECTION.KEY=VALUE, as in --set train.steps=100"
+        )
     if name == "extends":
         return None, Mistake(source, lambda: "extends can only be set in a file")
     value, known = _option_value(text), keys().get(name)

@@ -25,12 +25,19 @@ class Batches:
     def parts(self) -> list[range]:
         """This rank's positions in the global batch, a range per micro-batch (empty ones where there are more ranks than samples)."""
         train = self.spec.train
-        return sampler.micro_batches_of(self.data_rank, train.global_batch, train.micro_batch, self.data_ranks)
+        return sampler.micro_batches_of(
+            self.data_rank, train.global_batch, train.micro_batch, self.data_ranks
+        )
 
     def training(self, step: int) -> list[MicroBatch]:
         windows, first = self.source.windows("train"), step * self.spec.train.global_batch
         return [
-            self._read("train", part, [sampler.window(self.spec.seed, windows, first + position) for position in part], step)
+            self._read(
+                "train",
+                part,
+                [sampler.window(self.spec.seed, windows, first + position) for position in part],
+                step,
+            )
             for part in self.parts()
         ]
 
@@ -45,9 +52,17 @@ class Batches:
         The first windows of the split would be a few documents, whose loss is not the split's.
         """
         windows, first = self.source.windows("validation"), number * self.spec.train.global_batch
-        parts = [range(part.start, max(part.start, min(part.stop, windows - first))) for part in self.parts()]
-        drawn = [[sampler.window(self.spec.seed, windows, first + position) for position in part] for part in parts]
-        read = [self._read("validation", part, own, 0) for part, own in zip(parts, drawn, strict=True)]
+        parts = [
+            range(part.start, max(part.start, min(part.stop, windows - first)))
+            for part in self.parts()
+        ]
+        drawn = [
+            [sampler.window(self.spec.seed, windows, first + position) for position in part]
+            for part in parts
+        ]
+        read = [
+            self._read("validation", part, own, 0) for part, own in zip(parts, drawn, strict=True)
+        ]
         return [replace(batch, by_sample=True) for batch in read]
 
     def _read(self, split: str, positions: range, windows: list[int], step: int) -> MicroBatch:

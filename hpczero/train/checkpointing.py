@@ -58,7 +58,14 @@ class Resumed:
 class Checkpoints:
     """On every rank; all methods are collective."""
 
-    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine, identity: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        world: World,
+        grid: Grid,
+        engine: Engine,
+        identity: Mapping[str, str] | None = None,
+    ) -> None:
         self.spec, self.world, self.grid, self.engine = spec, world, grid, engine
         self.identity = dict(identity or {})  # besides the spec (`beginning.identity_of`)
         self.path = path_of(spec) / "checkpoints"
@@ -68,7 +75,14 @@ class Checkpoints:
             world.together(self._refuse_what_cannot_be_saved)
         self._buffer_shapes = self._shapes_of_buffers()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
-        job = Job(self.path, spec.model_dump(mode="json"), sizes, self._table, spec.checkpoint.writers, self.identity)
+        job = Job(
+            self.path,
+            spec.model_dump(mode="json"),
+            sizes,
+            self._table,
+            spec.checkpoint.writers,
+            self.identity,
+        )
         self.saver = Saver(world, job, _owned(engine, self.holding()), self.behind)
 
     # -- saving --------------------------------------------------------------------------------------------------------------------
@@ -101,7 +115,12 @@ class Checkpoints:
     def holding(self) -> Holding:
         engine = self.engine
         copies = {unit.layout.name for unit in engine.copies}
-        return Holding([unit.layout for unit in engine.units], engine.axis.rank, engine.tensor.rank if engine.tensor else 0, copies)
+        return Holding(
+            [unit.layout for unit in engine.units],
+            engine.axis.rank,
+            engine.tensor.rank if engine.tensor else 0,
+            copies,
+        )
 
     def _prune(self, newest: int) -> str:
         """Return what could not be removed."""
@@ -127,25 +146,38 @@ class Checkpoints:
         damaged: list[str] = []
         for path in map(Path, found.paths):
             try:
-                content = self._load(path, only_weights := self.spec.checkpoint.weights_only and not found.own)
+                content = self._load(
+                    path, only_weights := self.spec.checkpoint.weights_only and not found.own
+                )
             except Damaged as error:
                 if not found.own:
                     raise InputError(f"checkpoint.resume: {error}") from error
                 damaged.append(str(error))
             else:
                 step = 0 if only_weights else content.state.step
-                warnings = [f"passed over a damaged checkpoint: {problem}" for problem in damaged] + self._make_way(step, path)
-                return Resumed(step, path, tuple(differences(content, self.spec, "changeable")), (*warnings, *other_data(content, self.spec, step)))
+                warnings = [
+                    f"passed over a damaged checkpoint: {problem}" for problem in damaged
+                ] + self._make_way(step, path)
+                return Resumed(
+                    step,
+                    path,
+                    tuple(differences(content, self.spec, "changeable")),
+                    (*warnings, *other_data(content, self.spec, step)),
+                )
         if damaged:
             listed = "".join(f"\n  {problem}" for problem in damaged)
-            raise InputError(f"no checkpoint of this run can be read:{listed}\n--fresh starts the run anew")
+            raise InputError(
+                f"no checkpoint of this run can be read:{listed}\n--fresh starts the run anew"
+            )
         return Resumed(0, warnings=tuple(self._make_way(0, None)))
 
     def _make_way(self, step: int, origin: Path | None) -> list[str]:
         """What is said about it. A run that saves nothing has nothing that needs way."""
         if self.spec.checkpoint.every < 0:
             return []
-        moved = self._of_first_rank(lambda: [str(path) for path in directory.make_way(self.path, step, origin)])
+        moved = self._of_first_rank(
+            lambda: [str(path) for path in directory.make_way(self.path, step, origin)]
+        )
         return [f"set aside, as the run goes on from step {step}: {path}" for path in moved]
 
     def _of_first_rank(self, action: Callable[[], Any]) -> Any:
@@ -155,7 +187,9 @@ class Checkpoints:
 
     def _load(self, path: Path, only_weights: bool) -> Content:
         """Damaged, on all ranks alike, if it is so on any of them's way: then the engine is in no good state."""
-        problem, content = self.world.together(lambda: patiently(self.world, lambda: readable(lambda: self._tried(path, only_weights))))
+        problem, content = self.world.together(
+            lambda: patiently(self.world, lambda: readable(lambda: self._tried(path, only_weights)))
+        )
         found = next((text for text in self.world.share(self.world.collect(problem)) if text), "")
         if found:
             raise Damaged(found)
@@ -181,7 +215,9 @@ class Checkpoints:
     def _read(self, checkpoint: Checkpoint, only_weights: bool) -> None:
         """What this rank steps, straight into the engine's states."""
         units = [(unit, checkpoint.runs(_wanted(unit))) for unit in self.engine.units]
-        for slot in range(1 if only_weights else len(SLOTS)):  # as a rank's data lies: at the same layout it is read from its beginning to its end
+        for slot in range(
+            1 if only_weights else len(SLOTS)
+        ):  # as a rank's data lies: at the same layout it is read from its beginning to its end
             for unit, runs in units:
                 held = _states(unit)[slot]
                 here = held.cpu()  # the same, but on another device
@@ -195,18 +231,36 @@ class Checkpoints:
             return
         state, engine = checkpoint.content.state, self.engine
         engine.updates = state.updates
-        engine.absent.missed = {name: state.missed[name] for name in engine.names if name in state.missed}
+        engine.absent.missed = {
+            name: state.missed[name] for name in engine.names if name in state.missed
+        }
         if engine.loss_scale.dynamic and flat(checkpoint.content.spec)["train.precision"] == "fp16":
-            engine.loss_scale = replace(engine.loss_scale, value=state.loss_scale, good_steps=state.good_steps)
+            engine.loss_scale = replace(
+                engine.loss_scale, value=state.loss_scale, good_steps=state.good_steps
+            )
 
     def _refuse_another_model(self, checkpoint: Checkpoint) -> None:
         """Each rank looks for what it is going to read, rank 0 at all there is."""
         there = {tensor.name: tensor.shape for tensor in checkpoint.table.tensors}
-        wrong = _lacking(there, {place.parameter.name: place.parameter.shape for unit in self.engine.units for place in unit.layout.places})
+        wrong = _lacking(
+            there,
+            {
+                place.parameter.name: place.parameter.shape
+                for unit in self.engine.units
+                for place in unit.layout.places
+            },
+        )
         if self.world.rank == 0:
-            here = {name: tuple(shape) for units, _ in self._stages for _, parameters in units for name, shape, *_ in parameters}
+            here = {
+                name: tuple(shape)
+                for units, _ in self._stages
+                for _, parameters in units
+                for name, shape, *_ in parameters
+            }
             buffers = {name: values.shape for name, values in checkpoint.buffers.items()}
-            wrong = _unlike(there, here) + [f"buffer {line}" for line in _unlike(buffers, self._buffer_shapes)]
+            wrong = _unlike(there, here) + [
+                f"buffer {line}" for line in _unlike(buffers, self._buffer_shapes)
+            ]
         if wrong:
             more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             shown = "".join(f"\n  {printable(line)}" for line in wrong[:_SHOWN]) + more
@@ -228,48 +282,110 @@ class Checkpoints:
         own = None
         if self._speaks_for_stage:
             units = [
-                [unit.layout.name, [[p.parameter.name, p.parameter.shape, p.parameter.split, p.parameter.grain] for p in unit.layout.places]]
+                [
+                    unit.layout.name,
+                    [
+                        [p.parameter.name, p.parameter.shape, p.parameter.split, p.parameter.grain]
+                        for p in unit.layout.places
+                    ],
+                ]
                 for unit in self.engine.units
             ]
-            own = self.grid.coordinate(self.world.rank, "pipeline"), units, sorted(unit.layout.name for unit in self.engine.copies)
+            own = (
+                self.grid.coordinate(self.world.rank, "pipeline"),
+                units,
+                sorted(unit.layout.name for unit in self.engine.copies),
+            )
         collected = self.world.collect(own) or []
-        return [(units, copies) for _, units, copies in sorted(found for found in collected if found)]
+        return [
+            (units, copies) for _, units, copies in sorted(found for found in collected if found)
+        ]
 
     def _shapes_of_buffers(self) -> Shapes:
         """Of all stages, on rank 0."""
-        own = {name: list(buffer.shape) for name, buffer in _persistent_buffers(self.engine.module).items()} if self._speaks_for_stage else {}
-        return {name: tuple(shape) for of_rank in self.world.collect(own) or [] for name, shape in of_rank.items()}
+        own = (
+            {
+                name: list(buffer.shape)
+                for name, buffer in _persistent_buffers(self.engine.module).items()
+            }
+            if self._speaks_for_stage
+            else {}
+        )
+        return {
+            name: tuple(shape)
+            for of_rank in self.world.collect(own) or []
+            for name, shape in of_rank.items()
+        }
 
     def _table(self) -> Table:
-        stages = [([_layer(*unit) for unit in units], set(copies)) for units, copies in self._stages]
-        tensors = {p.name: Tensor(p.name, p.shape) for layers, _ in stages for layer in layers for p in layer.parameters}
+        stages = [
+            ([_layer(*unit) for unit in units], set(copies)) for units, copies in self._stages
+        ]
+        tensors = {
+            p.name: Tensor(p.name, p.shape)
+            for layers, _ in stages
+            for layer in layers
+            for p in layer.parameters
+        }
         grid, cut = self.grid, {}
 
         def holding_of(rank: int) -> Holding:
             stage, tensor_rank = grid.coordinate(rank, "pipeline"), grid.coordinate(rank, "tensor")
             layers, copies = stages[stage]
             if (stage, tensor_rank) not in cut:
-                cut[stage, tensor_rank] = [unit_layout(layer, grid.size("data"), grid.size("tensor"), tensor_rank) for layer in layers]
-            return Holding(cut[stage, tensor_rank], grid.coordinate(rank, "data"), tensor_rank, copies)
+                cut[stage, tensor_rank] = [
+                    unit_layout(layer, grid.size("data"), grid.size("tensor"), tensor_rank)
+                    for layer in layers
+                ]
+            return Holding(
+                cut[stage, tensor_rank], grid.coordinate(rank, "data"), tensor_rank, copies
+            )
 
         return Table.of(list(tensors.values()), self.world.size, holding_of)
 
     def _refuse_what_cannot_be_saved(self) -> None:
         """Collective; InputError on rank 0."""
         own = _persistent_buffers(self.engine.module) if self._speaks_for_stage else {}
-        described = self.world.collect({name: (_dtype_when_saved(buffer), list(buffer.shape)) for name, buffer in own.items()}) or []
-        buffers = {name: (dtype, shape) for of_rank in described for name, (dtype, shape) in of_rank.items()}
-        tensors = {name: shape for units, _ in self._stages for _, parameters in units for name, shape, *_ in parameters}
+        described = (
+            self.world.collect(
+                {
+                    name: (_dtype_when_saved(buffer), list(buffer.shape))
+                    for name, buffer in own.items()
+                }
+            )
+            or []
+        )
+        buffers = {
+            name: (dtype, shape)
+            for of_rank in described
+            for name, (dtype, shape) in of_rank.items()
+        }
+        tensors = {
+            name: shape
+            for units, _ in self._stages
+            for _, parameters in units
+            for name, shape, *_ in parameters
+        }
         if problem := manifest.problem(tensors, buffers):
             ways = "a buffer with persistent=False is left out; checkpoint.every = -1 trains without checkpoints"
             raise InputError(f"a checkpoint cannot hold this model: {problem} ({ways})")
 
     def _buffers(self) -> dict[str, Array]:
         """What the modules keep besides parameters, of the first data rank; on rank 0."""
-        own = {name: _packed(buffer) for name, buffer in _persistent_buffers(self.engine.module).items()} if self._speaks_for_stage else {}
+        own = (
+            {
+                name: _packed(buffer)
+                for name, buffer in _persistent_buffers(self.engine.module).items()
+            }
+            if self._speaks_for_stage
+            else {}
+        )
         found: dict[str, Array] = {}
         for of_rank in self.world.collect(own) or []:
-            found |= {name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape) for name, (text, dtype, shape) in of_rank.items()}
+            found |= {
+                name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
+                for name, (text, dtype, shape) in of_rank.items()
+            }
         return found
 
 
@@ -277,7 +393,11 @@ def _persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for prefix, part in module.named_modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set and not buffer.is_meta:
+            if (
+                buffer is not None
+                and name not in part._non_persistent_buffers_set
+                and not buffer.is_meta
+            ):
                 found[f"{prefix}.{name}".lstrip(".")] = buffer
     return found
 
@@ -287,12 +407,20 @@ def _dtype_when_saved(buffer: torch.Tensor) -> str:
 
 
 def _packed(buffer: torch.Tensor) -> list[Any]:
-    values = (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).contiguous().cpu().numpy()
+    values = (
+        (buffer.float() if buffer.dtype == torch.bfloat16 else buffer).contiguous().cpu().numpy()
+    )
     return [base64.b64encode(values.tobytes()).decode(), values.dtype.str, list(values.shape)]
 
 
 def _layer(name: str, parameters: Sequence[Sequence[Any]]) -> Layer:
-    return Layer(name, tuple(Parameter(own, tuple(shape), ZEROS, split, grain) for own, shape, split, grain in parameters))
+    return Layer(
+        name,
+        tuple(
+            Parameter(own, tuple(shape), ZEROS, split, grain)
+            for own, shape, split, grain in parameters
+        ),
+    )
 
 
 def _owned(engine: Engine, holding: Holding) -> list[list[Source]]:
@@ -337,8 +465,14 @@ def _wanted(unit: Unit) -> Iterator[Wanted]:
 
 
 def _lacking(there: Shapes, here: Shapes) -> list[str]:
-    return [f"{name}: {there.get(name, 'nothing')} there, {shape} now" for name, shape in here.items() if there.get(name) != shape]
+    return [
+        f"{name}: {there.get(name, 'nothing')} there, {shape} now"
+        for name, shape in here.items()
+        if there.get(name) != shape
+    ]
 
 
 def _unlike(there: Shapes, here: Shapes) -> list[str]:
-    return _lacking(there, here) + [f"{name}: {shape} there, nothing now" for name, shape in there.items() if name not in here]
+    return _lacking(there, here) + [
+        f"{name}: {shape} there, nothing now" for name, shape in there.items() if name not in here
+    ]

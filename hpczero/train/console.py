@@ -57,37 +57,23 @@ class Lines:
         self._recent.append(metrics)
         if step % self._log_every and step < self._pace.steps:
             return
-        figures = {"loss": loss(metrics.get("loss")), "grad_norm": number(metrics.get("grad_norm")), "lr": number(metrics.get("lr"))}
+        figures = {
+            "loss": loss(metrics.get("loss")),
+            "grad_norm": number(metrics.get("grad_norm")),
+            "lr": number(metrics.get("lr")),
+        }
         speed = {"tokens/s": number(tokens_per_second(self._recent))}
         times = {kind: f"{share:.0%}" for kind, share in shares(self._recent).items()}
-        values = {"step": f"{step}/{self._pace.steps}", **figures, **speed, **times, "left": self._pace.left()}
+        values = {
+            "step": f"{step}/{self._pace.steps}",
+            **figures,
+            **speed,
+            **times,
+            "left": self._pace.left(),
+        }
         self._stream.write(line("step", values) + "\n")
         self._stream.flush()
         self._recent.clear()
 
     def close(self) -> None:
         pass
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

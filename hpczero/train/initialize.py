@@ -28,7 +28,10 @@ from hpczero.train.setup import place
 
 
 def initialize(
-    module: nn.Module, spec: Spec | str | Path | Mapping[str, Any], world: World | None = None, accumulates: bool = True
+    module: nn.Module,
+    spec: Spec | str | Path | Mapping[str, Any],
+    world: World | None = None,
+    accumulates: bool = True,
 ) -> "Training":
     """Takes over the module's parameters: they lie in hpczero's memory from now on, in `train.precision`, cut as `zero.stage` says. Collective:
     every rank calls it with the same module; the values are rank 0's. Of the spec (rank 0's too) the tables model and data do not matter.
@@ -38,7 +41,15 @@ def initialize(
     """
     whole = world or World.start()
     spec = _agreed(spec, whole)
-    own = None if world else whole.part(range(whole.size), spec.comm.ranks_per_node, Limits(staging=bucket_bytes(spec.zero, "cpu")))
+    own = (
+        None
+        if world
+        else whole.part(
+            range(whole.size),
+            spec.comm.ranks_per_node,
+            Limits(staging=bucket_bytes(spec.zero, "cpu")),
+        )
+    )
     if not whole.is_watched:
         whole.watch(spec.comm.timeout_s)
     inner = own or whole
@@ -64,7 +75,11 @@ class Training:
     def __init__(self, engine: Engine, spec: Spec, worlds: tuple[World, ...]) -> None:
         """`worlds` end with it, in this order."""
         self.engine, self.spec, self.module = engine, spec, engine.module
-        self.rank, self.size, self.dtype = engine.axis.rank, engine.axis.size, DTYPES[spec.train.precision]
+        self.rank, self.size, self.dtype = (
+            engine.axis.rank,
+            engine.axis.size,
+            DTYPES[spec.train.precision],
+        )
         self.device = engine.device.torch
         self.steps = 0
         self._worlds = worlds
@@ -83,7 +98,9 @@ class Training:
         """Clips, and updates the parameters, at the spec's learning rate for this step if none is given. A gradient that is not finite is left
         out: the result says where it was.
         """
-        result = self._opened().finish_step(learning_rate(self.spec, self.steps) if lr is None else lr)
+        result = self._opened().finish_step(
+            learning_rate(self.spec, self.steps) if lr is None else lr
+        )
         self.engine.weights_here()
         self.steps += 1
         return result
@@ -103,7 +120,9 @@ class Training:
         """Parameters and buffers become those that rank 0 gives, which must be all; the optimizer's moments stay as they are."""
         self._opened().load_state_dict(state)
 
-    def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> AbstractContextManager[None]:
+    def gathered(
+        self, parameters: Iterable[torch.Tensor], modify: bool = False
+    ) -> AbstractContextManager[None]:
         """Inside, these parameters can be read as a whole, at every stage. With `modify`, what rank 0 has changed in them becomes everyone's at
         the end; what other ranks have changed is dropped.
         """
@@ -122,13 +141,20 @@ class Training:
 
     def _opened(self) -> Engine:
         if not self._open:
-            raise HpczeroError("this engine is closed: all that it is asked for comes before close()")
+            raise HpczeroError(
+                "this engine is closed: all that it is asked for comes before close()"
+            )
         return self.engine
 
     def __enter__(self) -> "Training":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """An error on one rank ends the job, as others may be waiting for it, where the world is this object's own."""
         if error is None:
             self.close()
@@ -150,12 +176,18 @@ def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
     parallel, family = agreed.parallel, 'with model.family = "package.module:factory"'
     problems = []
     if parallel.tensor > 1:
-        problems.append(f"parallel.tensor = {parallel.tensor}: nothing says how the layers of this module are shared out; set it to 1")
+        problems.append(
+            f"parallel.tensor = {parallel.tensor}: nothing says how the layers of this module are shared out; set it to 1"
+        )
     if parallel.pipeline > 1:
         whole = "a loop of one's own runs the whole module, and a pipeline its stages, many micro-batches at a time"
-        problems.append(f"parallel.pipeline = {parallel.pipeline}: {whole}; set it to 1, or train by `hpczero run` {family} (docs/any-model.md)")
+        problems.append(
+            f"parallel.pipeline = {parallel.pipeline}: {whole}; set it to 1, or train by `hpczero run` {family} (docs/any-model.md)"
+        )
     if agreed.train.trace:
-        problems.append(f"train.trace = true: traces are of the steps of `hpczero run` ({family}); set it to false in a loop of one's own")
+        problems.append(
+            f"train.trace = true: traces are of the steps of `hpczero run` ({family}); set it to false in a loop of one's own"
+        )
     if problems:
         raise InputError("; ".join(problems))
     return agreed
@@ -164,6 +196,8 @@ def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:
     """As many micro-batches as the loop has backwards in a step, one or several: so its gradients are counted. Nothing more is known of its data."""
     unknown = spec.model.model_copy(update={"family": "module:factory", "seq_len": 1})
-    train = spec.train.model_copy(update={"micro_batch": 1, "global_batch": (1 + accumulates) * ranks})
+    train = spec.train.model_copy(
+        update={"micro_batch": 1, "global_batch": (1 + accumulates) * ranks}
+    )
     never = spec.checkpoint.model_copy(update={"every": -1})  # it saves nothing by itself
     return spec.model_copy(update={"model": unknown, "train": train, "checkpoint": never})

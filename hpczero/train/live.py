@@ -28,7 +28,12 @@ class Live:
     def __init__(self, steps: int, stream: TextIO) -> None:
         self._terminal = terminal.find(stream)
         plain = env.variable("NO_COLOR") is not None
-        self._console = Console(file=cast(IO[str], Tolerant(stream)), force_terminal=True, no_color=plain, highlight=False)
+        self._console = Console(
+            file=cast(IO[str], Tolerant(stream)),
+            force_terminal=True,
+            no_color=plain,
+            highlight=False,
+        )
         self._pace = Pace(steps)
         self._recent: deque[Metrics] = deque(maxlen=_STEPS_IN_AVERAGES)
         self._done = 0
@@ -36,9 +41,16 @@ class Live:
         self._drawn = 0.0
         self._fit()
         same_place = self._terminal is not None and terminal.find(sys.stderr) == self._terminal
-        self._region = Region(console=self._console, auto_refresh=False, redirect_stderr=same_place, get_renderable=self._panel)
+        self._region = Region(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stderr=same_place,
+            get_renderable=self._panel,
+        )
         self._region.start()
-        self._console.show_cursor(True)  # a job that is killed must not leave a terminal without its cursor
+        self._console.show_cursor(
+            True
+        )  # a job that is killed must not leave a terminal without its cursor
 
     def event(self, event: str, /, **values: object) -> None:
         if event == "eval":
@@ -85,6 +97,9 @@ class Live:
         figures = {
             "loss": f"{loss(last.get('loss'))}   gradient norm {number(last.get('grad_norm'))}   learning rate {number(last.get('lr'))}",
             "speed": f"{number(tokens_per_second(self._recent))} tokens/s   {number(last.get('step_seconds'))} s a step",
-            "time in": "   ".join(f"{kind} {share:.0%}" for kind, share in shares(self._recent).items()) or "?",
+            "time in": "   ".join(
+                f"{kind} {share:.0%}" for kind, share in shares(self._recent).items()
+            )
+            or "?",
         }
         return figures | ({"evaluation": self._evaluation} if self._evaluation else {})

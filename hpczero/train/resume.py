@@ -86,7 +86,9 @@ def readable(action: Callable[[], Result]) -> Result:
         raise InputError(str(error)) from error
     except OSError as error:
         what = f"{error.filename or 'a checkpoint'}: {error.strerror or error}"
-        raise InputError(f"{what}: it cannot be read now, and the run does not go on from an older one for that") from error
+        raise InputError(
+            f"{what}: it cannot be read now, and the run does not go on from an older one for that"
+        ) from error
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,16 +106,24 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 def differences(content: Content, spec: Spec, role: Role) -> list[str]:
     """Keys of this role that are not those of the checkpoint; one that this version does not know makes another run. A run may have another name."""
     there, here, known = flat(content.spec), flat(spec.model_dump(mode="json")), keys()
-    of_role = [key for key in here if known[key].role == role and key != "name" and there[key] != here[key]]
+    of_role = [
+        key for key in here if known[key].role == role and key != "name" and there[key] != here[key]
+    ]
     lines = [str(Difference(key, there[key], here[key], role)) for key in of_role]
     if role == "identity":
-        lines += [f"{key}: {there[key]!r} there, and this version of hpczero does not know it" for key in there if key not in here]
+        lines += [
+            f"{key}: {there[key]!r} there, and this version of hpczero does not know it"
+            for key in there
+            if key not in here
+        ]
     return [printable(line) for line in lines]
 
 
 def refuse_another_run(path: Path, content: Content, spec: Spec) -> None:
     if other := differences(content, spec, "identity"):
-        raise InputError(f"{path} is a checkpoint of another run:" + "".join(f"\n  {line}" for line in other))
+        raise InputError(
+            f"{path} is a checkpoint of another run:" + "".join(f"\n  {line}" for line in other)
+        )
 
 
 _DATA, _VALUES = "data.fingerprint", "model.initial_values"
@@ -156,5 +166,11 @@ def other_data(content: Content, spec: Spec, step: int) -> list[str]:
     if not isinstance(before, int) or before == now or step == 0:
         return []
     seen, begins = step * before, step * now
-    what = f"samples {begins} to {seen - 1} come once more" if begins < seen else f"samples {seen} to {begins - 1} are left out"
-    return [f"train.global_batch was {before} and is {now}: {what} (if it was {before} in all {step} steps)"]
+    what = (
+        f"samples {begins} to {seen - 1} come once more"
+        if begins < seen
+        else f"samples {seen} to {begins - 1} are left out"
+    )
+    return [
+        f"train.global_batch was {before} and is {now}: {what} (if it was {before} in all {step} steps)"
+    ]

@@ -49,7 +49,9 @@ _OR = " or "
 
 def run(options: argparse.Namespace) -> int:
     began = time.perf_counter()
-    with World.start() as world:  # an error that one rank meets alone is said, and ends the job, here
+    with (
+        World.start() as world
+    ):  # an error that one rank meets alone is said, and ends the job, here
         try:
             job, directory = _prepare(world, options)
         except InputError as error:
@@ -77,9 +79,18 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     """Everything up to the claim of the run directory (rank 0 has it); no job if the run is finished already."""
     first = world.rank == 0
     setup.remove_stale_segments(world)
-    text = world.together(lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else "")
+    text = world.together(
+        lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else ""
+    )
     spec = Spec.model_validate_json(world.share(text))
-    whole, world = world, world.part(range(world.size), spec.comm.ranks_per_node, Limits(staging=bucket_bytes(spec.zero, "cpu")))
+    whole, world = (
+        world,
+        world.part(
+            range(world.size),
+            spec.comm.ranks_per_node,
+            Limits(staging=bucket_bytes(spec.zero, "cpu")),
+        ),
+    )
     setup.use_kernels(world)
     keep_free_memory()
     spec = place(world, spec)
@@ -90,20 +101,41 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     if not shapes.known(spec.model):
         world.together(lambda: build.factory_of(spec.model))  # before data is built
     source = world.together(lambda: open_source(spec, world.share, first))
-    done = world.share(world.together(lambda: run_directory.finished(spec) if first and not options.fresh else None))
+    done = world.share(
+        world.together(
+            lambda: run_directory.finished(spec) if first and not options.fresh else None
+        )
+    )
     if done:
         if first:
-            print(f"{run_directory.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew")
+            print(
+                f"{run_directory.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew"
+            )
         return None, None
     found = None if shapes.known(spec.model) else find(spec, world, grid)
     layers, fits = _layers(spec, found), spec
     if layers:
-        given = sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
+        given = (
+            sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
+        )
         fits = setup.fitting(world, spec, layers, given)
-    world.together(lambda: look_ahead(spec, identity_of(source.describe()["fingerprint"])) if first else None)
-    directory = world.together(lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None)
+    world.together(
+        lambda: look_ahead(spec, identity_of(source.describe()["fingerprint"])) if first else None
+    )
+    directory = world.together(
+        lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None
+    )
     whole.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
-    return Job(fits, world, grid, source, setup.use_threads(world), layers, found, no_room_for_copy=fits is not spec), directory
+    return Job(
+        fits,
+        world,
+        grid,
+        source,
+        setup.use_threads(world),
+        layers,
+        found,
+        no_room_for_copy=fits is not spec,
+    ), directory
 
 
 def _layers(spec: Spec, found: Found | None) -> list[Layer] | None:
@@ -121,7 +153,10 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
         if voice:
             voice.close()
     if voice:
-        print("\n".join(closing_words(summary, _what(job, summary)) + _how_it_ended(job, outcome)), flush=True)
+        print(
+            "\n".join(closing_words(summary, _what(job, summary)) + _how_it_ended(job, outcome)),
+            flush=True,
+        )
     stopped = outcome.state == "stopped" and outcome.saved == outcome.steps
     return Stopped.exit_code if stopped else 0 if outcome.state == "finished" else 1
 
@@ -129,30 +164,66 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
 def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
     spec, world = job.spec, job.world
     packages = setup.packages()
-    places = world.collect({"rank": world.rank, "host": socket.gethostname(), "pid": os.getpid(), "node": world.node, "device": world.device.name})
+    places = world.collect(
+        {
+            "rank": world.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "node": world.node,
+            "device": world.device.name,
+        }
+    )
     if voice:
-        voice.output.event("start", run=str(voice.directory.path), ranks=world.size, hosts=len(set(world.hosts)), mpi=world.library)
-        voice.directory.event("start", ranks=places, packages=packages, git=setup.git_state(), mpi=world.library)
-    batches = Batches(spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data"))
+        voice.output.event(
+            "start",
+            run=str(voice.directory.path),
+            ranks=world.size,
+            hosts=len(set(world.hosts)),
+            mpi=world.library,
+        )
+        voice.directory.event(
+            "start", ranks=places, packages=packages, git=setup.git_state(), mpi=world.library
+        )
+    batches = Batches(
+        spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data")
+    )
     part = placement(spec, job.grid, world.rank)
     platform = setup.platform_of(world, spec)
     needed = need(spec, job.layers, part, platform) if job.layers else None
     if voice and job.found:
         what = "activations are not known" if needed else "what the stages need is not known"
-        voice.event("WARN", what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}")
+        voice.event(
+            "WARN",
+            what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}",
+        )
     if voice:
         for what in filter(None, [sharing_left_out(spec.zero, job.grid), *site_profile.left_out()]):
             voice.event("WARN", what=what)
     if voice and job.no_room_for_copy:
-        voice.event("WARN", what="no room for a copy of the states: training waits while a checkpoint is saved")
+        voice.event(
+            "WARN",
+            what="no room for a copy of the states: training waits while a checkpoint is saved",
+        )
     tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
     before = process_memory.held_on_nodes(world)
-    way = assemble(spec, world, job.grid, accumulates=len(batches.parts()) > 1, threads=job.threads, found=job.found, bare=True)
+    way = assemble(
+        spec,
+        world,
+        job.grid,
+        accumulates=len(batches.parts()) > 1,
+        threads=job.threads,
+        found=job.found,
+        bare=True,
+    )
     engine = way.engine
-    parameters = shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
+    parameters = (
+        shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
+    )
     if voice:
         _say_layout(voice, job, batches, parameters)
-    identity = identity_of(job.source.describe()["fingerprint"], random.RULE if shapes.known(spec.model) else 0)
+    identity = identity_of(
+        job.source.describe()["fingerprint"], random.RULE if shapes.known(spec.model) else 0
+    )
     checkpoints = Checkpoints(spec, world, job.grid, engine, identity)
     first, earlier = _begin_again(checkpoints, voice)
     trainer = Trainer(spec, world, way, batches, voice, checkpoints)
@@ -160,28 +231,49 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     outcome = trainer.train(first)
     seconds = time.perf_counter() - began_training
     measured = process_memory.growth(before, process_memory.held_on_nodes(world))
-    held = way.memory() | {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
+    held = way.memory() | {
+        "communication": world.buffered,
+        "checkpoint copy": checkpoints.saver.copied,
+    }
     of_ranks = {
-        "memory": process_memory.summary(world, needed.rank if needed else {}, part.part_of_rank(held), measured),
+        "memory": process_memory.summary(
+            world, needed.rank if needed else {}, part.part_of_rank(held), measured
+        ),
         "comm": world.collect(world.ledger.as_dict()),
         "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
     }
     traced = tracing.conclude() if tracing else None
     engine.close()
     tokens = spec.train.global_batch * spec.model.seq_len
-    last_job = LastJob(first, outcome.steps - first, tokens, seconds, world.size, outcome.first_loss, outcome.final_loss)
+    last_job = LastJob(
+        first,
+        outcome.steps - first,
+        tokens,
+        seconds,
+        world.size,
+        outcome.first_loss,
+        outcome.final_loss,
+    )
     summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
     summary |= {"wall_seconds": time.perf_counter() - began} | of_ranks
     kernels = world.collect(dispatch.choices())
     if voice:
         summary["kernels"] = _kernels_of_all(kernels or [])
-        if several := [f"{what}: {names}" for what, names in summary["kernels"].items() if _OR in names]:
+        if several := [
+            f"{what}: {names}" for what, names in summary["kernels"].items() if _OR in names
+        ]:
             voice.event("WARN", what="the ranks do not all have the same kernels", kernels=several)
         if traced:
             summary["trace"] = traced
             _say_trace(voice, traced)
         voice.directory.summary(summary)
-        voice.event("stop", state=outcome.state, step=outcome.steps, reason=outcome.reason or "all steps done", loss=outcome.final_loss)
+        voice.event(
+            "stop",
+            state=outcome.state,
+            step=outcome.steps,
+            reason=outcome.reason or "all steps done",
+            loss=outcome.final_loss,
+        )
     return outcome, summary
 
 
@@ -208,7 +300,9 @@ def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> tuple[int, Ea
 
 def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:
     train = job.spec.train
-    count, smallest, largest = micro_batch_sizes(train.global_batch, train.micro_batch, batches.data_ranks)
+    count, smallest, largest = micro_batch_sizes(
+        train.global_batch, train.micro_batch, batches.data_ranks
+    )
     voice.event(
         "layout",
         grid={axis: job.grid.size(axis) for axis in job.grid.axes},
@@ -218,13 +312,19 @@ def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> No
         **_on_gpus(job.world),
         parameters=parameters,
         precision=train.precision,
-        micro_batches=f"{count}x{largest}" if smallest == largest else f"{count}x{smallest}-{largest}",
+        micro_batches=f"{count}x{largest}"
+        if smallest == largest
+        else f"{count}x{smallest}-{largest}",
         data=job.source.describe()["path"],
     )
 
 
 def _on_gpus(world: World) -> dict[str, str]:
-    return {"device": world.device.name, "collectives": world.backend} if world.device.kind != "cpu" or world.backend != "mpi" else {}
+    return (
+        {"device": world.device.name, "collectives": world.backend}
+        if world.device.kind != "cpu" or world.backend != "mpi"
+        else {}
+    )
 
 
 def _kernels_of_all(of_ranks: list[dict[str, str]]) -> dict[str, str]:
@@ -240,15 +340,31 @@ def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
     if problem := traced.get("problem"):
         voice.event("WARN", what=problem)
         return
-    left_out = {kind: traced[kind] for kind in ("steps_left_out", "ranks_left_out", "events_left_out") if traced[kind]}
-    voice.event("trace", file=str(voice.directory.path / NAME), steps=traced["steps"], events=traced["events"], **left_out)
+    left_out = {
+        kind: traced[kind]
+        for kind in ("steps_left_out", "ranks_left_out", "events_left_out")
+        if traced[kind]
+    }
+    voice.event(
+        "trace",
+        file=str(voice.directory.path / NAME),
+        steps=traced["steps"],
+        events=traced["events"],
+        **left_out,
+    )
 
 
 def _validation(outcome: Outcome) -> dict[str, Any] | None:
-    return outcome.validation.facts() | {"validation_step": outcome.validated} if outcome.validation else None
+    return (
+        outcome.validation.facts() | {"validation_step": outcome.validated}
+        if outcome.validation
+        else None
+    )
 
 
-def _summary(job: Job, outcome: Outcome, figures: dict[str, Any], parameters: int) -> dict[str, Any]:
+def _summary(
+    job: Job, outcome: Outcome, figures: dict[str, Any], parameters: int
+) -> dict[str, Any]:
     split = "train" if figures["validation_loss"] is None else "validation"
     return {
         "state": outcome.state,
@@ -264,17 +380,29 @@ def _summary(job: Job, outcome: Outcome, figures: dict[str, Any], parameters: in
 
 
 def _what(job: Job, summary: dict[str, Any]) -> str:
-    family = job.spec.model.family.upper() if shapes.known(job.spec.model) else job.spec.model.family
+    family = (
+        job.spec.model.family.upper() if shapes.known(job.spec.model) else job.spec.model.family
+    )
     return f"{job.spec.name}, a {family} of {summary['parameters']:,} parameters"
 
 
 def _how_it_ended(job: Job, outcome: Outcome) -> list[str]:
-    words = [f"run:        {run_directory.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)"]
+    words = [
+        f"run:        {run_directory.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)"
+    ]
     if outcome.final_loss is None:
-        words.append(f"nothing was left to do: {outcome.steps} steps are done, and train.steps = {job.spec.train.steps}")
+        words.append(
+            f"nothing was left to do: {outcome.steps} steps are done, and train.steps = {job.spec.train.steps}"
+        )
     if outcome.state == "stopped":
-        again = "started again, it goes on there" if outcome.saved == outcome.steps else "no checkpoint was saved there"
-        words.append(f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}: {again}")
+        again = (
+            "started again, it goes on there"
+            if outcome.saved == outcome.steps
+            else "no checkpoint was saved there"
+        )
+        words.append(
+            f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}: {again}"
+        )
     if outcome.state == "failed":
         words.append(f"failed: {outcome.reason}")
     return words

@@ -1,11 +1,11 @@
 """The run directory `<output>/<name>` (design 5): who may write there, and what is written. Rank 0 only.
 
-    spec.toml      the resolved spec
-    metrics.jsonl  a line a step
-    events.jsonl   start, resume, signal, skip, stop, ...
-    summary.json   at the end
-    trace.json.gz  at the end, if asked for (`tracing`)
-    lock           while somebody writes
+spec.toml      the resolved spec
+metrics.jsonl  a line a step
+events.jsonl   start, resume, signal, skip, stop, ...
+summary.json   at the end
+trace.json.gz  at the end, if asked for (`tracing`)
+lock           while somebody writes
 """
 
 import contextlib
@@ -64,7 +64,9 @@ class RunDirectory:
         path = path_of(spec)
         exists = _exists(path / "spec.toml")
         if resume and not exists and not _exists(path / "checkpoints"):
-            raise InputError(f"--resume: there is no run in {path}; leave --resume out to start one")
+            raise InputError(
+                f"--resume: there is no run in {path}; leave --resume out to start one"
+            )
         new = not _exists(path)
         if not new and not exists:
             _refuse_strangers(path, spec, fresh)
@@ -73,7 +75,9 @@ class RunDirectory:
         try:
             safe_files.own_folder(path)
         except OSError as error:
-            raise InputError(f"cannot create the run directory {path}: {error.strerror}; set output to a folder that you may write in") from error
+            raise InputError(
+                f"cannot create the run directory {path}: {error.strerror}; set output to a folder that you may write in"
+            ) from error
         lock = RunLock(path)
         try:
             lock.take_in_job()
@@ -95,13 +99,19 @@ class RunDirectory:
                     safe_files.remove_empty(path)
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"cannot write in the run directory {path}: {error.strerror}") from error
+            raise InputError(
+                f"cannot write in the run directory {path}: {error.strerror}"
+            ) from error
 
     def keep_metrics_before(self, step: int) -> Earlier:
         """Drops the lines of steps that are going to be computed again; what the others say."""
         self._metrics.close()
         path = self.path / "metrics.jsonl"
-        kept = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if _step_of(line) < step]
+        kept = [
+            line
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            if _step_of(line) < step
+        ]
         with written_durably(path) as file:
             file.write("".join(kept).encode())
         self._metrics = safe_files.append_to(path)
@@ -168,7 +178,9 @@ class RunDirectory:
 
     def close(self) -> None:
         for file in (self._metrics, self._events):
-            with contextlib.suppress(OSError):  # every line was flushed: this one could not be written, and that has been said
+            with contextlib.suppress(
+                OSError
+            ):  # every line was flushed: this one could not be written, and that has been said
                 file.close()
         self._lock.release()
 
@@ -186,7 +198,9 @@ def finished(spec: Spec) -> dict[str, Any] | None:
     if spec.checkpoint.resume not in ("auto", before.resume):
         return None
     match summary:
-        case {"state": "finished", "steps": int(steps), "final_loss": float() | None} if steps >= spec.train.steps:
+        case {"state": "finished", "steps": int(steps), "final_loss": float() | None} if (
+            steps >= spec.train.steps
+        ):
             return summary
     return None
 
@@ -201,7 +215,9 @@ def refuse_another(spec: Spec) -> None:
 
 
 def _no_run_directory(path: Path) -> InputError:
-    return InputError(f"{path} exists and is no run directory: give the run another name or output, or move it away")
+    return InputError(
+        f"{path} exists and is no run directory: give the run another name or output, or move it away"
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -229,7 +245,9 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise InputError(f"cannot look into the run directory {path}: {error.strerror}; set output to a folder that you may write in") from error
+        raise InputError(
+            f"cannot look into the run directory {path}: {error.strerror}; set output to a folder that you may write in"
+        ) from error
 
 
 def _only_leftovers(path: Path) -> bool:
@@ -280,12 +298,16 @@ def _refuse_difference(path: Path, old: Spec, spec: Spec) -> None:
     other = [difference for difference in differences(old, spec) if difference.role == "identity"]
     if other:
         shown = "".join(f"\n  {difference}" for difference in other)
-        raise InputError(f"{path} holds another run:{shown}\ngive this run another name, or use --fresh to move that one aside")
+        raise InputError(
+            f"{path} holds another run:{shown}\ngive this run another name, or use --fresh to move that one aside"
+        )
 
 
 def _move_aside(path: Path, lock: RunLock) -> RunLock:
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    aside = _free_name(lambda number: path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else "")))
+    aside = _free_name(
+        lambda number: path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))
+    )
     lock.release()
     safe_files.rename(path, aside)
     safe_files.make_folder(path)

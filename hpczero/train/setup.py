@@ -26,8 +26,13 @@ from hpczero_kernels import dispatch
 def place(world: World, spec: Spec) -> Spec:
     """Collective, before the world's groups are made. The spec as it is carried out: on GPUs nothing lies in a node's shared memory."""
     own = _device(world, spec.train.device)
-    shared = own.kind == "cuda" and len(set(_together(world, [_computer(world), own.identity]))) < world.size
-    backend = carrier(spec.comm.backend, own.kind, world.size, shared, _available(spec.comm.backend, own))
+    shared = (
+        own.kind == "cuda"
+        and len(set(_together(world, [_computer(world), own.identity]))) < world.size
+    )
+    backend = carrier(
+        spec.comm.backend, own.kind, world.size, shared, _available(spec.comm.backend, own)
+    )
     if own is CPU and backend == "mpi":
         return spec
     world.use(own, backend, bucket_bytes(spec.zero, own.kind))
@@ -42,7 +47,9 @@ def carrier(wanted: str, kind: str, ranks: int, shared: bool, available: Collect
     together; `available`: what PyTorch offers.
     """
     if wanted == "auto":
-        return "nccl" if kind == "cuda" and ranks > 1 and not shared and "nccl" in available else "mpi"
+        return (
+            "nccl" if kind == "cuda" and ranks > 1 and not shared and "nccl" in available else "mpi"
+        )
     if wanted == "mpi":
         return "mpi"
     fitting = {"nccl": "cuda", "gloo": "cpu"}[wanted]
@@ -63,8 +70,12 @@ def _device(world: World, wanted: str) -> Device:
         return CPU
     kind = device.agreed(wanted, _together(world, device.visible()), world.hosts)
     computers = _together(world, _computer(world))
-    neighbours = [rank for rank, computer in enumerate(computers) if computer == computers[world.rank]]
-    return world.together(lambda: device.of_rank(kind, neighbours.index(world.rank), len(neighbours)))
+    neighbours = [
+        rank for rank, computer in enumerate(computers) if computer == computers[world.rank]
+    ]
+    return world.together(
+        lambda: device.of_rank(kind, neighbours.index(world.rank), len(neighbours))
+    )
 
 
 def _computer(world: World) -> str:
@@ -95,19 +106,28 @@ _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
 
 
 def packages() -> dict[str, str | None]:
-    return {"python": sys.version.split()[0], "hpczero": __version__} | {name: _version(name) for name in _PACKAGES}
+    return {"python": sys.version.split()[0], "hpczero": __version__} | {
+        name: _version(name) for name in _PACKAGES
+    }
 
 
 def git_state() -> dict[str, object] | None:
     """Commit and cleanliness of the folder that the job was started in; None outside a checkout or without git."""
-    commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+    commit, changed = (
+        _git("rev-parse", "HEAD"),
+        _git("status", "--porcelain", "--untracked-files=no"),
+    )
     return None if commit is None else {"commit": commit, "changed": bool(changed)}
 
 
 def use_threads(world: World) -> int:
     """This rank takes its share of the cores: torch runs that many threads from now on. Several tried-out nodes may be one computer."""
     computer = machine.boot_identity() or world.hosts[world.rank]
-    mine = {"computer": computer, "cores": sorted(machine.usable_cores()), "quota": machine.cpu_quota()}
+    mine = {
+        "computer": computer,
+        "cores": sorted(machine.usable_cores()),
+        "quota": machine.cpu_quota(),
+    }
     everyone = world.share(world.collect(mine))
     ranks = [rank for rank, one in enumerate(everyone) if one["computer"] == computer]
     cores = [set(everyone[rank]["cores"]) for rank in ranks]
@@ -136,7 +156,9 @@ def use_kernels(world: World) -> None:
 
     def force() -> None:
         if len(set(asked)) > 1:
-            raise InputError(f"HPCZERO_KERNELS is not the same on all ranks: {', '.join(map(repr, dict.fromkeys(asked)))}")
+            raise InputError(
+                f"HPCZERO_KERNELS is not the same on all ranks: {', '.join(map(repr, dict.fromkeys(asked)))}"
+            )
         try:
             dispatch.force(asked[0])
         except ValueError as error:
@@ -154,14 +176,18 @@ def _version(name: str) -> str | None:
 
 def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 # Before anything is allocated: is there room for it? Every rank says what it sees, rank 0 decides, all ranks end together.
-def refuse_what_does_not_fit(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -> None:
+def refuse_what_does_not_fit(
+    world: World, spec: Spec, layers: Sequence[Layer], given: int = 0
+) -> None:
     """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small for a model of these layers.
     `given`: bytes of a module that this rank has built, which goes as the engine's states come.
     """
@@ -175,7 +201,9 @@ def fitting(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -
     if not saves_behind(spec):
         refuse_what_does_not_fit(world, spec, layers, given)
     elif _problem(world, spec, layers, given):
-        spec = spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})})
+        spec = spec.model_copy(
+            update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})}
+        )
         refuse_what_does_not_fit(world, spec, layers, given)
     return spec
 
@@ -183,7 +211,9 @@ def fitting(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -
 def _problem(world: World, spec: Spec, layers: Sequence[Layer], given: int) -> str | None:
     """The same on all ranks."""
     seen = world.collect(_seen(world, spec, given))
-    problem: str | None = world.share(refusal(spec, layers, site_of(seen)) if seen is not None else None)
+    problem: str | None = world.share(
+        refusal(spec, layers, site_of(seen)) if seen is not None else None
+    )
     return problem
 
 
@@ -193,7 +223,8 @@ def _seen(world: World, spec: Spec, given: int) -> dict[str, Any]:
     return {
         "node": world.node,
         "host": world.hosts[world.rank],
-        "computer": machine.boot_identity() or world.hosts[world.rank],  # several tried-out nodes may be one
+        "computer": machine.boot_identity()
+        or world.hosts[world.rank],  # several tried-out nodes may be one
         "available": machine.memory().available,
         "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
         "shm": shm.free if shm else 0,
@@ -214,7 +245,16 @@ def platform_of(world: World, spec: Spec) -> Platform:
 
 def _gpu(device: Device) -> dict[str, Any] | None:
     memory = device.memory()
-    return None if memory is None else {"identity": device.identity, "name": device.name, "free": memory.free, "held": memory.held}
+    return (
+        None
+        if memory is None
+        else {
+            "identity": device.identity,
+            "name": device.name,
+            "free": memory.free,
+            "held": memory.held,
+        }
+    )
 
 
 def site_of(seen: Sequence[dict[str, Any]]) -> Site:
@@ -250,12 +290,23 @@ def _claims(rank: dict[str, Any]) -> Iterator[Claim]:
     for folder, free in rank["limits"].items():
         yield Claim(folder, free, f"in the cgroup {folder} on {host}", part=part)
     if gpu:
-        yield Claim(f"gpu {gpu['identity']}", gpu["free"], f"on {gpu['name']} of {host}", part="device")
+        yield Claim(
+            f"gpu {gpu['identity']}", gpu["free"], f"on {gpu['name']} of {host}", part="device"
+        )
     yield Claim("shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
 
 
 def _bound(group: Sequence[tuple[dict[str, Any], Claim]]) -> Bound:
     first = group[0][1]
-    held = 0 if first.windows else sum(rank["gpu"]["held"] if first.part == "device" else rank["held"] for rank, _ in group)
-    ranks, free = Counter(rank["node"] for rank, _ in group), min(claim.free for _, claim in group) + held
+    held = (
+        0
+        if first.windows
+        else sum(
+            rank["gpu"]["held"] if first.part == "device" else rank["held"] for rank, _ in group
+        )
+    )
+    ranks, free = (
+        Counter(rank["node"] for rank, _ in group),
+        min(claim.free for _, claim in group) + held,
+    )
     return Bound(ranks, free, first.place, first.windows, first.part)

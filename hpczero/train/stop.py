@@ -22,7 +22,9 @@ WRITTEN = 200e6  # bytes a second that a node writes, as long as no save has sho
 
 
 class Deadline:
-    def __init__(self, at: float | None, save_seconds: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, at: float | None, save_seconds: float, clock: Callable[[], float] = time.time
+    ) -> None:
         """`at`: seconds since 1970, or None where nobody knows; `save_seconds`: an estimate, until a save has been measured."""
         self.at, self._clock = at, clock
         self._estimate, self._longest_save = save_seconds, 0.0
@@ -67,7 +69,12 @@ class StopRequests:
             self._before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

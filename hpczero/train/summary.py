@@ -146,11 +146,9 @@ def _number(value: Any) -> float | None:
 Metrics = Mapping[str, Any]
 
 
-
 def tokens_per_second(steps: Collection[Metrics]) -> float | None:
     seconds = _sum(steps, "step_seconds")
     return _sum(steps, "tokens") / seconds if seconds > 0 else None
-
 
 
 def shares(steps: Collection[Metrics]) -> dict[str, float]:
@@ -163,10 +161,8 @@ def shares(steps: Collection[Metrics]) -> dict[str, float]:
     return known | {"other": max(0.0, 1.0 - sum(known.values()))}
 
 
-
 def _sum(steps: Collection[Metrics], key: str) -> float:
     return sum(float(metrics.get(key) or 0.0) for metrics in steps)
-
 
 
 class Pace:
@@ -184,4 +180,8 @@ class Pace:
         if len(self._seen) < 2:
             return "?"
         (first, begin), (last, end) = self._seen[0], self._seen[-1]
-        return duration((last - first) / (end - begin) * max(0, self.steps - end)) if end > begin else "?"
+        return (
+            duration((last - first) / (end - begin) * max(0, self.steps - end))
+            if end > begin
+            else "?"
+        )

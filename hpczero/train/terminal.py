@@ -18,9 +18,28 @@ import psutil
 
 from hpczero import env
 
-_LAUNCHERS = ("mpirun", "mpiexec", "hydra_", "pmi_proxy", "prterun", "prted", "orterun", "orted", "oshrun")
+_LAUNCHERS = (
+    "mpirun",
+    "mpiexec",
+    "hydra_",
+    "pmi_proxy",
+    "prterun",
+    "prted",
+    "orterun",
+    "orted",
+    "oshrun",
+)
 # What makes a launcher write somewhere else, or put words before each line.
-_REDIRECTING = ("-outfile", "-errfile", "-output", "-tag-output", "-timestamp-output", "-xterm", "-prepend", "-l")
+_REDIRECTING = (
+    "-outfile",
+    "-errfile",
+    "-output",
+    "-tag-output",
+    "-timestamp-output",
+    "-xterm",
+    "-prepend",
+    "-l",
+)
 
 
 def find(stream: TextIO) -> str | None:
@@ -51,7 +70,9 @@ def size(path: str) -> tuple[int, int] | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            rows, columns, _, _ = struct.unpack("4H", fcntl.ioctl(descriptor, termios.TIOCGWINSZ, bytes(8)))
+            rows, columns, _, _ = struct.unpack(
+                "4H", fcntl.ioctl(descriptor, termios.TIOCGWINSZ, bytes(8))
+            )
         finally:
             os.close(descriptor)
     except OSError:
@@ -72,9 +93,13 @@ def _holds_other_side(pid: int, end: str) -> bool:
         try:
             link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
             if end.startswith("/dev/pts/"):
-                if link.endswith("ptmx") and _terminal_index(pid, descriptor) == end.removeprefix("/dev/pts/"):
+                if link.endswith("ptmx") and _terminal_index(pid, descriptor) == end.removeprefix(
+                    "/dev/pts/"
+                ):
                     return True
-            elif link == end and not end.startswith("/"):  # a pipe; a socket's two sides have different names
+            elif link == end and not end.startswith(
+                "/"
+            ):  # a pipe; a socket's two sides have different names
                 return True
         except FileNotFoundError:  # closed since
             continue
@@ -88,7 +113,10 @@ def _terminal_index(pid: int, descriptor: str) -> str | None:
 
 
 def _redirects(command: list[str]) -> bool:
-    return any(word.replace("--", "-", 1).startswith(_REDIRECTING[:-1]) or word == _REDIRECTING[-1] for word in command)
+    return any(
+        word.replace("--", "-", 1).startswith(_REDIRECTING[:-1]) or word == _REDIRECTING[-1]
+        for word in command
+    )
 
 
 def _is_terminal(path: str) -> bool:
@@ -109,7 +137,11 @@ class Tolerant:
         self.encoding = stream.encoding or "utf-8"
 
     def write(self, text: str) -> int:
-        self._attempt(lambda: self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding)))
+        self._attempt(
+            lambda: self._stream.write(
+                text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+            )
+        )
         return len(text)
 
     def flush(self) -> None:

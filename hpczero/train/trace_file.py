@@ -52,7 +52,10 @@ def read(path: Path) -> dict[int, list[Event]]:
     for event in found:
         if event["ph"] == "X":
             ranks[event["pid"]].append(_event(event))
-    return {rank: sorted(events, key=lambda event: (event.begin, -event.end)) for rank, events in ranks.items()}
+    return {
+        rank: sorted(events, key=lambda event: (event.begin, -event.end))
+        for rank, events in ranks.items()
+    }
 
 
 def _lines(rank: Rank, begin: int) -> Iterator[str]:
@@ -61,11 +64,19 @@ def _lines(rank: Rank, begin: int) -> Iterator[str]:
     yield from _thread(rank.number, _MAIN, "main")
     for event in sorted(main_track(rank.events), key=lambda event: (event.begin, -event.end)):
         yield _line(rank.number, _MAIN, event, begin)
-    for place, axis in enumerate(sorted({event.what.axis for event in rank.events if event.what.kind == OPERATION}), 1):
-        operations = [event for event in rank.events if event.what.kind == OPERATION and event.what.axis == axis]
+    for place, axis in enumerate(
+        sorted({event.what.axis for event in rank.events if event.what.kind == OPERATION}), 1
+    ):
+        operations = [
+            event
+            for event in rank.events
+            if event.what.kind == OPERATION and event.what.axis == axis
+        ]
         chosen = lanes([(event.begin, event.end) for event in operations])
         for lane in range(max(chosen) + 1):
-            yield from _thread(rank.number, place * _OF_AN_AXIS + lane, f"{axis} {lane + 1}" if lane else axis)
+            yield from _thread(
+                rank.number, place * _OF_AN_AXIS + lane, f"{axis} {lane + 1}" if lane else axis
+            )
         for event, lane in zip(operations, chosen, strict=True):
             yield _line(rank.number, place * _OF_AN_AXIS + lane, event, begin)
             if event.what.peer >= 0:
@@ -111,9 +122,13 @@ def _event(line: dict[str, Any]) -> Event:
     name = name.removeprefix(f"{kind} ") if kind in (WAIT, ADVANCE) else name
     if "peer" in args or name == f"step {args.get('number')}":
         name = name.partition(" ")[0]
-    what = What(kind, name, args.get("axis", ""), args.get("peer", -1), args.get("unfinished", False))
+    what = What(
+        kind, name, args.get("axis", ""), args.get("peer", -1), args.get("unfinished", False)
+    )
     begin = round(line["ts"] * 1000)
-    return Event(what, begin, begin + round(line["dur"] * 1000), args.get("bytes", 0), args.get("number", -1))
+    return Event(
+        what, begin, begin + round(line["dur"] * 1000), args.get("bytes", 0), args.get("number", -1)
+    )
 
 
 def _arrow(pid: int, tid: int, event: Event, begin: int) -> str:
@@ -144,9 +159,15 @@ def of_step(events: Iterable[Event], number: int) -> list[Event]:
     come to its end, or of which not all could be kept.
     """
     events = list(events)
-    ended = ((event.begin, event.end) for event in events if event.what == What(SPAN, "step") and event.number == number)
+    ended = (
+        (event.begin, event.end)
+        for event in events
+        if event.what == What(SPAN, "step") and event.number == number
+    )
     begin, end = next(ended, (0, 0))
-    inside = (event._replace(begin=max(begin, event.begin), end=min(end, event.end)) for event in events)
+    inside = (
+        event._replace(begin=max(begin, event.begin), end=min(end, event.end)) for event in events
+    )
     return [event for event in inside if event.begin < event.end]
 
 
@@ -166,7 +187,11 @@ def own_seconds(events: Iterable[Event]) -> dict[str, float]:
 
 def hidden(events: Sequence[Event], axis: str) -> float:
     """Of the time in which operations of an axis were under way, the share in which this rank neither waited nor worked for any; 1 if none were."""
-    under_way = union((event.begin, event.end) for event in events if event.what.kind == OPERATION and event.what.axis == axis)
+    under_way = union(
+        (event.begin, event.end)
+        for event in events
+        if event.what.kind == OPERATION and event.what.axis == axis
+    )
     busy = union((event.begin, event.end) for event in events if event.what.kind in (WAIT, ADVANCE))
     whole = length(under_way)
     return 1 - length(overlap(under_way, busy)) / whole if whole else 1.0

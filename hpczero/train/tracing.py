@@ -62,15 +62,26 @@ class Tracing:
         sizes = world.share(world.collect([(step.number, step.size) for step in recording.steps]))
         selection = select([dict(of_rank) for of_rank in sizes], MOST)
         chosen = [step for step in recording.steps if step.number in selection.steps]
-        packed = _packed(chosen if world.rank < selection.ranks else [], recording.whats, lambda at: clock.ahead + round(drift * (at - read)))
-        parts = world.collect(self._described(packed, max(clock.uncertainty, self._clock.uncertainty)))
+        packed = _packed(
+            chosen if world.rank < selection.ranks else [],
+            recording.whats,
+            lambda at: clock.ahead + round(drift * (at - read)),
+        )
+        parts = world.collect(
+            self._described(packed, max(clock.uncertainty, self._clock.uncertainty))
+        )
         figures = world.collect([_figures(step, recording.whats) for step in chosen])
         if parts is None or figures is None:
             return None
         facts = self._facts(selection, parts)
         try:
             ranks = (_unpacked(rank, part) for rank, part in enumerate(parts[: selection.ranks]))
-            trace_file.write(self._folder / NAME, ranks, facts, min((part["begin"] for part in parts if part["events"]), default=0))
+            trace_file.write(
+                self._folder / NAME,
+                ranks,
+                facts,
+                min((part["begin"] for part in parts if part["events"]), default=0),
+            )
         except OSError as error:
             facts["problem"] = f"cannot write {self._folder / NAME}: {error.strerror}"
         return facts | {"mean_step": mean([of_step for of_rank in figures for of_step in of_rank])}
@@ -82,13 +93,22 @@ class Tracing:
         steps = list(recording.steps)
         if not steps:
             return
-        part = self._described(_packed(steps, recording.whats, lambda at: self._clock.ahead), self._clock.uncertainty)
+        part = self._described(
+            _packed(steps, recording.whats, lambda at: self._clock.ahead), self._clock.uncertainty
+        )
         facts = self._facts(Selection([step.number for step in steps], 1), [part]) | {"rank": rank}
         with contextlib.suppress(Exception):
-            trace_file.write(self._folder / _part_of(rank), [_unpacked(rank, part)], facts, part["begin"])
+            trace_file.write(
+                self._folder / _part_of(rank), [_unpacked(rank, part)], facts, part["begin"]
+            )
 
     def _described(self, packed: dict[str, Any], uncertainty: int) -> dict[str, Any]:
-        return packed | {"name": self._name, "first": self._recording.first, "lost": self._recording.lost, "uncertainty": uncertainty}
+        return packed | {
+            "name": self._name,
+            "first": self._recording.first,
+            "lost": self._recording.lost,
+            "uncertainty": uncertainty,
+        }
 
     def _facts(self, selection: Selection, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """What the trace holds and what not."""
@@ -123,7 +143,9 @@ def select(sizes: Sequence[Mapping[int, int]], most: int) -> Selection:
 
 
 def _ranks_that_fit(sizes: Sequence[int], most: int) -> int:
-    return max(1, next(ranks for ranks in range(len(sizes) - 1, -1, -1) if sum(sizes[:ranks]) <= most))
+    return max(
+        1, next(ranks for ranks in range(len(sizes) - 1, -1, -1) if sum(sizes[:ranks]) <= most)
+    )
 
 
 def mean(steps: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
@@ -132,9 +154,16 @@ def mean(steps: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[s
     """
     kinds = sorted({kind for step in steps for kind in step["seconds"]})
     axes = sorted({axis for step in steps for axis in step["hidden"]})
-    seconds = {kind: sum(step["seconds"].get(kind, 0.0) for step in steps) / len(steps) for kind in kinds}
-    hidden = {axis: [step["hidden"][axis] for step in steps if axis in step["hidden"]] for axis in axes}
-    return {"seconds": seconds, "hidden": {axis: sum(shares) / len(shares) for axis, shares in hidden.items()}}
+    seconds = {
+        kind: sum(step["seconds"].get(kind, 0.0) for step in steps) / len(steps) for kind in kinds
+    }
+    hidden = {
+        axis: [step["hidden"][axis] for step in steps if axis in step["hidden"]] for axis in axes
+    }
+    return {
+        "seconds": seconds,
+        "hidden": {axis: sum(shares) / len(shares) for axis, shares in hidden.items()},
+    }
 
 
 def _figures(step: Step, whats: list[What]) -> dict[str, dict[str, float]]:
@@ -153,13 +182,20 @@ def _packed(steps: Sequence[Step], whats: list[What], ahead: Shift) -> dict[str,
     for column in (1, 2):
         rows[column::ROW] = array("q", [at - ahead(at) for at in rows[column::ROW]])
     text = base64.b64encode(zlib.compress(rows.tobytes(), 1)).decode()
-    return {"rows": text, "whats": whats, "events": len(rows) // ROW, "begin": min(rows[1::ROW], default=0)}
+    return {
+        "rows": text,
+        "whats": whats,
+        "events": len(rows) // ROW,
+        "begin": min(rows[1::ROW], default=0),
+    }
 
 
 def _unpacked(rank: int, part: Mapping[str, Any]) -> trace_file.Rank:
     rows = array("q")
     rows.frombytes(zlib.decompress(base64.b64decode(part["rows"])))
-    return trace_file.Rank(rank, part["name"], list(events(rows, [What(*what) for what in part["whats"]])))
+    return trace_file.Rank(
+        rank, part["name"], list(events(rows, [What(*what) for what in part["whats"]]))
+    )
 
 
 def _span(steps: Sequence[int]) -> str:

@@ -64,9 +64,21 @@ class Voice:
 
 class Trainer:
     def __init__(
-        self, spec: Spec, world: World, way: Way, batches: Batches, voice: Voice | None, checkpoints: Checkpoints | None = None
+        self,
+        spec: Spec,
+        world: World,
+        way: Way,
+        batches: Batches,
+        voice: Voice | None,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.spec, self.world, self.batches, self.voice, self.checkpoints = spec, world, batches, voice, checkpoints
+        self.spec, self.world, self.batches, self.voice, self.checkpoints = (
+            spec,
+            world,
+            batches,
+            voice,
+            checkpoints,
+        )
         self.way, self.engine = way, way.engine
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
         self.skipped = 0
@@ -78,7 +90,9 @@ class Trainer:
         steps = self.spec.train.steps
         outcome = Outcome("running" if first < steps else "finished", first, saved=first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
-        with StopRequests(self.voice.directory.path if self.voice else None, self.deadline) as requests:
+        with StopRequests(
+            self.voice.directory.path if self.voice else None, self.deadline
+        ) as requests:
             try:
                 for step in range(first, steps):
                     outcome = self._keep(self._step(step, prefetcher, requests, outcome))
@@ -94,7 +108,13 @@ class Trainer:
         own = sum(unit.own.stop - unit.own.start for unit in self.engine.units)
         return 12 * own * self.world.local_size / WRITTEN if self.checkpoints else 0.0
 
-    def _step(self, step: int, prefetcher: Prefetcher[list[MicroBatch]], requests: StopRequests, before: Outcome) -> Outcome:
+    def _step(
+        self,
+        step: int,
+        prefetcher: Prefetcher[list[MicroBatch]],
+        requests: StopRequests,
+        before: Outcome,
+    ) -> Outcome:
         self.world.status.at_step(step + 1)
         trace = self.world.trace
         began, communicated = time.perf_counter(), self.world.ledger.seconds
@@ -166,7 +186,11 @@ class Trainer:
             if self.voice:
                 self.voice.event("WARN", what=str(error), step=outcome.steps)
             if self.spec.checkpoint.on_error == "stop" and outcome.state == "running":
-                return replace(outcome, state="failed", reason=f'{error}; with checkpoint.on_error = "continue" training goes on')
+                return replace(
+                    outcome,
+                    state="failed",
+                    reason=f'{error}; with checkpoint.on_error = "continue" training goes on',
+                )
             return outcome
 
     def _conclude(self, outcome: Outcome) -> Outcome:
@@ -177,7 +201,13 @@ class Trainer:
         if self.deadline:
             self.deadline.saved(saved.seconds)
         if self.voice:
-            self.voice.event("save", step=saved.step, path=str(saved.path), bytes=saved.size, seconds=saved.seconds)
+            self.voice.event(
+                "save",
+                step=saved.step,
+                path=str(saved.path),
+                bytes=saved.size,
+                seconds=saved.seconds,
+            )
             if left:
                 self.voice.event("WARN", what=left, step=outcome.steps)
         return replace(outcome, saved=saved.step)
@@ -185,19 +215,27 @@ class Trainer:
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
         """The mean loss over all ranks' tokens, and the first reason to stop that any rank has seen."""
         busy = self.checkpoints is not None and not self.checkpoints.saver.written
-        (total, still_busy), asked = self._sum_over_ranks([loss_sum * self.engine.losses_count, float(busy)], requests)
+        (total, still_busy), asked = self._sum_over_ranks(
+            [loss_sum * self.engine.losses_count, float(busy)], requests
+        )
         self._all_written = still_busy == 0
         return total / self.step_tokens, asked
 
-    def _sum_over_ranks(self, values: list[float], requests: StopRequests) -> tuple[list[float], str]:
+    def _sum_over_ranks(
+        self, values: list[float], requests: StopRequests
+    ) -> tuple[list[float], str]:
         together = torch.tensor([*values, *map(float, requests.pending())], dtype=torch.float64)
         self.world.everyone.all_reduce(together)
         counts = together[len(values) :].tolist()
-        return together[: len(values)].tolist(), next((reason for reason, count in zip(REASONS, counts, strict=True) if count), "")
+        return together[: len(values)].tolist(), next(
+            (reason for reason, count in zip(REASONS, counts, strict=True) if count), ""
+        )
 
     def _evaluates_after(self, step: int) -> bool:
         every, last = self.spec.train.eval_every, step + 1 == self.spec.train.steps
-        return self.batches.evaluation_batches() > 0 and (last or (every > 0 and (step + 1) % every == 0))
+        return self.batches.evaluation_batches() > 0 and (
+            last or (every > 0 and (step + 1) % every == 0)
+        )
 
     def evaluate(self, requests: StopRequests) -> tuple[Validation | None, str]:
         """The loss on the validation text: every rank takes its part of each batch. A request to stop ends it without a result."""
@@ -207,26 +245,50 @@ class Trainer:
             for number in range(self.batches.evaluation_batches()):
                 batches = self.batches.evaluation(number)
                 own = Tally.of(batches, self.way.evaluate(batches)).values()
-                sums, asked = self._sum_over_ranks([value * self.engine.losses_count for value in own], requests)
+                sums, asked = self._sum_over_ranks(
+                    [value * self.engine.losses_count for value in own], requests
+                )
                 if asked:
                     return None, asked
                 tally += Tally(*sums)
-        return tally.validation(self.batches.source.windows("validation"), self.spec.model.seq_len), ""
+        return tally.validation(
+            self.batches.source.windows("validation"), self.spec.model.seq_len
+        ), ""
 
-    def _report(self, voice: Voice, metrics: dict[str, Any], result: StepResult, first: bool) -> None:
+    def _report(
+        self, voice: Voice, metrics: dict[str, Any], result: StepResult, first: bool
+    ) -> None:
         voice.directory.metrics(metrics)
         if first:
-            voice.event("first", step=metrics["step"], loss=metrics["loss"], seconds=metrics["step_seconds"])
+            voice.event(
+                "first", step=metrics["step"], loss=metrics["loss"], seconds=metrics["step_seconds"]
+            )
         if result.bad:
             scale = result.loss_scale
-            voice.event("WARN", what="gradient not finite, step skipped", step=metrics["step"], where=str(result.bad), loss_scale=scale)
+            voice.event(
+                "WARN",
+                what="gradient not finite, step skipped",
+                step=metrics["step"],
+                where=str(result.bad),
+                loss_scale=scale,
+            )
         voice.output.step(metrics["step"], metrics)
         if "validation_loss" in metrics:
             entropy = self.batches.source.unigram_entropy("validation")
-            said = {name: figure for name, figure in metrics.items() if name.startswith("validation_")}
+            said = {
+                name: figure for name, figure in metrics.items() if name.startswith("validation_")
+            }
             voice.event("eval", step=metrics["step"], **said, unigram_entropy=entropy)
 
-    def _outcome(self, before: Outcome, steps: int, loss: float, validation: Validation | None, asked: str, result: StepResult) -> Outcome:
+    def _outcome(
+        self,
+        before: Outcome,
+        steps: int,
+        loss: float,
+        validation: Validation | None,
+        asked: str,
+        result: StepResult,
+    ) -> Outcome:
         first = loss if before.first_loss is None else before.first_loss
         self.skipped = self.skipped + 1 if result.bad else 0
         done = steps == self.spec.train.steps
@@ -236,6 +298,7 @@ class Trainer:
             state, reason = "failed", f"{what}: a lower optimizer.lr or a longer warm-up may help"
         elif asked and not done:
             state, reason = "stopped", asked
-        found = replace(before, state=state, steps=steps, reason=reason, first_loss=first, final_loss=loss)
+        found = replace(
+            before, state=state, steps=steps, reason=reason, first_loss=first, final_loss=loss
+        )
         return replace(found, validation=validation, validated=steps) if validation else found
-

@@ -33,7 +33,9 @@ from hpczero_kernels.cpu import (
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 
 _SCALE, _SKIP = 0, 9  # their places among the scalars
-_CHUNK = 1 << 15  # elements whose five buffers stay in a core's cache over the dozen torch operations
+_CHUNK = (
+    1 << 15
+)  # elements whose five buffers stay in a core's cache over the dozen torch operations
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class State:
     weights: torch.Tensor | None
 
 
-def scalars_of_step(step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float = 1.0) -> Scalars:
+def scalars_of_step(
+    step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float = 1.0
+) -> Scalars:
     """`step` counts the updates from 1."""
     (beta1, beta2), correction1, correction2 = betas, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
     of_betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
@@ -75,8 +79,12 @@ def scalars_of_step(step: int, lr: float, betas: tuple[float, float], eps: float
     return Scalars(torch.tensor(values, dtype=torch.float32))
 
 
-def adamw_reference(state: State, decay: float, scalars: Scalars, zero_gradient: bool = False) -> None:
-    gradient_scale, beta1, rest1, beta2, rest2, eps, lr, step, spread, skip = scalars.values.tolist()
+def adamw_reference(
+    state: State, decay: float, scalars: Scalars, zero_gradient: bool = False
+) -> None:
+    gradient_scale, beta1, rest1, beta2, rest2, eps, lr, step, spread, skip = (
+        scalars.values.tolist()
+    )
     if skip:
         if zero_gradient:
             state.gradient.zero_()
@@ -98,7 +106,13 @@ def adamw_reference(state: State, decay: float, scalars: Scalars, zero_gradient:
 @inner
 def _updated(weight, moment1, moment2, gradient, keep, scalars):
     """One element; keep = 1 - lr decay."""
-    gradient_scale, beta1, rest1, beta2, rest2 = scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]
+    gradient_scale, beta1, rest1, beta2, rest2 = (
+        scalars[0],
+        scalars[1],
+        scalars[2],
+        scalars[3],
+        scalars[4],
+    )
     eps, step, spread = scalars[5], scalars[7], scalars[8]
     scaled = gradient * gradient_scale
     mean = beta1 * moment1 + rest1 * scaled
@@ -110,7 +124,9 @@ def _updated(weight, moment1, moment2, gradient, keep, scalars):
 def _update(master, moment1, moment2, stretch, size, keep, scalars):
     """Of pointers `master`, `moment1`, `moment2`; the stretch has the gradient, and then the new weights."""
     for i in range(size):
-        weight, moment1[i], moment2[i] = _updated(master[i], moment1[i], moment2[i], stretch[i], keep, scalars)
+        weight, moment1[i], moment2[i] = _updated(
+            master[i], moment1[i], moment2[i], stretch[i], keep, scalars
+        )
         master[i] = stretch[i] = weight
 
 
@@ -118,7 +134,9 @@ def _update(master, moment1, moment2, stretch, size, keep, scalars):
 def _update_bf16(master, moment1, moment2, gradient, weights, size, keep, scalars):
     """All are pointers. In one loop memory is read and written all the time: a seventh faster."""
     for i in range(size):
-        weight, moment1[i], moment2[i] = _updated(master[i], moment1[i], moment2[i], from_bf16(gradient[i]), keep, scalars)
+        weight, moment1[i], moment2[i] = _updated(
+            master[i], moment1[i], moment2[i], from_bf16(gradient[i]), keep, scalars
+        )
         master[i], weights[i] = weight, to_bf16(weight)
 
 
@@ -127,15 +145,46 @@ def _update_bf16(master, moment1, moment2, gradient, weights, size, keep, scalar
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
-def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision, decay, scalars, start, stop):
+def _adamw(
+    master,
+    moment1,
+    moment2,
+    gradient,
+    gradient_precision,
+    zeroes,
+    weights,
+    weights_precision,
+    decay,
+    scalars,
+    start,
+    stop,
+):
     """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
     stretch, zeros = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32)
-    keep, both_bf16 = float32(1.0) - scalars[6] * decay, weights != 0 and gradient_precision == weights_precision == BF16
+    keep, both_bf16 = (
+        float32(1.0) - scalars[6] * decay,
+        weights != 0 and gradient_precision == weights_precision == BF16,
+    )
     while start < stop:
-        size, single, half = min(stop - start, uint64(STRETCH)), uint64(4) * start, uint64(2) * start
-        states = pointer(master + single, float32), pointer(moment1 + single, float32), pointer(moment2 + single, float32)
+        size, single, half = (
+            min(stop - start, uint64(STRETCH)),
+            uint64(4) * start,
+            uint64(2) * start,
+        )
+        states = (
+            pointer(master + single, float32),
+            pointer(moment1 + single, float32),
+            pointer(moment2 + single, float32),
+        )
         if both_bf16:
-            _update_bf16(*states, pointer(gradient + half, uint16), pointer(weights + half, uint16), size, keep, scalars)
+            _update_bf16(
+                *states,
+                pointer(gradient + half, uint16),
+                pointer(weights + half, uint16),
+                size,
+                keep,
+                scalars,
+            )
         else:
             load(stretch, size, gradient, gradient_precision, start)
             _update(*states, stretch, size, keep, scalars)
@@ -146,13 +195,18 @@ def _adamw(master, moment1, moment2, gradient, gradient_precision, zeroes, weigh
         start += uint64(STRETCH)
 
 
-def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zero_gradient: bool = False) -> None:
+def adamw(
+    state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zero_gradient: bool = False
+) -> None:
     """As adamw_reference, up to the rounding of fp32. `zero_gradient`: in the same pass, also where nothing else changes."""
     count, weights = state.master.numel(), state.weights
     fp32 = state.master, state.moment1, state.moment2
     assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
     assert all(buffer.is_contiguous() for buffer in (*fp32, state.gradient))
-    assert scalars.values.device == state.master.device, (scalars.values.device, state.master.device)
+    assert scalars.values.device == state.master.device, (
+        scalars.values.device,
+        state.master.device,
+    )
     assert state.gradient.numel() == count
     assert weights is None or (weights.numel() == count and weights.is_contiguous())
     implementation = choose("adamw", state.master)
@@ -166,13 +220,19 @@ def adamw(state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zer
         adamw_reference(state, decay, scalars, zero_gradient)
 
 
-def _adamw_of_cpu(state: State, decay: float, scalars: Scalars, pool: Pool, zero_gradient: bool) -> None:
+def _adamw_of_cpu(
+    state: State, decay: float, scalars: Scalars, pool: Pool, zero_gradient: bool
+) -> None:
     if scalars.values[_SKIP]:
         if zero_gradient:
             state.gradient.zero_()
         return
     to_read = address_of(state.gradient), CODES[state.gradient.dtype], zero_gradient
-    to_write = (0, FP32) if state.weights is None else (address_of(state.weights), CODES[state.weights.dtype])
+    to_write = (
+        (0, FP32)
+        if state.weights is None
+        else (address_of(state.weights), CODES[state.weights.dtype])
+    )
     master, moment1, moment2 = map(address_of, (state.master, state.moment1, state.moment2))
     arguments = master, moment1, moment2, *to_read, *to_write, decay, scalars.values.numpy()
 

@@ -33,13 +33,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def supports(q: Tensor) -> bool:
     fits = q.numel() > 0 and q.shape[2] <= _LONGEST
-    return fits and q.device.type == "cpu" and q.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return (
+        fits
+        and q.device.type == "cpu"
+        and q.dtype == torch.bfloat16
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, True
+        )
         context.save_for_backward(q, k, v, out, logsumexp)
         return out
 
@@ -49,7 +56,10 @@ class _Attention(torch.autograd.Function):
         *saved, logsumexp = context.saved_tensors
         samples, heads, seq, head_dim = gradient.shape
         q, k, v, out, above = (tensor.reshape(-1, seq, head_dim) for tensor in (*saved, gradient))
-        shift, rows = logsumexp.reshape(-1, seq, 1), (above.float() * out.float()).sum(-1, keepdim=True)
+        shift, rows = (
+            logsumexp.reshape(-1, seq, 1),
+            (above.float() * out.float()).sum(-1, keepdim=True),
+        )
         future = torch.full((seq, seq), float("-inf"), dtype=torch.float32).triu_(1)
         of_q, of_k, of_v = (torch.empty_like(q) for _ in range(3))
         scale, step = 1.0 / sqrt(head_dim), max(1, _TILE // (seq * seq))
@@ -59,8 +69,16 @@ class _Attention(torch.autograd.Function):
             logits = torch.bmm(q[some].float(), k[some].float().transpose(1, 2))
             probabilities = logits.mul_(scale).sub_(shift[some]).add_(future).exp_()
             torch.bmm(probabilities.to(q.dtype).transpose(1, 2), above[some], out=of_v[some])
-            scores = torch.bmm(above[some].float(), v[some].float().transpose(1, 2)).sub_(rows[some]).mul_(probabilities).mul_(scale).to(q.dtype)
+            scores = (
+                torch.bmm(above[some].float(), v[some].float().transpose(1, 2))
+                .sub_(rows[some])
+                .mul_(probabilities)
+                .mul_(scale)
+                .to(q.dtype)
+            )
             torch.bmm(scores, k[some], out=of_q[some])
             torch.bmm(scores.transpose(1, 2), q[some], out=of_k[some])
-        of_q, of_k, of_v = (tensor.view(samples, heads, seq, head_dim) for tensor in (of_q, of_k, of_v))
+        of_q, of_k, of_v = (
+            tensor.view(samples, heads, seq, head_dim) for tensor in (of_q, of_k, of_v)
+        )
         return of_q, of_k, of_v

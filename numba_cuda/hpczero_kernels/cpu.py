@@ -21,7 +21,9 @@ from numba import float32, njit, types, uint16, uint32, uint64
 from numba.extending import intrinsic
 
 FP32, BF16, FP16 = 0, 1, 2
-STRETCH = 256  # elements: short enough for the end of a stretch and the reading of the next to overlap
+STRETCH = (
+    256  # elements: short enough for the end of a stretch and the reading of the next to overlap
+)
 CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
@@ -61,7 +63,9 @@ def from_bf16(bits):
 @inner
 def to_bf16(value):
     bits = bits_as(value, uint32)
-    rounded = uint32(uint32(bits + uint32(0x7FFF) + uint32(uint32(bits >> uint32(16)) & uint32(1))) >> uint32(16))
+    rounded = uint32(
+        uint32(bits + uint32(0x7FFF) + uint32(uint32(bits >> uint32(16)) & uint32(1))) >> uint32(16)
+    )
     return uint16(rounded if value == value else uint32(0x7FC0))
 
 
@@ -71,7 +75,9 @@ def from_fp16(bits):
     magnitude = uint32(uint32(bits & uint16(0x7FFF)) << uint32(13))
     value = bits_as(bits_as(magnitude, float32) * float32(2.0**112), uint32)
     special = uint32(0x7F800000) if magnitude >= uint32(0x7C00 << 13) else uint32(0)
-    return bits_as(uint32(value | special | uint32(uint32(bits & uint16(0x8000)) << uint32(16))), float32)
+    return bits_as(
+        uint32(value | special | uint32(uint32(bits & uint16(0x8000)) << uint32(16))), float32
+    )
 
 
 @inner
@@ -81,7 +87,9 @@ def to_fp16(value):
     magnitude = uint32(bits & uint32(0x7FFFFFFF))
     odd = uint32(uint32(magnitude >> uint32(13)) & uint32(1))
     normal = uint32(uint32(magnitude - uint32(112 << 23) + uint32(0xFFF) + odd) >> uint32(13))
-    subnormal = uint32(bits_as(bits_as(magnitude, float32) + float32(0.5), uint32) - uint32(126 << 23))
+    subnormal = uint32(
+        bits_as(bits_as(magnitude, float32) + float32(0.5), uint32) - uint32(126 << 23)
+    )
     finite = normal if magnitude >= uint32(113 << 23) else subnormal
     special = uint32(0x7C00) if value == value else uint32(0x7E00)
     rounded = finite if magnitude < uint32(143 << 23) else special
@@ -107,8 +115,14 @@ def load(stretch, size, address, precision, start):
 @inner
 def load_sum(stretch, size, one, other, precision, start):
     """stretch[:size] becomes the sums of two tensors' elements from `start` on."""
-    singles, other_singles = pointer(one + uint64(4) * start, float32), pointer(other + uint64(4) * start, float32)
-    halves, other_halves = pointer(one + uint64(2) * start, uint16), pointer(other + uint64(2) * start, uint16)
+    singles, other_singles = (
+        pointer(one + uint64(4) * start, float32),
+        pointer(other + uint64(4) * start, float32),
+    )
+    halves, other_halves = (
+        pointer(one + uint64(2) * start, uint16),
+        pointer(other + uint64(2) * start, uint16),
+    )
     if precision == FP32:
         for i in range(size):
             stretch[i] = singles[i] + other_singles[i]
@@ -177,7 +191,9 @@ def store_and_square(stretch, size, address, precision, start):
 
 # The threads of one rank: a kernel over a flat range, cut at multiples of BLOCK so that the cut cannot change a result.
 BLOCK = 4096  # elements: what a sum of squares covers, and the unit in which ranges are cut
-_WORTH_A_THREAD = 16  # blocks: some 10 microseconds of work, about what handing a slice to a thread costs
+_WORTH_A_THREAD = (
+    16  # blocks: some 10 microseconds of work, about what handing a slice to a thread costs
+)
 
 
 def slices_of(count: int, most: int) -> list[tuple[int, int]]:
@@ -218,7 +234,12 @@ class Pool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 

@@ -26,10 +26,14 @@ IGNORED = -100  # torch's own
 _BLOCK = 1 << 18  # elements that are in fp32 at a time
 
 
-def statistics_reference(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def statistics_reference(
+    logits: Tensor, targets: Tensor, first: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 [rows] each: the largest logit (-inf: there is none), the sum of exp(logit - largest), the target's logit (0: it is not here)."""
     rows, columns = logits.shape
-    most, sums, of_targets = (torch.zeros(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    most, sums, of_targets = (
+        torch.zeros(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
+    )
     if not columns:
         return most.fill_(float("-inf")), sums, of_targets
     index, here = _own(targets, first, columns)
@@ -37,7 +41,9 @@ def statistics_reference(logits: Tensor, targets: Tensor, first: int) -> tuple[T
         wide = logits[block].float()
         torch.amax(wide, 1, out=most[block])
         of_targets[block] = torch.where(here[block], wide.gather(1, index[block, None])[:, 0], 0.0)
-        shift = torch.where(most[block] == -inf, 0.0, most[block])  # which would give NaN where the sum is 0
+        shift = torch.where(
+            most[block] == -inf, 0.0, most[block]
+        )  # which would give NaN where the sum is 0
         torch.sum(wide.sub(shift[:, None]).exp_(), 1, out=sums[block])
     return most, sums, of_targets
 
@@ -87,14 +93,20 @@ _gradient_ = operator(
 def part_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """As statistics_reference."""
     by_kernel = choose("cross_entropy", logits) == CUDA
-    return (_statistics if by_kernel else statistics_reference)(logits.contiguous(), targets.contiguous(), first)
+    return (_statistics if by_kernel else statistics_reference)(
+        logits.contiguous(), targets.contiguous(), first
+    )
 
 
-def part_gradient_(logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor) -> Tensor:
+def part_gradient_(
+    logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor
+) -> Tensor:
     """As gradient_reference_; the logits, which are the gradient now."""
     assert logits.is_contiguous(), logits.stride()
     by_kernel = choose("cross_entropy", logits) == CUDA
-    (_gradient_ if by_kernel else gradient_reference_)(logits, targets.contiguous(), first, most, sums, scale)
+    (_gradient_ if by_kernel else gradient_reference_)(
+        logits, targets.contiguous(), first, most, sums, scale
+    )
     return logits
 
 
@@ -128,7 +140,12 @@ class CrossEntropy(torch.autograd.Function):
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The sum over rows, in fp32. logits [rows, columns] are used up: backward may write their gradient over them."""
-    fits = logits.dim() == 2 and targets.dtype == torch.int64 and targets.shape == logits.shape[:1] and targets.device == logits.device
+    fits = (
+        logits.dim() == 2
+        and targets.dtype == torch.int64
+        and targets.shape == logits.shape[:1]
+        and targets.device == logits.device
+    )
     if choose("cross_entropy", logits, fits) == CUDA:
         check_targets(targets, logits.shape[1])
         return CrossEntropy.apply(logits, targets)

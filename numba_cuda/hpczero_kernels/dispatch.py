@@ -16,9 +16,21 @@ from numba.core import config
 
 from hpczero_kernels.table import CUDA, FLOATS, NUMBA, OLDEST, TABLE, TORCH, Implementation
 
-__all__ = ["CUDA", "NUMBA", "SIMULATED", "TORCH", "choices", "choose", "force", "of_gpus", "on_gpus"]
+__all__ = [
+    "CUDA",
+    "NUMBA",
+    "SIMULATED",
+    "TORCH",
+    "choices",
+    "choose",
+    "force",
+    "of_gpus",
+    "on_gpus",
+]
 
-SIMULATED = bool(vars(config).get("ENABLE_CUDASIM"))  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
+SIMULATED = bool(
+    vars(config).get("ENABLE_CUDASIM")
+)  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
 _LOG = logging.getLogger("hpczero_kernels")
 
 _forced: dict[str, str] = {}
@@ -41,10 +53,21 @@ def force(text: str) -> None:
             operation, name = "", entry
         if operation and operation not in TABLE:
             raise ValueError(f"there is no operation {operation}; there are {', '.join(TABLE)}")
-        having = [key for key, entries in TABLE.items() if operation in ("", key) and any(each.name == name for each in entries)]
+        having = [
+            key
+            for key, entries in TABLE.items()
+            if operation in ("", key) and any(each.name == name for each in entries)
+        ]
         if not having:
-            names = dict.fromkeys(each.name for key, entries in TABLE.items() if operation in ("", key) for each in entries)
-            raise ValueError(f"there is no implementation {name} of {operation or 'any operation'}; there are {', '.join(names)}")
+            names = dict.fromkeys(
+                each.name
+                for key, entries in TABLE.items()
+                if operation in ("", key)
+                for each in entries
+            )
+            raise ValueError(
+                f"there is no implementation {name} of {operation or 'any operation'}; there are {', '.join(names)}"
+            )
         found |= dict.fromkeys(having, name)
     _forced.clear()
     _forced.update(found)
@@ -53,7 +76,9 @@ def force(text: str) -> None:
 
 def on_gpus() -> bool:
     """Whether any operation on this process's GPU is a kernel's."""
-    return any(_best(operation, "cuda", dtype)[0] == CUDA for operation in TABLE for dtype in FLOATS)
+    return any(
+        _best(operation, "cuda", dtype)[0] == CUDA for operation in TABLE for dtype in FLOATS
+    )
 
 
 def of_gpus(dtype: torch.dtype) -> frozenset[str]:
@@ -86,7 +111,11 @@ def _decide(operation: str, device: str, dtype: str, fits: bool) -> str:
 
 def _best(operation: str, device: str, dtype: str, fits: bool = True) -> tuple[str, str]:
     """The name of an implementation, and what others lack."""
-    able = [each for each in map(_in_simulation, TABLE[operation]) if each.takes(device, dtype) and (fits or each.name == TORCH)]
+    able = [
+        each
+        for each in map(_in_simulation, TABLE[operation])
+        if each.takes(device, dtype) and (fits or each.name == TORCH)
+    ]
     lacking = {each.name: _lacking(each) for each in able}
     there = [name for name, reason in lacking.items() if not reason]
     forced = _forced.get(operation)
@@ -105,7 +134,11 @@ def _lacking(implementation: Implementation) -> str:
 
 
 def _in_simulation(implementation: Implementation) -> Implementation:
-    return replace(implementation, device="cpu") if SIMULATED and implementation.name == CUDA else implementation
+    return (
+        replace(implementation, device="cpu")
+        if SIMULATED and implementation.name == CUDA
+        else implementation
+    )
 
 
 # Kernels as operators of torch (`torch.ops.hpczero`), so that `torch.compile` takes them as they are.
@@ -116,7 +149,9 @@ def _in_simulation(implementation: Implementation) -> Implementation:
 _LIBRARY = torch.library.Library("hpczero", "DEF")
 
 
-def operator(schema: str, reference: Callable[..., Any], kernel: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def operator(
+    schema: str, reference: Callable[..., Any], kernel: str, fake: Callable[..., Any]
+) -> Callable[..., Any]:
     """`kernel`: "module:function" of hpczero_kernels.cuda."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -131,7 +166,9 @@ def _when_called(kernel: str) -> Callable[..., Any]:
     @cache
     def found() -> Callable[..., Any]:
         module, _, function = kernel.partition(":")
-        made: Callable[..., Any] = getattr(importlib.import_module(f"hpczero_kernels.cuda.{module}"), function)
+        made: Callable[..., Any] = getattr(
+            importlib.import_module(f"hpczero_kernels.cuda.{module}"), function
+        )
         return made
 
     return lambda *arguments: found()(*arguments)
@@ -144,12 +181,16 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_like(x: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Whether a kernel may take it (None: nothing) element by element beside x. PyTorch's operations would stretch and convert."""
-    return other is None or (other.shape == x.shape and other.dtype == x.dtype and other.device == x.device)
+    return other is None or (
+        other.shape == x.shape and other.dtype == x.dtype and other.device == x.device
+    )
 
 
 def is_of_columns(x: torch.Tensor, other: torch.Tensor | None) -> bool:
     """The same for one that has an element for each column of x."""
-    return other is None or (other.shape == x.shape[-1:] and other.dtype == x.dtype and other.device == x.device)
+    return other is None or (
+        other.shape == x.shape[-1:] and other.dtype == x.dtype and other.device == x.device
+    )
 
 
 def empty(like: torch.Tensor) -> torch.Tensor:

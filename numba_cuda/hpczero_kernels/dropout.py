@@ -16,7 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpczero_kernels.cpu import named_by_sources
-from hpczero_kernels.dispatch import CUDA, NUMBA, TORCH, choose, empty, is_like, is_of_columns, operator, wide
+from hpczero_kernels.dispatch import (
+    CUDA,
+    NUMBA,
+    TORCH,
+    choose,
+    empty,
+    is_like,
+    is_of_columns,
+    operator,
+    wide,
+)
 from hpczero_kernels.random import block_of_words, words_at
 
 
@@ -29,12 +39,16 @@ class Place:
     first_column: int = 0
 
 
-def keep_reference(key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place) -> torch.Tensor:
+def keep_reference(
+    key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place
+) -> torch.Tensor:
     """Which elements stay: bool [samples, rows, columns]."""
     _, rows, columns = shape
     row = place.first_row + torch.arange(rows, dtype=torch.int64, device=samples.device)
     column = place.first_column + torch.arange(columns, dtype=torch.int64, device=samples.device)
-    return words_at(key, samples[:, None, None], row[:, None] * place.all_columns + column) >= threshold(probability)
+    return words_at(
+        key, samples[:, None, None], row[:, None] * place.all_columns + column
+    ) >= threshold(probability)
 
 
 def threshold(probability: float) -> int:
@@ -59,14 +73,23 @@ class Chosen:
     def arguments(self) -> tuple[Any, ...]:
         """As the operators take them: a schema's int is signed."""
         signed = self.key - (self.key >> 63 << 64)
-        return self.probability, signed, self.samples, self.place.all_columns, self.place.first_row, self.place.first_column
+        return (
+            self.probability,
+            signed,
+            self.samples,
+            self.place.all_columns,
+            self.place.first_row,
+            self.place.first_column,
+        )
 
     def mask(self, shape: Sequence[int]) -> Tensor:
         how = keep if self.implementation == NUMBA else keep_reference
         return how(self.key, self.probability, self.samples, shape, self.place)
 
 
-def forward_reference(x: Tensor, bias: Tensor | None, residual: Tensor | None, *chosen: Any) -> Tensor:
+def forward_reference(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, *chosen: Any
+) -> Tensor:
     """As the operator has it; rounded once."""
     values = wide(x) if bias is None else wide(x) + wide(bias)
     values = values * chosen_of(*chosen).mask(x.shape) * chosen_of(*chosen).scale
@@ -80,15 +103,26 @@ def backward_reference(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[
     return of_x.to(gradient.dtype), of_bias.to(gradient.dtype)
 
 
-def chosen_of(probability: float, signed_key: int, samples: Tensor, all_columns: int, first_row: int, first_column: int) -> Chosen:
-    return Chosen(probability, signed_key % 2**64, samples, Place(all_columns, first_row, first_column))
+def chosen_of(
+    probability: float,
+    signed_key: int,
+    samples: Tensor,
+    all_columns: int,
+    first_row: int,
+    first_column: int,
+) -> Chosen:
+    return Chosen(
+        probability, signed_key % 2**64, samples, Place(all_columns, first_row, first_column)
+    )
 
 
 def _fake_backward(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[Tensor, Tensor]:
     return empty(gradient), gradient.new_empty(gradient.shape[-1] if has_bias else 0)
 
 
-_CHOSEN = "float probability, int key, Tensor samples, int all_columns, int first_row, int first_column"
+_CHOSEN = (
+    "float probability, int key, Tensor samples, int all_columns, int first_row, int first_column"
+)
 _forward = operator(
     f"dropout_forward(Tensor x, Tensor? bias, Tensor? residual, {_CHOSEN}) -> Tensor",
     forward_reference, "dropout:dropout_forward", lambda x, *_: empty(x),
@@ -99,7 +133,12 @@ _backward = operator(
 )  # fmt: skip
 
 
-@njit("void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])", nogil=True, cache=True, error_model="numpy")
+@njit(
+    "void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])",
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+)
 @named_by_sources
 def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
     for number in range(out.shape[0]):
@@ -117,7 +156,9 @@ def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
                     column += 1
 
 
-def keep(key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place) -> torch.Tensor:
+def keep(
+    key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place
+) -> torch.Tensor:
     """As keep_reference, by the numba kernel."""
     out = np.empty(shape, np.uint8)
     _fill_keep(
@@ -145,7 +186,9 @@ class FusedDropout(torch.autograd.Function):
     """By one kernel in each direction, with bias and residual."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: Chosen) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: Chosen
+    ) -> Tensor:
         context.chosen, context.has = chosen, (bias is not None, residual is not None)
         return _forward(x, bias, residual, *chosen.arguments)
 
@@ -172,9 +215,13 @@ def dropout(
     x [samples, rows, columns]; `samples`: int64 [samples]. What is dropped has no gradient, the residual has all of it. `implementation`: that
     one, whatever would be chosen.
     """
-    implementation = implementation or choose("dropout", x, is_like(x, residual) and is_of_columns(x, bias))
+    implementation = implementation or choose(
+        "dropout", x, is_like(x, residual) and is_of_columns(x, bias)
+    )
     samples = samples.to(x.device, torch.int64).contiguous()
-    chosen = Chosen(probability, key, samples, place or Place(all_columns=x.shape[-1]), implementation)
+    chosen = Chosen(
+        probability, key, samples, place or Place(all_columns=x.shape[-1]), implementation
+    )
     if implementation == CUDA:
         return FusedDropout.apply(x, bias, residual, chosen)
     dropped = _Dropout.apply(x if bias is None else x + bias, chosen)

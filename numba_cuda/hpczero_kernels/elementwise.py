@@ -1,6 +1,6 @@
 """GELU (Hendrycks and Gimpel 2016) of x + bias, exact (erf) or by tanh.
 
-    erf:  x (1 + erf(x / sqrt 2)) / 2        tanh:  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+erf:  x (1 + erf(x / sqrt 2)) / 2        tanh:  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
 """
 
 from math import pi, sqrt
@@ -18,7 +18,9 @@ def gelu_forward_reference(x: Tensor, bias: Tensor | None, by_tanh: bool) -> Ten
     return functional.gelu(_shifted(x, bias), approximate="tanh" if by_tanh else "none").to(x.dtype)
 
 
-def gelu_backward_reference(gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool) -> tuple[Tensor, Tensor]:
+def gelu_backward_reference(
+    gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the bias (empty: there is none)."""
     x_dtype, x = x.dtype, _shifted(x, bias)
     if by_tanh:
@@ -27,7 +29,9 @@ def gelu_backward_reference(gradient: Tensor, x: Tensor, bias: Tensor | None, by
     else:
         slope = 0.5 * (1 + torch.erf(x / sqrt(2))) + x * torch.exp(-0.5 * x * x) / sqrt(2 * pi)
     of_x = wide(gradient) * slope
-    of_bias = x.new_empty(0, dtype=x_dtype) if bias is None else of_x.flatten(0, -2).sum(0).to(x_dtype)
+    of_bias = (
+        x.new_empty(0, dtype=x_dtype) if bias is None else of_x.flatten(0, -2).sum(0).to(x_dtype)
+    )
     return of_x.to(x_dtype), of_bias
 
 
@@ -35,7 +39,9 @@ def _shifted(x: Tensor, bias: Tensor | None) -> Tensor:
     return wide(x) if bias is None else wide(x) + wide(bias)
 
 
-def _fake_backward(gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool) -> tuple[Tensor, Tensor]:
+def _fake_backward(
+    gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool
+) -> tuple[Tensor, Tensor]:
     return empty(x), x.new_empty(0) if bias is None else empty(bias)
 
 
@@ -71,7 +77,9 @@ def gelu(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
-    return functional.gelu(x if bias is None else x + bias, approximate="tanh" if by_tanh else "none")
+    return functional.gelu(
+        x if bias is None else x + bias, approximate="tanh" if by_tanh else "none"
+    )
 
 
 # SwiGLU (Shazeer 2020): gate * sigmoid(gate) * value, for x [..., 2, columns] that holds gates and values.
@@ -88,10 +96,16 @@ def swiglu_backward_reference(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 _swiglu_forward = operator(
-    "swiglu_forward(Tensor x) -> Tensor", swiglu_forward_reference, "elementwise:swiglu_forward", lambda x: x.new_empty(*x.shape[:-2], x.shape[-1])
+    "swiglu_forward(Tensor x) -> Tensor",
+    swiglu_forward_reference,
+    "elementwise:swiglu_forward",
+    lambda x: x.new_empty(*x.shape[:-2], x.shape[-1]),
 )
 _swiglu_backward = operator(
-    "swiglu_backward(Tensor gradient, Tensor x) -> Tensor", swiglu_backward_reference, "elementwise:swiglu_backward", lambda gradient, x: empty(x)
+    "swiglu_backward(Tensor gradient, Tensor x) -> Tensor",
+    swiglu_backward_reference,
+    "elementwise:swiglu_backward",
+    lambda gradient, x: empty(x),
 )
 
 
@@ -108,7 +122,11 @@ class Swiglu(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    return Swiglu.apply(x) if choose("swiglu", x, x.dim() > 1 and x.shape[-2] == 2) == CUDA else swiglu_reference(x)
+    return (
+        Swiglu.apply(x)
+        if choose("swiglu", x, x.dim() > 1 and x.shape[-2] == 2) == CUDA
+        else swiglu_reference(x)
+    )
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
@@ -121,7 +139,9 @@ def swiglu_reference(x: Tensor) -> Tensor:
 #     y = [a cos - b sin, b cos + a sin] for x = [a, b]        x [samples, positions, heads, head_dim]; cosines, sines fp32 [positions, head_dim / 2]
 def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines for these positions (int64)."""
-    frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim)
+    frequencies = base ** (
+        -torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+    )
     turned = positions.double()[:, None] * frequencies
     return turned.cos().float(), turned.sin().float()
 
@@ -153,7 +173,11 @@ class Rotary(torch.autograd.Function):
 
 def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     shape = (x.shape[1], x.shape[-1] // 2)
-    fits = x.dim() == 4 and x.shape[-1] % 2 == 0 and all(_is_table(each, shape, x.device) for each in (cosines, sines))
+    fits = (
+        x.dim() == 4
+        and x.shape[-1] % 2 == 0
+        and all(_is_table(each, shape, x.device) for each in (cosines, sines))
+    )
     if choose("rotary", x, fits) == CUDA:
         return Rotary.apply(x, cosines, sines)
     return rotary_reference(x, cosines, sines)

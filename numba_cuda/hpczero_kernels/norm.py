@@ -18,7 +18,14 @@ EPS = 1e-5
 LONGEST = 8192  # columns that a block of threads holds in its registers
 
 
-def forward_reference(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
+def forward_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+) -> tuple[Tensor, ...]:
     """y, total (empty: nothing was added), mean and inverse deviation of each row."""
     total = x if residual is None else x + residual
     values = wide(total)
@@ -26,11 +33,22 @@ def forward_reference(x: Tensor, residual: Tensor | None, weight: Tensor, bias: 
     inverse = torch.rsqrt((values - mean).square().mean(-1, keepdim=True) + eps)
     y = (values - mean) * inverse * wide(weight)
     y = y if bias is None else y + wide(bias)
-    return y.to(x.dtype), x.new_empty(0) if residual is None else total, mean.flatten(), inverse.flatten()
+    return (
+        y.to(x.dtype),
+        x.new_empty(0) if residual is None else total,
+        mean.flatten(),
+        inverse.flatten(),
+    )
 
 
 def backward_reference(
-    gradient: Tensor, of_total: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor, centred: bool
+    gradient: Tensor,
+    of_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of total (those of x and residual), weight and bias; `of_total` comes on top, from where the total went."""
     mean, inverse = (each.view(*total.shape[:-1], 1) for each in (mean, inverse))
@@ -44,13 +62,29 @@ def backward_reference(
     return of_x.to(total.dtype), of_weight, of_bias
 
 
-def _fake_forward(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> tuple[Tensor, ...]:
-    statistics = [x.new_empty(x.numel() // x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32)) for _ in range(2)]
+def _fake_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+) -> tuple[Tensor, ...]:
+    statistics = [
+        x.new_empty(x.numel() // x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+        for _ in range(2)
+    ]
     return empty(x), x.new_empty(0) if residual is None else empty(x), *statistics
 
 
 def _fake_backward(
-    gradient: Tensor, of_total: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, inverse: Tensor, centred: bool
+    gradient: Tensor,
+    of_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return empty(total), empty(weight), empty(weight)
 
@@ -70,17 +104,40 @@ class Norm(torch.autograd.Function):
     """y, and the total where something is added."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool) -> Any:
+    def forward(
+        context: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        centred: bool,
+    ) -> Any:
         y, total, mean, inverse = _forward(x, residual, weight, bias, eps, centred)
         context.save_for_backward(x if residual is None else total, weight, mean, inverse)
-        context.centred, context.adds, context.has_bias = centred, residual is not None, bias is not None
+        context.centred, context.adds, context.has_bias = (
+            centred,
+            residual is not None,
+            bias is not None,
+        )
         return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: Tensor, of_total: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias = _backward(gradient, of_total, *context.saved_tensors, context.centred)
-        return of_x, of_x if context.adds else None, of_weight, of_bias if context.has_bias else None, None, None
+    def backward(
+        context: Any, gradient: Tensor, of_total: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        of_x, of_weight, of_bias = _backward(
+            gradient, of_total, *context.saved_tensors, context.centred
+        )
+        return (
+            of_x,
+            of_x if context.adds else None,
+            of_weight,
+            of_bias if context.has_bias else None,
+            None,
+            None,
+        )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
@@ -103,28 +160,40 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS
+) -> tuple[Tensor, Tensor]:
     """The norm of x + residual, and this sum."""
     if choose("norm", x, _fits(x, residual, weight, bias)) == CUDA:
         return Norm.apply(x, residual, weight, bias, eps, True)
     return add_layer_norm_reference(x, residual, weight, bias, eps)
 
 
-def add_layer_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+def add_layer_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS
+) -> tuple[Tensor, Tensor]:
     total = x + residual
     return layer_norm_reference(total, weight, bias, eps), total
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS
+) -> tuple[Tensor, Tensor]:
     if choose("norm", x, _fits(x, residual, weight)) == CUDA:
         return Norm.apply(x, residual, weight, None, eps, False)
     return add_rms_norm_reference(x, residual, weight, eps)
 
 
-def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Tensor, Tensor]:
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS
+) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm_reference(total, weight, eps), total
 
 
 def _fits(x: Tensor, residual: Tensor | None, *of_columns: Tensor) -> bool:
-    return 0 < x.shape[-1] <= LONGEST and is_like(x, residual) and all(is_of_columns(x, each) for each in of_columns)
+    return (
+        0 < x.shape[-1] <= LONGEST
+        and is_like(x, residual)
+        and all(is_of_columns(x, each) for each in of_columns)
+    )

@@ -10,7 +10,14 @@ from hpczero_kernels.attention import attention, attention_reference
 from hpczero_kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from hpczero_kernels.dispatch import TORCH
 from hpczero_kernels.dropout import dropout
-from hpczero_kernels.elementwise import gelu, gelu_reference, rotary, rotary_reference, swiglu, swiglu_reference
+from hpczero_kernels.elementwise import (
+    gelu,
+    gelu_reference,
+    rotary,
+    rotary_reference,
+    swiglu,
+    swiglu_reference,
+)
 from hpczero_kernels.norm import (
     add_layer_norm,
     add_layer_norm_reference,
@@ -37,7 +44,18 @@ class Operations:
     rotary: Callable[..., Tensor]
 
 
-AUTO = Operations(attention, layer_norm, rms_norm, add_layer_norm, add_rms_norm, gelu, swiglu, dropout, cross_entropy, rotary)
+AUTO = Operations(
+    attention,
+    layer_norm,
+    rms_norm,
+    add_layer_norm,
+    add_rms_norm,
+    gelu,
+    swiglu,
+    dropout,
+    cross_entropy,
+    rotary,
+)
 PYTORCHS = Operations(
     attention_reference, layer_norm_reference, rms_norm_reference, add_layer_norm_reference, add_rms_norm_reference, gelu_reference,
     swiglu_reference, partial(dropout, implementation=TORCH), cross_entropy_reference, rotary_reference,

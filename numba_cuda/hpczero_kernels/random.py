@@ -44,7 +44,11 @@ def words_at(key: int, streams: torch.Tensor, positions: torch.Tensor) -> torch.
 
 def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tensor:
     """Words first .. first + count - 1 of a stream, as int64 [count]."""
-    return words_at(key, torch.tensor(stream, dtype=torch.int64), torch.arange(first, first + count, dtype=torch.int64))
+    return words_at(
+        key,
+        torch.tensor(stream, dtype=torch.int64),
+        torch.arange(first, first + count, dtype=torch.int64),
+    )
 
 
 @njit("UniTuple(uint32, 4)(uint64, uint64, uint64)", nogil=True, cache=True)
@@ -100,11 +104,15 @@ _LOG = (
     *(float32(2.0000714765e-1), float32(-2.4999993993e-1), float32(3.3333331174e-1)),
 )
 _SIN = tuple(float32(c) for c in (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1))
-_COS = tuple(float32(c) for c in (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2))
+_COS = tuple(
+    float32(c) for c in (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
+)
 _TURN = float32(2 * pi * 2.0**-32)  # the angle of one unit of a word
 _HALF, _ONE, _TWO = float32(0.5), float32(1), float32(2)
 
-_words = njit(inline="always")(block_of_words.py_func)  # compiled into the loop, which is then made of vector instructions
+_words = njit(inline="always")(
+    block_of_words.py_func
+)  # compiled into the loop, which is then made of vector instructions
 
 
 def normal_reference(key: int, first: int, count: int, std: float) -> torch.Tensor:
@@ -141,7 +149,9 @@ def _cosine_and_sine(word):
     y = float32(int32(uint32(word - uint32(quarter << uint32(30))))) * _TURN
     square = y * y
     sine = ((_SIN[0] * square + _SIN[1]) * square + _SIN[2]) * square * y + y
-    cosine = ((_COS[0] * square + _COS[1]) * square + _COS[2]) * square * square - _HALF * square + _ONE
+    cosine = (
+        ((_COS[0] * square + _COS[1]) * square + _COS[2]) * square * square - _HALF * square + _ONE
+    )
     odd = uint32(quarter & uint32(1)) != uint32(0)
     minus_cosine = uint32(uint32(uint32(quarter + uint32(1)) & uint32(2)) << uint32(30))
     minus_sine = uint32(uint32(quarter & uint32(2)) << uint32(30))

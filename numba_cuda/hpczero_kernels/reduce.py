@@ -26,7 +26,11 @@ from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 
 
 def sum_pieces_reference(
-    pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, bad: torch.Tensor | None = None
+    pieces: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    accumulate: bool,
+    squares: torch.Tensor | None,
+    bad: torch.Tensor | None = None,
 ) -> None:
     """out = [out +] the sum of the pieces."""
     total = pieces[0].float()
@@ -62,11 +66,18 @@ def _stretches(pieces, precision, out, out_precision, accumulate, squares, start
         start += uint64(STRETCH)
 
 
-@njit("void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)", nogil=True, cache=True, error_model="numpy")
+@njit(
+    "void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)",
+    nogil=True,
+    cache=True,
+    error_model="numpy",
+)
 @named_by_sources
 def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
     """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
-    if precision == out_precision == BF16:  # written with constants, the usual case is compiled for itself: a twentieth faster
+    if (
+        precision == out_precision == BF16
+    ):  # written with constants, the usual case is compiled for itself: a twentieth faster
         _stretches(pieces, BF16, out, BF16, accumulate, squares, start, stop)
     else:
         _stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop)
@@ -86,9 +97,14 @@ def sum_pieces(
     squares of block b of `out` as stored; bad[0] (fp32) becomes 1 if an element is infinite or NaN, and stays what it is otherwise.
     """
     count, precision = out.numel(), pieces[0].dtype
-    assert all(piece.numel() == count and piece.dtype == precision and piece.is_contiguous() for piece in pieces)
+    assert all(
+        piece.numel() == count and piece.dtype == precision and piece.is_contiguous()
+        for piece in pieces
+    )
     assert out.is_contiguous()
-    assert squares is None or (squares.numel() == -(-count // BLOCK) and squares.dtype == torch.float32)
+    assert squares is None or (
+        squares.numel() == -(-count // BLOCK) and squares.dtype == torch.float32
+    )
     implementation = choose("sum", out)
     if implementation == CUDA:
         from hpczero_kernels.cuda import reduce
@@ -101,7 +117,13 @@ def sum_pieces(
         sum_pieces_reference(pieces, out, accumulate, squares, bad)
 
 
-def _sum_pieces(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, pool: Pool) -> None:
+def _sum_pieces(
+    pieces: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    accumulate: bool,
+    squares: torch.Tensor | None,
+    pool: Pool,
+) -> None:
     addresses = np.array([address_of(piece) for piece in pieces], np.uint64)
     kinds = CODES[pieces[0].dtype], address_of(out), CODES[out.dtype]
     squares_address = 0 if squares is None else address_of(squares)
@@ -114,5 +136,9 @@ def _sum_pieces(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: b
 
 def _note_bad(out: torch.Tensor, squares: torch.Tensor | None, bad: torch.Tensor | None) -> None:
     """Finite squares have been made of finite elements; others, maybe, too (large ones)."""
-    if bad is not None and (squares is None or not bool(squares.isfinite().all())) and not bool(out.isfinite().all()):
+    if (
+        bad is not None
+        and (squares is None or not bool(squares.isfinite().all()))
+        and not bool(out.isfinite().all())
+    ):
         bad.fill_(1.0)

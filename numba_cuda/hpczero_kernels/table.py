@@ -1,8 +1,8 @@
 """Which implementations there are of each operation, the best first. Plain data, without torch or numba.
 
-    torch   PyTorch's own operations; every other implementation is held against it
-    numba   kernels for CPUs, where they were measured faster (docs/kernels.md)
-    cuda    kernels for NVIDIA's GPUs, by the package numba-cuda; imported when the first of them is chosen, and nowhere else
+torch   PyTorch's own operations; every other implementation is held against it
+numba   kernels for CPUs, where they were measured faster (docs/kernels.md)
+cuda    kernels for NVIDIA's GPUs, by the package numba-cuda; imported when the first of them is chosen, and nowhere else
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,11 @@ class Implementation:
             return ""
         module, package = needed[self.name]
         spec = util.find_spec(module)  # a folder of this name, as in a checkout, is no package
-        return "" if spec is not None and spec.origin is not None else f"the package {package} is not installed"
+        return (
+            ""
+            if spec is not None and spec.origin is not None
+            else f"the package {package} is not installed"
+        )
 
 
 _TORCH = Implementation(TORCH)
@@ -57,4 +61,7 @@ def available(device: str, capability: tuple[int, int] = OLDEST) -> dict[str, st
         old = implementation.name == CUDA and capability < OLDEST
         return implementation.takes(device, "float32") and not old and not implementation.missing()
 
-    return {operation: next(filter(can, implementations)).name for operation, implementations in TABLE.items()}
+    return {
+        operation: next(filter(can, implementations)).name
+        for operation, implementations in TABLE.items()
+    }

@@ -38,4 +38,8 @@ def state(queue: Path, number: str, becomes: str | None = None) -> str:
 
 def calls(queue: Path, program: str) -> list[str]:
     path = queue / "calls"
-    return [line for line in path.read_text().splitlines() if line.startswith(program + " ")] if path.exists() else []
+    return (
+        [line for line in path.read_text().splitlines() if line.startswith(program + " ")]
+        if path.exists()
+        else []
+    )

@@ -52,22 +52,57 @@ FEWEST = {"polaris/gpu": 10}  # nodes that a job has to have there
 CASES: dict[str, dict[str, Any]] = {
     "generic-slurm-everything": {**EVERYTHING, **ON_SLURM},
     "generic-pbs-everything": {**EVERYTHING, **ON_PBS},
-    "generic-slurm-mpirun": {"site": "generic/slurm", "launcher": "mpirun", "nodes": 2, "ranks_per_node": 2, "env_inherit": True},
-    "generic-slurm-gpus": {"site": "generic/slurm", "gpus_per_node": 4, "gpu_select": "wrapper", "launcher": "mpirun"},
-    "generic-slurm-apptainer": {"site": "generic/slurm", "container": "apptainer:/images/a b.sif", "container_options": ["--nv"]},
+    "generic-slurm-mpirun": {
+        "site": "generic/slurm",
+        "launcher": "mpirun",
+        "nodes": 2,
+        "ranks_per_node": 2,
+        "env_inherit": True,
+    },
+    "generic-slurm-gpus": {
+        "site": "generic/slurm",
+        "gpus_per_node": 4,
+        "gpu_select": "wrapper",
+        "launcher": "mpirun",
+    },
+    "generic-slurm-apptainer": {
+        "site": "generic/slurm",
+        "container": "apptainer:/images/a b.sif",
+        "container_options": ["--nv"],
+    },
     "submitted-slurm": {"site": "generic/slurm", "chain": 3, "max_stalled": 2, "nodes": 2},
     "submitted-pbs": {"site": "generic/pbs", "chain": 3, "nodes": 2},
-    "polaris-cores": {"site": "polaris/gpu", "nodes": 10, "account": "proj1", "bind": "cores", "gpu_select": "visible"},
-    "perlmutter-shifter": {"site": "perlmutter/gpu", "account": "m1_g", "container": "shifter:docker:nersc/pytorch:24.08"},
+    "polaris-cores": {
+        "site": "polaris/gpu",
+        "nodes": 10,
+        "account": "proj1",
+        "bind": "cores",
+        "gpu_select": "visible",
+    },
+    "perlmutter-shifter": {
+        "site": "perlmutter/gpu",
+        "account": "m1_g",
+        "container": "shifter:docker:nersc/pytorch:24.08",
+    },
 }
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    sites = {name.replace("/", "-"): {"site": name, "nodes": FEWEST.get(name, 2)} for name in all_names()}
-    return {name: batch | ({} if name.startswith("generic") else {"account": "proj1"}) for name, batch in sites.items()} | CASES
+    sites = {
+        name.replace("/", "-"): {"site": name, "nodes": FEWEST.get(name, 2)} for name in all_names()
+    }
+    return {
+        name: batch | ({} if name.startswith("generic") else {"account": "proj1"})
+        for name, batch in sites.items()
+    } | CASES
 
 
-def submitted(batch: dict[str, Any], folder: Path, run: str = "/work/jobs/runs/a-run", books: str = "/work/jobs/runs/a-run/batch/1-ab") -> str:
+def submitted(
+    batch: dict[str, Any],
+    folder: Path,
+    run: str = "/work/jobs/runs/a-run",
+    books: str = "/work/jobs/runs/a-run/batch/1-ab",
+) -> str:
     """The script with what a submitted job does besides."""
     return render(replace(_job(batch, folder), run=run, submission=books, tag="hpczero:ab:0"))
 

@@ -23,10 +23,16 @@ class Machine:
     """A compute node: a job's script, and the programs that it finds."""
 
     def __init__(self, folder: Path, batch: dict[str, object]) -> None:
-        self.folder, self.run, self.books = folder, folder / "runs" / "a run", folder / "runs" / "a run" / "batch" / "1-ab"
+        self.folder, self.run, self.books = (
+            folder,
+            folder / "runs" / "a run",
+            folder / "runs" / "a run" / "batch" / "1-ab",
+        )
         self.books.mkdir(parents=True)
         (folder / "bin").mkdir()
-        text = submitted({"venv": "", "site": "generic/slurm", **batch}, folder, str(self.run), str(self.books))
+        text = submitted(
+            {"venv": "", "site": "generic/slurm", **batch}, folder, str(self.run), str(self.books)
+        )
         (folder / "job.sh").write_text(text.replace("cd /work/jobs ", f"cd {folder} "))
         self.program("squeue", "exit 1")
 
@@ -37,9 +43,17 @@ class Machine:
 
     def start(self, number: str, **variables: str) -> subprocess.Popen[str]:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        surroundings = {"PATH": path, "SLURM_JOB_ID": number, "PBS_JOBID": number, "RUN": str(self.run), **variables}
+        surroundings = {
+            "PATH": path,
+            "SLURM_JOB_ID": number,
+            "PBS_JOBID": number,
+            "RUN": str(self.run),
+            **variables,
+        }
         command = [BASH, str(self.folder / "job.sh")]
-        return subprocess.Popen(command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def job(self, number: str, launcher: str, **variables: str) -> tuple[int, str]:
         """Exit code and output of a job whose srun does this."""
@@ -69,13 +83,21 @@ SAVES = 'mkdir -p "$RUN/checkpoints/step-0000000{n}"; touch "$RUN/checkpoints/st
 
 
 def test_job_after_job_until_the_run_is_finished(machine: Machine) -> None:
-    assert machine.job("1", SAVES.format(n=1) + "exit 75")[0] == 0, "for the scheduler that is no failure"
+    assert machine.job("1", SAVES.format(n=1) + "exit 75")[0] == 0, (
+        "for the scheduler that is no failure"
+    )
     assert machine.over() == ""
     assert machine.job("2", SAVES.format(n=2) + "exit 0")[0] == 0
     assert machine.over() == "the run is finished"
     code, said = machine.job("3", "echo started; exit 0")
     assert (code, said) == (0, "hpczero job: nothing is left to do: the run is finished\n")
-    assert machine.links() == ["1 began none", "1 ended 75", "2 began step-00000001", "2 ended 0", "3 passed 0"]
+    assert machine.links() == [
+        "1 began none",
+        "1 ended 75",
+        "2 began step-00000001",
+        "2 ended 0",
+        "3 passed 0",
+    ]
 
 
 def test_a_wrong_input_ends_the_chain_and_is_a_failure(machine: Machine) -> None:
@@ -90,7 +112,9 @@ def test_a_crash_is_tried_again_as_long_as_there_is_progress(machine: Machine) -
         assert machine.job(str(number), SAVES.format(n=number) + "exit 1")[0] == 1
     assert machine.over() == ""
     assert machine.job("5", "exit 137")[0] == 137
-    assert machine.job("6", "echo started; exit 1") == (1, "started\n"), "the second without a new checkpoint"
+    assert machine.job("6", "echo started; exit 1") == (1, "started\n"), (
+        "the second without a new checkpoint"
+    )
     code, said = machine.job("7", "echo started")
     assert code == 0
     assert "no progress: 2 jobs in a row ended without a new checkpoint" in said
@@ -102,7 +126,9 @@ def test_a_job_that_was_killed_outright_counts_too(machine: Machine) -> None:
     for number in ("1", "2"):
         machine.program("srun", 'while [ ! -e "$RUN/gone" ]; do sleep 0.05; done')
         process = machine.start(number)
-        while not (machine.books / "links").exists() or f"{number} began none" not in machine.links():
+        while (
+            not (machine.books / "links").exists() or f"{number} began none" not in machine.links()
+        ):
             time.sleep(0.05)
         process.kill()
         (machine.run / "gone").touch()
@@ -112,20 +138,28 @@ def test_a_job_that_was_killed_outright_counts_too(machine: Machine) -> None:
     assert "no progress" in machine.job("3", "exit 0")[1]
 
 
-@pytest.mark.parametrize("launchers", [143, 1])  # Open MPI's mpirun ends with 1 when it gets a SIGTERM
+@pytest.mark.parametrize(
+    "launchers", [143, 1]
+)  # Open MPI's mpirun ends with 1 when it gets a SIGTERM
 @pytest.mark.parametrize("state", ["stopped", "finished", "failed"])
-def test_the_runs_own_word_counts_more_than_the_launchers(machine: Machine, state: str, launchers: int) -> None:
+def test_the_runs_own_word_counts_more_than_the_launchers(
+    machine: Machine, state: str, launchers: int
+) -> None:
     machine.run.joinpath("summary.json").write_text('{"state": "stopped"}')  # of an earlier job
     os.utime(machine.run / "summary.json", (1, 1))
     assert machine.job("1", f"exit {launchers}")[0] == launchers
-    code = machine.job("2", f'sleep 0.05; echo \'{{"state": "{state}"}}\' >"$RUN/summary.json"; exit {launchers}')[0]
+    code = machine.job(
+        "2", f'sleep 0.05; echo \'{{"state": "{state}"}}\' >"$RUN/summary.json"; exit {launchers}'
+    )[0]
     assert code == (launchers if state == "failed" else 0)
     assert machine.over() == ("the run is finished" if state == "finished" else "")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
 def test_asked_to_stop_it_asks_the_run_and_waits_for_it(machine: Machine, name: str) -> None:
-    machine.program("srun", 'touch "$RUN/up"; while [ ! -e "$RUN/stop" ]; do sleep 0.05; done; exit 75')
+    machine.program(
+        "srun", 'touch "$RUN/up"; while [ ! -e "$RUN/stop" ]; do sleep 0.05; done; exit 75'
+    )
     process = machine.start("1")
     while not (machine.run / "up").exists():
         time.sleep(0.05)
@@ -175,7 +209,11 @@ def test_a_lock_in_the_name_of_a_job_that_was_killed_is_nobodys(machine: Machine
     asks = 'test -e "$RUN/lock" && echo locked; exit 1'
     assert machine.job("1", f"echo '{lock('1')}' >\"$RUN/lock\"; kill -9 $$")[0] == 137
     assert machine.job("2", asks)[1] == ""
-    for job, said in (("17", "locked\n"), (None, "locked\n"), ("4", "")):  # somebody else's, nobody's, this one's before it was requeued
+    for job, said in (
+        ("17", "locked\n"),
+        (None, "locked\n"),
+        ("4", ""),
+    ):  # somebody else's, nobody's, this one's before it was requeued
         machine.forgets()
         (machine.books / "links").write_text("2026-01-05T10:00:00Z 4 began none\n")
         (machine.run / "lock").write_text(lock(job))
@@ -184,7 +222,13 @@ def test_a_lock_in_the_name_of_a_job_that_was_killed_is_nobodys(machine: Machine
 
 def test_a_spec_may_set_any_variable(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
-    machine = Machine(tmp_path, {"env": dict.fromkeys(("run", "books", "me", "code", "ranks", "end"), str(elsewhere)), "setup": ["books=/nowhere"]})
+    machine = Machine(
+        tmp_path,
+        {
+            "env": dict.fromkeys(("run", "books", "me", "code", "ranks", "end"), str(elsewhere)),
+            "setup": ["books=/nowhere"],
+        },
+    )
     assert machine.job("1", "exit 2")[0] == 2
     assert machine.links() == ["1 began none", "1 ended 2"]
     assert machine.over() == "the input is wrong (exit code 2)"
@@ -192,7 +236,9 @@ def test_a_spec_may_set_any_variable(tmp_path: Path) -> None:
 
 
 def test_the_time_that_the_setup_takes_counts(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, {"site": "generic/pbs", "walltime": "30m", "setup": ["date +%s", "sleep 3"]})
+    machine = Machine(
+        tmp_path, {"site": "generic/pbs", "walltime": "30m", "setup": ["date +%s", "sleep 3"]}
+    )
     machine.program("mpirun", 'echo "$HPCZERO_DEADLINE"')
     machine.start("17.headnode").communicate(timeout=60)
     begin, deadline = map(int, (machine.books / "log-17.headnode").read_text().split())
@@ -203,7 +249,11 @@ def test_how_the_ranks_ended_is_known_though_a_signal_came_at_that_moment(machin
     """bash gives a wait that a signal interrupts another code, and may have forgotten the right one when it is asked again."""
     codes = []
     for number in range(8):
-        codes.append(machine.job(str(number), 'read -r _ _ _ job _ <"/proc/$PPID/stat"; kill -USR2 "$job"; exit 3')[0])
+        codes.append(
+            machine.job(
+                str(number), 'read -r _ _ _ job _ <"/proc/$PPID/stat"; kill -USR2 "$job"; exit 3'
+            )[0]
+        )
         machine.forgets()
     assert codes == [3] * 8
 

@@ -16,7 +16,10 @@ from hpczero.spec.load import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobspecs"
 ALL = sorted(path.stem for path in FOLDER.glob("*.toml"))
-COMMAND = re.compile(r"^# +hpczero check (jobspecs/([\w.-]+)\.toml --ranks (\d+) --ranks-per-node (\d+))$", re.MULTILINE)
+COMMAND = re.compile(
+    r"^# +hpczero check (jobspecs/([\w.-]+)\.toml --ranks (\d+) --ranks-per-node (\d+))$",
+    re.MULTILINE,
+)
 HERE = Here("/work", "/work/venv", ("slurm",))
 # name -> billions of parameters, ranks, GiB of a rank's device
 CLAIMS = {
@@ -37,7 +40,9 @@ def test_the_promised_ones_are_there() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"quickstart"}))
-def test_the_check_that_it_names_passes_for_what_it_asks(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_that_it_names_passes_for_what_it_asks(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     ((words, itself, ranks, per_node),) = COMMAND.findall((FOLDER / f"{name}.toml").read_text())
     assert itself == name
     assert main(["check", *words.replace("jobspecs", str(FOLDER)).split()]) == 0

@@ -129,7 +129,11 @@ def test_on_a_login_node(folder: Path) -> None:
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         [sys.executable, "-c", program, "runs"],
-        env=variables, capture_output=True, text=True, timeout=120, check=False,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "finished" in done.stdout

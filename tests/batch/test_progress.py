@@ -29,14 +29,26 @@ def record(tmp_path: Path) -> Submission:
 
 
 def steps(record: Submission, count: int, ago: float = 0.0, seconds: float = 2.0) -> None:
-    lines = [json.dumps({"step": step, "loss": 5.0 - step / 100, "step_seconds": seconds, "tokens_per_second": 50.0}) for step in range(1, count + 1)]
+    lines = [
+        json.dumps(
+            {
+                "step": step,
+                "loss": 5.0 - step / 100,
+                "step_seconds": seconds,
+                "tokens_per_second": 50.0,
+            }
+        )
+        for step in range(1, count + 1)
+    ]
     path = record.run / "metrics.jsonl"
     path.write_text("\n".join(lines) + '\n{"step": 99')
     os.utime(path, (time.time() - ago,) * 2)
 
 
 def links(record: Submission, *lines: str) -> None:
-    (record.path / "links").write_text("".join(f"2026-01-05T1{hour}:00:00Z {line}\n" for hour, line in enumerate(lines)))
+    (record.path / "links").write_text(
+        "".join(f"2026-01-05T1{hour}:00:00Z {line}\n" for hour, line in enumerate(lines))
+    )
 
 
 def queued(number: str, state: Any, reason: str = "") -> Queued:
@@ -48,7 +60,14 @@ def states(found: run_status.Progress) -> list[str]:
 
 
 def test_a_run_that_waits(record: Submission) -> None:
-    found = run_status.of(record.run, [queued("11", "queued", "Priority"), queued("12", "queued", "Dependency"), queued("13", "held", "JobHeldUser")])
+    found = run_status.of(
+        record.run,
+        [
+            queued("11", "queued", "Priority"),
+            queued("12", "queued", "Dependency"),
+            queued("13", "held", "JobHeldUser"),
+        ],
+    )
     assert (found.state, found.reason, found.step, found.steps) == ("queued", "Priority", 0, 100)
     assert states(found) == ["queued", "queued", "held"]
 
@@ -56,13 +75,27 @@ def test_a_run_that_waits(record: Submission) -> None:
 def test_a_run_that_runs(record: Submission) -> None:
     steps(record, 40)
     links(record, "11 began none", "11 ended 75", "12 began step-00000020")
-    found = run_status.of(record.run, [queued("12", "running"), queued("13", "queued", "Dependency")])
-    assert (found.state, found.step, found.loss, found.seconds_per_step, found.seconds_left) == ("running", 40, 4.6, 2.0, 120.0)
+    found = run_status.of(
+        record.run, [queued("12", "running"), queued("13", "queued", "Dependency")]
+    )
+    assert (found.state, found.step, found.loss, found.seconds_per_step, found.seconds_left) == (
+        "running",
+        40,
+        4.6,
+        2.0,
+        120.0,
+    )
     assert states(found) == ["interrupted", "running", "queued"]
     assert found.job_seconds_left == 0.0
-    soon = run_status.of(record.run, [queued("12", "running")], now=datetime(2026, 1, 5, 12, 40, tzinfo=UTC).timestamp())
+    soon = run_status.of(
+        record.run,
+        [queued("12", "running")],
+        now=datetime(2026, 1, 5, 12, 40, tzinfo=UTC).timestamp(),
+    )
     assert soon.job_seconds_left == 1200.0, "of an hour that began at twelve"
-    assert found.node_hours == pytest.approx(2.0), "of the first job; the second gave no sign of life"
+    assert found.node_hours == pytest.approx(2.0), (
+        "of the first job; the second gave no sign of life"
+    )
 
 
 def test_no_step_for_ten_times_the_median_is_said(record: Submission) -> None:
@@ -75,14 +108,22 @@ def test_no_step_for_ten_times_the_median_is_said(record: Submission) -> None:
     assert found.state == "STALLED"
     assert "one takes 10 s" in found.reason
     steps(record, 40, ago=50, seconds=0.01)
-    assert run_status.of(record.run, running).state == "running", "a minute is nothing to worry about"
+    assert run_status.of(record.run, running).state == "running", (
+        "a minute is nothing to worry about"
+    )
     steps(record, 40, ago=3000, seconds=10.0)
-    (record.run / "events.jsonl").write_text(json.dumps({"event": "start", "time": "2099-01-01T00:00:00+00:00"}) + "\n")
+    (record.run / "events.jsonl").write_text(
+        json.dumps({"event": "start", "time": "2099-01-01T00:00:00+00:00"}) + "\n"
+    )
     assert run_status.of(record.run, running).state == "running", "it was started again since"
     for ago, state in ((500, "running"), (700, "STALLED")):
         moment = datetime.fromtimestamp(time.time() - ago, UTC).isoformat()
-        (record.run / "events.jsonl").write_text(json.dumps({"event": "start", "time": moment}) + "\n")
-        assert run_status.of(record.run, running).state == state, "the first step after a start may take longer"
+        (record.run / "events.jsonl").write_text(
+            json.dumps({"event": "start", "time": moment}) + "\n"
+        )
+        assert run_status.of(record.run, running).state == state, (
+            "the first step after a start may take longer"
+        )
 
 
 def test_a_run_that_is_finished_and_forgotten_by_the_scheduler(record: Submission) -> None:
@@ -97,7 +138,10 @@ def test_a_run_that_is_finished_and_forgotten_by_the_scheduler(record: Submissio
 def test_a_run_that_failed_says_why(record: Submission) -> None:
     links(record, "11 began none", "11 ended 2", "12 passed 0", "13 passed 0")
     record.close("the input is wrong (exit code 2)")
-    record.log("11").write_text("".join(f"line {number}\n" for number in range(30)) + "hpczero: nowhere.h5 does not exist\n\n")
+    record.log("11").write_text(
+        "".join(f"line {number}\n" for number in range(30))
+        + "hpczero: nowhere.h5 does not exist\n\n"
+    )
     found = run_status.of(record.run, [])
     assert (found.state, found.reason) == ("failed", "the input is wrong (exit code 2)")
     assert found.links[0].reason == "exit code 2 (the input is wrong)"
@@ -152,7 +196,12 @@ def test_the_words_of_squeue() -> None:
 slurm_load_jobs error: nonsense
 """
     first, second, special, third, fourth = slurm.parse(text)
-    assert (first.state, first.reason, first.start, first.tag) == ("queued", "Resources", "2026-01-05T10:00:00", "hpczero:ab12:0")
+    assert (first.state, first.reason, first.start, first.tag) == (
+        "queued",
+        "Resources",
+        "2026-01-05T10:00:00",
+        "hpczero:ab12:0",
+    )
     assert (second.state, second.reason, second.start) == ("held", "JobHeldUser", "")
     assert special.state == "held", "it may run again"
     assert (third.state, third.reason) == ("running", "")

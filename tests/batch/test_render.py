@@ -24,7 +24,9 @@ def scheduler(text: str) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_script_is_the_one_that_is_kept(case: str, tmp_path: Path) -> None:
-    assert kept(case, CASES[case], tmp_path) == (FOLDER / f"{case}.sh").read_text(), "if it is meant: python -m tests.batch.golden"
+    assert kept(case, CASES[case], tmp_path) == (FOLDER / f"{case}.sh").read_text(), (
+        "if it is meant: python -m tests.batch.golden"
+    )
 
 
 def test_every_script_that_is_kept_has_its_case() -> None:
@@ -48,7 +50,9 @@ def test_directives_stand_together_at_the_top(case: str) -> None:
     lines = text.splitlines()
     marked = [number for number, line in enumerate(lines) if line.startswith(render.MARKS[kind])]
     assert marked == list(range(1, 1 + len(marked))), "nothing between them, comments least of all"
-    subjects = [about for words in render.directives(text, kind) for about in render.subjects(words, kind)]
+    subjects = [
+        about for words in render.directives(text, kind) for about in render.subjects(words, kind)
+    ]
     assert len(subjects) == len(set(subjects))
     if kind == "pbs":
         (name,) = (words[1] for words in render.directives(text, kind) if words[0] == "-N")
@@ -57,7 +61,13 @@ def test_directives_stand_together_at_the_top(case: str) -> None:
 
 def test_only_what_was_asked_for_is_asked() -> None:
     bare = render.directives((FOLDER / "generic-slurm.sh").read_text(), "slurm")
-    assert [words[0].partition("=")[0] for words in bare] == ["--job-name", "--nodes", "--ntasks-per-node", "--time", "--export"]
+    assert [words[0].partition("=")[0] for words in bare] == [
+        "--job-name",
+        "--nodes",
+        "--ntasks-per-node",
+        "--time",
+        "--export",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -81,32 +91,63 @@ def test_only_what_was_asked_for_is_asked() -> None:
         ("generic/pbs", "-o /tmp/x"),
     ],
 )
-def test_an_extra_directive_may_not_say_again_what_is_said(site: str, extra: str, tmp_path: Path) -> None:
+def test_an_extra_directive_may_not_say_again_what_is_said(
+    site: str, extra: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=r"batch\.extra_directives"):
         script({"site": site, "extra_directives": [extra]}, tmp_path)
 
 
-@pytest.mark.parametrize("resources", [["walltime=5"], ["filesystems=home,select=9"], ["ngpus=1", "ngpus=2"]])
+@pytest.mark.parametrize(
+    "resources", [["walltime=5"], ["filesystems=home,select=9"], ["ngpus=1", "ngpus=2"]]
+)
 def test_nor_may_a_resource(resources: list[str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"batch\.pbs_resources"):
         script({"site": "generic/pbs", "pbs_resources": resources}, tmp_path)
 
 
 PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
-    ({"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 4, "cpus_per_rank": 64}, ["4", "64", "256 CPUs", "128", "at most 2 ranks"]),
-    ({"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 3}, ["3", "GPUs are not divisible", "1, 2, 4 ranks"]),
+    (
+        {"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 4, "cpus_per_rank": 64},
+        ["4", "64", "256 CPUs", "128", "at most 2 ranks"],
+    ),
+    (
+        {"site": "perlmutter/gpu", "account": "m1", "ranks_per_node": 3},
+        ["3", "GPUs are not divisible", "1, 2, 4 ranks"],
+    ),
     ({"site": "perlmutter/gpu", "account": "m1", "gpus_per_node": 8}, ["8", "a node has 4"]),
     ({"site": "perlmutter/gpu", "account": "m1", "qos": "debug"}, ['"1h"', "30m", "debug"]),
-    ({"site": "perlmutter/gpu", "account": "m1", "nodes": 5000}, ["5,000", "1,792", "debug, preempt and regular"]),
-    ({"site": "frontier", "account": "m1", "nodes": 92, "walltime": "12h"}, ['"12h"', "6h", "92 nodes"]),
-    ({"site": "frontier", "account": "m1", "nodes": 9000, "walltime": "24h"}, ['"24h"', "12h", "9,000 nodes"]),
-    ({"site": "polaris", "account": "m1", "nodes": 2}, ["batch.nodes = 2", "at least 10 nodes", "debug-scaling"]),
+    (
+        {"site": "perlmutter/gpu", "account": "m1", "nodes": 5000},
+        ["5,000", "1,792", "debug, preempt and regular"],
+    ),
+    (
+        {"site": "frontier", "account": "m1", "nodes": 92, "walltime": "12h"},
+        ['"12h"', "6h", "92 nodes"],
+    ),
+    (
+        {"site": "frontier", "account": "m1", "nodes": 9000, "walltime": "24h"},
+        ['"24h"', "12h", "9,000 nodes"],
+    ),
+    (
+        {"site": "polaris", "account": "m1", "nodes": 2},
+        ["batch.nodes = 2", "at least 10 nodes", "debug-scaling"],
+    ),
     ({"site": "frontier"}, ["batch.account is missing"]),
-    ({"site": "frontier", "account": "m1", "ranks_per_node": 4}, ['"closest"', "4 ranks and 8 GPUs"]),
-    ({"site": "generic/pbs", "qos": "high", "constraint": "x"}, ["2 problems", "batch.qos", "batch.constraint", "slurm only"]),
+    (
+        {"site": "frontier", "account": "m1", "ranks_per_node": 4},
+        ['"closest"', "4 ranks and 8 GPUs"],
+    ),
+    (
+        {"site": "generic/pbs", "qos": "high", "constraint": "x"},
+        ["2 problems", "batch.qos", "batch.constraint", "slurm only"],
+    ),
     ({"site": "generic/slurm", "pbs_chunk": "a=b"}, ["batch.pbs_chunk", "pbs only"]),
     ({"site": "generic/pbs", "launcher": "srun"}, ['"srun" belongs to Slurm']),
-    ({"site": "generic/slurm", "launcher": "mpirun", "bind": "cores"}, ["batch.bind", "launch_options"]),
+    (
+        {"site": "generic/slurm", "launcher": "mpirun", "bind": "cores"},
+        ["batch.bind", "launch_options"],
+    ),
     ({"site": "generic/slurm", "walltime": "0m"}, ['"0m"']),
     ({"site": "generic/slurm", "venv": "venv"}, ["the whole path"]),
     ({"site": "derecho/cpu", "account": "m1", "mem": "300G"}, ['"300G"', "235 GB"]),
@@ -118,8 +159,12 @@ PROBLEMS: list[tuple[dict[str, Any], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("batch", "said"), PROBLEMS, ids=[f"{number}" for number in range(len(PROBLEMS))])
-def test_what_cannot_be_is_refused_with_all_numbers(batch: dict[str, Any], said: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("batch", "said"), PROBLEMS, ids=[f"{number}" for number in range(len(PROBLEMS))]
+)
+def test_what_cannot_be_is_refused_with_all_numbers(
+    batch: dict[str, Any], said: list[str], tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as refused:
         script(batch, tmp_path)
     for words in said:
@@ -134,10 +179,18 @@ def test_memory_counts_as_schedulers_count_it(tmp_path: Path) -> None:
 
 
 def test_ranks_that_make_no_grid_and_jobs_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"tensor\(2\) does not divide the 3 ranks.*batch.nodes = 3"):
-        script({"site": "generic/slurm", "nodes": 3, "ranks_per_node": 1}, _with(tmp_path, "parallel.tensor = 2"))
+    with pytest.raises(
+        InputError, match=r"tensor\(2\) does not divide the 3 ranks.*batch.nodes = 3"
+    ):
+        script(
+            {"site": "generic/slurm", "nodes": 3, "ranks_per_node": 1},
+            _with(tmp_path, "parallel.tensor = 2"),
+        )
     with pytest.raises(InputError, match=r"needs .* GB on a node .*1\.0 GB are available"):
-        script({"site": "generic/slurm", "nodes": 1, "mem": "1G"}, _with(tmp_path, "model.layers = 60\nmodel.hidden = 2048"))
+        script(
+            {"site": "generic/slurm", "nodes": 1, "mem": "1G"},
+            _with(tmp_path, "model.layers = 60\nmodel.hidden = 2048"),
+        )
 
 
 def test_the_systems_python_is_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,8 +202,12 @@ def test_the_systems_python_is_no_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gpus_that_nobody_would_use(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r'batch.gpus_per_node = 2, and train.device = "cpu" uses none'):
-        script({"site": "generic/slurm", "gpus_per_node": 2}, _with(tmp_path, 'train.device = "cpu"'))
+    with pytest.raises(
+        InputError, match=r'batch.gpus_per_node = 2, and train.device = "cpu" uses none'
+    ):
+        script(
+            {"site": "generic/slurm", "gpus_per_node": 2}, _with(tmp_path, 'train.device = "cpu"')
+        )
 
 
 def _with(folder: Path, text: str) -> Path:

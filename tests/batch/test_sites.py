@@ -43,15 +43,24 @@ def spec(folder: Path, text: str) -> Path:
 
 
 def test_the_profile_holds_where_the_spec_says_nothing(moon: Path) -> None:
-    loaded = load(spec(moon, 'batch = { site = "moon/far", modules = ["air"], env = { A = "mine" } }'))
+    loaded = load(
+        spec(moon, 'batch = { site = "moon/far", modules = ["air"], env = { A = "mine" } }')
+    )
     batch = loaded.spec.batch
-    assert (batch.scheduler, batch.queue, batch.modules, batch.env) == ("slurm", "dark", ("air",), {"A": "mine", "B": "site"})
+    assert (batch.scheduler, batch.queue, batch.modules, batch.env) == (
+        "slurm",
+        "dark",
+        ("air",),
+        {"A": "mine", "B": "site"},
+    )
     assert loaded.sources["batch.queue"].text == "sites/moon.toml:11"
     assert loaded.sources["batch.modules"].text == f"{moon}/spec.toml:1"
     assert load(spec(moon, ""), ["batch.site=moon"]).spec.batch.queue == ""
 
 
-def test_a_site_is_known_by_its_host_name_or_a_variable(moon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_site_is_known_by_its_host_name_or_a_variable(
+    moon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "crater17")
     loaded = load(spec(moon, ""))
     assert loaded.spec.batch.site == "moon/near"
@@ -63,7 +72,9 @@ def test_a_site_is_known_by_its_host_name_or_a_variable(moon: Path, monkeypatch:
 
 
 def test_a_profile_may_say_where_runs_lie(moon: Path) -> None:
-    (moon / "sites" / "moon.toml").write_text(MOON + '[spec]\noutput = "$SCRATCH/runs"\n[spec.paths]\ncache = "$SCRATCH/cache"\n')
+    (moon / "sites" / "moon.toml").write_text(
+        MOON + '[spec]\noutput = "$SCRATCH/runs"\n[spec.paths]\ncache = "$SCRATCH/cache"\n'
+    )
     spec_of_moon = load(spec(moon, 'batch.site = "moon"')).spec
     assert (spec_of_moon.output, spec_of_moon.paths.cache) == ("$SCRATCH/runs", "$SCRATCH/cache")
     shown = hpczero(moon, "site", "show", "moon")
@@ -73,15 +84,24 @@ def test_a_profile_may_say_where_runs_lie(moon: Path) -> None:
         load(moon / "spec.toml")
 
 
-def test_folders_of_profiles_come_one_after_the_other(moon: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_profiles_come_one_after_the_other(
+    moon: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("settings/hpczero/sites", "more"):
         (moon / name).mkdir(parents=True)
         for site in ("moon", "mars", name.partition("/")[0]):
             (moon / name / f"{site}.toml").write_text(f'description = "{name}"\n[partitions.x]\n')
     monkeypatch.setenv("XDG_CONFIG_HOME", str(moon / "settings"))
     monkeypatch.setenv("HPCZERO_SITES", f"{moon}/nowhere:{moon}/more")
-    descriptions = {name: facts(name)[1].description for name in ("moon", "mars", "settings", "more")}
-    assert descriptions == {"moon": "the moon", "mars": "settings/hpczero/sites", "settings": "settings/hpczero/sites", "more": "more"}
+    descriptions = {
+        name: facts(name)[1].description for name in ("moon", "mars", "settings", "more")
+    }
+    assert descriptions == {
+        "moon": "the moon",
+        "mars": "settings/hpczero/sites",
+        "settings": "settings/hpczero/sites",
+        "more": "more",
+    }
     assert "generic/slurm" in all_names()
 
 
@@ -90,9 +110,18 @@ def test_folders_of_profiles_come_one_after_the_other(moon: Path, monkeypatch: p
     [
         ("description = 'x'", "needs a table [partitions.<name>]"),
         ("[partitions.x]\n", "description: Field required"),
-        ("description = 'x'\n[partitions.x]\ncpu = 4\n", "partitions.x.cpu: Extra inputs are not permitted"),
-        ("description = 'x'\n[partitions.x]\n[spec.model]\nlayers = 3\n", "[spec] says model.layers"),
-        ("description = 'x'\n[partitions.x.spec.batch]\nquue = 'a'\n", "[partitions.x.spec] says batch.quue"),
+        (
+            "description = 'x'\n[partitions.x]\ncpu = 4\n",
+            "partitions.x.cpu: Extra inputs are not permitted",
+        ),
+        (
+            "description = 'x'\n[partitions.x]\n[spec.model]\nlayers = 3\n",
+            "[spec] says model.layers",
+        ),
+        (
+            "description = 'x'\n[partitions.x.spec.batch]\nquue = 'a'\n",
+            "[partitions.x.spec] says batch.quue",
+        ),
         ("description = 'x'\n[partitions.x.spec.batch]\nnodes = 0\n", "batch.nodes = 0: must be"),
         ("description = \n", "moon.toml:1: not valid TOML"),
     ],
@@ -128,11 +157,18 @@ def test_a_site_may_extend_the_templates(moon: Path) -> None:
     assert "nmae" in rendered.stderr
 
 
-def hpczero(folder: Path, *arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+def hpczero(
+    folder: Path, *arguments: str, path: str | None = None
+) -> subprocess.CompletedProcess[str]:
     """As on a login node: without what only training needs."""
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)} | ({"PATH": path} if path is not None else {})
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+    } | ({"PATH": path} if path is not None else {})
     command = [sys.executable, "-c", BLOCKER.format(blocked=list(HEAVY)), *arguments]
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_the_verbs_on_a_login_node(moon: Path) -> None:
@@ -141,23 +177,43 @@ def test_the_verbs_on_a_login_node(moon: Path) -> None:
     assert "moon/near" in listed.stdout
     assert "the moon: 8 CPUs" in listed.stdout
     rows = {row["site"]: row for row in json.loads(hpczero(moon, "site", "list", "--json").stdout)}
-    assert (rows["generic/slurm"]["support"], rows["frontier/batch"]["support"]) == ("tested", "rendered-only")
+    assert (rows["generic/slurm"]["support"], rows["frontier/batch"]["support"]) == (
+        "tested",
+        "rendered-only",
+    )
     shown = hpczero(moon, "site", "show", "frontier")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert '    batch.constraint = "nvme"' in shown.stdout.splitlines()
     assert "6h for up to 183 nodes in batch" in shown.stdout
     assert "3h for 10 to 24 nodes in prod" in hpczero(moon, "site", "show", "polaris").stdout
-    assert json.loads(hpczero(moon, "site", "show", "moon/far", "--json").stdout)["spec"]["batch"]["queue"] == "dark"
+    assert (
+        json.loads(hpczero(moon, "site", "show", "moon/far", "--json").stdout)["spec"]["batch"][
+            "queue"
+        ]
+        == "dark"
+    )
     assert hpczero(moon, "site", "show", "venus").returncode == 2
 
 
 def test_a_script_is_rendered_where_no_scheduler_is(moon: Path) -> None:
-    rendered = hpczero(moon, "render", str(spec(moon, 'batch.site = "generic/pbs"')), "-o", "job.sh", path="/nonexistent")
+    rendered = hpczero(
+        moon,
+        "render",
+        str(spec(moon, 'batch.site = "generic/pbs"')),
+        "-o",
+        "job.sh",
+        path="/nonexistent",
+    )
     assert (rendered.returncode, rendered.stdout) == (0, "")
-    assert rendered.stderr.splitlines()[0] == "hpczero: generic/pbs: 1 rank on 1 node, at most 1 node-hours"
+    assert (
+        rendered.stderr.splitlines()[0]
+        == "hpczero: generic/pbs: 1 rank on 1 node, at most 1 node-hours"
+    )
     assert "#PBS -l walltime=01:00:00" in (moon / "job.sh").read_text().splitlines()
     several = hpczero(moon, "render", "spec.toml", "--set", "batch.chain=3", path="/nonexistent")
-    assert several.stderr.splitlines()[2].startswith("hpczero: batch.chain = 3: it is hpczero submit that ")
+    assert several.stderr.splitlines()[2].startswith(
+        "hpczero: batch.chain = 3: it is hpczero submit that "
+    )
     unknown = hpczero(moon, "render", str(spec(moon, "")), path="/nonexistent")
     assert unknown.returncode == 2
     assert 'batch.scheduler = "slurm" or "pbs"' in unknown.stderr
@@ -189,8 +245,20 @@ Queue: closed
 
 def test_what_schedulers_say_of_their_queues() -> None:
     found = sites.of_sinfo(SINFO)
-    assert found["short"] == {"cpus": 4, "memory_gb": 7, "gpus": 0, "nodes": 2, "walltime": "00:30:00"}
-    assert found["gpu"] == {"cpus": 32, "memory_gb": 250, "gpus": 2, "nodes": 16, "walltime": "36:00:00"}
+    assert found["short"] == {
+        "cpus": 4,
+        "memory_gb": 7,
+        "gpus": 0,
+        "nodes": 2,
+        "walltime": "00:30:00",
+    }
+    assert found["gpu"] == {
+        "cpus": 32,
+        "memory_gb": 250,
+        "gpus": 2,
+        "nodes": 16,
+        "walltime": "36:00:00",
+    }
     assert found["free*"]["walltime"] == ""
     assert sites.of_qstat(QSTAT) == {"workq": {"nodes": 64, "walltime": "24:00:00"}}
 
@@ -203,10 +271,20 @@ def test_a_new_profile_is_one(moon: Path) -> None:
     made = hpczero(moon, "site", "new", "here", "-o", "sites/here.toml", path=str(moon / "bin"))
     assert (made.returncode, made.stderr) == (0, "")
     _, site, partition = facts("here/gpu")
-    assert (site.description, partition.cpus, partition.gpus, partition.limits[0].walltime) == ("here", 32, 2, "36:00:00")
+    assert (site.description, partition.cpus, partition.gpus, partition.limits[0].walltime) == (
+        "here",
+        32,
+        2,
+        "36:00:00",
+    )
     tree = tomllib.loads((moon / "sites" / "here.toml").read_text())
     assert tree["partitions"]["short"]["spec"]["batch"]["queue"] == "short"
-    assert hpczero(moon, "site", "new", "here", "-o", "sites/here.toml", path=str(moon / "bin")).returncode == 2
+    assert (
+        hpczero(
+            moon, "site", "new", "here", "-o", "sites/here.toml", path=str(moon / "bin")
+        ).returncode
+        == 2
+    )
     nobody = hpczero(moon, "site", "new", "x", path="/nonexistent")
     assert nobody.returncode == 1
     assert "neither sinfo (Slurm) nor qstat (PBS)" in nobody.stderr

@@ -29,43 +29,63 @@ def test_every_link_is_in_the_queue_before_the_first_may_begin(queue: Path, tmp_
     assert made[0] == ["-o", f"{own.path}/", "-h", str(own.path / "job.sh")]
     assert made[1][2:4] == ["-W", "depend=afterany:17.headnode"]
     assert made[2][2:4] == ["-W", "depend=afterany:18.headnode"]
-    assert [line.split()[0] for line in (queue / "calls").read_text().splitlines()] == ["qsub", "qsub", "qsub", "qrls"]
+    assert [line.split()[0] for line in (queue / "calls").read_text().splitlines()] == [
+        "qsub",
+        "qsub",
+        "qsub",
+        "qrls",
+    ]
     assert fakes.state(queue, "17.headnode") == "Q"
 
 
 def test_no_value_of_a_variable_that_is_handed_over_is_kept(queue: Path, tmp_path: Path) -> None:
     assert main(["submit", "spec.toml"]) == 0
-    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(queue)]
+    files = [
+        path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(queue)
+    ]
     assert any("SECRET_OF_MINE" in path.read_text() for path in files)
     assert not [path for path in files if "hunter2" in path.read_text()]
 
 
-def test_a_variable_that_is_not_there_cannot_be_handed_over(queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_variable_that_is_not_there_cannot_be_handed_over(
+    queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv("SECRET_OF_MINE")
     assert main(["submit", "spec.toml"]) == 2
     assert "SECRET_OF_MINE, which is not set here" in capsys.readouterr().err
     monkeypatch.setenv("PBS_OF_MINE", "x")
-    assert main(["submit", "spec.toml", "--set", 'batch.env_pass=["PBS_OF_MINE"]']) == 2, "it would be left out"
+    assert main(["submit", "spec.toml", "--set", 'batch.env_pass=["PBS_OF_MINE"]']) == 2, (
+        "it would be left out"
+    )
     assert not fakes.calls(queue, "qsub")
 
 
-def test_a_run_that_is_in_the_queue_is_not_submitted_again(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_in_the_queue_is_not_submitted_again(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["submit", "spec.toml"]) == 0
     assert main(["submit", "spec.toml"]) == 2
-    assert "submitted already: job 17.headnode (queued), 18.headnode (held) and 19.headnode (held)" in capsys.readouterr().err
+    assert (
+        "submitted already: job 17.headnode (queued), 18.headnode (held) and 19.headnode (held)"
+        in capsys.readouterr().err
+    )
     for number in record(tmp_path).jobs:
         fakes.state(queue, number, "F")
     assert main(["submit", "spec.toml"]) == 0
 
 
-def test_a_job_whose_number_was_never_heard_of_is_found(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_whose_number_was_never_heard_of_is_found(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (queue / "lose").touch()
     assert main(["submit", "spec.toml"]) == 0
     assert record(tmp_path).jobs == ("17.headnode", "18.headnode", "19.headnode"), "not one more"
     assert len(fakes.calls(queue, "qsub")) == 3
 
 
-def test_a_submission_that_broke_off_is_seen_by_the_next_one(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_submission_that_broke_off_is_seen_by_the_next_one(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As if the program had been killed between qsub and its answer: nothing is written of the job but its tag in the queue."""
     assert main(["submit", "spec.toml", "--set", "batch.chain=1"]) == 0
     own = record(tmp_path)
@@ -76,7 +96,9 @@ def test_a_submission_that_broke_off_is_seen_by_the_next_one(queue: Path, tmp_pa
     assert len(fakes.calls(queue, "qsub")) == 1
 
 
-def test_what_pbs_refuses_is_said_and_nothing_is_left(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_pbs_refuses_is_said_and_nothing_is_left(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (queue / "refuse").write_text("qsub: Unknown queue")
     assert main(["submit", "spec.toml"]) == 2
     assert "qsub refused the job: qsub: Unknown queue" in capsys.readouterr().err
@@ -119,7 +141,9 @@ def test_nobody_answers(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         submit.Chain(own).submit()
 
 
-def test_status_cancel_and_logs(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_cancel_and_logs(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["submit", "spec.toml"]) == 0
     own = record(tmp_path)
     capsys.readouterr()
@@ -128,10 +152,17 @@ def test_status_cancel_and_logs(queue: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["status"]) == 0
     assert "a-run  queued  0/40" in capsys.readouterr().out
     assert main(["status", "spec.toml"]) == 0
-    assert "job 17.headnode  queued: Not Running: Insufficient amount of resource: ncpus (R: 8 A: 0 T: 16)" in capsys.readouterr().out
+    assert (
+        "job 17.headnode  queued: Not Running: Insufficient amount of resource: ncpus (R: 8 A: 0 T: 16)"
+        in capsys.readouterr().out
+    )
     asked = len(fakes.calls(queue, "qstat"))
     assert main(["status", "runs/a-run", "--json"]) == 0
-    assert [link["state"] for link in json.loads(capsys.readouterr().out)["links"]] == ["queued", "held", "held"]
+    assert [link["state"] for link in json.loads(capsys.readouterr().out)["links"]] == [
+        "queued",
+        "held",
+        "held",
+    ]
     assert len(fakes.calls(queue, "qstat")) == asked, "asked a moment ago"
     own.log("17.headnode").write_text("first words\n")
     assert main(["logs", "a-run"]) == 0
@@ -148,7 +179,9 @@ def test_status_cancel_and_logs(queue: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(["status", "nobody"]) == 2
 
 
-def test_nothing_is_submitted_where_there_is_no_scheduler(queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_submitted_where_there_is_no_scheduler(
+    queue: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert main(["submit", "spec.toml", "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash -l\n#PBS -S /bin/bash\n")
@@ -188,13 +221,27 @@ Job Id: 6.s-pbs
 def test_the_words_of_qstat() -> None:
     """Long values go on behind a tab, wherever they happen to be cut."""
     job, other = pbs.parse(QSTAT)
-    assert (job.number, job.state, job.tag, job.start) == ("5.s-pbs", "running", "hpczero:ab:0", "Mon Jan  5 10:00:00 2026")
-    assert (other.number, other.state, other.tag) == ("6.s-pbs", "running", ""), "pushed aside, and not ended"
+    assert (job.number, job.state, job.tag, job.start) == (
+        "5.s-pbs",
+        "running",
+        "hpczero:ab:0",
+        "Mon Jan  5 10:00:00 2026",
+    )
+    assert (other.number, other.state, other.tag) == ("6.s-pbs", "running", ""), (
+        "pushed aside, and not ended"
+    )
 
 
-@pytest.mark.parametrize(("over", "code"), [("the run is finished", 0), ("no progress", 1), ("", 1)])
+@pytest.mark.parametrize(
+    ("over", "code"), [("the run is finished", 0), ("no progress", 1), ("", 1)]
+)
 def test_waiting_for_the_end(
-    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], over: str, code: int
+    queue: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    over: str,
+    code: int,
 ) -> None:
     slept: list[float] = []
 
@@ -210,7 +257,11 @@ def test_waiting_for_the_end(
     monkeypatch.setattr(submit, "time", SimpleNamespace(sleep=sleep, time=time.time))
     assert main(["submit", "spec.toml", "--wait"]) == code
     assert slept == [scheduler.ASK_EVERY] * 3
-    assert capsys.readouterr().out.splitlines()[-1].endswith(over or "the jobs ended before the run was finished")
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .endswith(over or "the jobs ended before the run was finished")
+    )
 
 
 def test_the_log_is_followed_from_job_to_job(
@@ -241,24 +292,45 @@ def test_on_a_login_node(queue: Path, tmp_path: Path) -> None:
     """All of it without what only training needs."""
     program = BLOCKER.format(blocked=["torch", "mpi4py", "numba"])
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    for words in (["submit", "spec.toml"], ["status"], ["status", "a-run"], ["runs"], ["cancel", "a-run"]):
-        done = subprocess.run([sys.executable, "-c", program, *words], env=variables, capture_output=True, text=True, timeout=120, check=False)
+    for words in (
+        ["submit", "spec.toml"],
+        ["status"],
+        ["status", "a-run"],
+        ["runs"],
+        ["cancel", "a-run"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *words],
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         notes = ("PBS shows SECRET_OF_MINE", "data.source =")
         lines = done.stderr.splitlines()
         said = [line for line in lines if not any(note in line for note in notes)]
         assert (done.returncode, said) == (0, []), words
 
 
-def test_a_probe_goes_where_short_jobs_begin_soon(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_probe_goes_where_short_jobs_begin_soon(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "spec.toml").write_text(
         'name = "big"\noutput = "runs"\ntrain = { steps = 100000, global_batch = 64 }\nschedule.warmup_steps = 900\n'
         'batch = { site = "polaris", account = "a", nodes = 4, walltime = "3h", chain = 9, after = "4711", begin = "1200" }\n'
     )
     assert main(["submit", "spec.toml", "--probe", "--dry-run"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert {"#PBS -q debug-scaling", "#PBS -l walltime=00:15:00", "#PBS -l select=4:system=polaris"} <= set(lines)
+    assert {
+        "#PBS -q debug-scaling",
+        "#PBS -l walltime=00:15:00",
+        "#PBS -l select=4:system=polaris",
+    } <= set(lines)
     assert [line for line in lines if line.startswith("#PBS -N big.probe-")]
-    assert not [line for line in lines if "4711" in line or line.startswith("#PBS -a")], "it waits for nothing"
+    assert not [line for line in lines if "4711" in line or line.startswith("#PBS -a")], (
+        "it waits for nothing"
+    )
     first, second = [line for line in lines if line.startswith("mpiexec")]
     assert first.endswith("/spec.toml --set train.steps=3 </dev/null || exit")
     assert second.endswith("/spec.toml </dev/null")
@@ -266,7 +338,9 @@ def test_a_probe_goes_where_short_jobs_begin_soon(queue: Path, tmp_path: Path, c
     assert "#PBS -q prod" in capsys.readouterr().out.splitlines(), "so many are not allowed there"
 
 
-def test_another_run_is_not_submitted_over_one(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_run_is_not_submitted_over_one(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Or the job would find out, after its days in the queue."""
     run = tmp_path / "runs" / "a-run"
     run.mkdir(parents=True)
@@ -279,7 +353,9 @@ def test_another_run_is_not_submitted_over_one(queue: Path, tmp_path: Path, caps
     assert not fakes.calls(queue, "qsub")
 
 
-def test_waiting_outlives_a_scheduler_that_is_silent_for_a_while(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_outlives_a_scheduler_that_is_silent_for_a_while(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["submit", "spec.toml", "--set", "batch.chain=1"]) == 0
     (queue / "deaf").touch()
     scheduler.forget("pbs")

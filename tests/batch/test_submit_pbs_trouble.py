@@ -20,7 +20,9 @@ from tests.batch import fakes
 from tests.batch.conftest import record
 
 
-def test_two_who_submit_a_run_at_once(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_who_submit_a_run_at_once(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "runs" / "a-run" / "batch").mkdir(parents=True)
     with RunLock(tmp_path / "runs" / "a-run" / "batch"):
         assert main(["submit", "spec.toml"]) == 2
@@ -29,7 +31,9 @@ def test_two_who_submit_a_run_at_once(queue: Path, tmp_path: Path, capsys: pytes
     assert main(["submit", "spec.toml"]) == 0
 
 
-def test_a_submission_that_is_interrupted_is_taken_back(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submission_that_is_interrupted_is_taken_back(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also the job that was entered when the user lost patience."""
     real = pbs.submit
 
@@ -45,7 +49,9 @@ def test_a_submission_that_is_interrupted_is_taken_back(queue: Path, tmp_path: P
     monkeypatch.undo()
 
 
-def test_a_job_that_is_still_on_its_way_into_the_queue(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_still_on_its_way_into_the_queue(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server enters it a moment after its answer was given up: it is not submitted once more."""
     (queue / "lose").touch()
     real, waited = pbs.jobs, []
@@ -57,7 +63,9 @@ def test_a_job_that_is_still_on_its_way_into_the_queue(queue: Path, tmp_path: Pa
     assert len(fakes.calls(queue, "qsub")) == 1
 
 
-def test_a_server_without_history(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_history(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (queue / "forgetful").touch()
     assert main(["submit", "spec.toml"]) == 0
     assert main(["status", "a-run"]) == 0
@@ -84,13 +92,17 @@ def test_a_home_that_cannot_be_written_loses_no_job(
     assert main(["cancel", "runs/a-run"]) == 0
 
 
-def test_what_is_cancelled_is_cancelled(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_cancelled_is_cancelled(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also where the books cannot be written any more, and jobs that are known by their tag only."""
     assert main(["submit", "spec.toml"]) == 0
     own = record(tmp_path)
     (own.path / "over").mkdir()  # as good as a full disk
     kept = json.loads((own.path / "submission.json").read_text())
-    (own.path / "submission.json").write_text(json.dumps(kept | {"jobs": ["17.headnode"], "complete": False}))
+    (own.path / "submission.json").write_text(
+        json.dumps(kept | {"jobs": ["17.headnode"], "complete": False})
+    )
     assert main(["cancel", "a-run"]) == 0
     said = capsys.readouterr()
     assert "cancelled: 17.headnode, 18.headnode and 19.headnode" in said.out
@@ -98,7 +110,9 @@ def test_what_is_cancelled_is_cancelled(queue: Path, tmp_path: Path, capsys: pyt
     assert [fakes.state(queue, number) for number in own.jobs] == ["F", "F", "F"]
 
 
-def test_the_lock_of_a_job_that_is_gone_keeps_nobody_waiting(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lock_of_a_job_that_is_gone_keeps_nobody_waiting(
+    queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["submit", "spec.toml"]) == 0
     for number in record(tmp_path).jobs:
         fakes.state(queue, number, "F")
@@ -122,18 +136,32 @@ def test_the_job_works_in_the_folder_that_was_meant_here(
     assert main(["submit", "spec.toml", "--set", "output=$SCRATCH_OF_MINE/runs"]) == 0
     (own,) = submission.of_run(tmp_path / "scratch" / "runs" / "a-run")
     monkeypatch.setenv("SCRATCH_OF_MINE", "/elsewhere")
-    assert run_directory.path_of(load(own.path / "spec.toml").spec) == tmp_path / "scratch" / "runs" / "a-run"
+    assert (
+        run_directory.path_of(load(own.path / "spec.toml").spec)
+        == tmp_path / "scratch" / "runs" / "a-run"
+    )
     monkeypatch.delenv("SCRATCH_OF_MINE")
     assert main(["submit", "spec.toml", "--set", "output=$SCRATCH_OF_MINE/runs"]) == 2
     assert "what follows the $ is not set here" in capsys.readouterr().err
 
 
-def test_a_layout_can_be_probed_again(queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_can_be_probed_again(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each probe is a run of its own: the first one being finished says nothing about another layout."""
     for moment in (1, 2):
-        monkeypatch.setattr(submit, "datetime", SimpleNamespace(now=lambda zone, moment=moment: datetime(2026, 1, 5, 10, 0, moment, tzinfo=zone)))
+        monkeypatch.setattr(
+            submit,
+            "datetime",
+            SimpleNamespace(
+                now=lambda zone, moment=moment: datetime(2026, 1, 5, 10, 0, moment, tzinfo=zone)
+            ),
+        )
         assert main(["submit", "spec.toml", "--probe"]) == 0
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["a-run.probe-20260105T100001", "a-run.probe-20260105T100002"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [
+        "a-run.probe-20260105T100001",
+        "a-run.probe-20260105T100002",
+    ]
 
 
 def test_another_run_is_no_new_question(queue: Path, capsys: pytest.CaptureFixture[str]) -> None:

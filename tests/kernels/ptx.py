@@ -31,7 +31,11 @@ def compiled(kernel: Any) -> str:
     """Its PTX. numba asks the device at hand for its capability where one function calls another; here is none."""
     from numba.cuda import dispatcher
 
-    with mock.patch.object(dispatcher, "get_current_device", return_value=SimpleNamespace(compute_capability=CAPABILITY)):
+    with mock.patch.object(
+        dispatcher,
+        "get_current_device",
+        return_value=SimpleNamespace(compute_capability=CAPABILITY),
+    ):
         return str(kernel.ptx(CAPABILITY))
 
 
@@ -47,11 +51,21 @@ def assembled(text: str, folder: Path, registers: int | None) -> tuple[int, int]
     source = folder / "kernel.ptx"
     source.write_text(text)
     limit = [f"--maxrregcount={registers}"] if registers else []
-    command = [str(assembler()), f"-arch=sm_{CAPABILITY[0]}{CAPABILITY[1]}", "-v", *limit, "-o", str(folder / "kernel.cubin"), str(source)]
+    command = [
+        str(assembler()),
+        f"-arch=sm_{CAPABILITY[0]}{CAPABILITY[1]}",
+        "-v",
+        *limit,
+        "-o",
+        str(folder / "kernel.cubin"),
+        str(source),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     (used,) = re.findall(r"Used (\d+) registers", done.stderr)
-    ((frame, stores, loads),) = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    ((frame, stores, loads),) = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr
+    )
     return int(used), int(frame) + int(stores) + int(loads)
 
 

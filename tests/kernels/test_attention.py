@@ -5,7 +5,14 @@ import torch
 
 from hpczero_kernels.attention import attention, attention_reference, supports
 
-SHAPES = [(4, 16, 128, 64), (2, 3, 33, 64), (1, 2, 1, 16), (3, 5, 255, 32), (1, 4, 256, 64), (2, 1, 7, 8)]
+SHAPES = [
+    (4, 16, 128, 64),
+    (2, 3, 33, 64),
+    (1, 2, 1, 16),
+    (3, 5, 255, 32),
+    (1, 4, 256, 64),
+    (2, 1, 7, 8),
+]
 
 
 def gradients(how, x: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,9 +56,16 @@ def test_it_is_repeatable_and_takes_parts_of_a_tensor() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize(("dtype", "seq"), [(torch.float32, 16), (torch.bfloat16, 257), (torch.bfloat16, 0)])
+@pytest.mark.parametrize(
+    ("dtype", "seq"), [(torch.float32, 16), (torch.bfloat16, 257), (torch.bfloat16, 0)]
+)
 def test_what_it_does_not_support_is_pytorchs(dtype: torch.dtype, seq: int) -> None:
     x = torch.randn(3, 2, 2, seq, 8).to(dtype)
     assert not supports(x[0])
     if seq:
-        assert all(torch.equal(*pair) for pair in zip(*(gradients(how, x, x[0]) for how in (attention, attention_reference)), strict=True))
+        assert all(
+            torch.equal(*pair)
+            for pair in zip(
+                *(gradients(how, x, x[0]) for how in (attention, attention_reference)), strict=True
+            )
+        )

@@ -12,13 +12,24 @@ from hpczero_kernels.cross_entropy import IGNORED, part_gradient_, part_statisti
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def in_parts(logits: torch.Tensor, targets: torch.Tensor, bounds: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def in_parts(
+    logits: torch.Tensor, targets: torch.Tensor, bounds: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of each row, gradient of twice their sum; the parts are bounds[0] .. bounds[1] - 1 and so on."""
     parts = [(logits[:, first:stop].clone(), first) for first, stop in pairwise(bounds)]
-    own_most, own_sums, of_targets = map(torch.stack, zip(*(part_statistics(part, targets, first) for part, first in parts), strict=True))
+    own_most, own_sums, of_targets = map(
+        torch.stack,
+        zip(*(part_statistics(part, targets, first) for part, first in parts), strict=True),
+    )
     most = own_most.amax(0)
     sums = (own_sums * (own_most - most).exp()).sum(0)
-    gradient = torch.cat([part_gradient_(part, targets, first, most, sums, torch.tensor(2.0)) for part, first in parts], 1)
+    gradient = torch.cat(
+        [
+            part_gradient_(part, targets, first, most, sums, torch.tensor(2.0))
+            for part, first in parts
+        ],
+        1,
+    )
     return sums.log() + (most - of_targets.sum(0)), gradient
 
 
@@ -30,25 +41,33 @@ def exactly(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bounds", [[0, 257], [0, 65, 129, 193, 257], [0, 1, 1, 256, 257, 257]], ids=str)
+@pytest.mark.parametrize(
+    "bounds", [[0, 257], [0, 65, 129, 193, 257], [0, 1, 1, 256, 257, 257]], ids=str
+)
 @pytest.mark.parametrize("block", [1, 300, 1 << 18])
 def test_parts_together_are_the_whole(bounds, dtype, block, monkeypatch):
     """Logits up to +-80 and a common offset of 1000 (fp16: 100), which no exponential survives."""
     monkeypatch.setattr(cross_entropy, "_BLOCK", block)
     generator = torch.Generator().manual_seed(1)
-    logits = (torch.randn(41, 257, generator=generator) * 20 + (100 if dtype == torch.float16 else 1000)).to(dtype)
+    logits = (
+        torch.randn(41, 257, generator=generator) * 20 + (100 if dtype == torch.float16 else 1000)
+    ).to(dtype)
     targets = torch.randint(0, 257, (41,), generator=generator)
     losses, gradient = exactly(logits, targets)
     own_losses, own_gradient = in_parts(logits, targets, bounds)
     torch.testing.assert_close(own_losses.double(), losses, rtol=1e-6, atol=1e-6)
     assert own_gradient.dtype is dtype
-    assert ((own_gradient.double() - gradient).norm() / gradient.norm()) < max(2e-6, torch.finfo(dtype).eps / 2)
+    assert ((own_gradient.double() - gradient).norm() / gradient.norm()) < max(
+        2e-6, torch.finfo(dtype).eps / 2
+    )
 
 
 def test_no_rows_and_no_columns():
     none = torch.zeros(0, dtype=torch.int64)
     assert [part.shape for part in part_statistics(torch.zeros(0, 5), none, 0)] == [(0,)] * 3
-    assert part_gradient_(torch.zeros(0, 5), none, 0, torch.zeros(0), torch.zeros(0), torch.tensor(1.0)).shape == (0, 5)
+    assert part_gradient_(
+        torch.zeros(0, 5), none, 0, torch.zeros(0), torch.zeros(0), torch.tensor(1.0)
+    ).shape == (0, 5)
     most, sums, of_targets = part_statistics(torch.zeros(2, 0), torch.tensor([0, 1]), 5)
     assert most.tolist() == [-float("inf")] * 2
     assert sums.tolist() == of_targets.tolist() == [0, 0]
@@ -57,12 +76,22 @@ def test_no_rows_and_no_columns():
 def test_logits_that_are_not_finite_give_what_torch_gives():
     """-inf is a token that cannot come, also where a part has nothing else; a row with NaN or inf is NaN."""
     inf, nan = float("inf"), float("nan")
-    logits = torch.tensor([[-inf, -inf, 1.0, 2.0], [0.0, nan, 1.0, 2.0], [0.0, 1.0, inf, 2.0], [-inf] * 4, [0.0, -inf, 1.0, -500.0]])
+    logits = torch.tensor(
+        [
+            [-inf, -inf, 1.0, 2.0],
+            [0.0, nan, 1.0, 2.0],
+            [0.0, 1.0, inf, 2.0],
+            [-inf] * 4,
+            [0.0, -inf, 1.0, -500.0],
+        ]
+    )
     targets = torch.tensor([3, 0, 0, 0, 1])
     expected = functional.cross_entropy(logits, targets, reduction="none")
     torch.testing.assert_close(in_parts(logits, targets, [0, 2, 4])[0], expected, equal_nan=True)
     assert expected.isfinite().tolist() == [True, False, False, False, False]
-    torch.testing.assert_close(in_parts(logits[:1], targets[:1], [0, 2, 4])[1], exactly(logits[:1], targets[:1])[1].float())
+    torch.testing.assert_close(
+        in_parts(logits[:1], targets[:1], [0, 2, 4])[1], exactly(logits[:1], targets[:1])[1].float()
+    )
 
 
 def test_ignored_rows_have_no_gradient():
@@ -74,4 +103,9 @@ def test_ignored_rows_have_no_gradient():
 
 def test_the_gradient_lies_where_the_logits_were():
     logits = torch.randn(3, 7)
-    assert part_gradient_(logits, torch.tensor([0, 1, 2]), 0, torch.zeros(3), torch.ones(3), torch.tensor(1.0)).data_ptr() == logits.data_ptr()
+    assert (
+        part_gradient_(
+            logits, torch.tensor([0, 1, 2]), 0, torch.zeros(3), torch.ones(3), torch.tensor(1.0)
+        ).data_ptr()
+        == logits.data_ptr()
+    )

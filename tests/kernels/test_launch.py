@@ -26,7 +26,14 @@ assert numba.cuda.implementation == "NVIDIA", numba.cuda.__file__
 def test_numbas_own_target_is_not_taken_where_python_reads_no_pth_files() -> None:
     """As in `pip install --target`: -S leaves out what Python does for its own folders of packages."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-S", "-c", WITHOUT_PTH_FILES], env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", WITHOUT_PTH_FILES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -56,7 +63,13 @@ def test_a_kernel_may_be_the_first_that_a_thread_asks_of_a_gpu() -> None:
     assert torch.equal(found[0], expected)
 
 
-def step(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, state: State, scalars: adamw.Scalars) -> torch.Tensor:
+def step(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    state: State,
+    scalars: adamw.Scalars,
+) -> torch.Tensor:
     """Forward, backward, and an update of what was computed of them alone."""
     normal, _ = norm.add_layer_norm(x, x, weight, weight)
     loss = cross_entropy.cross_entropy(elementwise.gelu(normal, weight), targets)
@@ -70,7 +83,10 @@ def step(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, state: St
 
 def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, State, adamw.Scalars]:
     torch.manual_seed(1)
-    x, weight = torch.randn(8, 64, device="cuda", requires_grad=True), torch.randn(64, device="cuda")
+    x, weight = (
+        torch.randn(8, 64, device="cuda", requires_grad=True),
+        torch.randn(64, device="cuda"),
+    )
     state = State(*(torch.zeros(512, device="cuda") for _ in range(4)), None)
     scalars = adamw.scalars_of_step(1, 0.01, (0.9, 0.95), 1e-8)
     return x, weight, torch.arange(8, device="cuda"), state, adamw.Scalars(scalars.values.cuda())
@@ -111,14 +127,22 @@ def test_there_may_be_more_elements_than_32_bits_count(operation: str) -> None:
         pytest.skip("the GPU has not enough memory free")
     x, last = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda"), slice(rows - 2, rows)
     x[last] = torch.randn(2, columns, device="cuda")
-    weight, targets = torch.ones(columns, dtype=torch.bfloat16, device="cuda"), torch.full((rows,), cross_entropy.IGNORED, device="cuda")
+    weight, targets = (
+        torch.ones(columns, dtype=torch.bfloat16, device="cuda"),
+        torch.full((rows,), cross_entropy.IGNORED, device="cuda"),
+    )
     targets[-1] = 5
     with torch.no_grad():
         if operation == "sum":
-            reduce.sum_pieces([x.view(-1), x.view(-1)], out := torch.empty_like(x.view(-1)), False, None)
+            reduce.sum_pieces(
+                [x.view(-1), x.view(-1)], out := torch.empty_like(x.view(-1)), False, None
+            )
             assert torch.equal(out.view(rows, columns)[last], x[last] + x[last])
         elif operation == "cross_entropy":
-            torch.testing.assert_close(cross_entropy.cross_entropy(x, targets), cross_entropy.cross_entropy(x[last], targets[last]))
+            torch.testing.assert_close(
+                cross_entropy.cross_entropy(x, targets),
+                cross_entropy.cross_entropy(x[last], targets[last]),
+            )
         else:
             run = elementwise.gelu if operation == "gelu" else lambda x: norm.rms_norm(x, weight)
             assert torch.equal(run(x)[last], run(x[last]))

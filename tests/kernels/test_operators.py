@@ -15,9 +15,17 @@ from hpczero_kernels.operations import OPERATIONS
 from tests.kernels.device import DEVICE, KERNELS, distance, drawn, size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FLOOR = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # two roundings of fp32, a quarter of one of a half
+FLOOR = {
+    torch.float32: 2.0**-22,
+    torch.bfloat16: 2.0**-9,
+    torch.float16: 2.0**-12,
+}  # two roundings of fp32, a quarter of one of a half
 SMALL = [(1, 2, 24), (1, 3, 13), (1, 1, 1)]
-SHAPES = SMALL if KERNELS and DEVICE == "cpu" else [*SMALL, (5, 3, 123), (2, 4, 256), (3, 1, 1032), (1, 2, 4096)]
+SHAPES = (
+    SMALL
+    if KERNELS and DEVICE == "cpu"
+    else [*SMALL, (5, 3, 123), (2, 4, 256), (3, 1, 1032), (1, 2, 4096)]
+)
 KEY = 0xFEDCBA9876543210
 PLACE = dropout.Place(all_columns=8200, first_row=3, first_column=8)
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
@@ -32,9 +40,16 @@ class Case:
     torchs: Operator
 
 
-def rows_and_columns(*which: str) -> Callable[[tuple[int, int, int], torch.dtype, int], list[Tensor]]:
+def rows_and_columns(
+    *which: str,
+) -> Callable[[tuple[int, int, int], torch.dtype, int], list[Tensor]]:
     def made(shape: tuple[int, int, int], dtype: torch.dtype, offset: int) -> list[Tensor]:
-        shapes = {"x": shape, "column": shape[-1:], "both": (*shape[:-1], 2, shape[-1]), "heads": (*shape[:2], 2, 2 * shape[-1])}
+        shapes = {
+            "x": shape,
+            "column": shape[-1:],
+            "both": (*shape[:-1], 2, shape[-1]),
+            "heads": (*shape[:2], 2, 2 * shape[-1]),
+        }
         return [drawn(shapes[name], number, dtype, offset) for number, name in enumerate(which, 1)]
 
     return made
@@ -48,7 +63,9 @@ def targets_for(logits: Tensor) -> Tensor:
 
 def torchs_losses(x: Tensor) -> Tensor:
     x = x.flatten(0, 1)
-    return torch.nn.functional.cross_entropy(x if x.dtype == torch.float64 else x.float(), targets_for(x), reduction="sum")
+    return torch.nn.functional.cross_entropy(
+        x if x.dtype == torch.float64 else x.float(), targets_for(x), reduction="sum"
+    )
 
 
 def samples_of(x: Tensor) -> Tensor:
@@ -57,7 +74,9 @@ def samples_of(x: Tensor) -> Tensor:
 
 def own_dropout(x: Tensor, *rest: Tensor) -> Tensor:
     bias, residual = rest or (None, None)
-    return dropout.FusedDropout.apply(x, bias, residual, dropout.Chosen(0.3, KEY, samples_of(x), PLACE))
+    return dropout.FusedDropout.apply(
+        x, bias, residual, dropout.Chosen(0.3, KEY, samples_of(x), PLACE)
+    )
 
 
 def torchs_dropout(x: Tensor, *rest: Tensor) -> Tensor:
@@ -71,27 +90,53 @@ def turned(x: Tensor) -> tuple[Tensor, Tensor]:
 
 CASES = {
     "layer_norm": Case(
-        rows_and_columns("x", "column", "column"), lambda x, w, b: norm.Norm.apply(x, None, w, b, norm.EPS, True), norm.layer_norm_reference
+        rows_and_columns("x", "column", "column"),
+        lambda x, w, b: norm.Norm.apply(x, None, w, b, norm.EPS, True),
+        norm.layer_norm_reference,
     ),
     "add_layer_norm": Case(
-        rows_and_columns("x", "x", "column", "column"), lambda x, r, w, b: norm.Norm.apply(x, r, w, b, norm.EPS, True), norm.add_layer_norm_reference
+        rows_and_columns("x", "x", "column", "column"),
+        lambda x, r, w, b: norm.Norm.apply(x, r, w, b, norm.EPS, True),
+        norm.add_layer_norm_reference,
     ),
-    "rms_norm": Case(rows_and_columns("x", "column"), lambda x, w: norm.Norm.apply(x, None, w, None, norm.EPS, False), norm.rms_norm_reference),
+    "rms_norm": Case(
+        rows_and_columns("x", "column"),
+        lambda x, w: norm.Norm.apply(x, None, w, None, norm.EPS, False),
+        norm.rms_norm_reference,
+    ),
     "add_rms_norm": Case(
-        rows_and_columns("x", "x", "column"), lambda x, r, w: norm.Norm.apply(x, r, w, None, norm.EPS, False), norm.add_rms_norm_reference
+        rows_and_columns("x", "x", "column"),
+        lambda x, r, w: norm.Norm.apply(x, r, w, None, norm.EPS, False),
+        norm.add_rms_norm_reference,
     ),
-    "gelu_tanh": Case(rows_and_columns("x"), lambda x: elementwise.Gelu.apply(x, None, True), elementwise.gelu_reference),
-    "bias_gelu_tanh": Case(rows_and_columns("x", "column"), lambda x, b: elementwise.Gelu.apply(x, b, True), elementwise.gelu_reference),
+    "gelu_tanh": Case(
+        rows_and_columns("x"),
+        lambda x: elementwise.Gelu.apply(x, None, True),
+        elementwise.gelu_reference,
+    ),
+    "bias_gelu_tanh": Case(
+        rows_and_columns("x", "column"),
+        lambda x, b: elementwise.Gelu.apply(x, b, True),
+        elementwise.gelu_reference,
+    ),
     "bias_gelu_erf": Case(
         rows_and_columns("x", "column"),
         lambda x, b: elementwise.Gelu.apply(x, b, False),
         lambda x, b: elementwise.gelu_reference(x, b, by_tanh=False),
     ),
-    "swiglu": Case(rows_and_columns("both"), elementwise.Swiglu.apply, elementwise.swiglu_reference),
+    "swiglu": Case(
+        rows_and_columns("both"), elementwise.Swiglu.apply, elementwise.swiglu_reference
+    ),
     "dropout": Case(rows_and_columns("x"), own_dropout, torchs_dropout),
-    "bias_dropout_residual": Case(rows_and_columns("x", "column", "x"), own_dropout, torchs_dropout),
+    "bias_dropout_residual": Case(
+        rows_and_columns("x", "column", "x"), own_dropout, torchs_dropout
+    ),
     "cross_entropy": Case(
-        rows_and_columns("x"), lambda x: cross_entropy.CrossEntropy.apply(x.flatten(0, 1) * 1, targets_for(x.flatten(0, 1))), torchs_losses
+        rows_and_columns("x"),
+        lambda x: cross_entropy.CrossEntropy.apply(
+            x.flatten(0, 1) * 1, targets_for(x.flatten(0, 1))
+        ),
+        torchs_losses,
     ),
     "rotary": Case(
         rows_and_columns("heads"),
@@ -110,15 +155,27 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the simulator's infinities
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # numpy's, of the simulator's infinities
 
 
-def carried_out(operator: Operator, given: list[Tensor], dtype: torch.dtype, seed: int = 100) -> list[Tensor]:
+def carried_out(
+    operator: Operator, given: list[Tensor], dtype: torch.dtype, seed: int = 100
+) -> list[Tensor]:
     """Outputs, then gradients; the gradients of the outputs are drawn in the precision of `given`."""
-    inputs = [tensor.detach().to(dtype).requires_grad_() if dtype != tensor.dtype else tensor.detach().requires_grad_() for tensor in given]
+    inputs = [
+        tensor.detach().to(dtype).requires_grad_()
+        if dtype != tensor.dtype
+        else tensor.detach().requires_grad_()
+        for tensor in given
+    ]
     made = operator(*inputs)
     outputs = list(made) if isinstance(made, tuple) else [made]
-    above = [drawn(tuple(out.shape), seed + number, given[0].dtype).to(out.dtype) for number, out in enumerate(outputs)]
+    above = [
+        drawn(tuple(out.shape), seed + number, given[0].dtype).to(out.dtype)
+        for number, out in enumerate(outputs)
+    ]
     gradients = torch.autograd.grad(outputs, inputs, above)
     return [*(out.detach() for out in outputs), *gradients]
 
@@ -126,7 +183,9 @@ def carried_out(operator: Operator, given: list[Tensor], dtype: torch.dtype, see
 @OPERATORS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_is_as_exact_as_torchs(case: Case, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+def test_it_is_as_exact_as_torchs(
+    case: Case, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
     given = case.made(shape, dtype, 0)
     exact = carried_out(case.torchs, given, torch.float64)
     theirs, ours = carried_out(case.torchs, given, dtype), carried_out(case.own, given, dtype)
@@ -134,14 +193,18 @@ def test_it_is_as_exact_as_torchs(case: Case, dtype: torch.dtype, shape: tuple[i
         assert our.shape == right.shape
         assert our.dtype == their.dtype
         assert our.isfinite().all()
-        assert distance(our, right) <= 2 * distance(their, right) + FLOOR[dtype] * size(right), number
+        assert distance(our, right) <= 2 * distance(their, right) + FLOOR[dtype] * size(right), (
+            number
+        )
 
 
 @OPERATORS
 @pytest.mark.parametrize("shape", [(0, 2, 16), (2, 0, 16)], ids=str)
 def test_nothing_gives_nothing(case: Case, shape: tuple[int, int, int]) -> None:
     given = case.made(shape, torch.bfloat16, 0)
-    expected, found = (carried_out(operator, given, torch.bfloat16) for operator in (case.torchs, case.own))
+    expected, found = (
+        carried_out(operator, given, torch.bfloat16) for operator in (case.torchs, case.own)
+    )
     for theirs, ours in zip(expected, found, strict=True):
         assert ours.shape == theirs.shape
         assert not ours.any()
@@ -151,7 +214,9 @@ def test_nothing_gives_nothing(case: Case, shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_neither_alignment_nor_another_run_changes_a_bit(case: Case, dtype: torch.dtype) -> None:
     shape = SHAPES[-1] if DEVICE == "cuda" else (1, 3, 24)
-    ways = [carried_out(case.own, case.made(shape, dtype, offset), dtype) for offset in (0, 0, 1, 3)]
+    ways = [
+        carried_out(case.own, case.made(shape, dtype, offset), dtype) for offset in (0, 0, 1, 3)
+    ]
     for way in ways[1:]:
         assert all(torch.equal(*pair) for pair in zip(ways[0], way, strict=True))
 
@@ -161,10 +226,18 @@ def test_neither_alignment_nor_another_run_changes_a_bit(case: Case, dtype: torc
 def test_what_is_not_finite_goes_where_torch_takes_it(case: Case, bad: float) -> None:
     given = case.made((1, 3, 13), torch.float32, 0)
     given[0][0, 2].flatten()[5] = bad
-    expected, same_dtype = carried_out(case.torchs, given, torch.float64), carried_out(case.torchs, given, torch.float32)
+    expected, same_dtype = (
+        carried_out(case.torchs, given, torch.float64),
+        carried_out(case.torchs, given, torch.float32),
+    )
     found = carried_out(case.own, given, torch.float32)
-    for right, torchs, ours in zip(expected, same_dtype, found, strict=True):  # some of PyTorch's operations in fp32 make nan of inf
-        agrees = [torch.isclose(ours.double(), other.double(), equal_nan=True, rtol=1e-5, atol=1e-5) for other in (right, torchs)]
+    for right, torchs, ours in zip(
+        expected, same_dtype, found, strict=True
+    ):  # some of PyTorch's operations in fp32 make nan of inf
+        agrees = [
+            torch.isclose(ours.double(), other.double(), equal_nan=True, rtol=1e-5, atol=1e-5)
+            for other in (right, torchs)
+        ]
         assert torch.logical_or(*agrees).all()
 
 
@@ -177,20 +250,32 @@ ODD = {
     "every other element of a bias": lambda on, x, c: on.gelu(x[..., :12], c[::2]),
     "no columns": lambda on, x, c: on.gelu(x[..., :0]),
     "no gates": lambda on, x, c: on.swiglu(x[..., None, :0].expand(-1, -1, 2, -1)),
-    "a column": lambda on, x, c: on.layer_norm(x.transpose(-1, -2).contiguous().transpose(-1, -2), c, c),
-    "a dropped residual of one row": lambda on, x, c: on.dropout(x, 0.5, KEY, samples_of(x), None, x[:1, :1], c[:1]),
-    "one angle for all positions": lambda on, x, c: on.rotary(x[..., None, :], c[None, :12].cos(), c[None, :12].sin()),
-    "samples of another precision": lambda on, x, c: on.dropout(x, 0.5, KEY, samples_of(x).int(), None, None, c),
+    "a column": lambda on, x, c: on.layer_norm(
+        x.transpose(-1, -2).contiguous().transpose(-1, -2), c, c
+    ),
+    "a dropped residual of one row": lambda on, x, c: on.dropout(
+        x, 0.5, KEY, samples_of(x), None, x[:1, :1], c[:1]
+    ),
+    "one angle for all positions": lambda on, x, c: on.rotary(
+        x[..., None, :], c[None, :12].cos(), c[None, :12].sin()
+    ),
+    "samples of another precision": lambda on, x, c: on.dropout(
+        x, 0.5, KEY, samples_of(x).int(), None, None, c
+    ),
     "probabilities as targets": lambda on, x, c: on.cross_entropy(x[0] * 1, x[1].softmax(-1)),
 }
 
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD.keys())
-def test_what_no_kernel_takes_is_left_to_torch(odd: Callable[..., Tensor | tuple[Tensor, ...]]) -> None:
+def test_what_no_kernel_takes_is_left_to_torch(
+    odd: Callable[..., Tensor | tuple[Tensor, ...]],
+) -> None:
     """A kernel that is given it would read what does not belong to it."""
     x, column = drawn((2, 3, 24), 1, torch.float32), drawn((24,), 2, torch.float32)
     expected, found = (odd(OPERATIONS[word], x, column) for word in ("torch", "auto"))
-    pairs = zip(*(made if isinstance(made, tuple) else (made,) for made in (expected, found)), strict=True)
+    pairs = zip(
+        *(made if isinstance(made, tuple) else (made,) for made in (expected, found)), strict=True
+    )
     for theirs, ours in pairs:
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs)
@@ -208,7 +293,10 @@ def test_rows_that_do_not_count_may_hold_anything() -> None:
 @pytest.mark.parametrize("wrong", [13, -1])
 def test_a_target_outside_of_the_vocabulary_is_an_error(wrong: int) -> None:
     x = drawn((3, 13), 1, torch.float32)
-    with pytest.raises((RuntimeError, IndexError), match=r"a target is outside of the vocabulary of 13|out of bounds"):
+    with pytest.raises(
+        (RuntimeError, IndexError),
+        match=r"a target is outside of the vocabulary of 13|out of bounds",
+    ):
         OPERATIONS["auto"].cross_entropy(x, torch.tensor([1, wrong, cross_entropy.IGNORED]))
     with pytest.raises(RuntimeError, match="a target is outside of the vocabulary of 13"):
         cross_entropy.check_targets(torch.tensor([1, wrong, cross_entropy.IGNORED]), 13)
@@ -232,6 +320,8 @@ def test_it_survives_the_compiler(case: Case) -> None:
     given = case.made((2, 3, 24), torch.float32, 0)
     plain = carried_out(case.own, given, torch.float32)
     torch.compiler.reset()
-    compiled = carried_out(torch.compile(case.own, backend="aot_eager", fullgraph=True), given, torch.float32)
+    compiled = carried_out(
+        torch.compile(case.own, backend="aot_eager", fullgraph=True), given, torch.float32
+    )
     for left, right in zip(plain, compiled, strict=True):
         torch.testing.assert_close(left, right)

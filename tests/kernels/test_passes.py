@@ -16,29 +16,50 @@ NAN = float("nan")
 
 
 def same(left: Tensor, right: Tensor) -> bool:
-    return left.dtype == right.dtype and bool(((left == right) | (left.isnan() & right.isnan())).all())
+    return left.dtype == right.dtype and bool(
+        ((left == right) | (left.isnan() & right.isnan())).all()
+    )
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("offset", [0, 1])
-@pytest.mark.parametrize(("dtype", "out_dtype"), [(dtype, out) for dtype in FLOATS for out in {dtype, torch.float32}], ids=str)
-def test_sums_equal_the_reference(dtype: torch.dtype, out_dtype: torch.dtype, offset: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(dtype, out) for dtype in FLOATS for out in {dtype, torch.float32}],
+    ids=str,
+)
+def test_sums_equal_the_reference(
+    dtype: torch.dtype, out_dtype: torch.dtype, offset: int, count: int
+) -> None:
     for pieces, accumulate in ((1, False), (3, True)):
         given = [drawn((count,), seed, dtype, offset) for seed in range(pieces)]
-        start = drawn((count,), 9, out_dtype, offset) if accumulate else torch.full((count + offset,), NAN, dtype=out_dtype, device=DEVICE)[offset:]
+        start = (
+            drawn((count,), 9, out_dtype, offset)
+            if accumulate
+            else torch.full((count + offset,), NAN, dtype=out_dtype, device=DEVICE)[offset:]
+        )
         expected, out = start.clone(), start.clone()
-        squares, bad = torch.full((-(-count // BLOCK),), NAN, device=DEVICE), torch.zeros(1, device=DEVICE)
+        squares, bad = (
+            torch.full((-(-count // BLOCK),), NAN, device=DEVICE),
+            torch.zeros(1, device=DEVICE),
+        )
         sum_pieces_reference(given, expected, accumulate, None)
         reduce.sum_pieces(given, out, accumulate, squares, bad=bad)
         assert same(out, expected)
         blocks = [block.double().square().sum() for block in out.split(BLOCK)] if count else []
-        torch.testing.assert_close(squares.double(), torch.stack(blocks) if blocks else squares.double(), rtol=2e-6, atol=0)
+        torch.testing.assert_close(
+            squares.double(), torch.stack(blocks) if blocks else squares.double(), rtol=2e-6, atol=0
+        )
         assert not bad.any()
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
 def test_a_sum_that_is_not_finite_is_told(value: float) -> None:
-    piece, squares, bad = torch.ones(100, device=DEVICE), torch.zeros(1, device=DEVICE), torch.zeros(1, device=DEVICE)
+    piece, squares, bad = (
+        torch.ones(100, device=DEVICE),
+        torch.zeros(1, device=DEVICE),
+        torch.zeros(1, device=DEVICE),
+    )
     for place in (0, 57, 99):
         piece[place] = value
         for asked in (squares, None):
@@ -54,10 +75,24 @@ def test_a_sum_that_is_not_finite_is_told(value: float) -> None:
     assert not bad.any(), "large, and finite"
 
 
-def state_of(count: int, gradient: torch.dtype, weights: torch.dtype | None, offset: int = 0) -> State:
-    written = None if weights is None else torch.full((count + offset,), NAN, dtype=weights, device=DEVICE)[offset:]
-    moments = drawn((count,), 2, torch.float32, offset), drawn((count,), 3, torch.float32, offset).square_()
-    return State(drawn((count,), 1, torch.float32, offset), *moments, drawn((count,), 4, gradient, offset), written)
+def state_of(
+    count: int, gradient: torch.dtype, weights: torch.dtype | None, offset: int = 0
+) -> State:
+    written = (
+        None
+        if weights is None
+        else torch.full((count + offset,), NAN, dtype=weights, device=DEVICE)[offset:]
+    )
+    moments = (
+        drawn((count,), 2, torch.float32, offset),
+        drawn((count,), 3, torch.float32, offset).square_(),
+    )
+    return State(
+        drawn((count,), 1, torch.float32, offset),
+        *moments,
+        drawn((count,), 4, gradient, offset),
+        written,
+    )
 
 
 def copy_of(state: State) -> State:
@@ -72,41 +107,64 @@ def on_device(scalars: Scalars) -> Scalars:
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize(
     ("gradient", "weights"),
-    [(torch.float32, None), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.float32, torch.bfloat16)],
+    [
+        (torch.float32, None),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16),
+    ],
     ids=str,
 )
-def test_adamw_equals_the_reference(gradient: torch.dtype, weights: torch.dtype | None, offset: int, count: int) -> None:
+def test_adamw_equals_the_reference(
+    gradient: torch.dtype, weights: torch.dtype | None, offset: int, count: int
+) -> None:
     state = state_of(count, gradient, weights, offset)
     expected, scalars = copy_of(state), on_device(scalars_of_step(7, 0.01, (0.9, 0.95), 1e-8, 0.3))
     adamw.adamw(state, 0.1, scalars)
     adamw_reference(expected, 0.1, scalars)
     for name in ("master", "moment1", "moment2", "gradient"):
-        torch.testing.assert_close(getattr(state, name), getattr(expected, name), rtol=1e-6, atol=3e-7)
+        torch.testing.assert_close(
+            getattr(state, name), getattr(expected, name), rtol=1e-6, atol=3e-7
+        )
     if weights is not None:
         assert torch.equal(state.weights, state.master.to(weights))
 
 
 def test_ten_steps_equal_torchs() -> None:
     count = 123
-    state = State(drawn((count,), 0, torch.float32), *(torch.zeros(count, device=DEVICE) for _ in range(3)), None)
+    state = State(
+        drawn((count,), 0, torch.float32),
+        *(torch.zeros(count, device=DEVICE) for _ in range(3)),
+        None,
+    )
     theirs = torch.nn.Parameter(state.master.clone())
     optimizer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     for step in range(1, 11):
         theirs.grad = drawn((count,), step, torch.float32)
         state.gradient.copy_(theirs.grad * 8)
         optimizer.step()
-        adamw.adamw(state, 0.1, on_device(scalars_of_step(step, 0.01, (0.9, 0.95), 1e-8, 1 / 8)), zero_gradient=True)
+        adamw.adamw(
+            state,
+            0.1,
+            on_device(scalars_of_step(step, 0.01, (0.9, 0.95), 1e-8, 1 / 8)),
+            zero_gradient=True,
+        )
         torch.testing.assert_close(state.master, theirs.detach(), rtol=1e-6, atol=2e-7)
         assert not state.gradient.any()
 
 
 @pytest.mark.parametrize("update", [adamw.adamw, adamw_reference])
 def test_a_step_that_is_skipped_changes_nothing_but_the_gradient_to_zero(update) -> None:
-    state, scalars = state_of(123, torch.bfloat16, torch.bfloat16), on_device(scalars_of_step(1, 0.1, (0.9, 0.95), 1e-8, 1.0))
+    state, scalars = (
+        state_of(123, torch.bfloat16, torch.bfloat16),
+        on_device(scalars_of_step(1, 0.1, (0.9, 0.95), 1e-8, 1.0)),
+    )
     scalars.values[-1] = 1.0
     before = copy_of(state)
     update(state, 0.1, scalars)
-    assert all(same(*pair) for pair in zip(vars(state).values(), vars(before).values(), strict=True))
+    assert all(
+        same(*pair) for pair in zip(vars(state).values(), vars(before).values(), strict=True)
+    )
     update(state, 0.1, scalars, zero_gradient=True)
     assert not state.gradient.any()
     assert torch.equal(state.master, before.master)
@@ -115,7 +173,10 @@ def test_a_step_that_is_skipped_changes_nothing_but_the_gradient_to_zero(update)
 def test_gradients_become_zero_in_the_pass() -> None:
     for dtype in FLOATS:
         state = state_of(123, dtype, None)
-        expected, scalars = copy_of(state), on_device(scalars_of_step(1, 0.1, (0.9, 0.95), 1e-8, 1.0))
+        expected, scalars = (
+            copy_of(state),
+            on_device(scalars_of_step(1, 0.1, (0.9, 0.95), 1e-8, 1.0)),
+        )
         adamw.adamw(expected, 0.1, scalars)
         adamw.adamw(state, 0.1, scalars, zero_gradient=True)
         assert torch.equal(state.master, expected.master)
@@ -128,7 +189,10 @@ def test_clipping_on_a_device_is_that_of_the_host(clip: float, scale: float) -> 
     norm = torch.tensor(3.0, dtype=torch.float64, device=DEVICE)
     scalars.follow(norm, clip, scale)
     coefficient = min(1.0, clip / (3.0 + 1e-6)) if clip else 1.0
-    assert torch.equal(scalars.values.cpu(), scalars_of_step(5, 0.01, (0.9, 0.95), 1e-8, coefficient / scale).values)
+    assert torch.equal(
+        scalars.values.cpu(),
+        scalars_of_step(5, 0.01, (0.9, 0.95), 1e-8, coefficient / scale).values,
+    )
     for bad in (float("inf"), NAN):
         scalars.follow(norm * bad, clip, scale)
         assert scalars.values[-1] == 1.0

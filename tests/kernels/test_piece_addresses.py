@@ -15,7 +15,9 @@ pytestmark = pytest.mark.skipif(bool(missing()) and not SIMULATED, reason=missin
 UNIT = 1 << 12  # elements
 
 
-def by_messages(ranks: int, rank: int, buffer: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+def by_messages(
+    ranks: int, rank: int, buffer: torch.Tensor, own: torch.Tensor
+) -> list[torch.Tensor]:
     """Return the pieces as MPI brings them.
 
     The neighbour's is first, in slots of one buffer; one's own lies elsewhere.
@@ -36,7 +38,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     from hpczero_kernels.cuda import reduce
 
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(type(reduce.add), "launch", lambda self, *arguments: found.append(arguments))
+    monkeypatch.setattr(
+        type(reduce.add), "launch", lambda self, *arguments: found.append(arguments)
+    )
     return found
 
 
@@ -62,7 +66,9 @@ def test_no_call_uploads_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def places(found: list[Any]) -> list[int]:
-    return [(run.start + index * run.stride) % 2**64 for run in found for index in range(run.pieces)]
+    return [
+        (run.start + index * run.stride) % 2**64 for run in found for index in range(run.pieces)
+    ]
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
@@ -84,7 +90,15 @@ def test_what_a_carrier_brings_are_three_runs_at_most(
 
 @pytest.mark.parametrize(
     "addresses",
-    [[0], [64, 0], [0, 64, 128, 256, 64, 0], [512, 256, 0, 1024], [8, 8, 8], [1 << 62, 0, 1 << 61], [0, 64, 64, 0]],
+    [
+        [0],
+        [64, 0],
+        [0, 64, 128, 256, 64, 0],
+        [512, 256, 0, 1024],
+        [8, 8, 8],
+        [1 << 62, 0, 1 << 61],
+        [0, 64, 64, 0],
+    ],
 )
 def test_runs_are_the_addresses_in_their_order(addresses: list[int]) -> None:
     from hpczero_kernels.cuda.reduce import runs
@@ -93,7 +107,9 @@ def test_runs_are_the_addresses_in_their_order(addresses: list[int]) -> None:
 
 
 @pytest.mark.skipif(not SIMULATED, reason="the kernel itself runs in numba's simulator")
-@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [3, 1, 0, 2], [0, 2, 1, 5, 3, 4], [5, 5, 1]])
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2], [2, 0, 1], [3, 1, 0, 2], [0, 2, 1, 5, 3, 4], [5, 5, 1]]
+)
 def test_the_sum_of_pieces_anywhere_is_the_references(order: list[int]) -> None:
     from hpczero_kernels.cuda import reduce
 

@@ -45,11 +45,15 @@ def test_a_kernel(name: str, tmp_path: Path) -> None:
     text = compiled(kernel)
     assert accesses(text, "ld") >= loads
     assert accesses(text, "st") >= stores
-    assert not re.search(r"\b(ld|st)(\.\w+)*\.v[24]", re.sub(r"\b(ld|st)\.(global|param|shared)", "", text)), "accesses of unknown memory"
+    assert not re.search(
+        r"\b(ld|st)(\.\w+)*\.v[24]", re.sub(r"\b(ld|st)\.(global|param|shared)", "", text)
+    ), "accesses of unknown memory"
     assert not re.findall(r"\.f64\b", text), "fp64 arithmetic"
     assert not re.findall(r"\.local\b|\bcall\b", text), "memory of a thread, or a call"
     if assembler() is None:
-        pytest.skip("no assembler (ptxas): registers and spills are not looked at; pip install nvidia-cuda-nvcc")
+        pytest.skip(
+            "no assembler (ptxas): registers and spills are not looked at; pip install nvidia-cuda-nvcc"
+        )
     registers, spilled = assembled(text, tmp_path, kernel.registers)
     assert registers <= most
     assert spilled == 0

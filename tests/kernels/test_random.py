@@ -34,14 +34,20 @@ def test_philox_known_answers():
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**62), st.integers(0, 2**40), st.integers(0, 70))
 @settings(max_examples=50, deadline=None)
 def test_words_equal_their_reference(key, stream, first, count):
-    assert torch.equal(random.words(key, stream, first, count), random.words_reference(key, stream, first, count))
+    assert torch.equal(
+        random.words(key, stream, first, count), random.words_reference(key, stream, first, count)
+    )
 
 
-@pytest.mark.parametrize(("first", "count"), [(0, 0), (0, 1), (1, 1), (3, 1000), (511, 2), (2**33 + 1, 77)])
+@pytest.mark.parametrize(
+    ("first", "count"), [(0, 0), (0, 1), (1, 1), (3, 1000), (511, 2), (2**33 + 1, 77)]
+)
 def test_normal_equals_its_reference(first, count):
     out = torch.full((count,), math.nan)
     random.fill_normal(out, KEY, first, 0.02)
-    torch.testing.assert_close(out, random.normal_reference(KEY, first, count, 0.02), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        out, random.normal_reference(KEY, first, count, 0.02), rtol=1e-6, atol=0
+    )
 
 
 @pytest.mark.parametrize("word", [0, 1, 2**31, 2**32 - 256, 2**32 - 2, 2**32 - 1])
@@ -113,7 +119,9 @@ def test_dropout_equals_its_reference(shape):
 def test_dropout_of_a_piece_equals_the_whole():
     samples = torch.tensor([4, 9])
     whole = dropout.keep(KEY, 0.4, samples, (2, 16, 33), dropout.Place(33))
-    piece = dropout.keep(KEY, 0.4, samples[1:], (1, 5, 7), dropout.Place(33, first_row=6, first_column=21))
+    piece = dropout.keep(
+        KEY, 0.4, samples[1:], (1, 5, 7), dropout.Place(33, first_row=6, first_column=21)
+    )
     assert torch.equal(piece[0], whole[1, 6:11, 21:28])
 
 

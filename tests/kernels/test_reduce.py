@@ -16,14 +16,31 @@ BITS = {2: torch.int16, 4: torch.int32}
 def same(left, right):
     """Equal bits; a NaN equals any NaN."""
     bits = BITS[left.element_size()]
-    return left.dtype == right.dtype and bool(((left.view(bits) == right.view(bits)) | (left.isnan() & right.isnan())).all())
+    return left.dtype == right.dtype and bool(
+        ((left.view(bits) == right.view(bits)) | (left.isnan() & right.isnan())).all()
+    )
 
 
 def values(count, dtype, seed):
     """Of all magnitudes, with zeros of both signs, infinities and NaN among them."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(count, generator=generator) * torch.exp2(torch.randint(-20, 12, (count,), generator=generator).float())
-    odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 3.39e38, 65504.0, 6e-8])
+    drawn = torch.randn(count, generator=generator) * torch.exp2(
+        torch.randint(-20, 12, (count,), generator=generator).float()
+    )
+    odd = torch.tensor(
+        [
+            0.0,
+            -0.0,
+            float("inf"),
+            -float("inf"),
+            float("nan"),
+            1e-40,
+            -1e-40,
+            3.39e38,
+            65504.0,
+            6e-8,
+        ]
+    )
     where = torch.randint(0, max(count, 1), (count // 50,), generator=generator)
     drawn[where] = odd[torch.arange(len(where)) % len(odd)]
     return drawn.to(dtype)
@@ -60,8 +77,30 @@ def test_rounding_is_that_of_torch(dtype):
     """Around every half-precision value: the values half-way to its neighbours, the next fp32 numbers, and random bits."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float().view(torch.int32)
     middle = 0x8000 if dtype == torch.bfloat16 else 0x1000
-    near = torch.cat([halves + offset for offset in (-middle - 1, -middle, 1 - middle, -1, 0, 1, middle - 1, middle, middle + 1)])
-    bits = torch.cat([near, torch.randint(-(2**31), 2**31, (2**18,), generator=torch.Generator().manual_seed(1)).int()])
+    near = torch.cat(
+        [
+            halves + offset
+            for offset in (
+                -middle - 1,
+                -middle,
+                1 - middle,
+                -1,
+                0,
+                1,
+                middle - 1,
+                middle,
+                middle + 1,
+            )
+        ]
+    )
+    bits = torch.cat(
+        [
+            near,
+            torch.randint(
+                -(2**31), 2**31, (2**18,), generator=torch.Generator().manual_seed(1)
+            ).int(),
+        ]
+    )
     single = bits.view(torch.float32)
     out = poisoned(single.numel(), dtype)
     sum_pieces([single], out, False, None)
@@ -89,7 +128,10 @@ def test_the_sum_may_replace_a_piece(place):
 @pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("count", [1, 100, BLOCK, 3 * BLOCK + 17])
 def test_squares_are_those_of_the_sum_as_stored(dtype, count):
-    given = [torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
+    given = [
+        torch.randn(count, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        for seed in range(3)
+    ]
     out, squares = poisoned(count, dtype), poisoned(-(-count // BLOCK), torch.float32)
     sum_pieces(given, out, False, squares)
     expected = torch.stack([block.double().square().sum() for block in out.split(BLOCK)])
@@ -117,7 +159,12 @@ def test_neither_cut_nor_alignment_changes_a_bit(offset):
     cut, cut_squares = torch.zeros(count + 2 * offset), poisoned(6, torch.float32)
     for first, last in ((0, 1), (1, 4), (4, 6)):
         part = slice(first * BLOCK, min(last * BLOCK, count))
-        sum_pieces([piece[part] for piece in shifted], cut[offset : offset + count][part], False, cut_squares[first:last])
+        sum_pieces(
+            [piece[part] for piece in shifted],
+            cut[offset : offset + count][part],
+            False,
+            cut_squares[first:last],
+        )
     assert same(cut[offset : offset + count], whole)
     assert same(cut_squares, squares)
     assert not cut[:offset].any()
@@ -142,7 +189,10 @@ def test_cache_lines_that_are_not_read_first_hold_the_same(dtype, offset, ending
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_no_bit(threads):
     count = 100 * BLOCK + 7
-    given = [torch.randn(count, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(2)]
+    given = [
+        torch.randn(count, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        for seed in range(2)
+    ]
     expected, squares = torch.zeros(count), torch.zeros(101)
     sum_pieces(given, expected, True, squares)
     out, out_squares = torch.zeros(count), poisoned(101, torch.float32)

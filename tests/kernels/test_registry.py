@@ -27,10 +27,15 @@ def nothing_forced() -> Iterator[None]:
 
 def test_the_best_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Implementation, "missing", lambda self: "")
-    on_gpu, on_cpu = (dispatch._decide(operation, device, "bfloat16", True) for operation, device in (("adamw", "cuda"), ("adamw", "cpu")))
+    on_gpu, on_cpu = (
+        dispatch._decide(operation, device, "bfloat16", True)
+        for operation, device in (("adamw", "cuda"), ("adamw", "cpu"))
+    )
     assert (on_gpu, on_cpu) == ("cuda", "numba")
     assert dispatch._decide("norm", "cpu", "bfloat16", True) == "torch"
-    assert dispatch._decide("norm", "cuda", "bfloat16", False) == "torch", "a shape that no kernel has"
+    assert dispatch._decide("norm", "cuda", "bfloat16", False) == "torch", (
+        "a shape that no kernel has"
+    )
     assert dispatch._decide("norm", "cuda", "float64", True) == "torch"
     assert dispatch._decide("norm", "xpu", "bfloat16", True) == "torch"
 
@@ -45,16 +50,26 @@ def test_a_gpu_that_is_too_old_gets_no_kernel() -> None:
     assert set(table.available("cuda", (7, 5)).values()) == {"torch"}
 
 
-def test_what_is_missing_is_passed_over_and_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(Implementation, "missing", lambda self: "the package numba-cuda is not installed" if self.name == "cuda" else "")
+def test_what_is_missing_is_passed_over_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        Implementation,
+        "missing",
+        lambda self: "the package numba-cuda is not installed" if self.name == "cuda" else "",
+    )
     with caplog.at_level(logging.INFO, "hpczero_kernels"):
         for _ in range(3):
             assert dispatch._decide("gelu", "cuda", "float16", True) == "torch"
-    assert caplog.messages == ["gelu on cuda in float16: torch (the package numba-cuda is not installed)"]
+    assert caplog.messages == [
+        "gelu on cuda in float16: torch (the package numba-cuda is not installed)"
+    ]
     assert dispatch.choices()["gelu on cuda in float16"] == "torch"
 
 
-def test_a_folder_of_the_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_the_packages_name_is_not_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "numba_cuda").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(util, "find_spec", lambda name: util._find_spec(name, [str(tmp_path)]))  # type: ignore[attr-defined]
@@ -71,7 +86,11 @@ def test_a_folder_of_the_packages_name_is_not_the_package(tmp_path: Path, monkey
     ],
 )
 def test_a_gpu_that_the_kernels_are_not_for_has_torchs(
-    capability: tuple[int, int], cuda: str | None, name: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int],
+    cuda: str | None,
+    name: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Implementation, "missing", lambda self: "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -172,6 +191,13 @@ assert not torch.cuda.is_initialized()
 
 def test_without_any_cuda_package_nothing_changes_and_nothing_is_said() -> None:
     """CUDA is not imported for a step on the CPU, whatever is installed."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_CUDA], cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CUDA],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout + done.stderr == ""

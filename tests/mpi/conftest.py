@@ -58,27 +58,42 @@ class Verdict:
         kinds = {outcome for outcome, _ in outcomes}
         if len(kinds) == 1 and "failed" not in kinds:
             return
-        told = [f"---- rank {rank}: {outcome}\n{text}" for rank, (outcome, text) in enumerate(outcomes) if text or "failed" not in kinds]
+        told = [
+            f"---- rank {rank}: {outcome}\n{text}"
+            for rank, (outcome, text) in enumerate(outcomes)
+            if text or "failed" not in kinds
+        ]
         report.outcome = "failed"
         report.longrepr = "\n".join(told)
 
     def _gather(self, report: pytest.TestReport) -> list[tuple[str, str]]:
         text = report.longreprtext if report.failed else ""
         mine = json.dumps([report.outcome, text[-_RECORD // 2 :]]).encode()
-        mine = (mine if len(mine) <= _RECORD else json.dumps([report.outcome, "(too long to be passed on)"]).encode()).ljust(_RECORD)
+        mine = (
+            mine
+            if len(mine) <= _RECORD
+            else json.dumps([report.outcome, "(too long to be passed on)"]).encode()
+        ).ljust(_RECORD)
         records = bytearray(_RECORD * self.whole.size)
         request = self._communicator.Iallgather([mine, self._mpi.BYTE], [records, self._mpi.BYTE])
         begun = time.monotonic()
         while not request.Test():
             if report.failed and time.monotonic() - begun > GRACE:
                 missing = "not every other rank came to its end"
-                self.end_launch(f"rank {self.whole.rank} failed in {self.test} ({report.when}), and {missing}:\n{report.longreprtext}")
+                self.end_launch(
+                    f"rank {self.whole.rank} failed in {self.test} ({report.when}), and {missing}:\n{report.longreprtext}"
+                )
             time.sleep(0.0005)
-        return [tuple(json.loads(records[rank * _RECORD : (rank + 1) * _RECORD])) for rank in range(self.whole.size)]
+        return [
+            tuple(json.loads(records[rank * _RECORD : (rank + 1) * _RECORD]))
+            for rank in range(self.whole.size)
+        ]
 
     def too_long(self) -> None:
         faulthandler.dump_traceback(self._stderr)
-        self.end_launch(f"rank {self.whole.rank} is still in {self.test} after {LIMIT} s: ending the launch")
+        self.end_launch(
+            f"rank {self.whole.rank} is still in {self.test} after {LIMIT} s: ending the launch"
+        )
 
     def end_launch(self, message: str) -> None:
         """From any thread, even while another one is stuck inside MPI: the launcher ends the job when a rank is gone."""
@@ -138,7 +153,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
     given = ranks_given(metafunc.config)
-    sizes = sorted({size for size in SIZES if size <= given} | {given}) if given <= max(SIZES) else [given]
+    sizes = (
+        sorted({size for size in SIZES if size <= given} | {given})
+        if given <= max(SIZES)
+        else [given]
+    )
     only = metafunc.definition.get_closest_marker("ranks")
     sizes = [size for size in sizes if only is None or size in only.args]
     marker = metafunc.definition.get_closest_marker("cases")
@@ -146,7 +165,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", sizes, indirect=True, ids=lambda size: f"{size}-ranks")
         return
     everything = metafunc.config.getoption("--slow")
-    cases = [(size, case) for size in sizes for case in marker.kwargs["of"](size, everything and size == given)]
+    cases = [
+        (size, case)
+        for size in sizes
+        for case in marker.kwargs["of"](size, everything and size == given)
+    ]
     names = [f"{size}-ranks-" + "-".join(map(str, case.values())) for size, case in cases]
     metafunc.parametrize(("world", "case"), cases, indirect=["world"], ids=names)
 

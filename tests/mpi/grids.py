@@ -16,15 +16,34 @@ from tests.mpi.test_data_parallel import assert_same, distance
 from tests.mpi.training import Record, train
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
-EVERYTHING = ("grid", "schedule", "sequence", "stage", "shared")  # whose full product --slow tries, of 1, 2, 4 and 8 ranks
+EVERYTHING = (
+    "grid",
+    "schedule",
+    "sequence",
+    "stage",
+    "shared",
+)  # whose full product --slow tries, of 1, 2, 4 and 8 ranks
 
-PLAIN: Case = {"schedule": "1f1b", "sequence": False, "stage": 1, "shared": False, "precision": "fp32", "tied": True, "dropout": 0.1, "batch": (5, 2)}
+PLAIN: Case = {
+    "schedule": "1f1b",
+    "sequence": False,
+    "stage": 1,
+    "shared": False,
+    "precision": "fp32",
+    "tied": True,
+    "dropout": 0.1,
+    "batch": (5, 2),
+}
 
 
 def factors(ranks: int) -> dict[str, Sequence[Any]]:
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return {
-        "grid": [(tensor, pipeline) for tensor, pipeline in product(sizes, repeat=2) if ranks % (tensor * pipeline) == 0],
+        "grid": [
+            (tensor, pipeline)
+            for tensor, pipeline in product(sizes, repeat=2)
+            if ranks % (tensor * pipeline) == 0
+        ],
         "schedule": ["1f1b", "gpipe", "interleaved"],
         "sequence": [False, True],
         "stage": [0, 1, 2, 3],
@@ -32,7 +51,11 @@ def factors(ranks: int) -> dict[str, Sequence[Any]]:
         "precision": ["fp32", "bf16", "fp16"],
         "tied": [True, False],
         "dropout": [0.1, 0.0],
-        "batch": [(5, 2), (7, 1), (4, 8)],  # global, micro: sizes that differ, some of them empty; many; one
+        "batch": [
+            (5, 2),
+            (7, 1),
+            (4, 8),
+        ],  # global, micro: sizes that differ, some of them empty; many; one
         "per_node": [0, 3] if ranks > 3 else [0],
         "order": ["auto", "pipeline,data,tensor"],
     }
@@ -45,20 +68,50 @@ def possible(case: Case) -> bool:
 
 
 def selection(ranks: int, everything: bool = False) -> list[Case]:
-    return covering(factors(ranks), EVERYTHING if everything and ranks in (1, 2, 4, 8) else (), possible)
+    return covering(
+        factors(ranks), EVERYTHING if everything and ranks in (1, 2, 4, 8) else (), possible
+    )
 
 
 def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
     """Nothing divides: sequence 33, vocabulary 257, 6 heads or one more than ranks that share them, 7 layers or one more than parts."""
-    (tensor, pipeline), (global_batch, micro_batch), chunks = case["grid"], case["batch"], CHUNKS[case["schedule"]]
+    (tensor, pipeline), (global_batch, micro_batch), chunks = (
+        case["grid"],
+        case["batch"],
+        CHUNKS[case["schedule"]],
+    )
     blocks = case.get("blocks", max(5, pipeline * chunks - 1))
-    shape = {"layers": blocks, "hidden": 24, "heads": max(6, tensor + 1), "seq_len": 33, "vocab": 257}
-    batches = {"global_batch": global_batch, "micro_batch": micro_batch, "steps": steps, "eval_batches": 1}
-    layout = {"tensor": tensor, "pipeline": pipeline, "sequence_parallel": case["sequence"], "order": case.get("order", "auto")}
+    shape = {
+        "layers": blocks,
+        "hidden": 24,
+        "heads": max(6, tensor + 1),
+        "seq_len": 33,
+        "vocab": 257,
+    }
+    batches = {
+        "global_batch": global_batch,
+        "micro_batch": micro_batch,
+        "steps": steps,
+        "eval_batches": 1,
+    }
+    layout = {
+        "tensor": tensor,
+        "pipeline": pipeline,
+        "sequence_parallel": case["sequence"],
+        "order": case.get("order", "auto"),
+    }
     return Spec(
         model=Model(**shape, dropout=case["dropout"], tied_embeddings=case["tied"]),
         data=Data(source="synthetic"),
-        train=Train(**{**batches, "precision": case["precision"], "grad_clip": 0.5, "loss_scale": 1024.0, **train}),
+        train=Train(
+            **{
+                **batches,
+                "precision": case["precision"],
+                "grad_clip": 0.5,
+                "loss_scale": 1024.0,
+                **train,
+            }
+        ),
         optimizer=Optimizer(lr=3e-3, eps=1e-6),
         zero=Zero(stage=case["stage"], node_shared=case["shared"]),
         parallel=Parallel(**layout, schedule=case["schedule"], chunks=chunks),
@@ -79,7 +132,9 @@ class Serial:
         self._records: dict[str, Record] = {}
 
     def __call__(self, world: World, spec: Spec) -> Record:
-        spec = spec.model_copy(update={"parallel": Parallel(), "zero": Zero(stage=0, node_shared=False)})
+        spec = spec.model_copy(
+            update={"parallel": Parallel(), "zero": Zero(stage=0, node_shared=False)}
+        )
         name = spec.model_dump_json()
         if name not in self._records:
             alone = world.part([0])
@@ -106,7 +161,9 @@ def assert_agrees(found: Record, serial: Serial, world: World, spec: Spec) -> No
     assert distance(expected.gradients, found.gradients) < 8 * one_rounding
     assert found.losses == pytest.approx(expected.losses, rel=one_rounding / 8)
     assert found.norms[0] == pytest.approx(expected.norms[0], rel=one_rounding / 2)
-    assert found.validation_losses == pytest.approx(expected.validation_losses, rel=one_rounding / 8)
+    assert found.validation_losses == pytest.approx(
+        expected.validation_losses, rel=one_rounding / 8
+    )
 
 
 def steady(serial: Record, spec: Spec) -> dict[str, torch.Tensor] | None:
@@ -115,16 +172,31 @@ def steady(serial: Record, spec: Spec) -> dict[str, torch.Tensor] | None:
     """
     if spec.train.steps >= 20:
         return None
-    found = {name: (gradient == 0) | (gradient.abs() > 1e-4 * gradient.square().mean().sqrt()) for name, gradient in serial.gradients.items()}
-    left_out = sum(int((~kept).sum()) for kept in found.values()) / sum(kept.numel() for kept in found.values())
+    found = {
+        name: (gradient == 0) | (gradient.abs() > 1e-4 * gradient.square().mean().sqrt())
+        for name, gradient in serial.gradients.items()
+    }
+    left_out = sum(int((~kept).sum()) for kept in found.values()) / sum(
+        kept.numel() for kept in found.values()
+    )
     assert left_out < 0.01
     return found
 
 
 def assert_all_ranks_say(world: World, found: Record) -> None:
     """The same about every step, to the bit, and they have the same whole gradients and weights."""
-    steps = [[str(metrics.get(name)) for name in ("loss", "grad_norm", "loss_scale", "skipped", "validation_loss")] for metrics in found.metrics_seen]
-    tensors = [str(whole[name].double().sum().item()) for whole in (found.gradients, found.weights) for name in sorted(whole)]
+    steps = [
+        [
+            str(metrics.get(name))
+            for name in ("loss", "grad_norm", "loss_scale", "skipped", "validation_loss")
+        ]
+        for metrics in found.metrics_seen
+    ]
+    tensors = [
+        str(whole[name].double().sum().item())
+        for whole in (found.gradients, found.weights)
+        for name in sorted(whole)
+    ]
     assert [steps, tensors] == world.share([steps, tensors])
 
 

@@ -29,7 +29,9 @@ class Convolutions(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         features = self.features(x.to(self.scale.dtype)).mean((2, 3))
-        return functional.cross_entropy((self.head(features) * self.scale).float(), y, reduction="sum")
+        return functional.cross_entropy(
+            (self.head(features) * self.scale).float(), y, reduction="sum"
+        )
 
 
 @dataclass
@@ -43,7 +45,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.up, self.down, self.norm = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+            nn.LayerNorm(width),
+        )
 
     def once(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(self.norm(x))))
@@ -77,14 +83,20 @@ class Odd(nn.Module):
     def forward(self, tokens: torch.Tensor, skip: bool = False) -> dict[str, torch.Tensor]:
         x = self.embedding(tokens) + self.shift.to(self.offset.dtype)
         for block in self.blocks:
-            x = (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)).values
+            x = (
+                checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+            ).values
         x = x * self.gains[0] * self.gains[1] + self.offset
         x = x + self.recurrent(x)[0]
         x = x + self.attention(x, x, x, need_weights=False)[0]
         if not skip:
             x = x + self.unused(x).mean(-1, keepdim=True)
-        logits = functional.linear(x, weight=self.embedding.weight, bias=self.head.bias)[:, :-1]  # outside of the layers that hold them
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+        logits = functional.linear(x, weight=self.embedding.weight, bias=self.head.bias)[
+            :, :-1
+        ]  # outside of the layers that hold them
+        loss = functional.cross_entropy(
+            logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum"
+        )
         return {"loss": loss, "logits": logits}
 
 
@@ -100,7 +112,11 @@ class Tower(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.layers[0].weight.dtype)
         for half in (self.layers[:4], self.layers[4:]):
-            x = checkpoint(self.run, half, x, use_reentrant=False) if self.checkpointed else self.run(half, x)
+            x = (
+                checkpoint(self.run, half, x, use_reentrant=False)
+                if self.checkpointed
+                else self.run(half, x)
+            )
         return x.square().sum()
 
     def run(self, layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
@@ -115,12 +131,16 @@ class TextModel(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.embedding = nn.Embedding(model.vocab, model.hidden)
-        self.body = nn.Sequential(*(nn.Linear(model.hidden, model.hidden) for _ in range(model.layers)))
+        self.body = nn.Sequential(
+            *(nn.Linear(model.hidden, model.hidden) for _ in range(model.layers))
+        )
         self.head = nn.Linear(model.hidden, model.vocab)
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         logits = self.head(self.body(self.embedding(batch.tokens)))
-        return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+        return functional.cross_entropy(
+            logits.flatten(0, 1).float(), batch.targets.flatten(), reduction="sum"
+        )
 
 
 class Table(nn.Module):
@@ -140,7 +160,10 @@ class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = Table(64, 16)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 16))
+            for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = self.table(x.shape[-1])
@@ -167,7 +190,11 @@ class Mixed(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(inputs), nn.Linear(inputs, 2 * inputs), nn.Linear(2 * inputs, outputs, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(inputs),
+            nn.Linear(inputs, 2 * inputs),
+            nn.Linear(2 * inputs, outputs, bias=False),
+        )
         self.norm.weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,14 +226,18 @@ class Layered(nn.Module):
         hidden, wide = model.hidden, model.hidden + 8
         self.embedding = nn.Embedding(model.vocab, hidden)
         self.again = Mixed(hidden, hidden)
-        self.body = nn.Sequential(Mixed(hidden, wide), nn.Linear(wide, wide), nn.GELU(), Mixed(wide, hidden))
+        self.body = nn.Sequential(
+            Mixed(hidden, wide), nn.Linear(wide, wide), nn.GELU(), Mixed(wide, hidden)
+        )
         self.head = Head(hidden, self.embedding)
 
     def layers(self) -> list[nn.Module]:
         return [self.embedding, self.again, *self.body, self.again, self.head]
 
     def loss(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(output.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        return functional.cross_entropy(
+            output.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+        )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         x = batch.tokens

@@ -33,9 +33,17 @@ GRIDS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "data 4": (4, {}, {"stage": 0, "node_shared": False}),
     "tensor 4": (4, {"tensor": 4}, {"stage": 3}),
     "tensor 2, data 2": (4, {"tensor": 2}, {"stage": 3, "node_shared": False}),
-    "pipeline 2, data 2": (4, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, {"stage": 1, "node_shared": True}),
+    "pipeline 2, data 2": (
+        4,
+        {"pipeline": 2, "schedule": "interleaved", "chunks": 2},
+        {"stage": 1, "node_shared": True},
+    ),
     "tensor 2, pipeline 2": (4, {"tensor": 2, "pipeline": 2}, {"stage": 1}),
-    "tensor 2, pipeline 2, data 2": (8, {"tensor": 2, "pipeline": 2}, {"stage": 3, "node_shared": False}),
+    "tensor 2, pipeline 2, data 2": (
+        8,
+        {"tensor": 2, "pipeline": 2},
+        {"stage": 3, "node_shared": False},
+    ),
     "data 8": (8, {}, {"stage": 2, "node_shared": False}),
 }
 

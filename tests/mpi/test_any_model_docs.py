@@ -34,7 +34,12 @@ def run(heading: str) -> dict[str, Any]:
     return names
 
 
-def test_a_loop_of_your_own(whole: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_of_your_own(
+    whole: World,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     run("A loop of your own")
     if whole.rank:
@@ -43,11 +48,16 @@ def test_a_loop_of_your_own(whole: World, tmp_path: Path, monkeypatch: pytest.Mo
     losses = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 20
     assert losses[-1] < losses[0]
-    assert torch.load(tmp_path / "weights.pt", weights_only=True)["2.1.weight"].shape == (10, 32 * 14 * 14)
+    assert torch.load(tmp_path / "weights.pt", weights_only=True)["2.1.weight"].shape == (
+        10,
+        32 * 14 * 14,
+    )
 
 
 def test_a_model_from_transformers(whole: World, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed: pip install hpczero[test]")
+    pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install hpczero[test]"
+    )
     run("A model from `transformers`")
     evaluated, norm = map(float, capsys.readouterr().out.split())
     assert 0 < evaluated < 4.6, "ln 128 = 4.85 at the beginning"
@@ -57,7 +67,10 @@ def test_a_model_from_transformers(whole: World, capsys: pytest.CaptureFixture[s
 def test_by_name(whole: World) -> None:
     names = run("By name, in a spec")
     module = names["build"](Model(hidden=8, vocab=11))
-    assert sum(own.numel() for own in module.parameters()) == 11 * 8 + 8 * 32 + 32 + 32 * 8 + 8 + 8 * 11 + 11
+    assert (
+        sum(own.numel() for own in module.parameters())
+        == 11 * 8 + 8 * 32 + 32 + 32 * 8 + 8 + 8 * 11 + 11
+    )
 
 
 def test_as_a_pipeline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,5 +83,8 @@ def test_as_a_pipeline(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(alone, spec)
     alone.close()
     if world.size in (2, 4):
-        parallel = {"parallel": Parallel(pipeline=2, schedule="interleaved", chunks=2), "zero": Zero(stage=3, node_shared=False)}
+        parallel = {
+            "parallel": Parallel(pipeline=2, schedule="interleaved", chunks=2),
+            "zero": Zero(stage=3, node_shared=False),
+        }
         assert_same(expected, train(world, spec.model_copy(update=parallel)))

@@ -17,9 +17,18 @@ pytestmark = pytest.mark.mpi
 
 def grids(ranks: int, everything: bool) -> list[Case]:
     """Every axis alone, and together."""
-    found = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 1), (1, 2), (2, 2)], 8: [(2, 2), (2, 4)]}.get(ranks, [])
+    found = {
+        2: [(2, 1), (1, 2)],
+        3: [(3, 1), (1, 3)],
+        4: [(2, 1), (1, 2), (2, 2)],
+        8: [(2, 2), (2, 4)],
+    }.get(ranks, [])
     stages = (0, 3, 2, 1)
-    return [PLAIN | {"grid": grid, "stage": stages[number], "sequence": number > 1, "tied": number % 2 == 0} for number, grid in enumerate(found)]
+    return [
+        PLAIN
+        | {"grid": grid, "stage": stages[number], "sequence": number > 1, "tied": number % 2 == 0}
+        for number, grid in enumerate(found)
+    ]
 
 
 @pytest.mark.cases(of=grids)
@@ -34,12 +43,16 @@ def test_fp16_overflows_are_left_out_alike_until_the_scale_fits(world: World, ca
     if world.rank == 0:
         _, left_out_alone = of_each_step(Serial()(world, spec))
         assert abs(sum(left_out) - sum(left_out_alone)) <= 1
-    assert scales[1:] == [scale / 2 if left else scale for scale, left in zip(scales[:-1], left_out[:-1], strict=True)]
+    assert scales[1:] == [
+        scale / 2 if left else scale for scale, left in zip(scales[:-1], left_out[:-1], strict=True)
+    ]
 
 
 def of_each_step(record: Record) -> tuple[list[float], list[bool]]:
     """The loss scale, and whether the step was left out."""
-    return [metrics["loss_scale"] for metrics in record.metrics_seen], [metrics.get("skipped", False) for metrics in record.metrics_seen]
+    return [metrics["loss_scale"] for metrics in record.metrics_seen], [
+        metrics.get("skipped", False) for metrics in record.metrics_seen
+    ]
 
 
 @dataclass
@@ -56,13 +69,20 @@ class Spoiler:
     def after_complete(self, unit: Unit, rank: int) -> None:
         if self.steps == 0 and unit.layout.name not in self.seen:
             self.seen.append(unit.layout.name)
-        if self.steps == 1 and rank == self.rank and not self.done and unit.layout.name == self.seen[self.place]:
+        if (
+            self.steps == 1
+            and rank == self.rank
+            and not self.done
+            and unit.layout.name == self.seen[self.place]
+        ):
             unit.part(unit.wire, unit.layout.places[0]).view(-1)[0] = float("inf")
             self.done = True
 
 
 @pytest.mark.cases(of=grids)
-def test_what_one_rank_alone_sees_is_left_out_everywhere(world: World, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_alone_sees_is_left_out_everywhere(
+    world: World, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In turn on each rank: one of its units, with or without copies elsewhere, sharded or not."""
     complete, finish, spec = Unit.complete, Engine.finish_step, spec_of(case, steps=3)
     for bad_rank in range(world.size):
@@ -84,6 +104,13 @@ def test_what_one_rank_alone_sees_is_left_out_everywhere(world: World, case: Cas
         assert spoiler.done == (world.rank == bad_rank)
         assert spoiler.updates == [1, 1, 2]
         assert_all_ranks_say(world, found)
-        assert [metrics.get("skipped", False) for metrics in found.metrics_seen] == [False, True, False]
+        assert [metrics.get("skipped", False) for metrics in found.metrics_seen] == [
+            False,
+            True,
+            False,
+        ]
         (where,) = {values["where"] for name, values in found.events if name == "WARN"}
-        assert f"of data rank {Grid.build(spec.parallel, world.node_of_rank).coordinate(bad_rank, 'data')}" in where
+        assert (
+            f"of data rank {Grid.build(spec.parallel, world.node_of_rank).coordinate(bad_rank, 'data')}"
+            in where
+        )

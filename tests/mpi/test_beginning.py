@@ -35,7 +35,9 @@ def begins_at(world: World, spec: Spec, *then: int) -> int:
     return found
 
 
-def test_a_path_counts_until_the_run_has_a_checkpoint_of_its_own(world: World, shared_folder: str) -> None:
+def test_a_path_counts_until_the_run_has_a_checkpoint_of_its_own(
+    world: World, shared_folder: str
+) -> None:
     """Else a job that is started again and again would never get further. A run's directory stands for its newest one."""
     begins_at(world, divided(f"{shared_folder}/first"), 4, 5)
     there = f"{shared_folder}/first/run"
@@ -54,7 +56,9 @@ def test_a_path_counts_until_the_run_has_a_checkpoint_of_its_own(world: World, s
     assert begins_at(world, divided(f"{shared_folder}/second")) == 2
 
 
-def test_what_cannot_be_read_now_is_not_damaged(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_now_is_not_damaged(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest one is still there when the run has been refused."""
     spec, opened = divided(shared_folder), Checkpoint.open
     begins_at(world, spec, 1, 2)
@@ -67,7 +71,9 @@ def test_what_cannot_be_read_now_is_not_damaged(world: World, shared_folder: str
     with engine_on(world, spec) as (_, checkpoints):
         with monkeypatch.context() as patch:
             patch.setattr(Checkpoint, "open", refused)
-            with pytest.raises(InputError, match=r"step-00000002: Too many open files: it cannot be read now"):
+            with pytest.raises(
+                InputError, match=r"step-00000002: Too many open files: it cannot be read now"
+            ):
                 checkpoints.resume()
         assert checkpoints.resume().step == 2
 
@@ -76,9 +82,14 @@ def test_a_key_that_is_not_known_makes_another_run(world: World, shared_folder: 
     spec = divided(shared_folder)
     with engine_on(world, spec) as (_, checkpoints):
         known = checkpoints.saver.job.spec
-        checkpoints.saver.job = replace(checkpoints.saver.job, spec=known | {"model": known["model"] | {"rotary": 2}})
+        checkpoints.saver.job = replace(
+            checkpoints.saver.job, spec=known | {"model": known["model"] | {"rotary": 2}}
+        )
         save_steps(checkpoints, 1)
-        with pytest.raises(InputError, match=r"another run:\n  model.rotary: 2 there, and this version of hpczero does not know it"):
+        with pytest.raises(
+            InputError,
+            match=r"another run:\n  model.rotary: 2 there, and this version of hpczero does not know it",
+        ):
             checkpoints.resume()
         fewer = {key: value for key, value in known["optimizer"].items() if key != "weight_decay"}
         checkpoints.saver.job = replace(checkpoints.saver.job, spec=known | {"optimizer": fewer})
@@ -89,7 +100,10 @@ def test_a_key_that_is_not_known_makes_another_run(world: World, shared_folder: 
 def test_what_the_new_precision_and_batch_mean(world: World, shared_folder: str) -> None:
     """A loss scale is that of fp16; and where a batch is of another size the data goes on somewhere else."""
     begins_at(world, with_train(divided(shared_folder), precision="fp32"), 10)
-    with engine_on(world, with_train(divided(shared_folder), precision="fp16", loss_scale=4096.0, global_batch=8)) as (engine, checkpoints):
+    with engine_on(
+        world,
+        with_train(divided(shared_folder), precision="fp16", loss_scale=4096.0, global_batch=8),
+    ) as (engine, checkpoints):
         resumed = checkpoints.resume()
         assert (resumed.step, engine.loss_scale.value) == (10, 4096.0)
         (warning,) = resumed.warnings
@@ -105,20 +119,33 @@ def test_weights_only_begin_a_run_of_their_own(world: World, shared_folder: str)
                 state.fill_(number + 1.0)
         engine.updates = 9
         save_steps(checkpoints, 9)
-    spec = divided(f"{shared_folder}/second", resume=f"{shared_folder}/first/run", weights_only=True).model_copy(update={"seed": 5})
+    spec = divided(
+        f"{shared_folder}/second", resume=f"{shared_folder}/first/run", weights_only=True
+    ).model_copy(update={"seed": 5})
     world.together(lambda: look_ahead(spec))
     with engine_on(world, spec) as (engine, checkpoints):
         resumed = checkpoints.resume()
         assert (resumed.step, engine.updates) == (0, 0)
         for unit in engine.units:
-            own = [(part.start - unit.own.start, part.stop - unit.own.start) for _, part in unit.layout.stretches(unit.own.start, unit.own.stop)]
+            own = [
+                (part.start - unit.own.start, part.stop - unit.own.start)
+                for _, part in unit.layout.stretches(unit.own.start, unit.own.stop)
+            ]
             assert all(torch.all(unit.master[start:stop] == 1.0) for start, stop in own)
             assert not unit.moment1.any()
             assert not unit.moment2.any()
         save_steps(checkpoints, 3)
     assert begins_at(world, spec) == 3
-    other = spec.model_copy(update={"model": spec.model.model_copy(update={"layers": 2}), "output": f"{shared_folder}/third"})
-    with engine_on(world, other) as (_, checkpoints), pytest.raises(InputError, match=r"blocks\.2\..* there, nothing now"):
+    other = spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update={"layers": 2}),
+            "output": f"{shared_folder}/third",
+        }
+    )
+    with (
+        engine_on(world, other) as (_, checkpoints),
+        pytest.raises(InputError, match=r"blocks\.2\..* there, nothing now"),
+    ):
         checkpoints.resume()
 
 
@@ -130,7 +157,9 @@ def test_weights_only_begin_a_run_of_their_own(world: World, shared_folder: str)
         ({}, {"odd": 3}, r"buffer odd: nothing there, \(3,\) now"),
     ],
 )
-def test_other_buffers_are_refused(world: World, shared_folder: str, there: dict[str, int], now: dict[str, int], message: str) -> None:
+def test_other_buffers_are_refused(
+    world: World, shared_folder: str, there: dict[str, int], now: dict[str, int], message: str
+) -> None:
     def with_buffers(lengths: dict[str, int], action: Callable[[Checkpoints], object]) -> None:
         with engine_on(world, divided(shared_folder)) as (engine, checkpoints):
             for name, length in lengths.items():

@@ -30,8 +30,11 @@ from tests.mpi.saving import GRIDS, divided, engine_on, spec_of
 
 pytestmark = pytest.mark.mpi
 
+
 def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{slot} {name}".encode())))
+    return torch.rand(
+        shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{slot} {name}".encode()))
+    )
 
 
 def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
@@ -40,7 +43,11 @@ def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
         here = slice(part.start - unit.own.start, part.stop - unit.own.start)
         for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
             whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
-            yield state[here], whole[part.start - place.offset : part.stop - place.offset], f"{SLOTS[slot]}/{place.parameter.name}"
+            yield (
+                state[here],
+                whole[part.start - place.offset : part.stop - place.offset],
+                f"{SLOTS[slot]}/{place.parameter.name}",
+            )
 
 
 def save(world: World, spec: Spec) -> None:
@@ -56,22 +63,37 @@ def save(world: World, spec: Spec) -> None:
 
 def assert_weights(engine: Engine) -> None:
     """What is computed with are the states' weights, rounded, on every rank."""
-    with gathered(engine, [parameter for unit in engine.units for parameter in unit.parameters], modify=False):
+    with gathered(
+        engine, [parameter for unit in engine.units for parameter in unit.parameters], modify=False
+    ):
         for unit in engine.units:
             for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
-                assert torch.equal(parameter, truth(place.parameter.name, 0, place.parameter.shape)[place.held].bfloat16()), place.parameter.name
+                assert torch.equal(
+                    parameter,
+                    truth(place.parameter.name, 0, place.parameter.shape)[place.held].bfloat16(),
+                ), place.parameter.name
 
 
 def assert_whole(path: Path) -> None:
     """For hpczero's own reader, and for any other."""
     with Checkpoint.open(path) as checkpoint, h5py.File(path / "index.h5") as file:
-        expected = [parameter for layer in layers(spec_of("runs", "alone").model) for parameter in layer.parameters]
-        assert {f"/{slot}/{parameter.name}" for slot in SLOTS for parameter in expected} == set(checkpoint)
+        expected = [
+            parameter
+            for layer in layers(spec_of("runs", "alone").model)
+            for parameter in layer.parameters
+        ]
+        assert {f"/{slot}/{parameter.name}" for slot in SLOTS for parameter in expected} == set(
+            checkpoint
+        )
         for slot, prefix in enumerate(SLOTS):
             for parameter in expected:
                 values = truth(parameter.name, slot, parameter.shape).numpy()
-                assert np.array_equal(checkpoint[f"/{prefix}/{parameter.name}"].numpy(), values), parameter.name
-                assert np.array_equal(file[f"{prefix}/{parameter.name}"][()], values), parameter.name
+                assert np.array_equal(checkpoint[f"/{prefix}/{parameter.name}"].numpy(), values), (
+                    parameter.name
+                )
+                assert np.array_equal(file[f"{prefix}/{parameter.name}"][()], values), (
+                    parameter.name
+                )
 
 
 @pytest.mark.ranks(4, 6, 8)
@@ -81,7 +103,15 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
         output = f"{shared_folder}/{writer}"
         if world.rank < ranks:
             part = world.part(range(ranks), ranks_per_node=number % 3)
-            save(part, spec_of(output, writer, writers=("node", "rank")[number % 2], asynchronous=number % 2 == 0))
+            save(
+                part,
+                spec_of(
+                    output,
+                    writer,
+                    writers=("node", "rank")[number % 2],
+                    asynchronous=number % 2 == 0,
+                ),
+            )
             part.close()
         world.everyone.barrier()
         if world.rank == 0:
@@ -117,7 +147,11 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
         if world.rank == 0:
             with Checkpoint.open(path) as checkpoint:
                 last = max(checkpoint.content.shards[0].ranks, key=lambda data: data.data)
-                piece = max(row for row in range(len(checkpoint.table.rank)) if checkpoint.table.rank[row] == last.rank)
+                piece = max(
+                    row
+                    for row in range(len(checkpoint.table.rank))
+                    if checkpoint.table.rank[row] == last.rank
+                )
                 place = last.data[2] + 4 * int(checkpoint.table.offset[piece])
             damaged = path / checkpoint.content.shards[0].file
             raw = bytearray(damaged.read_bytes())
@@ -149,7 +183,9 @@ def test_a_view_that_is_none_keeps_nobody_from_resuming(world: World, shared_fol
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_on_one_rank_is_none_on_any(
+    world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with engine_on(world, divided(shared_folder, asynchronous=asynchronous)) as (_, checkpoints):
 
         def saved(step: int) -> None:
@@ -163,7 +199,10 @@ def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str,
         with monkeypatch.context() as patch:
             if world.rank == world.size - 1:
                 patch.setattr(shard_file, "write_all", refused)
-            with pytest.raises(SaveFailed, match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes"):
+            with pytest.raises(
+                SaveFailed,
+                match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes",
+            ):
                 saved(2)
             assert not checkpoints.saver.under_way
         world.everyone.barrier()
@@ -173,13 +212,20 @@ def test_what_fails_on_one_rank_is_none_on_any(world: World, shared_folder: str,
         assert list(directory.steps(checkpoints.path)) == [2, 1]
 
 
-def test_hdf5_that_cannot_write_is_a_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hdf5_that_cannot_write_is_a_save_that_failed(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(*_: Any) -> None:
-        raise RuntimeError("Unable to flush file (file write failed: errno = 28, error message = 'No space left on device')")
+        raise RuntimeError(
+            "Unable to flush file (file write failed: errno = 28, error message = 'No space left on device')"
+        )
 
     with engine_on(world, spec_of(shared_folder, "alone")) as (_, checkpoints):
         monkeypatch.setattr(shard_file, "make", refused)
-        with pytest.raises(SaveFailed, match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there"):
+        with pytest.raises(
+            SaveFailed,
+            match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there",
+        ):
             checkpoints.begin(1, ends=True)
         assert not checkpoints.saver.under_way
         world.everyone.barrier()
@@ -211,12 +257,21 @@ def slow(world: World, rank: int, action: Callable[..., Any]) -> Callable[..., A
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_meet_while_one_is_slow(world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_meet_while_one_is_slow(
+    world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The watchdog ends a job of which a rank does not show up."""
     last = world.size - 1
-    with engine_on(world, divided(shared_folder, asynchronous=asynchronous, keep=1, writers="rank")) as (_, checkpoints):
-        of_last, of_first = ((shard_file, "make"), (shard_file.Writer, "finish"), (shard_file, "rest")), ((directory, "remove"), (manifest, "write"))
-        for owner, name, rank in [(*one, last) for one in of_last] + [(*one, 0) for one in of_first]:
+    with engine_on(
+        world, divided(shared_folder, asynchronous=asynchronous, keep=1, writers="rank")
+    ) as (_, checkpoints):
+        of_last, of_first = (
+            ((shard_file, "make"), (shard_file.Writer, "finish"), (shard_file, "rest")),
+            ((directory, "remove"), (manifest, "write")),
+        )
+        for owner, name, rank in [(*one, last) for one in of_last] + [
+            (*one, 0) for one in of_first
+        ]:
             monkeypatch.setattr(owner, name, slow(world, rank, getattr(owner, name)))
         monkeypatch.setattr(checkpoints, "_read", slow(world, last, checkpoints._read))
         for step in (1, 2):
@@ -226,7 +281,9 @@ def test_ranks_meet_while_one_is_slow(world: World, shared_folder: str, asynchro
         assert checkpoints.resume().step == 2
 
 
-def test_a_save_that_is_waited_for_makes_no_more_pauses(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_waited_for_makes_no_more_pauses(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(write, "_REST", 1e6)
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         checkpoints.begin(1, ends=False)
@@ -238,9 +295,17 @@ def test_loss_scale_and_counters_come_back(world: World, shared_folder: str) -> 
     spec = divided(shared_folder)
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"precision": "fp16"})})
     with engine_on(world, spec) as (engine, checkpoints):
-        engine.updates, engine.loss_scale = 41, replace(engine.loss_scale, value=4096.0, good_steps=17)
+        engine.updates, engine.loss_scale = (
+            41,
+            replace(engine.loss_scale, value=4096.0, good_steps=17),
+        )
         checkpoints.begin(50, ends=True)
         checkpoints.conclude()
     with engine_on(world, spec) as (engine, checkpoints):
         resumed = checkpoints.resume()
-        assert (resumed.step, engine.updates, engine.loss_scale.value, engine.loss_scale.good_steps) == (50, 41, 4096.0, 17)
+        assert (
+            resumed.step,
+            engine.updates,
+            engine.loss_scale.value,
+            engine.loss_scale.good_steps,
+        ) == (50, 41, 4096.0, 17)

@@ -25,7 +25,9 @@ def spoil(checkpoints: Checkpoints, step: int) -> None:
     checkpoints.world.everyone.barrier()
 
 
-def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(world: World, shared_folder: str) -> None:
+def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(
+    world: World, shared_folder: str
+) -> None:
     """Two damaged ones would push out the good one, and all that the run saves."""
     with engine_on(world, divided(shared_folder, keep=0)) as (_, checkpoints):
         save_steps(checkpoints, 4, 11, 12)
@@ -34,14 +36,18 @@ def test_what_is_newer_than_where_a_run_begins_does_not_count_among_those_kept(w
     with engine_on(world, divided(shared_folder, keep=2)) as (_, checkpoints):
         resumed = checkpoints.resume()
         assert resumed.step == 4
-        said = ["passed over a damaged checkpoint"] * 2 + ["set aside, as the run goes on from step 4"] * 2
+        said = ["passed over a damaged checkpoint"] * 2 + [
+            "set aside, as the run goes on from step 4"
+        ] * 2
         assert [warning.split(":")[0] for warning in resumed.warnings] == said
         save_steps(checkpoints, 5, 6)
         assert list(directory.steps(checkpoints.path)) == [6, 5]
         assert len(directory.aside(checkpoints.path)) == 2
         world.everyone.barrier()
         if world.rank == 0:  # somebody else's
-            shutil.copytree(checkpoints.path / directory.name_of(6), checkpoints.path / directory.name_of(99))
+            shutil.copytree(
+                checkpoints.path / directory.name_of(6), checkpoints.path / directory.name_of(99)
+            )
         world.everyone.barrier()
         save_steps(checkpoints, 7)
         assert list(directory.steps(checkpoints.path)) == [99, 7, 6]
@@ -102,7 +108,9 @@ def test_what_saves_left_is_cleared_away_at_the_start(world: World, shared_folde
         assert list(directory.steps(checkpoints.path)) == [3, 2]
 
 
-def test_a_new_folder_of_checkpoints_is_on_the_disk_before_they_are(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_folder_of_checkpoints_is_on_the_disk_before_they_are(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(directory, "sync", synced.append)
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
@@ -116,7 +124,9 @@ def failing_saves(world: World, *steps: int) -> Iterator[None]:
     write = shard_file.Writer.finish
 
     def finish(writer: shard_file.Writer) -> None:
-        if world.rank == world.size - 1 and writer.path.parent.name in map(directory.name_of, steps):
+        if world.rank == world.size - 1 and writer.path.parent.name in map(
+            directory.name_of, steps
+        ):
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
         write(writer)
 
@@ -126,7 +136,9 @@ def failing_saves(world: World, *steps: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
-def test_a_save_that_failed_does_not_keep_the_next_from_being_tried(world: World, shared_folder: str, on_error: str) -> None:
+def test_a_save_that_failed_does_not_keep_the_next_from_being_tried(
+    world: World, shared_folder: str, on_error: str
+) -> None:
     spec = divided(shared_folder, every=5, on_error=on_error)
     with failing_saves(world, 5):  # found out at step 6, with which the run ends
         record = trained(world, spec)
@@ -149,12 +161,21 @@ def test_a_run_is_finished_when_its_last_step_is_saved(world: World, shared_fold
 
 
 @pytest.mark.parametrize("steps", [6, 3])
-def test_a_start_that_finds_all_steps_done_is_finished(world: World, shared_folder: str, steps: int) -> None:
+def test_a_start_that_finds_all_steps_done_is_finished(
+    world: World, shared_folder: str, steps: int
+) -> None:
     spec = divided(shared_folder, every=0)
     trained(world, spec)
-    outcome = trained(world, spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})).outcome
+    outcome = trained(
+        world, spec.model_copy(update={"train": spec.train.model_copy(update={"steps": steps})})
+    ).outcome
     assert outcome is not None
-    assert (outcome.state, outcome.steps, outcome.saved, outcome.final_loss) == ("finished", 6, 6, None)
+    assert (outcome.state, outcome.steps, outcome.saved, outcome.final_loss) == (
+        "finished",
+        6,
+        6,
+        None,
+    )
 
 
 def test_a_run_that_fails_keeps_the_save_under_way(world: World, shared_folder: str) -> None:
@@ -164,7 +185,9 @@ def test_a_run_that_fails_keeps_the_save_under_way(world: World, shared_folder: 
     assert list(directory.steps(Path(shared_folder) / "run" / "checkpoints")) == [5]
 
 
-def test_an_old_one_that_cannot_be_removed_is_no_save_that_failed(world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_one_that_cannot_be_removed_is_no_save_that_failed(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(path: Path, known_as: object = None) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -182,4 +205,6 @@ def test_an_old_one_that_cannot_be_removed_is_no_save_that_failed(world: World, 
         record = trained(world, divided(shared_folder, keep=1, on_error="stop", every=0))
     assert record.outcome is not None
     assert (record.outcome.state, record.outcome.saved) == ("finished", 6)
-    assert any("it was to be removed" in values["what"] for name, values in record.events if name == "WARN")
+    assert any(
+        "it was to be removed" in values["what"] for name, values in record.events if name == "WARN"
+    )

@@ -10,21 +10,45 @@ from tests.mpi.training import Record, train
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 
-def spec_of(global_batch: int, micro_batch: int, dropout: float = 0.0, precision: str = "fp32", steps: int = 20, **train: object) -> Spec:
+def spec_of(
+    global_batch: int,
+    micro_batch: int,
+    dropout: float = 0.0,
+    precision: str = "fp32",
+    steps: int = 20,
+    **train: object,
+) -> Spec:
     return Spec(
         model=Model(layers=2, hidden=24, heads=3, seq_len=33, vocab=61, dropout=dropout),
         data=Data(source="synthetic"),
-        train=Train(steps=steps, global_batch=global_batch, micro_batch=micro_batch, precision=precision, eval_batches=2, eval_every=9, **train),
+        train=Train(
+            steps=steps,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            precision=precision,
+            eval_batches=2,
+            eval_every=9,
+            **train,
+        ),
         optimizer=Optimizer(lr=1e-2, eps=1e-6),
     )
 
 
-def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], kept: dict[str, torch.Tensor] | None = None) -> float:
+def distance(
+    one: dict[str, torch.Tensor],
+    other: dict[str, torch.Tensor],
+    kept: dict[str, torch.Tensor] | None = None,
+) -> float:
     """`kept`: the elements that are compared, if not all."""
-    return max((((one[name] - other[name]) * (kept[name] if kept else 1)).norm() / one[name].norm()).item() for name in one)
+    return max(
+        (((one[name] - other[name]) * (kept[name] if kept else 1)).norm() / one[name].norm()).item()
+        for name in one
+    )
 
 
-def assert_same(serial: Record, parallel: Record, kept: dict[str, torch.Tensor] | None = None) -> None:
+def assert_same(
+    serial: Record, parallel: Record, kept: dict[str, torch.Tensor] | None = None
+) -> None:
     assert len(parallel.losses) == len(serial.losses)
     assert max(abs(a - b) / a for a, b in zip(serial.losses, parallel.losses, strict=True)) < 1e-5
     assert distance(serial.gradients, parallel.gradients) < 1e-4
@@ -35,8 +59,12 @@ def assert_same(serial: Record, parallel: Record, kept: dict[str, torch.Tensor] 
     assert serial.weights.keys() == parallel.weights.keys()
 
 
-@pytest.mark.parametrize(("global_batch", "micro_batch", "dropout"), [(8, 8, 0.0), (5, 2, 0.0), (7, 1, 0.2), (2, 4, 0.2)])
-def test_equal_to_the_serial_run(world: World, global_batch: int, micro_batch: int, dropout: float) -> None:
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "dropout"), [(8, 8, 0.0), (5, 2, 0.0), (7, 1, 0.2), (2, 4, 0.2)]
+)
+def test_equal_to_the_serial_run(
+    world: World, global_batch: int, micro_batch: int, dropout: float
+) -> None:
     spec = spec_of(global_batch, micro_batch, dropout)
     alone = world.part([world.rank])
     serial = train(alone, spec)
@@ -77,7 +105,9 @@ def test_clipping_limits_the_update_not_the_reported_norm(world: World) -> None:
 
 
 @pytest.mark.parametrize("bad_rank", [0, -1])
-def test_a_bad_gradient_is_skipped_on_all_ranks_and_named(world: World, bad_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_gradient_is_skipped_on_all_ranks_and_named(
+    world: World, bad_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One rank's gradient of one tensor is made infinite in the second step."""
     from hpczero.parallel.zero.engine import Unit
 
@@ -93,7 +123,11 @@ def test_a_bad_gradient_is_skipped_on_all_ranks_and_named(world: World, bad_rank
 
     monkeypatch.setattr(Unit, "complete", spoil)
     record = train(world, spec_of(8, 2, steps=3))
-    assert [metrics.get("skipped", False) for metrics in record.metrics_seen] == [False, True, False]
+    assert [metrics.get("skipped", False) for metrics in record.metrics_seen] == [
+        False,
+        True,
+        False,
+    ]
     warnings = [values["where"] for name, values in record.events if name == "WARN"]
     assert set(warnings) == {f"first in blocks.1.attention.output.weight of data rank {bad_rank}"}
 

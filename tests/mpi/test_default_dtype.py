@@ -27,7 +27,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def spec_of(stage: int, shared: bool, precision: str) -> dict[str, Any]:
     train = {"precision": precision, "steps": 4}
-    return {"train": train, "optimizer": {"lr": 1e-2}, "zero": {"stage": stage, "node_shared": shared}}
+    return {
+        "train": train,
+        "optimizer": {"lr": 1e-2},
+        "zero": {"stage": stage, "node_shared": shared},
+    }
 
 
 def module(on: str) -> nn.Module:
@@ -38,7 +42,9 @@ def module(on: str) -> nn.Module:
         return nn.Sequential(nn.Embedding(40, 16), *layers)
 
 
-def trained(world: World, spec: dict[str, Any], dtype: torch.dtype, on: str) -> tuple[list[float], Any]:
+def trained(
+    world: World, spec: dict[str, Any], dtype: torch.dtype, on: str
+) -> tuple[list[float], Any]:
     net, tokens = module(on), torch.arange(24).view(4, 6)[world.rank % 4 :]
     norms = []
     with default_dtype(dtype), hpczero.initialize(net, spec, world) as engine:

@@ -58,8 +58,14 @@ DIFFERENCES: dict[str, tuple[Make, str]] = {
         lambda other: nn.Linear(4, 4, dtype=torch.bfloat16 if other else torch.float32),
         r"parameter weight has dtype = torch\.float32 on rank 0 and torch\.bfloat16 on rank \d",
     ),
-    "frozen": (frozen, r"parameter 1\.bias has requires_grad = True on rank 0 and False on rank \d"),
-    "tied": (tied, r"parameter 1\.weight has .*the same as = nothing on rank 0 and 0\.weight on rank \d"),
+    "frozen": (
+        frozen,
+        r"parameter 1\.bias has requires_grad = True on rank 0 and False on rank \d",
+    ),
+    "tied": (
+        tied,
+        r"parameter 1\.weight has .*the same as = nothing on rank 0 and 0\.weight on rank \d",
+    ),
     "class": (
         lambda other: nn.Sequential(nn.Linear(4, 4), nn.Tanh() if other else nn.ReLU()),
         r"module 1 has class = ReLU on rank 0 and Tanh on rank \d",
@@ -84,7 +90,9 @@ def test_ranks_whose_modules_differ_are_told_where(world: World, what: str) -> N
         return
     with pytest.raises(InputError, match=message) as caught:
         hpczero.initialize(module, spec_of(1), world)
-    assert f"on rank {world.size - 1}" in str(caught.value) or f"where rank {world.size - 1} " in str(caught.value)
+    assert f"on rank {world.size - 1}" in str(
+        caught.value
+    ) or f"where rank {world.size - 1} " in str(caught.value)
 
 
 def test_only_values_and_memory_may_differ(world: World) -> None:

@@ -16,7 +16,17 @@ from hpczero.parallel.user_module import layers_of
 from hpczero.parallel.zero.buffers import Region
 from hpczero.spec.schema import Model, Spec
 from hpczero.train.initialize import Training
-from tests.mpi.models import CLASSES, SIDE, Again, Convolutions, Odd, Pair, Positions, TextModel, Tower
+from tests.mpi.models import (
+    CLASSES,
+    SIDE,
+    Again,
+    Convolutions,
+    Odd,
+    Pair,
+    Positions,
+    TextModel,
+    Tower,
+)
 from tests.mpi.training import train
 
 pytestmark = pytest.mark.mpi
@@ -27,7 +37,9 @@ EPS = 1e-6
 SAMPLES = 24
 SHARE_SAMPLES = pytest.mark.ranks(1, 2, 3, 4, 6, 8)  # each rank has as many as the others
 SHARE_HALVES = pytest.mark.ranks(1, 2, 3, 4, 6)  # and as many in each of two backwards
-Loss = Callable[[Any, slice], torch.Tensor]  # of an engine (or module) on these samples of the batch
+Loss = Callable[
+    [Any, slice], torch.Tensor
+]  # of an engine (or module) on these samples of the batch
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +70,9 @@ def made(kind: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
 
 def images() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(SAMPLES, 3, SIDE, SIDE, generator=generator), torch.randint(CLASSES, (SAMPLES,), generator=generator)
+    return torch.randn(SAMPLES, 3, SIDE, SIDE, generator=generator), torch.randint(
+        CLASSES, (SAMPLES,), generator=generator
+    )
 
 
 def of_images(module: Any, part: slice) -> torch.Tensor:
@@ -76,12 +90,16 @@ def of_tokens(module: Any, part: slice) -> torch.Tensor:
 def of_skipping(module: Any, part: slice) -> torch.Tensor:
     """Half of the samples do not use every layer."""
     tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))
-    halves = [(tokens[index : index + 1], 2 * index >= SAMPLES) for index in range(part.start, part.stop)]
+    halves = [
+        (tokens[index : index + 1], 2 * index >= SAMPLES) for index in range(part.start, part.stop)
+    ]
     return torch.stack([module(one, skip=skip)["loss"] for one, skip in halves]).sum() / 100
 
 
 def of_vectors(module: Any, part: slice) -> torch.Tensor:
-    loss: torch.Tensor = module(torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(2))[part])
+    loss: torch.Tensor = module(
+        torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(2))[part]
+    )
     return loss / 100
 
 
@@ -125,7 +143,13 @@ def parts(rank: int, size: int, backwards: int) -> Iterator[slice]:
 
 
 def trained(
-    world: World, kind: Callable[[], nn.Module], loss: Loss, spec: dict[str, Any], backwards: int = 1, hint: bool = False, **how: bool
+    world: World,
+    kind: Callable[[], nn.Module],
+    loss: Loss,
+    spec: dict[str, Any],
+    backwards: int = 1,
+    hint: bool = False,
+    **how: bool,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     losses = []
     with hpczero.initialize(made(kind, seed=3 + world.rank), spec, world, **how) as engine:
@@ -143,7 +167,11 @@ def trained(
         return losses, engine.full_state_dict()
 
 
-def assert_same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[float], dict[str, torch.Tensor]], rank: int) -> None:
+def assert_same(
+    one: tuple[list[float], dict[str, torch.Tensor]],
+    other: tuple[list[float], dict[str, torch.Tensor]],
+    rank: int,
+) -> None:
     assert one[0] == pytest.approx(other[0], rel=1e-5)
     if rank:
         assert not other[1]
@@ -160,7 +188,11 @@ def test_every_way_equals_pytorch(world: World, case: str) -> None:
     expected = alone(kind, loss)
     for stage, shared in WAYS:
         for backwards, hint in ((1, True), (2, False)):
-            assert_same(expected, trained(world, kind, loss, spec_of(stage, shared), backwards, hint), world.rank)
+            assert_same(
+                expected,
+                trained(world, kind, loss, spec_of(stage, shared), backwards, hint),
+                world.rank,
+            )
 
 
 @SHARE_HALVES
@@ -175,19 +207,34 @@ def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case
 
     expected = alone(kind, loss)
     for stage, shared in product((2, 3), (False, True)):
-        assert_same(expected, trained(world, kind, late, spec_of(stage, shared), backwards=2), world.rank)
+        assert_same(
+            expected, trained(world, kind, late, spec_of(stage, shared), backwards=2), world.rank
+        )
 
 
 @SHARE_SAMPLES
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install hpczero[test]")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install hpczero[test]"
+    )
 
     def kind() -> nn.Module:
-        sizes = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-        model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes))
+        sizes = {
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        model: nn.Module = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)
+        )
         if checkpointed:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable = (
+                getattr(model, "activation_checkpointing_enable", None)
+                or model.gradient_checkpointing_enable
+            )
             enable({"use_reentrant": False})
         return model.train()
 
@@ -212,15 +259,25 @@ def test_layers_that_only_some_ranks_use(world: World) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str) -> None:
     for kind, loss in CASES.values():
-        first, *others = (trained(world, kind, loss, spec_of(stage, shared, precision), accumulates=False) for stage, shared in WAYS)
+        first, *others = (
+            trained(world, kind, loss, spec_of(stage, shared, precision), accumulates=False)
+            for stage, shared in WAYS
+        )
         for other in others:
             assert first[0] == other[0]
             assert all(torch.equal(tensor, other[1][name]) for name, tensor in first[1].items())
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
-def test_a_layer_that_runs_may_leave_a_parameter_without_gradient(world: World, stage: int, shared: bool) -> None:
-    with hpczero.initialize(made(lambda: nn.Sequential(*(Pair() for _ in range(6)))), spec_of(stage, shared), world, accumulates=False) as engine:
+def test_a_layer_that_runs_may_leave_a_parameter_without_gradient(
+    world: World, stage: int, shared: bool
+) -> None:
+    with hpczero.initialize(
+        made(lambda: nn.Sequential(*(Pair() for _ in range(6)))),
+        spec_of(stage, shared),
+        world,
+        accumulates=False,
+    ) as engine:
         engine.module[3].skips = world.rank > 0
         norms = []
         for _ in range(3):
@@ -243,7 +300,9 @@ def test_what_was_computed_inside_a_backward_has_a_gradient(world: World) -> Non
 
 def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
     for (stage, shared), precision in product(WAYS, ("fp32", "bf16")):
-        with hpczero.initialize(made(lambda: Convolutions(True), world.rank), spec_of(stage, shared, precision), world) as engine:
+        with hpczero.initialize(
+            made(lambda: Convolutions(True), world.rank), spec_of(stage, shared, precision), world
+        ) as engine:
             before = engine.module.features[0][1].running_mean.clone()
             assert not before.any()
             engine.backward(of_images(engine, slice(world.rank, world.rank + 3)))
@@ -253,12 +312,16 @@ def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
             assert len(set(sums)) == world.size
             state = engine.full_state_dict()
             if world.rank == 0:
-                assert torch.equal(state["features.0.1.running_mean"], engine.module.features[0][1].running_mean)
+                assert torch.equal(
+                    state["features.0.1.running_mean"], engine.module.features[0][1].running_mean
+                )
                 assert state["features.0.1.num_batches_tracked"] == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(world: World, precision: str) -> None:
+def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(
+    world: World, precision: str
+) -> None:
     for stage, shared in WAYS:
         with hpczero.initialize(made(Odd), spec_of(stage, shared, precision), world) as engine:
             engine.backward(of_tokens(engine, slice(0, 2)))
@@ -269,7 +332,9 @@ def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(worl
                 expected = world.everyone.stack(block.up.weight.detach().float().clone())
                 assert all(torch.equal(each, expected[0]) for each in expected)
                 if world.rank == 0:
-                    assert torch.equal(expected[0], before["blocks.1.up.weight"].to(engine.dtype).float())
+                    assert torch.equal(
+                        expected[0], before["blocks.1.up.weight"].to(engine.dtype).float()
+                    )
             with engine.gathered([block.down.weight, offset], modify=True), torch.no_grad():
                 block.down.weight[1, 2] = 3.0 if world.rank == 0 else 5.0
                 offset.fill_(-2.0)
@@ -278,9 +343,16 @@ def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(worl
             if world.rank == 0:
                 assert after["blocks.1.down.weight"][1, 2] == 3.0
                 assert after["offset"] == -2.0
-                before["blocks.1.down.weight"][1, 2], before["offset"] = torch.tensor(3.0), torch.tensor(-2.0)
-                assert all(torch.equal(tensor, before[name]) for name, tensor in after.items()), "what was not changed keeps its precision"
-            losses = world.everyone.stack(of_tokens(engine, slice(0, 1)).detach().float().view(1)).flatten()
+                before["blocks.1.down.weight"][1, 2], before["offset"] = (
+                    torch.tensor(3.0),
+                    torch.tensor(-2.0),
+                )
+                assert all(torch.equal(tensor, before[name]) for name, tensor in after.items()), (
+                    "what was not changed keeps its precision"
+                )
+            losses = world.everyone.stack(
+                of_tokens(engine, slice(0, 1)).detach().float().view(1)
+            ).flatten()
             assert (losses == losses[0]).all()
             if stage == 3 and not shared and world.size > 1:
                 with pytest.raises(HpczeroError, match=r"blocks\.1\.down\.weight is used outside"):
@@ -313,8 +385,13 @@ def test_a_state_is_taken_home_and_brought_back(world: World) -> None:
                 assert not torch.equal(first["head.weight"], changed["head.weight"])
                 assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
                 made(Odd).load_state_dict(first)  # PyTorch takes it
-            first = {"other" if name == "offset" else name: tensor for name, tensor in first.items()}
-            with pytest.raises(InputError, match="rank 0 says more" if world.rank else "offset is missing; other is unknown"):
+            first = {
+                "other" if name == "offset" else name: tensor for name, tensor in first.items()
+            }
+            with pytest.raises(
+                InputError,
+                match="rank 0 says more" if world.rank else "offset is missing; other is unknown",
+            ):
                 engine.load_state_dict(first)
 
 
@@ -323,13 +400,26 @@ def test_modules_on_meta_get_the_same_values_in_every_layout(world: World, meta:
     states = []
     for stage, shared in WAYS:
         with torch.device("meta" if meta == "everywhere" or world.rank else "cpu"):
-            module = made(lambda: nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.MultiheadAttention(30, 2), nn.Linear(30, 3)))
+            module = made(
+                lambda: nn.Sequential(
+                    nn.Linear(20, 30),
+                    nn.BatchNorm1d(30),
+                    nn.MultiheadAttention(30, 2),
+                    nn.Linear(30, 3),
+                )
+            )
         with hpczero.initialize(module, spec_of(stage, shared), world) as engine:
-            assert not any(tensor.is_meta for tensor in [*engine.module.parameters(), *engine.module.buffers()])
+            assert not any(
+                tensor.is_meta for tensor in [*engine.module.parameters(), *engine.module.buffers()]
+            )
             states.append(engine.full_state_dict())
     if world.rank == 0:
         first = states[0]
-        assert all(torch.equal(tensor, other[name]) for other in states[1:] for name, tensor in first.items())
+        assert all(
+            torch.equal(tensor, other[name])
+            for other in states[1:]
+            for name, tensor in first.items()
+        )
         assert first["0.weight"].std() == pytest.approx((1 / 20 / 3) ** 0.5, rel=0.2)
         assert first["1.running_var"].eq(1).all()
         assert first["2.out_proj.bias"].eq(0).all()
@@ -344,7 +434,9 @@ def test_what_on_meta_has_no_values_is_named(whole: World) -> None:
     for stage, shared in WAYS:
         with torch.device("meta"):
             module = nn.ModuleDict({"fine": nn.Linear(3, 3), "bare": Bare()})
-        with pytest.raises(InputError, match=r"no reset_parameters\(\) gives a value to bare\.weight"):
+        with pytest.raises(
+            InputError, match=r"no reset_parameters\(\) gives a value to bare\.weight"
+        ):
             hpczero.initialize(module, spec_of(stage, shared), whole)
 
 
@@ -357,7 +449,10 @@ def test_mistakes_in_the_loop_are_said(whole: World) -> None:
     with pytest.raises(HpczeroError, match="said to be the last"):
         engine.backward(of_tokens(engine, slice(0, 1)))
     engine.step(lr=0.5)
-    with pytest.raises(HpczeroError, match="none of the engine's parameters"), engine.gathered([torch.ones(3)]):
+    with (
+        pytest.raises(HpczeroError, match="none of the engine's parameters"),
+        engine.gathered([torch.ones(3)]),
+    ):
         pass
     engine.close()
     engine.close()
@@ -368,31 +463,64 @@ def test_mistakes_in_the_loop_are_said(whole: World) -> None:
 def test_the_trainer_trains_what_a_name_leads_to(world: World) -> None:
     model = Model(family="tests.mpi.models:TextModel", layers=2, hidden=24, seq_len=17, vocab=61)
     base = {**spec_of(0, False), "data": {"source": "synthetic"}}
-    base["train"] = {**base["train"], "global_batch": 2 * world.size, "micro_batch": 1, "eval_batches": 1}
+    base["train"] = {
+        **base["train"],
+        "global_batch": 2 * world.size,
+        "micro_batch": 1,
+        "eval_batches": 1,
+    }
     serial = world.part([world.rank])
     expected = train(serial, Spec.model_validate(base).model_copy(update={"model": model}))
     serial.close()
     for stage, shared in WAYS:
-        spec = Spec.model_validate({**base, "zero": spec_of(stage, shared)["zero"]}).model_copy(update={"model": model})
+        spec = Spec.model_validate({**base, "zero": spec_of(stage, shared)["zero"]}).model_copy(
+            update={"model": model}
+        )
         record = train(world, spec)
         assert record.losses == pytest.approx(expected.losses, rel=1e-5)
-        assert all((tensor - record.weights[name]).norm() <= 1e-4 * tensor.norm() for name, tensor in expected.weights.items())
+        assert all(
+            (tensor - record.weights[name]).norm() <= 1e-4 * tensor.norm()
+            for name, tensor in expected.weights.items()
+        )
 
 
 def test_layers_are_the_larger_parts() -> None:
     def names(module: nn.Module) -> dict[str, list[str]]:
-        return {layer.name: [parameter.name for parameter in layer.parameters] for _, layer in layers_of(module) if layer.parameters}
+        return {
+            layer.name: [parameter.name for parameter in layer.parameters]
+            for _, layer in layers_of(module)
+            if layer.parameters
+        }
 
     found = names(made(Odd))
     assert found["the model"] == ["offset", "gains.0", "gains.1"]
-    assert {"embedding", "blocks.0", "blocks.1", "blocks.2", "recurrent", "attention"} <= found.keys()
+    assert {
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "recurrent",
+        "attention",
+    } <= found.keys()
     assert "blocks.3" not in found
-    assert len(found["attention"]) >= 4, "attention is not cut: it uses its parts' weights without calling them"
-    assert sum(map(len, found.values())) == sum(own.is_floating_point() for own in Odd().parameters())
-    assert list(names(TextModel(Model(layers=3, hidden=32)))) == ["embedding", "body.0", "body.1", "body.2", "head"]
+    assert len(found["attention"]) >= 4, (
+        "attention is not cut: it uses its parts' weights without calling them"
+    )
+    assert sum(map(len, found.values())) == sum(
+        own.is_floating_point() for own in Odd().parameters()
+    )
+    assert list(names(TextModel(Model(layers=3, hidden=32)))) == [
+        "embedding",
+        "body.0",
+        "body.1",
+        "body.2",
+        "head",
+    ]
     assert list(names(nn.Linear(3, 3))) == ["the model"]
     deep = names(nn.Sequential(nn.Sequential(nn.Sequential(*(nn.Linear(9, 9) for _ in range(20))))))
     assert len(deep) >= 16, deep.keys()
-    assert len(names(nn.Sequential(*(nn.Linear(9, 9) for _ in range(200))))) <= 20, "small neighbours go together"
+    assert len(names(nn.Sequential(*(nn.Linear(9, 9) for _ in range(200))))) <= 20, (
+        "small neighbours go together"
+    )
     with pytest.raises(InputError, match="nothing to train"):
         layers_of(nn.ReLU())

@@ -24,12 +24,26 @@ pytestmark = pytest.mark.mpi
 WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
 
 
-def spec_of(family: str, stage: int = 0, shared: bool = False, steps: int = 4, precision: str = "fp32", **parallel: Any) -> Spec:
+def spec_of(
+    family: str,
+    stage: int = 0,
+    shared: bool = False,
+    steps: int = 4,
+    precision: str = "fp32",
+    **parallel: Any,
+) -> Spec:
     """Nothing divides: 5 samples in micro-batches of 2, of 9 tokens."""
     return Spec(
         model=Model(family=f"tests.mpi.models:{family}", hidden=12, seq_len=9, vocab=31),
         data=Data(source="synthetic"),
-        train=Train(global_batch=5, micro_batch=2, precision=precision, steps=steps, eval_batches=1, grad_clip=0.5),
+        train=Train(
+            global_batch=5,
+            micro_batch=2,
+            precision=precision,
+            steps=steps,
+            eval_batches=1,
+            grad_clip=0.5,
+        ),
         optimizer=Optimizer(lr=1e-2, eps=1e-6),
         zero=Zero(stage=stage, node_shared=shared),
         parallel=Parallel(**parallel),
@@ -48,7 +62,12 @@ def test_a_module_that_runs_in_two_chunks_of_a_stage(world: World) -> None:
     """The first and the third of four parts are of stage 0, and both are `again`."""
     expected = serial(world, "Twice")
     for stage, shared in WAYS:
-        assert_same(expected, train(world, spec_of("Twice", stage, shared, pipeline=2, schedule="interleaved", chunks=2)))
+        assert_same(
+            expected,
+            train(
+                world, spec_of("Twice", stage, shared, pipeline=2, schedule="interleaved", chunks=2)
+            ),
+        )
 
 
 @pytest.mark.ranks(2, 3, 4, 6, 8)
@@ -56,9 +75,19 @@ def test_a_module_that_runs_in_two_chunks_of_a_stage(world: World) -> None:
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_stages_equal_the_serial_run(world: World, family: str, schedule: str, chunks: int) -> None:
     expected = serial(world, family, steps=20 if world.size == 2 else 4)
-    for stages in [size for size in range(2, world.size + 1) if world.size % size == 0 and size * chunks <= 6]:
+    for stages in [
+        size for size in range(2, world.size + 1) if world.size % size == 0 and size * chunks <= 6
+    ]:
         for stage, shared in WAYS:
-            spec = spec_of(family, stage, shared, len(expected.losses), pipeline=stages, schedule=schedule, chunks=chunks)
+            spec = spec_of(
+                family,
+                stage,
+                shared,
+                len(expected.losses),
+                pipeline=stages,
+                schedule=schedule,
+                chunks=chunks,
+            )
             assert_same(expected, train(world, spec))
 
 
@@ -83,7 +112,9 @@ class Bare(nn.Module):
 
 
 class Offering(Bare):
-    def __init__(self, offered: Callable[[Any], list[Any]] = lambda module: [module.one, module.other]) -> None:
+    def __init__(
+        self, offered: Callable[[Any], list[Any]] = lambda module: [module.one, module.other]
+    ) -> None:
         super().__init__()
         self.offered = offered
 
@@ -118,18 +149,44 @@ def on_meta(kind: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "stages", "what"),
     [
-        (Bare, 2, r"parallel.pipeline = 2: Bare has no layers\(\) and no loss\(output, targets\); a module that is cut into stages offers"),
-        (lambda: Offering(lambda module: [module.one, torch.tanh]), 2, r"number 1 of the layers\(\) of Offering is a builtin_function"),
-        (lambda: Offering(lambda module: [module.one, nn.Linear(3, 3)]), 2, r"number 1 .* is a Linear, and none of the module's own"),
-        (lambda: Offering(lambda module: [module.one]), 2, r"other.weight, other.bias: a parameter is in none of the modules"),
+        (
+            Bare,
+            2,
+            r"parallel.pipeline = 2: Bare has no layers\(\) and no loss\(output, targets\); a module that is cut into stages offers",
+        ),
+        (
+            lambda: Offering(lambda module: [module.one, torch.tanh]),
+            2,
+            r"number 1 of the layers\(\) of Offering is a builtin_function",
+        ),
+        (
+            lambda: Offering(lambda module: [module.one, nn.Linear(3, 3)]),
+            2,
+            r"number 1 .* is a Linear, and none of the module's own",
+        ),
+        (
+            lambda: Offering(lambda module: [module.one]),
+            2,
+            r"other.weight, other.bias: a parameter is in none of the modules",
+        ),
         (lambda: Offering(), 3, r"parallel.pipeline = 3, but layers\(\) gives 2"),
-        (lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)), 2, r"0 has max_norm = 1, and changes its weight in every forward"),
+        (
+            lambda: nn.Sequential(nn.Embedding(3, 4, max_norm=1.0)),
+            2,
+            r"0 has max_norm = 1, and changes its weight in every forward",
+        ),
         (lambda: nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(3, 3)])}), 2, r"has no loss"),
         (lambda: Attribute(), 2, r"layers of Attribute is a ModuleList: it must be a method"),
-        (lambda: on_meta(Resetting), 2, r"on meta, and the reset_parameters\(\) of Resetting is for several layers"),
+        (
+            lambda: on_meta(Resetting),
+            2,
+            r"on meta, and the reset_parameters\(\) of Resetting is for several layers",
+        ),
     ],
 )
-def test_what_a_module_lacks_is_said(whole: World, make: Callable[[], nn.Module], stages: int, what: str) -> None:
+def test_what_a_module_lacks_is_said(
+    whole: World, make: Callable[[], nn.Module], stages: int, what: str
+) -> None:
     with pytest.raises(InputError, match=what):
         stage_of(make(), Parallel(pipeline=stages), 0)
 
@@ -144,11 +201,16 @@ def test_a_stage_without_parameters_is_said(whole: World) -> None:
 @pytest.mark.parametrize(
     ("layer", "what"),
     [
-        (lambda x: (x, x), r"one \(Linear\) of layers\(\) gives a tuple: in a pipeline a layer gives one tensor"),
+        (
+            lambda x: (x, x),
+            r"one \(Linear\) of layers\(\) gives a tuple: in a pipeline a layer gives one tensor",
+        ),
         (lambda x: x.double(), r"gives torch.float64 .* expects torch.float32"),
     ],
 )
-def test_what_cannot_travel_is_said(whole: World, layer: Callable[[torch.Tensor], Any], what: str) -> None:
+def test_what_cannot_travel_is_said(
+    whole: World, layer: Callable[[torch.Tensor], Any], what: str
+) -> None:
     """Where it is made: on every rank here, each with a pipeline of its own whose two chunks are both its."""
     alone = whole.part([whole.rank])
     module = Offering()
@@ -189,9 +251,14 @@ def test_a_stage_has_its_own_layers_only(world: World) -> None:
     spec = spec_of("Layered", pipeline=world.size)
     grid = Grid.build(spec.parallel, world.node_of_rank)
     way = assemble(spec, world, grid, accumulates=True)
-    module, own = way.engine.module, {place.parameter.name for unit in way.engine.units for place in unit.layout.places}
+    module, own = (
+        way.engine.module,
+        {place.parameter.name for unit in way.engine.units for place in unit.layout.places},
+    )
     assert {name for name, parameter in module.named_parameters() if not parameter.is_meta} == own
     assert 0 < len(own) < len(list(module.parameters()))
-    assert way.engine.parameter_count() == sum(parameter.numel() for parameter in module.parameters())
+    assert way.engine.parameter_count() == sum(
+        parameter.numel() for parameter in module.parameters()
+    )
     assert way.engine.module.head.scale.is_meta == (world.rank + 1 < world.size)
     way.engine.close()

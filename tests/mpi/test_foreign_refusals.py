@@ -13,7 +13,17 @@ from hpczero.planner.volumes import resolved
 from hpczero.train.checkpointing import Checkpoints
 from tests.mpi.models import Convolutions, Odd
 from tests.mpi.test_checkpoint import spec_of as checkpoint_spec
-from tests.mpi.test_foreign import SHARE_SAMPLES, WAYS, alone, assert_same, made, of_images, of_tokens, spec_of, trained
+from tests.mpi.test_foreign import (
+    SHARE_SAMPLES,
+    WAYS,
+    alone,
+    assert_same,
+    made,
+    of_images,
+    of_tokens,
+    spec_of,
+    trained,
+)
 
 pytestmark = pytest.mark.mpi
 
@@ -22,7 +32,9 @@ pytestmark = pytest.mark.mpi
 def test_a_refused_backward_changes_nothing(world: World, stage: int, shared: bool) -> None:
     norms = []
     for asked in (False, True):
-        with hpczero.initialize(made(Odd), spec_of(stage, shared, "bf16"), world, accumulates=False) as engine:
+        with hpczero.initialize(
+            made(Odd), spec_of(stage, shared, "bf16"), world, accumulates=False
+        ) as engine:
             for _ in range(2):
                 engine.backward(of_tokens(engine, slice(0, 1)), last=True)
                 if asked:
@@ -37,11 +49,16 @@ def test_what_a_loop_cannot_have_is_refused(whole: World) -> None:
     for more, what in [
         ({"parallel": {"tensor": 2}}, r"parallel\.tensor = \d+: nothing says how the layers"),
         ({"parallel": {"pipeline": 2}}, r"parallel\.pipeline = 2: .* train by `hpczero run`"),
-        ({"train": {**spec["train"], "trace": True}}, r"train\.trace = true: traces are of the steps of `hpczero run`"),
+        (
+            {"train": {**spec["train"], "trace": True}},
+            r"train\.trace = true: traces are of the steps of `hpczero run`",
+        ),
     ]:
         with pytest.raises(InputError, match=what):
             hpczero.initialize(made(Odd), spec | more, whole)
-    with pytest.raises(InputError, match=r"0 has max_norm = 2, and changes its weight in every forward"):
+    with pytest.raises(
+        InputError, match=r"0 has max_norm = 2, and changes its weight in every forward"
+    ):
         hpczero.initialize(nn.Sequential(nn.Embedding(4, 4, max_norm=2.0)), spec, whole)
 
 
@@ -60,7 +77,9 @@ def test_compiled_modules_train_where_parameters_stay(world: World, how: str) ->
     expected = alone(kind, of_images)
     for stage, shared in ((0, False), (2, True)):
         assert_same(expected, trained(world, kind, of_images, spec_of(stage, shared)), world.rank)
-    with pytest.raises(InputError, match=r"is compiled, and zero\.stage = 3 gathers parameters layer by layer"):
+    with pytest.raises(
+        InputError, match=r"is compiled, and zero\.stage = 3 gathers parameters layer by layer"
+    ):
         hpczero.initialize(kind(), spec_of(3, False), world)
 
 
@@ -68,7 +87,10 @@ def test_a_module_larger_than_any_machine_is_refused_before_it_has_memory(whole:
     for stage, shared in WAYS:
         with torch.device("meta"):
             module = nn.Sequential(*(nn.Linear(10**6, 10**6) for _ in range(4)))
-        with pytest.raises(InputError, match=rf"zero\.stage = {stage} needs [\d.]+ GB on .* are available .*moments"):
+        with pytest.raises(
+            InputError,
+            match=rf"zero\.stage = {stage} needs [\d.]+ GB on .* are available .*moments",
+        ):
             hpczero.initialize(module, spec_of(stage, shared), whole)
 
 
@@ -78,7 +100,15 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(world: Wor
     engine = assemble(spec, world, grid, accumulates=True).engine
     Checkpoints(spec, world, grid, engine)
     engine.module.register_buffer("frequencies", torch.ones(4, dtype=torch.complex64))
-    with pytest.raises(InputError, match=r"a checkpoint cannot hold this model: buffer frequencies: numbers of type complex64 .*every = -1"):
+    with pytest.raises(
+        InputError,
+        match=r"a checkpoint cannot hold this model: buffer frequencies: numbers of type complex64 .*every = -1",
+    ):
         Checkpoints(spec, world, grid, engine)
-    Checkpoints(spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every": -1})}), world, grid, engine)
+    Checkpoints(
+        spec.model_copy(update={"checkpoint": spec.checkpoint.model_copy(update={"every": -1})}),
+        world,
+        grid,
+        engine,
+    )
     engine.close()

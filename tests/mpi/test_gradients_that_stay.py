@@ -44,7 +44,9 @@ def samples(rank: int, size: int) -> torch.Tensor:
 
 
 def loss_of_discriminator(d: Any, g: Any, real: torch.Tensor) -> torch.Tensor:
-    return (functional.softplus(-d(real)) + functional.softplus(d(g(real.flip(1)).detach()))).sum() / 10
+    return (
+        functional.softplus(-d(real)) + functional.softplus(d(g(real.flip(1)).detach()))
+    ).sum() / 10
 
 
 def loss_of_generator(d: Any, g: Any, real: torch.Tensor) -> torch.Tensor:
@@ -55,7 +57,9 @@ def by_pytorch() -> list[dict[str, torch.Tensor]]:
     g, d = made(generator), made(discriminator)
     optimizers = [torch.optim.AdamW(m.parameters(), LR, (0.9, 0.95), 1e-6, 0) for m in (g, d)]
     for _ in range(STEPS):
-        for loss_of, optimizer in zip((loss_of_generator, loss_of_discriminator), optimizers, strict=True):
+        for loss_of, optimizer in zip(
+            (loss_of_generator, loss_of_discriminator), optimizers, strict=True
+        ):
             for each in optimizers:
                 each.zero_grad()
             loss_of(d, g, samples(0, 1)).backward()
@@ -84,7 +88,9 @@ def test_two_engines_of_which_one_trains_through_the_other_equal_pytorch(
         for ours, theirs in zip(found, by_pytorch(), strict=True):
             for name, tensor in theirs.items():
                 assert (tensor - ours[name]).norm() <= 1e-4 * tensor.norm() + 1e-6, name
-    told = [str(each.message) for each in recwarn if "another engine's backward" in str(each.message)]
+    told = [
+        str(each.message) for each in recwarn if "another engine's backward" in str(each.message)
+    ]
     assert len(told) == (world.rank == 0), told
 
 
@@ -145,7 +151,9 @@ def test_zero_grad_removes_what_a_failed_backward_has_left(
     gathers = stage == 3 and not (shared and world.size > 1)
     # Ranks may fail in different places, where none waits for what another one no longer gathers.
     place = 2 + world.rank % 2 if gathers else 1 + world.rank
-    with hpczero.initialize(made(lambda: FailingNet(place)), spec_of(stage, shared), world) as engine:
+    with hpczero.initialize(
+        made(lambda: FailingNet(place)), spec_of(stage, shared), world
+    ) as engine:
         first = norm_of_step(engine, last)
         for _ in range(2):
             engine.backward(engine(samples(engine.rank, engine.size)).sum())
@@ -180,7 +188,9 @@ def test_a_backward_past_the_engine_is_an_error_that_changes_nothing(
     with hpczero.initialize(made(generator), spec_of(stage, shared), world) as engine:
         first = norm_of_step(engine, False)
         engine.backward(engine(samples(engine.rank, engine.size)).square().sum())
-        with pytest.raises(HpczeroError, match=r"a gradient of 2\.0\.\w+ came outside of engine\.backward"):
+        with pytest.raises(
+            HpczeroError, match=r"a gradient of 2\.0\.\w+ came outside of engine\.backward"
+        ):
             engine(torch.ones(2, WIDTH)).sum().backward()
         assert all(gradient_left(own) is None for own in engine.module.parameters())
         assert engine.step(lr=1e-12).grad_norm == pytest.approx(first, rel=1e-6)

@@ -12,13 +12,22 @@ from tests.mpi.training import Record, train
 
 pytestmark = pytest.mark.mpi
 
-ILLUSTRATION = PLAIN | {"grid": (4, 4), "sequence": True, "stage": 2, "batch": (8, 1), "per_node": 8}
+ILLUSTRATION = PLAIN | {
+    "grid": (4, 4),
+    "sequence": True,
+    "stage": 2,
+    "batch": (8, 1),
+    "per_node": 8,
+}
 
 
 def with_data(ranks: int, everything: bool) -> list[Case]:
     """Tensor, pipeline or both, next to two data ranks."""
     grids = {4: [(2, 1), (1, 2)], 8: [(2, 2)]}.get(ranks, [])
-    cases = [PLAIN | {"grid": grid, "precision": precision} for grid, precision in product(grids, ("fp32", "bf16", "fp16"))]
+    cases = [
+        PLAIN | {"grid": grid, "precision": precision}
+        for grid, precision in product(grids, ("fp32", "bf16", "fp16"))
+    ]
     return [case | {"sequence": case["precision"] == "bf16"} for case in cases]
 
 
@@ -26,10 +35,18 @@ def long_runs(ranks: int, everything: bool) -> list[Case]:
     """3 stages for 7 layers (and for 7 blocks), 6 heads on 4 ranks, 7 on 6, 9 on 8; more data ranks than samples; all axes at once."""
     untied = PLAIN | {"tied": False, "sequence": True, "stage": 2}
     return {
-        3: [PLAIN | {"grid": (1, 3), "blocks": blocks} for blocks in (5, 7)] + [untied | {"grid": (3, 1)}],
-        4: [untied | {"grid": (4, 1)}, PLAIN | {"grid": (1, 2), "schedule": "interleaved", "stage": 3}],
+        3: [PLAIN | {"grid": (1, 3), "blocks": blocks} for blocks in (5, 7)]
+        + [untied | {"grid": (3, 1)}],
+        4: [
+            untied | {"grid": (4, 1)},
+            PLAIN | {"grid": (1, 2), "schedule": "interleaved", "stage": 3},
+        ],
         6: [untied | {"grid": (3, 2)}, PLAIN | {"grid": (1, 1), "batch": (5, 1), "shared": True}],
-        8: [PLAIN | {"grid": (2, 2), "stage": 3}, untied | {"grid": (2, 4), "batch": (3, 2)}, PLAIN | {"grid": (2, 1), "batch": (3, 1)}],
+        8: [
+            PLAIN | {"grid": (2, 2), "stage": 3},
+            untied | {"grid": (2, 4), "batch": (3, 2)},
+            PLAIN | {"grid": (2, 1), "batch": (3, 1)},
+        ],
     }.get(ranks, [])
 
 
@@ -90,7 +107,17 @@ def test_no_tensor_traffic_leaves_a_node(world: World) -> None:
 @pytest.mark.parametrize("stage", range(4))
 def test_nodes_that_divide_data_ranks_differently(world: World, stage: int, serial: Serial) -> None:
     """3 ranks on a node and 2 tensor ranks: sums node by node would round differently (what tensor ranks have in common is compared)."""
-    nodes, case = world.part(range(6), 3), PLAIN | {"grid": (2, 1), "order": "tensor,data,pipeline", "stage": stage, "shared": True, "batch": (6, 1)}
+    nodes, case = (
+        world.part(range(6), 3),
+        PLAIN
+        | {
+            "grid": (2, 1),
+            "order": "tensor,data,pipeline",
+            "stage": stage,
+            "shared": True,
+            "batch": (6, 1),
+        },
+    )
     spec = spec_of(case, steps=8)
     found = train(nodes, spec)
     nodes.close()
@@ -99,11 +126,17 @@ def test_nodes_that_divide_data_ranks_differently(world: World, stage: int, seri
 
 @pytest.mark.ranks(3, 4, 6, 8)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_more_tensor_ranks_than_tokens_and_columns(world: World, sequence: bool, serial: Serial) -> None:
+def test_more_tensor_ranks_than_tokens_and_columns(
+    world: World, sequence: bool, serial: Serial
+) -> None:
     """Some ranks hold nothing of the vocabulary, and nothing of the feed-forward part."""
     case = PLAIN | {"grid": (world.size, 1), "sequence": sequence, "stage": 3}
     spec = spec_of(case, steps=20)
-    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"vocab": world.size - 1, "ffn": 1, "layers": 2})})
+    spec = spec.model_copy(
+        update={
+            "model": spec.model.model_copy(update={"vocab": world.size - 1, "ffn": 1, "layers": 2})
+        }
+    )
     assert_agrees(on_grid(world, case, spec), serial, world, spec)
 
 

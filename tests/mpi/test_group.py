@@ -18,7 +18,11 @@ pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 HALF = (torch.float16, torch.bfloat16)
-OPERATIONS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+OPERATIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 SMALL = Limits(staging=100, message=7)  # bytes: everything goes in many pieces
 LENGTHS = (0, 1, 5, 64, 301)
 MIDDLE = 20_011  # elements: in two phases through the node's memory, or in messages
@@ -58,11 +62,15 @@ def everyones(group: Group, length: int, dtype: torch.dtype) -> list[Tensor]:
 def assert_same(found: Tensor, expected: Tensor) -> None:
     """Bit for bit."""
     assert found.dtype == expected.dtype
-    assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), f"{found} is not {expected}"
+    assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), (
+        f"{found} is not {expected}"
+    )
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
-def test_all_reduce_is_the_sum_in_rank_order(world: World, narrow: World, dtype: torch.dtype) -> None:
+def test_all_reduce_is_the_sum_in_rank_order(
+    world: World, narrow: World, dtype: torch.dtype
+) -> None:
     for where, lengths in ((world, (*LENGTHS, MIDDLE, LONG)), (narrow, LENGTHS)):
         for length in lengths:
             parts = everyones(where.everyone, length, dtype)
@@ -82,7 +90,9 @@ def test_all_reduce_of_extremes(world: World, narrow: World, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64], ids=str)
-def test_reduce_scatter_gives_each_rank_its_shard(world: World, narrow: World, dtype: torch.dtype) -> None:
+def test_reduce_scatter_gives_each_rank_its_shard(
+    world: World, narrow: World, dtype: torch.dtype
+) -> None:
     for where, lengths in ((world, (*LENGTHS, MIDDLE, LONG)), (narrow, LENGTHS)):
         group = where.everyone
         for length in lengths:
@@ -96,7 +106,9 @@ def test_reduce_scatter_gives_each_rank_its_shard(world: World, narrow: World, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reduce_scatter_in_place_changes_the_own_shard_only(world: World, narrow: World, dtype: torch.dtype) -> None:
+def test_reduce_scatter_in_place_changes_the_own_shard_only(
+    world: World, narrow: World, dtype: torch.dtype
+) -> None:
     for where in (world, narrow):
         group = where.everyone
         parts = everyones(group, 301, dtype)
@@ -108,7 +120,9 @@ def test_reduce_scatter_in_place_changes_the_own_shard_only(world: World, narrow
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_reduce_scatter_of_half_precision_into_fp32_is_not_rounded(world: World, narrow: World, dtype: torch.dtype) -> None:
+def test_reduce_scatter_of_half_precision_into_fp32_is_not_rounded(
+    world: World, narrow: World, dtype: torch.dtype
+) -> None:
     for where in (world, narrow):
         group = where.everyone
         parts = everyones(group, 301, dtype)
@@ -119,7 +133,9 @@ def test_reduce_scatter_of_half_precision_into_fp32_is_not_rounded(world: World,
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, torch.bool], ids=str)
-def test_all_gather_puts_the_shards_in_rank_order(world: World, narrow: World, dtype: torch.dtype) -> None:
+def test_all_gather_puts_the_shards_in_rank_order(
+    world: World, narrow: World, dtype: torch.dtype
+) -> None:
     for where, lengths in ((world, (*LENGTHS, MIDDLE, LONG)), (narrow, LENGTHS)):
         group = where.everyone
         for length in lengths:
@@ -188,16 +204,22 @@ def test_broadcast_from_every_root(world: World, narrow: World, dtype: torch.dty
 
 
 def test_broadcast_in_pieces(world: World) -> None:
-    tensor = values(world.rank, 700_001, torch.float32)  # more than two pieces of the tree's pipeline
+    tensor = values(
+        world.rank, 700_001, torch.float32
+    )  # more than two pieces of the tree's pipeline
     world.everyone.broadcast(tensor, world.size - 1)
     assert_same(tensor, values(world.size - 1, 700_001, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8], ids=str)
-def test_all_to_all_with_sizes_of_all_kinds(world: World, narrow: World, dtype: torch.dtype) -> None:
+def test_all_to_all_with_sizes_of_all_kinds(
+    world: World, narrow: World, dtype: torch.dtype
+) -> None:
     for where in (world, narrow):
         size, rank = where.size, where.rank
-        inputs = [values(rank * size + to, (rank * 3 + to * 5) % 17, dtype) for to in range(size)]  # some are empty
+        inputs = [
+            values(rank * size + to, (rank * 3 + to * 5) % 17, dtype) for to in range(size)
+        ]  # some are empty
         outputs = [torch.zeros((source * 3 + rank * 5) % 17, dtype=dtype) for source in range(size)]
         where.everyone.all_to_all(outputs, inputs)
         for source, output in enumerate(outputs):
@@ -205,7 +227,9 @@ def test_all_to_all_with_sizes_of_all_kinds(world: World, narrow: World, dtype: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64], ids=str)
-def test_messages_arrive_in_the_order_in_which_they_were_started(world: World, narrow: World, dtype: torch.dtype) -> None:
+def test_messages_arrive_in_the_order_in_which_they_were_started(
+    world: World, narrow: World, dtype: torch.dtype
+) -> None:
     for where in (world, narrow):
         group = where.everyone
         if group.size == 1:
@@ -214,7 +238,10 @@ def test_messages_arrive_in_the_order_in_which_they_were_started(world: World, n
         lengths = (301, 0, 3, 40)
         received = [torch.zeros(length, dtype=dtype) for length in lengths]
         works = [group.start_receive(tensor, before) for tensor in received]
-        works += [group.start_send(values(group.rank + number, length, dtype), after) for number, length in enumerate(lengths)]
+        works += [
+            group.start_send(values(group.rank + number, length, dtype), after)
+            for number, length in enumerate(lengths)
+        ]
         for work in reversed(works):
             work.wait()
         for number, tensor in enumerate(received):
@@ -252,7 +279,11 @@ def test_nan_and_infinity_arrive(world: World, narrow: World) -> None:
     for where in (world, narrow):
         for dtype in FLOATS:
             for length in (4, 80_000):
-                tensor = special.to(dtype).repeat(length // 4) if where.rank == where.size - 1 else torch.ones(length, dtype=dtype)
+                tensor = (
+                    special.to(dtype).repeat(length // 4)
+                    if where.rank == where.size - 1
+                    else torch.ones(length, dtype=dtype)
+                )
                 where.everyone.all_reduce(tensor)
                 assert tensor[0].isnan()
                 assert tensor[1] == float("inf")
@@ -299,8 +330,13 @@ def test_a_large_all_reduce_does_not_wait_behind_what_others_start_later(world: 
 def test_many_operations_of_many_groups_under_way(world: World, narrow: World) -> None:
     """Every rank waits in another order; more reductions are started than there are buffers for."""
     for where in (world, narrow):
-        pairs = [tuple(range(first, min(first + 2, where.size))) for first in range(0, where.size, 2)]
-        groups = [where.everyone, where.group("data", next(pair for pair in pairs if where.rank in pair))]
+        pairs = [
+            tuple(range(first, min(first + 2, where.size))) for first in range(0, where.size, 2)
+        ]
+        groups = [
+            where.everyone,
+            where.group("data", next(pair for pair in pairs if where.rank in pair)),
+        ]
         length = 20_000 if where is world else 500
         tensors, expected, works = [], [], []
         for number in range(8):

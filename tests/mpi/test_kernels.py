@@ -28,10 +28,14 @@ def test_what_is_asked_for_is_taken(world: World, monkeypatch: pytest.MonkeyPatc
         use_kernels(world)
 
 
-def test_ranks_that_ask_for_different_ones_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_ask_for_different_ones_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if world.size == 1:
         return
     monkeypatch.setenv("HPCZERO_KERNELS", "adamw=torch" if world.rank == world.size - 1 else "")
-    with pytest.raises(InputError, match="HPCZERO_KERNELS is not the same on all ranks: '', 'adamw=torch'"):
+    with pytest.raises(
+        InputError, match="HPCZERO_KERNELS is not the same on all ranks: '', 'adamw=torch'"
+    ):
         use_kernels(world)
     assert dispatch.choose("adamw", torch.ones(1)) == "numba"

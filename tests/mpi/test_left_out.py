@@ -48,7 +48,10 @@ def used_in(step: int) -> set[int]:
 def by_pytorch(freeze: Any) -> dict[str, torch.Tensor]:
     module = made(Optional)
     groups = [
-        {"params": [own for own in module.parameters() if (own.dim() > 1) == decays], "weight_decay": 0.1 * decays}
+        {
+            "params": [own for own in module.parameters() if (own.dim() > 1) == decays],
+            "weight_decay": 0.1 * decays,
+        }
         for decays in (True, False)
     ]
     optimizer = torch.optim.AdamW(groups, LR, (0.9, 0.95), EPS)
@@ -56,7 +59,9 @@ def by_pytorch(freeze: Any) -> dict[str, torch.Tensor]:
         freeze(module, step)
         optimizer.zero_grad()
         used = used_in(step)
-        (module(samples(0, 2), used) + module(samples(1, 2), used - {4} if step % 2 else used)).backward()
+        (
+            module(samples(0, 2), used) + module(samples(1, 2), used - {4} if step % 2 else used)
+        ).backward()
         optimizer.step()
     return module.state_dict()
 
@@ -68,19 +73,25 @@ def freeze(module: Any, step: int) -> None:
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
 @pytest.mark.ranks(1, 2, 3)
-def test_frozen_and_unused_parameters_are_stepped_as_by_pytorch(world: World, stage: int, shared: bool) -> None:
+def test_frozen_and_unused_parameters_are_stepped_as_by_pytorch(
+    world: World, stage: int, shared: bool
+) -> None:
     """The second half of the samples leaves a layer out in some steps: on some ranks only, at two ranks."""
     spec = {
         "train": {"precision": "fp32", "steps": STEPS, "grad_clip": 0},
         "optimizer": {"lr": LR, "eps": EPS},
         "zero": {"stage": stage, "node_shared": shared},
     }
-    gathers = stage == 3 and not (shared and world.size > 1)  # then all ranks have to run the same layers
+    gathers = stage == 3 and not (
+        shared and world.size > 1
+    )  # then all ranks have to run the same layers
     with hpczero.initialize(made(Optional), spec, world) as engine:
         for step in range(STEPS):
             freeze(engine.module, step)
             used = used_in(step)
-            parts = [(samples(half, 2), used - {4} if half and step % 2 else used) for half in (0, 1)]
+            parts = [
+                (samples(half, 2), used - {4} if half and step % 2 else used) for half in (0, 1)
+            ]
             for number, (x, layers) in enumerate(parts):
                 if gathers or world.size == 1:
                     engine.backward(engine(x[world.rank :: world.size], layers))
@@ -104,7 +115,10 @@ class Growing(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.embedding = nn.Embedding(model.vocab, model.hidden)
-        self.late, self.head = nn.Linear(model.hidden, model.hidden), nn.Linear(model.hidden, model.vocab)
+        self.late, self.head = (
+            nn.Linear(model.hidden, model.hidden),
+            nn.Linear(model.hidden, model.vocab),
+        )
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
@@ -113,12 +127,16 @@ class Growing(nn.Module):
         x = self.embedding(batch.tokens)
         if self.forwards > 3:
             x = self.late(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), batch.targets.flatten(), reduction="sum")
+        return functional.cross_entropy(
+            self.head(x).flatten(0, 1).float(), batch.targets.flatten(), reduction="sum"
+        )
 
 
 def growing(output: str, grid: str, steps: int, resume: str = "auto") -> Spec:
     spec = checkpoint_spec(output, grid, resume=resume, keep=0)
-    train = spec.train.model_copy(update={"steps": steps, "global_batch": 4, "micro_batch": 2 if "2" in grid else 4})
+    train = spec.train.model_copy(
+        update={"steps": steps, "global_batch": 4, "micro_batch": 2 if "2" in grid else 4}
+    )
     model = spec.model.model_copy(update={"family": f"{__name__}:Growing"})
     schedule = spec.schedule.model_copy(update={"name": "constant"})
     return spec.model_copy(update={"train": train, "model": model, "schedule": schedule})
@@ -145,7 +163,9 @@ def test_counts_of_updates_survive_saving(world: World, shared_folder: str, grid
     assert {content.format for content in found} == {2}
 
 
-def test_a_model_that_uses_all_has_checkpoints_of_format_1(world: World, shared_folder: str) -> None:
+def test_a_model_that_uses_all_has_checkpoints_of_format_1(
+    world: World, shared_folder: str
+) -> None:
     spec = growing(shared_folder, "data 2" if world.size > 1 else "alone", steps=1)
     if world.size > 2:
         return

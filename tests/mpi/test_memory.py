@@ -33,7 +33,9 @@ class Job:
         grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
         source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
         self.batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
-        self.largest = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, grid.size("data"))[2]
+        self.largest = micro_batch_sizes(
+            spec.train.global_batch, spec.train.micro_batch, grid.size("data")
+        )[2]
         self.needed = need(spec, shapes.layers(spec.model), placement(spec, grid, world.rank))
         self.way: Way = assemble(spec, world, grid, accumulates=len(self.batches.parts()) > 1)
 
@@ -54,7 +56,9 @@ def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
         allocated = job.way.memory()
         expected = job.needed.each | job.needed.together
         if "pipeline" in allocated:
-            assert allocated.pop("pipeline") * job.largest == expected["pipeline"] * samples, "a rank's buffers hold its own largest micro-batch"
+            assert allocated.pop("pipeline") * job.largest == expected["pipeline"] * samples, (
+                "a rank's buffers hold its own largest micro-batch"
+            )
         assert allocated == {kind: expected[kind] for kind in allocated}
         job.way.engine.close()
 
@@ -81,11 +85,25 @@ def grids_of(ranks: int, everything: bool) -> list[dict[str, Any]]:
 
 @pytest.mark.cases(of=grids_of)
 def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) -> None:
-    train, parallel = Train(global_batch=32, micro_batch=4, eval_batches=0), Parallel(**case["parallel"])
-    job = Job(Spec(model=MODELS[case["model"]], data=Data(source="synthetic"), train=train, zero=Zero(stage=0), parallel=parallel), world)
+    train, parallel = (
+        Train(global_batch=32, micro_batch=4, eval_batches=0),
+        Parallel(**case["parallel"]),
+    )
+    job = Job(
+        Spec(
+            model=MODELS[case["model"]],
+            data=Data(source="synthetic"),
+            train=train,
+            zero=Zero(stage=0),
+            parallel=parallel,
+        ),
+        world,
+    )
     job.step(0)
     micro_batches, peaks = job.batches.training(1), []
-    for _ in range(3):  # a neighbour that happens to be late leaves messages unsent for longer: the least of three says what a stage needs
+    for _ in range(
+        3
+    ):  # a neighbour that happens to be late leaves messages unsent for longer: the least of three says what a stage needs
         with peak_of_allocations() as peak:
             job.way.train(micro_batches, 100, Trace())
         job.way.engine.finish_step(0.0)
@@ -98,9 +116,13 @@ def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) ->
 def peak_of_allocations() -> Iterator[list[int]]:
     """How many bytes of tensors there were at most, besides those that were there before: in the list at the end."""
     found: list[int] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         yield found
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()

@@ -33,7 +33,10 @@ def there(world: World) -> Iterator[World | None]:
     """The same ranks, whose tensors are on a device."""
     part = world.part(range(world.size)) if world else None
     if part:
-        part.use(of_rank("cuda", part.local_rank, part.local_size) if device.visible() else Queued(), "mpi")
+        part.use(
+            of_rank("cuda", part.local_rank, part.local_size) if device.visible() else Queued(),
+            "mpi",
+        )
     yield part
     if part:
         part.close()
@@ -69,14 +72,19 @@ def test_messages_pass_each_other(world: World, there: World) -> None:
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     received = [put(own, torch.zeros(LONG)) for _ in range(2)]
     works = [group.start_receive(tensor, before) for tensor in received]
-    works += [group.start_send(put(own, values(group.rank + number, LONG, torch.float32)), after) for number in range(2)]
+    works += [
+        group.start_send(put(own, values(group.rank + number, LONG, torch.float32)), after)
+        for number in range(2)
+    ]
     for work in works:
         work.wait()
     for number, tensor in enumerate(received):
         assert_same(tensor.cpu(), values(before + number, LONG, torch.float32))
 
 
-def test_what_is_asked_of_the_device_before_and_after_stays_before_and_after(world: World, there: World) -> None:
+def test_what_is_asked_of_the_device_before_and_after_stays_before_and_after(
+    world: World, there: World
+) -> None:
     """Without a word from the host: long computations, a sum of their result, and computing with that."""
     group, own = there.everyone, there.device
     mixed = put(own, torch.eye(400) * 0.5)
@@ -94,14 +102,26 @@ def test_what_is_asked_of_the_device_before_and_after_stays_before_and_after(wor
     ranks = group.size
     for number, total in enumerate(sums):
         expected = 2.0 * (ranks * (1 + number) + sum(range(ranks)))
-        assert bool((total.cpu() == expected).all()), (number, expected, total.cpu().unique().tolist())
+        assert bool((total.cpu() == expected).all()), (
+            number,
+            expected,
+            total.cpu().unique().tolist(),
+        )
 
 
 def test_tensors_of_the_cpu_are_moved_as_well(world: World, there: World) -> None:
     assert there.everyone.stack(torch.tensor(there.rank)).tolist() == list(range(there.size))
 
 
-@pytest.mark.parametrize("kind", ["gloo", pytest.param("nccl", marks=pytest.mark.skipif(not device.visible(), reason="NCCL wants a GPU"))])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "gloo",
+        pytest.param(
+            "nccl", marks=pytest.mark.skipif(not device.visible(), reason="NCCL wants a GPU")
+        ),
+    ],
+)
 def test_what_torchs_backends_are_asked_for_they_can_do(world: World, kind: str) -> None:
     """Each rank alone, as NCCL refuses ranks that share a GPU: what is called is the same."""
     own = of_rank("cuda", world.local_rank, world.local_size) if kind == "nccl" else CPU
@@ -135,7 +155,9 @@ def test_two_groups_of_the_same_ranks_hand_on_their_operations_in_one_order(
     start, handed_on = Native._start, []
 
     def start_noted(self: Native, operation: Callable[..., object], *rest: object) -> object:
-        handed_on.append([operation.__name__, [one.numel() for one in rest if torch.is_tensor(one)]])
+        handed_on.append(
+            [operation.__name__, [one.numel() for one in rest if torch.is_tensor(one)]]
+        )
         return start(self, operation, *rest)
 
     monkeypatch.setattr(Native, "_start", start_noted)
@@ -182,7 +204,9 @@ def test_a_run_is_that_of_one_cpu(world: World, there: World, case: Case) -> Non
     assert_agrees(train(there, spec), Serial(), world, spec)
 
 
-def test_a_bad_gradient_is_skipped_and_its_tensor_named(world: World, there: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_gradient_is_skipped_and_its_tensor_named(
+    world: World, there: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from hpczero.parallel.zero.unit import Unit
 
     complete, calls = Unit.complete, []
@@ -197,5 +221,11 @@ def test_a_bad_gradient_is_skipped_and_its_tensor_named(world: World, there: Wor
 
     monkeypatch.setattr(Unit, "complete", spoil)
     record = train(there, spec_of(PLAIN | {"grid": (1, 1), "batch": (there.size, 1)}))
-    assert [metrics.get("skipped", False) for metrics in record.metrics_seen] == [False, True, False]
-    assert {found["where"] for name, found in record.events if name == "WARN"} == {"first in blocks.1.attention.output.weight"}
+    assert [metrics.get("skipped", False) for metrics in record.metrics_seen] == [
+        False,
+        True,
+        False,
+    ]
+    assert {found["where"] for name, found in record.events if name == "WARN"} == {
+        "first in blocks.1.attention.output.weight"
+    }

@@ -90,14 +90,23 @@ class Head(nn.Module):
         self.linear = nn.Linear(width, VOCABULARY)
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return functional.cross_entropy(self.linear(x).flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        return functional.cross_entropy(
+            self.linear(x).flatten(0, 1), batch.targets.flatten(), reduction="sum"
+        )
 
 
-def model(count: int, width: int = HIDDEN, inner: Sequence[Callable[[], nn.Module]] = ()) -> list[nn.Module]:
+def model(
+    count: int, width: int = HIDDEN, inner: Sequence[Callable[[], nn.Module]] = ()
+) -> list[nn.Module]:
     """The same on every rank: `count` layers, of which the inner ones may be special."""
     torch.manual_seed(5)
     special = [make() for make in inner]
-    return [Embedding(width), *special, *(Block(width) for _ in range(count - 2 - len(special))), Head(width)]
+    return [
+        Embedding(width),
+        *special,
+        *(Block(width) for _ in range(count - 2 - len(special))),
+        Head(width),
+    ]
 
 
 def cut_batches(kind: str) -> list[MicroBatch]:
@@ -108,7 +117,9 @@ def cut_batches(kind: str) -> list[MicroBatch]:
     return [MicroBatch(text[own, :-1], text[own, 1:], own, step=0, seed=1) for own in rows]
 
 
-def serial(layers: list[nn.Module], batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[Tensor | None]]:
+def serial(
+    layers: list[nn.Module], batches: Sequence[MicroBatch]
+) -> tuple[list[Tensor], list[Tensor | None]]:
     losses = []
     for batch in batches:
         x: Any = None
@@ -136,7 +147,9 @@ class Stage:
     def forward(self, chunk: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
         time.sleep(self.delay)
         number = object()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.save(number, tensor), lambda saved: saved.tensor):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: self.save(number, tensor), lambda saved: saved.tensor
+        ):
             result: Any = x
             for layer in self.chunks[chunk]:
                 result = layer(result, batch)
@@ -159,7 +172,12 @@ class Stage:
             output.backward(gradient)
 
     def gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for part in self.chunks for layer in part for parameter in layer.parameters()]
+        return [
+            parameter.grad
+            for part in self.chunks
+            for layer in part
+            for parameter in layer.parameters()
+        ]
 
 
 @dataclass(eq=False)
@@ -185,14 +203,20 @@ def shape_of(batch: MicroBatch) -> tuple[int, ...]:
     return (*batch.tokens.shape, HIDDEN)
 
 
-def set_up(world: World, layers: list[nn.Module], kind: str, chunks: int) -> tuple[Pipeline, Stage, list[int]]:
+def set_up(
+    world: World, layers: list[nn.Module], kind: str, chunks: int
+) -> tuple[Pipeline, Stage, list[int]]:
     """The pipeline over all ranks, this rank's part of the model, and the numbers of its layers."""
     group = world.group("pipeline", range(world.size))
     own = layers_of(parts([1] * len(layers), group.size, chunks), group.size, group.rank)
     pipeline = Pipeline(group, kind, chunks, shape_of, torch.float32)
     numbers = [layer for part in own for layer in part]
     delay = (group.rank * 7 % 3) / 1000  # no stage is as fast as the others
-    return pipeline, Stage([[layers[layer] for layer in part] for part in own], delay, pipeline.poll), numbers
+    return (
+        pipeline,
+        Stage([[layers[layer] for layer in part] for part in own], delay, pipeline.poll),
+        numbers,
+    )
 
 
 def assert_close(found: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
@@ -203,10 +227,16 @@ def assert_close(found: Sequence[Tensor | None], expected: Sequence[Tensor | Non
         assert torch.linalg.vector_norm(mine - theirs) <= 1e-6 * torch.linalg.vector_norm(theirs)
 
 
-def gradients_of(layers: list[nn.Module], numbers: list[int], gradients: list[Tensor | None]) -> list[Tensor | None]:
+def gradients_of(
+    layers: list[nn.Module], numbers: list[int], gradients: list[Tensor | None]
+) -> list[Tensor | None]:
     counts = [len(list(layer.parameters())) for layer in layers]
     starts = [sum(counts[:number]) for number in range(len(counts))]
-    return [gradient for number in numbers for gradient in gradients[starts[number] : starts[number] + counts[number]]]
+    return [
+        gradient
+        for number in numbers
+        for gradient in gradients[starts[number] : starts[number] + counts[number]]
+    ]
 
 
 def enough_layers(world: World, chunks: int) -> int:
@@ -216,7 +246,9 @@ def enough_layers(world: World, chunks: int) -> int:
 
 @schedules
 @batches_of_all_kinds
-def test_losses_and_gradients_are_the_serial_ones(world: World, kind: str, chunks: int, batches: str) -> None:
+def test_losses_and_gradients_are_the_serial_ones(
+    world: World, kind: str, chunks: int, batches: str
+) -> None:
     layers, micro_batches = model(enough_layers(world, chunks)), cut_batches(batches)
     losses, gradients = serial(layers, micro_batches)
     pipeline, stage, numbers = set_up(world, layers, kind, chunks)
@@ -225,11 +257,15 @@ def test_losses_and_gradients_are_the_serial_ones(world: World, kind: str, chunk
     assert_close(found, losses if is_last else [])
     assert_close(stage.gradients(), gradients_of(layers, numbers, gradients))
     for chunk in range(chunks):
-        assert [last for own, last in stage.lasts if own == chunk] == [False] * (len(micro_batches) - 1) + [True]
+        assert [last for own, last in stage.lasts if own == chunk] == [False] * (
+            len(micro_batches) - 1
+        ) + [True]
 
 
 @schedules
-def test_steps_and_evaluations_in_turn_use_the_same_few_buffers(world: World, kind: str, chunks: int) -> None:
+def test_steps_and_evaluations_in_turn_use_the_same_few_buffers(
+    world: World, kind: str, chunks: int
+) -> None:
     layers = model(enough_layers(world, chunks))
     pipeline, stage, numbers = set_up(world, layers, kind, chunks)
     made = []
@@ -237,10 +273,14 @@ def test_steps_and_evaluations_in_turn_use_the_same_few_buffers(world: World, ki
         micro_batches = cut_batches(batches)
         losses, gradients = serial(layers, micro_batches)
         before = len(stage.lasts)
-        assert_close(pipeline.evaluate(stage, micro_batches), losses if world.rank == world.size - 1 else [])
+        assert_close(
+            pipeline.evaluate(stage, micro_batches), losses if world.rank == world.size - 1 else []
+        )
         assert len(stage.lasts) == before
         assert not stage.alive
-        assert_close(pipeline.train(stage, micro_batches), losses if world.rank == world.size - 1 else [])
+        assert_close(
+            pipeline.train(stage, micro_batches), losses if world.rank == world.size - 1 else []
+        )
         assert_close(stage.gradients(), gradients_of(layers, numbers, gradients))
         assert not stage.alive
         for number in numbers:
@@ -253,17 +293,23 @@ def test_steps_and_evaluations_in_turn_use_the_same_few_buffers(world: World, ki
 
 
 @schedules
-def test_no_more_activations_live_than_the_simulator_says(world: World, kind: str, chunks: int) -> None:
+def test_no_more_activations_live_than_the_simulator_says(
+    world: World, kind: str, chunks: int
+) -> None:
     micro_batches = cut_batches("many")
     pipeline, stage, _ = set_up(world, model(enough_layers(world, chunks)), kind, chunks)
     pipeline.train(stage, micro_batches)
-    found = simulate(schedule(kind, world.size, chunks, len(micro_batches)), chunks, len(micro_batches))
+    found = simulate(
+        schedule(kind, world.size, chunks, len(micro_batches)), chunks, len(micro_batches)
+    )
     assert stage.most_alive == found.peak_live[world.rank]
     assert not stage.alive
 
 
 @schedules
-def test_exactly_the_activations_at_the_boundaries_are_sent(world: World, kind: str, chunks: int) -> None:
+def test_exactly_the_activations_at_the_boundaries_are_sent(
+    world: World, kind: str, chunks: int
+) -> None:
     micro_batches = cut_batches("uneven")
     pipeline, stage, _ = set_up(world, model(enough_layers(world, chunks)), kind, chunks)
     entry = world.ledger.entry("pipeline", "send")
@@ -279,7 +325,9 @@ def test_exactly_the_activations_at_the_boundaries_are_sent(world: World, kind: 
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [("1f1b", 1), ("interleaved", 2)])
-@pytest.mark.parametrize("inner", [View, Transposed, lambda: Deaf(HIDDEN)], ids=["view", "transposed", "deaf"])
+@pytest.mark.parametrize(
+    "inner", [View, Transposed, lambda: Deaf(HIDDEN)], ids=["view", "transposed", "deaf"]
+)
 def test_odd_layers(world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]) -> None:
     """Nothing but odd ones on the inner stages: outputs and gradients that are views of the buffers, not contiguous, or none at all."""
     count = world.size * chunks
@@ -311,7 +359,9 @@ class Sum(nn.Module):
 
 @schedules
 @pytest.mark.parametrize("inner", [Scale, View])
-def test_large_messages_cross(world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]) -> None:
+def test_large_messages_cross(
+    world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]
+) -> None:
     """Activations of 1.3 MB: no MPI library takes them before they are asked for. Those of View are still on their way when its own input's
     buffer is used again.
     """
@@ -320,9 +370,13 @@ def test_large_messages_cross(world: World, kind: str, chunks: int, inner: Calla
     losses, gradients = serial(layers, micro_batches)
     pipeline, stage, numbers = set_up(world, layers, kind, chunks)
     pipeline.shape_of = lambda batch: (*batch.tokens.shape, LARGE)
-    assert_close(pipeline.train(stage, micro_batches), losses if world.rank == world.size - 1 else [])
+    assert_close(
+        pipeline.train(stage, micro_batches), losses if world.rank == world.size - 1 else []
+    )
     assert_close(stage.gradients(), gradients_of(layers, numbers, gradients))
-    assert_close(pipeline.evaluate(stage, micro_batches), losses if world.rank == world.size - 1 else [])
+    assert_close(
+        pipeline.evaluate(stage, micro_batches), losses if world.rank == world.size - 1 else []
+    )
 
 
 def test_an_output_that_the_next_part_does_not_expect_is_an_error(whole: World) -> None:
@@ -330,7 +384,10 @@ def test_an_output_that_the_next_part_does_not_expect_is_an_error(whole: World) 
     try:
         pipeline, stage, _ = set_up(alone, model(4), "interleaved", 2)
         pipeline.shape_of = lambda batch: (*batch.tokens.shape, HIDDEN + 1)
-        with pytest.raises(HpczeroError, match=r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*expects torch.float32 \[2, 5, 13\]"):
+        with pytest.raises(
+            HpczeroError,
+            match=r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*expects torch.float32 \[2, 5, 13\]",
+        ):
             pipeline.train(stage, cut_batches("one"))
         pipeline.shape_of, pipeline.dtype = shape_of, torch.bfloat16
         with pytest.raises(HpczeroError, match=r"gives torch.float32 .* expects torch.bfloat16"):

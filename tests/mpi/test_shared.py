@@ -18,14 +18,18 @@ _MEGABYTE = 1 << 20
 
 
 def test_every_rank_sees_what_each_has_written(world: World) -> None:
-    window = NodeWindow.allocate(world, range(world.size), 1000 * world.rank)  # rank 0 contributes nothing
+    window = NodeWindow.allocate(
+        world, range(world.size), 1000 * world.rank
+    )  # rank 0 contributes nothing
     own = window.part(window.index)
     own.copy_(torch.arange(own.numel()) % 251 + world.rank)
     window.post(0, 1)
     window.wait(0, 1)
     for rank in range(world.size):
         assert window.part(rank).numel() == 1000 * rank
-        assert torch.equal(window.part(rank), (torch.arange(1000 * rank) % 251 + rank).to(torch.uint8))
+        assert torch.equal(
+            window.part(rank), (torch.arange(1000 * rank) % 251 + rank).to(torch.uint8)
+        )
         assert window.part(rank).numel() == 0 or window.part(rank).data_ptr() % 4096 == 0
     window.post(1, 1)
     window.wait(1, 1)
@@ -40,13 +44,17 @@ def test_what_one_rank_writes_others_may_change(world: World) -> None:
                 window.part(rank)[world.rank] = 100 + world.rank
         window.post(2, step + 1)
         window.wait(2, step + 1)
-    assert window.part(world.rank)[: world.size].tolist() == [100 + rank for rank in range(world.size)]
+    assert window.part(world.rank)[: world.size].tolist() == [
+        100 + rank for rank in range(world.size)
+    ]
     window.close()
 
 
 def test_counters_are_apart_and_start_at_zero(world: World) -> None:
     window = NodeWindow.allocate(world, range(world.size), 0, counters=5)
-    assert [window.seen(rank, counter) for rank in range(world.size) for counter in range(5)] == [0] * 5 * world.size
+    assert [window.seen(rank, counter) for rank in range(world.size) for counter in range(5)] == [
+        0
+    ] * 5 * world.size
     assert window.reached(4, 0)
     world.everyone.barrier()
     window.post(4, 1 << 40)
@@ -133,8 +141,13 @@ def test_no_file_is_left_in_dev_shm_not_even_while_a_window_is_open(whole: World
 def test_more_than_there_is_is_refused_by_all(world: World) -> None:
     space = machine.shared_memory()
     assert space is not None
-    with pytest.raises(InputError, match=r"window weights needs [\d,]+ bytes of this node's /dev/shm, of which [\d,]+ are free"):
-        NodeWindow.allocate(world, range(world.size), space.free if world.rank == 0 else 1 << 20, name="weights")
+    with pytest.raises(
+        InputError,
+        match=r"window weights needs [\d,]+ bytes of this node's /dev/shm, of which [\d,]+ are free",
+    ):
+        NodeWindow.allocate(
+            world, range(world.size), space.free if world.rank == 0 else 1 << 20, name="weights"
+        )
     assert world.share(1) == 1
 
 

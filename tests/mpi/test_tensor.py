@@ -21,7 +21,9 @@ from hpczero.spec.schema import Model
 
 pytestmark = pytest.mark.mpi
 
-ODD = Model(layers=2, hidden=24, heads=6, ffn=45, vocab=257, seq_len=33)  # nothing of it divides by 4
+ODD = Model(
+    layers=2, hidden=24, heads=6, ffn=45, vocab=257, seq_len=33
+)  # nothing of it divides by 4
 
 
 def parameters_of(model: Model) -> list[shapes.Parameter]:
@@ -42,11 +44,15 @@ def values_of(model: Model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def serial_model(model: Model, dtype: torch.dtype = torch.float32) -> nn.Module:
     module = build.on_meta(model)
-    build.adopt(module, {name: nn.Parameter(value) for name, value in values_of(model, dtype).items()})
+    build.adopt(
+        module, {name: nn.Parameter(value) for name, value in values_of(model, dtype).items()}
+    )
     return module
 
 
-def parallel_model(world: World, model: Model, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
+def parallel_model(
+    world: World, model: Model, sequence_parallel: bool, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     group = world.group("tensor", range(world.size))
     module = build.on_meta(model)
     names = [name for name, _ in module.named_parameters()]
@@ -54,7 +60,10 @@ def parallel_model(world: World, model: Model, sequence_parallel: bool, dtype: t
     apply_plan(layers, PLANS[model.family], residual_of(group, sequence_parallel, model.seq_len))
     assert sorted(name for name, _ in module.named_parameters()) == sorted(names)
     values = values_of(model, dtype)
-    own = {parameter.name: own_part(world, parameter, values[parameter.name]) for parameter in parameters_of(model)}
+    own = {
+        parameter.name: own_part(world, parameter, values[parameter.name])
+        for parameter in parameters_of(model)
+    }
     build.adopt(module, {name: nn.Parameter(value.clone()) for name, value in own.items()})
     return module
 
@@ -64,7 +73,9 @@ def own_part(world: World, parameter: shapes.Parameter, value: torch.Tensor) -> 
 
 
 def batch_of(model: Model, samples: int) -> MicroBatch:
-    text = torch.randint(0, model.vocab, (samples, model.seq_len + 1), generator=torch.Generator().manual_seed(5))
+    text = torch.randint(
+        0, model.vocab, (samples, model.seq_len + 1), generator=torch.Generator().manual_seed(5)
+    )
     return MicroBatch(text[:, :-1], text[:, 1:], torch.arange(10, 10 + samples), step=2, seed=7)
 
 
@@ -75,20 +86,35 @@ def trained(module: nn.Module, *batches: MicroBatch) -> tuple[list[float], dict[
         loss = module(batch)
         (loss / 100).backward()
         losses.append(loss.item())
-    return losses, {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return losses, {
+        name: parameter.grad
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).norm() / other.norm().clamp(min=1e-20)).item()
 
 
-def assert_same(world: World, model: Model, serial: nn.Module, parallel: nn.Module, *batches: MicroBatch, tolerance: float = 1e-5) -> None:
+def assert_same(
+    world: World,
+    model: Model,
+    serial: nn.Module,
+    parallel: nn.Module,
+    *batches: MicroBatch,
+    tolerance: float = 1e-5,
+) -> None:
     """The loss, and every gradient: of this rank's parts, and bitwise the same on all ranks where the parameter is not cut."""
     losses, gradients = trained(serial, *batches)
     own_losses, own_gradients = trained(parallel, *batches)
     assert own_losses == pytest.approx(losses, rel=tolerance)
     assert own_losses == world.share(own_losses)
-    assert own_gradients.keys() == gradients.keys() == {parameter.name for parameter in parameters_of(model)}
+    assert (
+        own_gradients.keys()
+        == gradients.keys()
+        == {parameter.name for parameter in parameters_of(model)}
+    )
     for parameter in parameters_of(model):
         expected = own_part(world, parameter, gradients[parameter.name])
         assert own_gradients[parameter.name].shape == expected.shape
@@ -101,37 +127,61 @@ def assert_same(world: World, model: Model, serial: nn.Module, parallel: nn.Modu
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("tied", "dropout"), [(True, 0.0), (False, 0.2)])
-def test_loss_and_gradients_of_the_serial_model(world: World, tied: bool, dropout: float, sequence_parallel: bool) -> None:
+def test_loss_and_gradients_of_the_serial_model(
+    world: World, tied: bool, dropout: float, sequence_parallel: bool
+) -> None:
     """Batch 5 in micro-batches of 2, 3 and 0 samples."""
     model = ODD.model_copy(update={"tied_embeddings": tied, "dropout": dropout})
     whole = batch_of(model, 5)
     batches = [part_of(whole, samples) for samples in (slice(0, 2), slice(2, 5), slice(5, 5))]
-    assert_same(world, model, serial_model(model), parallel_model(world, model, sequence_parallel), *batches)
+    assert_same(
+        world, model, serial_model(model), parallel_model(world, model, sequence_parallel), *batches
+    )
 
 
 def part_of(batch: MicroBatch, samples: slice) -> MicroBatch:
-    return replace(batch, tokens=batch.tokens[samples], targets=batch.targets[samples], samples=batch.samples[samples])
+    return replace(
+        batch,
+        tokens=batch.tokens[samples],
+        targets=batch.targets[samples],
+        samples=batch.samples[samples],
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("samples", [0, 1])
-def test_ranks_that_have_nothing_of_something(world: World, samples: int, sequence_parallel: bool) -> None:
+def test_ranks_that_have_nothing_of_something(
+    world: World, samples: int, sequence_parallel: bool
+) -> None:
     """Fewer tokens, columns and positions than ranks."""
     model = Model(layers=1, hidden=8, heads=4, ffn=3, vocab=3, seq_len=2, tied_embeddings=False)
-    assert_same(world, model, serial_model(model), parallel_model(world, model, sequence_parallel), batch_of(model, samples))
+    assert_same(
+        world,
+        model,
+        serial_model(model),
+        parallel_model(world, model, sequence_parallel),
+        batch_of(model, samples),
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_evaluation_is_the_serial_one(world: World, sequence_parallel: bool) -> None:
     model = ODD.model_copy(update={"dropout": 0.5})
-    serial, parallel = serial_model(model).eval(), parallel_model(world, model, sequence_parallel).eval()
+    serial, parallel = (
+        serial_model(model).eval(),
+        parallel_model(world, model, sequence_parallel).eval(),
+    )
     with torch.no_grad():
-        assert parallel(batch_of(model, 3)).item() == pytest.approx(serial(batch_of(model, 3)).item(), rel=1e-6)
+        assert parallel(batch_of(model, 3)).item() == pytest.approx(
+            serial(batch_of(model, 3)).item(), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_stays_close(world: World, dtype: torch.dtype, sequence_parallel: bool) -> None:
+def test_half_precision_stays_close(
+    world: World, dtype: torch.dtype, sequence_parallel: bool
+) -> None:
     """As close to exact gradients as the serial model of that precision, up to a factor."""
     model = ODD.model_copy(update={"layers": 1, "dropout": 0.1})
     batch = batch_of(model, 2)
@@ -146,9 +196,13 @@ def test_half_precision_stays_close(world: World, dtype: torch.dtype, sequence_p
         assert distance(own[parameter.name].float(), expected) < 3 * usual + 1e-2, parameter.name
 
 
-@pytest.mark.parametrize("model", [ODD, ODD.model_copy(update={"seq_len": 36, "hidden": 48})], ids=["padded", "even"])
+@pytest.mark.parametrize(
+    "model", [ODD, ODD.model_copy(update={"seq_len": 36, "hidden": 48})], ids=["padded", "even"]
+)
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-def test_the_ledger_has_the_bytes_of_the_formula(world: World, model: Model, precision: torch.dtype) -> None:
+def test_the_ledger_has_the_bytes_of_the_formula(
+    world: World, model: Model, precision: torch.dtype
+) -> None:
     samples, ranks, layers = 3, world.size, model.layers
     norms = 2 * layers + 1
     whole = samples * model.seq_len * model.hidden * precision.itemsize
@@ -167,7 +221,10 @@ def test_the_ledger_has_the_bytes_of_the_formula(world: World, model: Model, pre
         module = parallel_model(world, model, sequence_parallel, precision)
         world.ledger.reset()
         trained(module, batch_of(model, samples))
-        sent = {name: (entry["count"], entry["bytes"]) for name, entry in world.ledger.as_dict()["tensor"].items()}
+        sent = {
+            name: (entry["count"], entry["bytes"])
+            for name, entry in world.ledger.as_dict()["tensor"].items()
+        }
         assert sent.keys() == operations.keys()
         for name, (count, size) in operations.items():
             assert sent[name][0] == count
@@ -196,7 +253,9 @@ def kept_by_blocks(world: World, model: Model, sequence_parallel: bool, samples:
     """A model of two more blocks keeps so much more."""
     sizes = []
     for layers in (1, 3):
-        module = parallel_model(world, model.model_copy(update={"layers": layers}), sequence_parallel)
+        module = parallel_model(
+            world, model.model_copy(update={"layers": layers}), sequence_parallel
+        )
         with saved_bytes(module.parameters()) as total:
             loss = module(batch_of(model, samples))
         sizes += total
@@ -210,10 +269,14 @@ def test_sequence_parallelism_keeps_its_share_of_the_activations(world: World) -
     """
     model, samples = Model(layers=1, hidden=48, heads=12, ffn=96, vocab=24, seq_len=36), 2
     tokens, ranks = samples * model.seq_len, world.size
-    shared = 4 * (4 * model.hidden + 2 * 96) * tokens // ranks + 4 * 12 * tokens // ranks  # attention also keeps a number per head
+    shared = (
+        4 * (4 * model.hidden + 2 * 96) * tokens // ranks + 4 * 12 * tokens // ranks
+    )  # attention also keeps a number per head
     stream = 4 * (4 * model.hidden + 4) * tokens  # norms keep two per position
     assert kept_by_blocks(world, model, False, samples) == pytest.approx(shared + stream, rel=0.01)
-    assert kept_by_blocks(world, model, True, samples) == pytest.approx(shared + stream // ranks, rel=0.01)
+    assert kept_by_blocks(world, model, True, samples) == pytest.approx(
+        shared + stream // ranks, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -242,7 +305,9 @@ def test_recomputed_blocks_have_the_same_gradients(world: World, sequence_parall
     losses, gradients = trained(module, batch)
     again = parallel_model(world, model, sequence_parallel)
     for block in again.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False
+        )
     losses_again, gradients_again = trained(again, batch)
     assert losses == losses_again
     assert all(torch.equal(gradients_again[name], gradient) for name, gradient in gradients.items())
@@ -266,6 +331,10 @@ def test_frozen_parameters_need_no_sums(world: World) -> None:
     _, gradients = trained(module, batch_of(ODD, 2))
     count = world.ledger.as_dict()["tensor"]["all_reduce"]["count"]
     _, everything = trained(full, batch_of(ODD, 2))
-    assert gradients.keys() == {name for name in everything if name.startswith(("blocks.1", "head.norm"))}
+    assert gradients.keys() == {
+        name for name in everything if name.startswith(("blocks.1", "head.norm"))
+    }
     assert all(torch.equal(gradient, everything[name]) for name, gradient in gradients.items())
-    assert count == 1 + 2 * 2 + 2 + 3  # embedding, rows, loss; the columns behind a trained parameter
+    assert (
+        count == 1 + 2 * 2 + 2 + 3
+    )  # embedding, rows, loss; the columns behind a trained parameter

@@ -31,7 +31,15 @@ def spec_of(folder: Path, stage: int = 1, shared: bool = True) -> Spec:
         output=str(folder),
         model=Model(layers=2, hidden=24, heads=3, seq_len=16, vocab=61),
         data=Data(source="synthetic"),
-        train=Train(steps=3, global_batch=6, micro_batch=2, precision="fp32", eval_batches=1, eval_every=2, trace=True),
+        train=Train(
+            steps=3,
+            global_batch=6,
+            micro_batch=2,
+            precision="fp32",
+            eval_batches=1,
+            eval_every=2,
+            trace=True,
+        ),
         zero=Zero(stage=stage, node_shared=shared),
     )
 
@@ -73,24 +81,41 @@ def trace_of(world: World, spec: Spec) -> Traced:
     said = tracing.conclude()
     world.share(0)  # the file is there
     path = Path(spec.output) / spec.name / "trace.json.gz"
-    return Traced(record, trace_file.read(path), json.loads(gzip.decompress(path.read_bytes()))["otherData"], said)
+    return Traced(
+        record,
+        trace_file.read(path),
+        json.loads(gzip.decompress(path.read_bytes()))["otherData"],
+        said,
+    )
 
 
 @pytest.mark.parametrize(("stage", "shared"), [(0, False), (1, True), (2, False), (3, False)])
 def test_all_ranks_are_in_one_file(world: World, folder: Path, stage: int, shared: bool) -> None:
     traced = trace_of(world, spec_of(folder, stage, shared))
     assert sorted(traced.ranks) == list(range(world.size))
-    assert (traced.facts["steps"], traced.facts["ranks"], traced.facts["steps_left_out"]) == ("1-3", world.size, "")
+    assert (traced.facts["steps"], traced.facts["ranks"], traced.facts["steps_left_out"]) == (
+        "1-3",
+        world.size,
+        "",
+    )
     assert traced.facts["events"] == sum(map(len, traced.ranks.values()))
     for happened in traced.ranks.values():
         spans = [event.what.name for event in happened if event.what.kind == SPAN]
         micro_batches = max(1, -(-6 // (2 * world.size)))
-        expected = ["step", "data", *["forward", "backward"] * micro_batches, "optimizer step", "loss agreement"]
+        expected = [
+            "step",
+            "data",
+            *["forward", "backward"] * micro_batches,
+            "optimizer step",
+            "loss agreement",
+        ]
         assert spans == [*expected * 2, "evaluation", *expected, "evaluation"]
         assert not any(event.what.unfinished for event in happened)
     assert (traced.said is None) == (world.rank > 0)
     if traced.said:
-        assert {"forward", "backward", "optimizer step", "other"} <= set(traced.said["mean_step"]["seconds"])
+        assert {"forward", "backward", "optimizer step", "other"} <= set(
+            traced.said["mean_step"]["seconds"]
+        )
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -100,12 +125,20 @@ def test_what_a_rank_does_lies_in_its_phases(world: World, folder: Path, stage: 
         for number in (1, 2, 3):
             inside = trace_file.of_step(main, number)
             (step,) = [event for event in inside if event.what == What(SPAN, "step")]
-            assert sum(trace_file.own_seconds(inside).values()) == pytest.approx((step.end - step.begin) / 1e9)
-        phases = [(event.begin, event.end) for event in main if event.what.kind == SPAN and event.what.name != "step"]
+            assert sum(trace_file.own_seconds(inside).values()) == pytest.approx(
+                (step.end - step.begin) / 1e9
+            )
+        phases = [
+            (event.begin, event.end)
+            for event in main
+            if event.what.kind == SPAN and event.what.name != "step"
+        ]
         trained = max(end for _, end in phases)  # then the test itself reads the weights
         for event in main:
             if event.what.kind in (WAIT, ADVANCE) and event.begin < trained:
-                assert any(begin <= event.begin and event.end <= end for begin, end in phases), event
+                assert any(begin <= event.begin and event.end <= end for begin, end in phases), (
+                    event
+                )
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -129,13 +162,18 @@ def test_nobody_ends_a_collective_before_all_have_begun_it(
         if key[0] != "world":
             assert len({event.bytes for event in operations}) == 1, key
         if world.size > 1:
-            assert max(event.begin for event in operations) <= min(event.end for event in operations) + tolerance, (key, operations)
+            assert (
+                max(event.begin for event in operations)
+                <= min(event.end for event in operations) + tolerance
+            ), (key, operations)
 
 
 def test_sums_start_while_backward_goes_on(world: World, folder: Path) -> None:
     for happened in trace_of(world, spec_of(folder, shared=False)).ranks.values():
         for number in (1, 2, 3):
-            during, all_of_them = trace_file.started_during(trace_file.of_step(happened, number), "reduce_scatter", "backward")
+            during, all_of_them = trace_file.started_during(
+                trace_file.of_step(happened, number), "reduce_scatter", "backward"
+            )
             assert during == all_of_them > 2
 
 
@@ -144,7 +182,9 @@ def test_it_changes_nothing_and_ends(world: World, folder: Path) -> None:
     traced, plain = trace_of(world, spec), train(world, spec)
     assert type(world.trace) is Trace
     assert traced.record.losses == plain.losses
-    assert all(torch.equal(traced.record.weights[name], plain.weights[name]) for name in plain.weights)
+    assert all(
+        torch.equal(traced.record.weights[name], plain.weights[name]) for name in plain.weights
+    )
 
 
 def test_how_far_clocks_are_apart(world: World, apart: Callable[[], None]) -> None:
@@ -162,14 +202,29 @@ def test_both_ends_of_a_message_have_its_number(world: World) -> None:
     following, before = world.rank + 1, world.rank - 1
     with world.trace.step(1):
         for length in (4, 2) if world.size > 1 else ():
-            works = [group.start_send(torch.ones(length), following)] if following < world.size else []
+            works = (
+                [group.start_send(torch.ones(length), following)] if following < world.size else []
+            )
             works += [group.start_receive(torch.ones(length), before)] if before >= 0 else []
             for work in works:
                 work.wait()
     world.record(Trace())
-    seen = [event for step in recording.steps for event in events(step.rows, recording.whats) if event.what.axis == "pipeline"]
-    operations = {(event.what.name, event.what.peer, event.number, event.bytes) for event in seen if event.what.kind == OPERATION}
+    seen = [
+        event
+        for step in recording.steps
+        for event in events(step.rows, recording.whats)
+        if event.what.axis == "pipeline"
+    ]
+    operations = {
+        (event.what.name, event.what.peer, event.number, event.bytes)
+        for event in seen
+        if event.what.kind == OPERATION
+    }
     numbers = world.numbers(range(world.size))
-    sent = {("send", numbers[following], number, size) for number, size in ((1, 16), (2, 8)) if following < world.size}
+    sent = {
+        ("send", numbers[following], number, size)
+        for number, size in ((1, 16), (2, 8))
+        if following < world.size
+    }
     received = {("receive", numbers[before], number, 0) for number in (1, 2) if before >= 0}
     assert operations == (sent | received if world.size > 1 else set())

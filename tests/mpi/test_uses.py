@@ -17,7 +17,11 @@ SHARE_SAMPLES = pytest.mark.ranks(1, 2, 3, 4)
 
 
 def spec_of(stage: int, precision: str = "bf16") -> dict[str, Any]:
-    return {"train": {"precision": precision, "steps": 4}, "optimizer": {"lr": 1e-2}, "zero": {"stage": stage, "node_shared": False}}
+    return {
+        "train": {"precision": precision, "steps": 4},
+        "optimizer": {"lr": 1e-2},
+        "zero": {"stage": stage, "node_shared": False},
+    }
 
 
 class Tied(nn.Module):
@@ -34,7 +38,11 @@ class Tied(nn.Module):
         x = self.embedding(tokens)
         for use, layer in zip(self.uses, self.layers, strict=True):
             weight = self.embedding.weight
-            x = torch.tanh(layer(x)) + (self.embedding(tokens.flip(1)) if use == "e" else nn.functional.linear(x, weight).tanh() @ weight / 40)
+            x = torch.tanh(layer(x)) + (
+                self.embedding(tokens.flip(1))
+                if use == "e"
+                else nn.functional.linear(x, weight).tanh() @ weight / 40
+            )
         return x.float().square().sum() / 100
 
 
@@ -69,7 +77,9 @@ def test_every_stage_adds_up_the_uses_of_a_weight_in_one_order(world: World, use
 @SHARE_SAMPLES
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_gradient_after_the_sum_of_its_unit_is_an_error(world: World, stage: int) -> None:
-    with hpczero.initialize(Reentrant(), spec_of(stage, "fp32"), world, accumulates=False) as engine:
+    with hpczero.initialize(
+        Reentrant(), spec_of(stage, "fp32"), world, accumulates=False
+    ) as engine:
         loss = engine(torch.ones(2, 16))
         with pytest.raises(HpczeroError, match="use_reentrant=False"):
             engine.backward(loss, last=True)

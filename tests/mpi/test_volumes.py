@@ -53,11 +53,24 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> Volume:
     return found
 
 
-def job(batch: int = 7, micro_batch: int = 2, precision: Any = "bf16", tied: bool = True, zero: Any = None, **parallel: Any) -> Spec:
+def job(
+    batch: int = 7,
+    micro_batch: int = 2,
+    precision: Any = "bf16",
+    tied: bool = True,
+    zero: Any = None,
+    **parallel: Any,
+) -> Spec:
     return Spec(
         model=MODEL.model_copy(update={"tied_embeddings": tied}),
         data=Data(source="synthetic"),
-        train=Train(global_batch=batch, micro_batch=micro_batch, precision=precision, steps=4, eval_batches=0),
+        train=Train(
+            global_batch=batch,
+            micro_batch=micro_batch,
+            precision=precision,
+            steps=4,
+            eval_batches=0,
+        ),
         zero=Zero(**(zero or {})),
         parallel=Parallel(**parallel),
     )
@@ -67,7 +80,9 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
     """Of this number of ranks: any grid, in any order, with anything else that changes what is sent."""
     tensor = choice.choice([size for size in (1, 2, 3, 4, 6) if ranks % size == 0])
     pipeline = choice.choice([size for size in (1, 2, 3, 4, 8) if ranks % (size * tensor) == 0])
-    schedule, chunks = choice.choice([("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)])
+    schedule, chunks = choice.choice(
+        [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+    )
     if pipeline == 1 or pipeline * chunks > MODEL.layers + 2:
         schedule, chunks = choice.choice(["gpipe", "1f1b"]), 1
     spec = job(
@@ -87,7 +102,10 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
     return spec
 
 
-@pytest.mark.parametrize("number", [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 60))])
+@pytest.mark.parametrize(
+    "number",
+    [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 60))],
+)
 def test_every_byte(world: World, number: int) -> None:
     choice = random.Random(1000 * world.size + number)
     with laid_out(world, choice.choice([0, 1, 2, 3, 4])) as nodes:
@@ -108,12 +126,16 @@ def test_data_parallel_alone(world: World, stage: int, shared: bool, batch: int)
 
 def counts(before: dict[str, Any], after: dict[str, Any], axis: str) -> dict[str, int]:
     """How many operations of a step send something, or would to others."""
-    return {name: entry["count"] - before[axis][name]["count"] for name, entry in after[axis].items()}
+    return {
+        name: entry["count"] - before[axis][name]["count"] for name, entry in after[axis].items()
+    }
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(world: World, sequence_parallel: bool) -> None:
+def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(
+    world: World, sequence_parallel: bool
+) -> None:
     """All-reduces of the stream; or as many reduce-scatters and all-gathers, and an all-gather more for each of a block's column-parallel layers."""
     spec = job(5, tensor=world.size, sequence_parallel=sequence_parallel)
     world.ledger.reset()
@@ -130,14 +152,18 @@ def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(world: World
     padded = 5 * -(-MODEL.seq_len // ranks) * ranks * MODEL.hidden * 2 * (ranks - 1) // ranks
     assert found["reduce_scatter"] == micro_batches * sums
     assert sent["reduce_scatter"].inside == sums * padded
-    assert found["all_gather"] == micro_batches * (sums + norms) + 1, "a column-parallel layer follows each norm"
+    assert found["all_gather"] == micro_batches * (sums + norms) + 1, (
+        "a column-parallel layer follows each norm"
+    )
     assert sent["all_gather"].inside == (sums + norms) * padded + 8 * (ranks - 1)
     assert found["all_reduce"] == micro_batches * (norms + 2)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
-def test_a_pipeline_moves_the_activations_at_the_boundaries(world: World, schedule: str, chunks: int) -> None:
+def test_a_pipeline_moves_the_activations_at_the_boundaries(
+    world: World, schedule: str, chunks: int
+) -> None:
     """There, and their gradients back, of every sequence once."""
     spec = job(7, pipeline=world.size, schedule=schedule, chunks=chunks, tied=False)
     world.ledger.reset()
@@ -145,17 +171,31 @@ def test_a_pipeline_moves_the_activations_at_the_boundaries(world: World, schedu
     inner = 2 * chunks  # each part has a boundary on either side, but for the model's ends
     boundaries = inner - (world.rank == 0) - (world.rank == world.size - 1)
     assert difference(before, after)["pipeline"]["send"] == Sent(boundaries * 7 * STREAM, 0)
-    assert counts(before, after, "pipeline") == {"send": boundaries * 4, "receive": boundaries * 4, "all_gather": 1}
+    assert counts(before, after, "pipeline") == {
+        "send": boundaries * 4,
+        "receive": boundaries * 4,
+        "all_gather": 1,
+    }
 
 
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("parallel", [{"tensor": 4}, {"tensor": 2, "pipeline": 2}, {"tensor": 4, "pipeline": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tensor": 4}, {"tensor": 2, "pipeline": 2}, {"tensor": 4, "pipeline": 2}, {"tensor": 2}],
+    ids=str,
+)
 @pytest.mark.parametrize("stage", range(4))
-def test_two_nodes_of_four_keep_tensor_traffic_inside(world: World, stage: int, parallel: dict[str, int]) -> None:
+def test_two_nodes_of_four_keep_tensor_traffic_inside(
+    world: World, stage: int, parallel: dict[str, int]
+) -> None:
     """By the order that hpczero chooses itself, where more activations than parameters are sent."""
     with laid_out(world, 4) as nodes:
         spec = job(28, 7, zero={"stage": stage}, **parallel)
         for sent in sent_in_steps(nodes, spec):
             assert sent == expected(spec, nodes)
-            assert all(operation.between == 0 < operation.inside for operation in sent["tensor"].values())
-            assert any(operation.between for axis in sent for operation in sent[axis].values()), "some other axis crosses"
+            assert all(
+                operation.between == 0 < operation.inside for operation in sent["tensor"].values()
+            )
+            assert any(operation.between for axis in sent for operation in sent[axis].values()), (
+                "some other axis crosses"
+            )

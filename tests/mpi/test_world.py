@@ -23,7 +23,11 @@ def test_simulated_nodes_may_be_of_unequal_size(world: World) -> None:
     tried.close()
 
 
-@pytest.mark.parametrize("value", [None, 0, "ä", [1.5, {"a": [True, None]}], {}, "x" * 3_000_000], ids=lambda value: repr(value)[:12])
+@pytest.mark.parametrize(
+    "value",
+    [None, 0, "ä", [1.5, {"a": [True, None]}], {}, "x" * 3_000_000],
+    ids=lambda value: repr(value)[:12],
+)
 def test_share(world: World, value: object) -> None:
     assert world.share(value if world.rank == 0 else "not this") == value
 

@@ -19,19 +19,30 @@ pytestmark = pytest.mark.mpi
 WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
 
 
-def spec_of(stage: int, shared: bool, global_batch: int = 5, micro_batch: int = 2, precision: str = "fp32", **train: Any) -> Spec:
+def spec_of(
+    stage: int,
+    shared: bool,
+    global_batch: int = 5,
+    micro_batch: int = 2,
+    precision: str = "fp32",
+    **train: Any,
+) -> Spec:
     settings = {"steps": 4, "eval_batches": 1, **train}
     return Spec(
         model=Model(layers=2, hidden=24, heads=3, seq_len=17, vocab=61, dropout=0.1),
         data=Data(source="synthetic"),
-        train=Train(global_batch=global_batch, micro_batch=micro_batch, precision=precision, **settings),
+        train=Train(
+            global_batch=global_batch, micro_batch=micro_batch, precision=precision, **settings
+        ),
         optimizer=Optimizer(lr=1e-2, eps=1e-6),
         zero=Zero(stage=stage, node_shared=shared),
     )
 
 
 def bitwise(one: Record, other: Record) -> bool:
-    return one.losses == other.losses and all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    return one.losses == other.losses and all(
+        torch.equal(one.weights[name], other.weights[name]) for name in one.weights
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +81,20 @@ def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, precision:
     """Stages 0 and 1 add up micro-batches before ranks, 2 and 3 ranks before micro-batches: docs/zero.md."""
     batch = {"global_batch": 6 * world.size, "micro_batch": 2, "precision": precision}
     for pair in ((0, 1), (2, 3)):
-        first, *others = (train(world, spec_of(stage, shared, **batch)) for stage, shared in product(pair, (False, True)))
+        first, *others = (
+            train(world, spec_of(stage, shared, **batch))
+            for stage, shared in product(pair, (False, True))
+        )
         assert all(bitwise(first, other) for other in others), pair
 
 
 def nodes_of(ranks: int, everything: bool) -> list[dict[str, int]]:
     """Nodes of 2, and of one rank, once."""
-    return [{"ranks_per_node": size, "accumulation": count} for size in ((1, 2) if ranks == 3 else (2,)) for count in (1, 3)]
+    return [
+        {"ranks_per_node": size, "accumulation": count}
+        for size in ((1, 2) if ranks == 3 else (2,))
+        for count in (1, 3)
+    ]
 
 
 @pytest.mark.by_mpi_alone("what a node shares is in the CPU's memory")
@@ -84,7 +102,11 @@ def nodes_of(ranks: int, everything: bool) -> list[dict[str, int]]:
 def test_several_nodes(world: World, case: dict[str, int]) -> None:
     """2 x 2, 2 + 1 and 3 x 2 ranks on simulated nodes, and nodes of one rank."""
     alone, nodes = world.part([world.rank]), world.part(range(world.size), case["ranks_per_node"])
-    batch = {"global_batch": 2 * case["accumulation"] * world.size - 1, "micro_batch": 2, "steps": 8}
+    batch = {
+        "global_batch": 2 * case["accumulation"] * world.size - 1,
+        "micro_batch": 2,
+        "steps": 8,
+    }
     serial = train(alone, spec_of(0, False, **batch))
     for stage in range(4):
         assert_same(serial, train(nodes, spec_of(stage, True, **batch)))
@@ -98,20 +120,34 @@ def totals(world: World, spec: Spec) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "accumulation"), list(product(range(4), (1, 3))))
-def test_the_ledger_has_the_bytes_of_the_schedule(world: World, stage: int, accumulation: int) -> None:
+def test_the_ledger_has_the_bytes_of_the_schedule(
+    world: World, stage: int, accumulation: int
+) -> None:
     """Per step, in half-precision elements x (N - 1) / N: 2, 2 and A + 1 times the parameters; at stage 3 A times them and what is gathered."""
     from hpczero.model import shapes
     from hpczero.parallel.layout import unit_layout
 
     count = world.size
     base = spec_of(stage, False, 2 * accumulation * count, 2, "bf16", eval_batches=0)
-    specs = [base.model_copy(update={"train": base.train.model_copy(update={"steps": steps})}) for steps in (1, 3)]
-    sent = [sum(entry["bytes"] for name, entry in totals(world, spec).items() if name in ("reduce_scatter", "all_gather")) for spec in specs]
+    specs = [
+        base.model_copy(update={"train": base.train.model_copy(update={"steps": steps})})
+        for steps in (1, 3)
+    ]
+    sent = [
+        sum(
+            entry["bytes"]
+            for name, entry in totals(world, spec).items()
+            if name in ("reduce_scatter", "all_gather")
+        )
+        for spec in specs
+    ]
     units = [unit_layout(layer, count).size for layer in shapes.layers(base.model)]
     whole, at_stage_3 = sum(units), accumulation * sum(units) + gathered(units, accumulation)
     elements = {0: 2 * whole, 1: 2 * whole, 2: (accumulation + 1) * whole, 3: at_stage_3}[stage]
     norm = 8 * (count - 1)
-    assert (sent[1] - sent[0]) / 2 == pytest.approx(elements * 2 * (count - 1) / count + norm, abs=count * 8)
+    assert (sent[1] - sent[0]) / 2 == pytest.approx(
+        elements * 2 * (count - 1) / count + norm, abs=count * 8
+    )
 
 
 def gathered(units: list[int], passes: int) -> int:
@@ -139,14 +175,21 @@ def test_inside_a_node_nothing_is_sent(world: World) -> None:
         entries = totals(world, spec_of(stage, True, eval_batches=0, precision="bf16"))
         gathers = entries.get("all_gather", {})
         assert entries.get("reduce_scatter", {}).get("bytes", 0) == 0
-        assert gathers.get("bytes", 0) <= 4 * 64 * world.size * gathers.get("count", 0), "only the norm"
+        assert gathers.get("bytes", 0) <= 4 * 64 * world.size * gathers.get("count", 0), (
+            "only the norm"
+        )
         assert world.size == 1 or entries["reduce_scatter"]["shared"] > 0
 
 
 @pytest.mark.ranks(4)
 def test_between_nodes_a_share_of_the_bytes_is_sent(world: World) -> None:
     nodes = world.part(range(4), ranks_per_node=2)
-    sent = [totals(nodes, spec_of(2, shared, eval_batches=0, precision="bf16"))["reduce_scatter"]["between"] for shared in (False, True)]
+    sent = [
+        totals(nodes, spec_of(2, shared, eval_batches=0, precision="bf16"))["reduce_scatter"][
+            "between"
+        ]
+        for shared in (False, True)
+    ]
     nodes.close()
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.1)
 
@@ -165,10 +208,15 @@ def test_a_parameter_used_outside_its_layer_is_named(world: World) -> None:
     from hpczero.parallel.parallelize import assemble
 
     spec = spec_of(3, False)
-    engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False).engine
+    engine = assemble(
+        spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False
+    ).engine
     weight = engine.module.blocks[0].feed_forward.up.weight
     assert weight.shape == (96, 24)
-    with pytest.raises(HpczeroError, match=r"blocks\.0\.feed_forward\.up\.weight is used outside of the model's forward"):
+    with pytest.raises(
+        HpczeroError,
+        match=r"blocks\.0\.feed_forward\.up\.weight is used outside of the model's forward",
+    ):
         torch.nn.functional.linear(torch.ones(1, 24), weight)
     engine.close()
 
@@ -180,13 +228,14 @@ def test_memory_is_what_the_states_say(world: World) -> None:
     count, held = world.size, {}
     for stage in range(4):
         spec = spec_of(stage, False, precision="bf16")
-        engine = assemble(spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False).engine
+        engine = assemble(
+            spec, world, Grid.build(spec.parallel, world.node_of_rank), accumulates=False
+        ).engine
         held[stage] = engine.memory()
         engine.close()
     assert held[1]["moments"] * count == pytest.approx(held[0]["moments"], rel=0.02)
     assert held[2]["gradients"] * count == pytest.approx(held[1]["gradients"], rel=0.02)
     assert held[3]["weights"] * count == pytest.approx(held[2]["weights"], rel=0.02)
-
 
 
 class Allocations(TorchDispatchMode):
@@ -196,18 +245,29 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.largest = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        known = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
         results = function(*args, **(kwargs or {}))
         for result in tree_leaves(results):
-            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+            if (
+                isinstance(result, torch.Tensor)
+                and result.untyped_storage().data_ptr() not in known
+            ):
                 self.largest = max(self.largest, result.untyped_storage().nbytes())
         return results
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
 @pytest.mark.by_mpi_alone("what gloo makes for a gather, and pinned memory, are PyTorch's own")
-def test_the_step_allocates_nothing_to_speak_of(world: World, stage: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_allocates_nothing_to_speak_of(
+    world: World, stage: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sums and the step of a model of 3.6 MB make no tensor that grows with it, from the second step on."""
     from hpczero.parallel.zero.engine import Engine
     from hpczero.parallel.zero.unit import Unit

@@ -59,7 +59,11 @@ class Record:
 
     @property
     def validation_losses(self) -> list[float]:
-        return [metrics["validation_loss"] for metrics in self.metrics_seen if "validation_loss" in metrics]
+        return [
+            metrics["validation_loss"]
+            for metrics in self.metrics_seen
+            if "validation_loss" in metrics
+        ]
 
 
 class LearnableSource(SyntheticSource):
@@ -95,9 +99,15 @@ def train(world: World, spec: Spec) -> Record:
     record.sent = world.ledger.as_dict().get("data", {})
     for unit in engine.units:
         record.weights |= whole(unit, unit.master, group, engine.tensor)
-        record.gradients |= whole(unit, first_gradients[unit], group, engine.tensor) if unit in first_gradients else {}
+        record.gradients |= (
+            whole(unit, first_gradients[unit], group, engine.tensor)
+            if unit in first_gradients
+            else {}
+        )
     if engine.pipeline:
-        record.weights, record.gradients = (of_all_stages(found, engine.pipeline) for found in (record.weights, record.gradients))
+        record.weights, record.gradients = (
+            of_all_stages(found, engine.pipeline) for found in (record.weights, record.gradients)
+        )
     engine.close()
     return record
 
@@ -106,7 +116,11 @@ def of_all_stages(own: dict[str, torch.Tensor], pipeline: Group) -> dict[str, to
     """What several stages have must be the same on all of them."""
     found: dict[str, torch.Tensor] = {}
     for stage in range(pipeline.size):
-        names = [json.dumps([[name, list(tensor.shape)] for name, tensor in own.items()])] if stage == pipeline.rank else [""]
+        names = (
+            [json.dumps([[name, list(tensor.shape)] for name, tensor in own.items()])]
+            if stage == pipeline.rank
+            else [""]
+        )
         length = torch.tensor([len(names[0])])
         pipeline.broadcast(length, stage)
         text = torch.zeros(int(length), dtype=torch.uint8)
@@ -121,14 +135,19 @@ def of_all_stages(own: dict[str, torch.Tensor], pipeline: Group) -> dict[str, to
     return found
 
 
-def whole(unit: Unit, own: torch.Tensor, group: Group, tensor: Group | None) -> dict[str, torch.Tensor]:
+def whole(
+    unit: Unit, own: torch.Tensor, group: Group, tensor: Group | None
+) -> dict[str, torch.Tensor]:
     """Whole tensors from what each rank holds of a unit. What every tensor rank holds whole must be the same on all of them."""
     flat, own = torch.empty(unit.layout.size), own.cpu()
     if own.numel() == flat.numel():
         flat.copy_(own)
     else:
         group.all_gather(flat, own.contiguous())
-    return {place.parameter.name: logical(place, unit.part(flat, place).clone(), tensor) for place in unit.layout.places}
+    return {
+        place.parameter.name: logical(place, unit.part(flat, place).clone(), tensor)
+        for place in unit.layout.places
+    }
 
 
 def logical(place: Place, part: torch.Tensor, tensor: Group | None) -> torch.Tensor:

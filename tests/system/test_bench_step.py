@@ -20,7 +20,10 @@ TINY = [
 
 
 def bench(*arguments: str, ranks: int = 2) -> Finished:
-    return launch([*mpirun(ranks), sys.executable, str(SCRIPTS / "bench_step.py"), *TINY, *arguments], seconds=200)
+    return launch(
+        [*mpirun(ranks), sys.executable, str(SCRIPTS / "bench_step.py"), *TINY, *arguments],
+        seconds=200,
+    )
 
 
 def report() -> ModuleType:
@@ -36,16 +39,22 @@ def report() -> ModuleType:
 def test_all_contenders_train_the_same(tmp_path: Path) -> None:
     contenders = ["floor", "ours-0", "ours-3", "ours-2-shared", "ddp-autocast", "ddp-bf16", "fsdp2"]
     files = tmp_path / "step.json", tmp_path / "step.svg"
-    done = bench("--contenders", ",".join(contenders[1:]), "--json", str(files[0]), "--plot", str(files[1]))
+    done = bench(
+        "--contenders", ",".join(contenders[1:]), "--json", str(files[0]), "--plot", str(files[1])
+    )
     assert (done.code, done.left) == (0, []), done.err
-    assert [line.split(" | ")[0].strip("| ") for line in done.out.splitlines() if line.startswith("|")][2:] == contenders
+    assert [
+        line.split(" | ")[0].strip("| ") for line in done.out.splitlines() if line.startswith("|")
+    ][2:] == contenders
     figures = json.loads(files[0].read_text())["figures"]
     for name, (one,) in figures.items():
         assert len(one["seconds"]) == 2
         assert min(one["seconds"]) > 0
         falls = one["losses"][0] - one["losses"][-1]
         assert abs(falls) < 1e-6 if name == "floor" else falls > 0.01, (name, one["losses"])
-    assert len(list(ElementTree.parse(files[1]).iter("{http://www.w3.org/2000/svg}rect"))) == 1 + len(contenders)
+    assert len(
+        list(ElementTree.parse(files[1]).iter("{http://www.w3.org/2000/svg}rect"))
+    ) == 1 + len(contenders)
 
 
 def test_what_is_not_installed_is_skipped_with_the_reason() -> None:
@@ -63,22 +72,40 @@ def test_an_unknown_contender_is_refused() -> None:
 
 
 def figures(losses: list[float], seconds: float = 1.0) -> dict[str, Any]:
-    return {"seconds": [seconds] * 3, "cpu_seconds": [1.0], "losses": losses, "states_bytes": 1, "peak_bytes": 2}
+    return {
+        "seconds": [seconds] * 3,
+        "cpu_seconds": [1.0],
+        "losses": losses,
+        "states_bytes": 1,
+        "peak_bytes": 2,
+    }
 
 
 def test_one_that_does_not_train_is_found_out() -> None:
     falling, level = [9.0, 8.0, 6.0], [9.0, 9.0, 9.0]
-    found = report().rows({"floor": [figures(level)], "ours-0": [figures(falling)], "fine": [figures([9.0, 8.01, 6.02])], "lazy": [figures(level)]})
+    found = report().rows(
+        {
+            "floor": [figures(level)],
+            "ours-0": [figures(falling)],
+            "fine": [figures([9.0, 8.01, 6.02])],
+            "lazy": [figures(level)],
+        }
+    )
     (text,) = report().differing(found)
     assert text.startswith("lazy does not train like ours-0")
     broken = [9.0, float("nan"), 1.0]
-    found = report().rows({"floor": [figures(level)], "ours-0": [figures(falling)], "broken": [figures(broken)]})
+    found = report().rows(
+        {"floor": [figures(level)], "ours-0": [figures(falling)], "broken": [figures(broken)]}
+    )
     assert len(report().differing(found)) == 1
 
 
 def test_ratios_are_taken_within_a_round() -> None:
     """The machine becomes three times slower in the second round; nobody else does."""
-    rounds = {name: [figures([1.0], seconds), figures([1.0], 3 * seconds)] for name, seconds in (("floor", 1.0), ("ours-0", 1.25), ("fsdp2", 5.0))}
+    rounds = {
+        name: [figures([1.0], seconds), figures([1.0], 3 * seconds)]
+        for name, seconds in (("floor", 1.0), ("ours-0", 1.25), ("fsdp2", 5.0))
+    }
     ours = report().rows(rounds)[1]
     assert ours.to_floor == [1.25, 1.25]
     assert ours.fsdp_to_it == [4.0, 4.0]

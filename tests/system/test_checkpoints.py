@@ -52,7 +52,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def train(folder: Path, ranks: int, *settings: str) -> Finished:
-    return launch([*mpirun(ranks), *hpczero("run", "spec.toml"), *with_settings(settings)], 120, folder)
+    return launch(
+        [*mpirun(ranks), *hpczero("run", "spec.toml"), *with_settings(settings)], 120, folder
+    )
 
 
 def with_settings(settings: tuple[str, ...]) -> list[str]:
@@ -86,9 +88,13 @@ def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> Non
     """A run, of which a random rank, or all of them, are killed at a random moment after it has begun to train."""
     path = folder / "runs" / "tiny" / "events.jsonl"
     before = len(path.read_text().splitlines()) if path.exists() else 0
-    with started([*mpirun(ranks), *hpczero("run", "spec.toml"), *with_settings(settings)], folder) as process:
+    with started(
+        [*mpirun(ranks), *hpczero("run", "spec.toml"), *with_settings(settings)], folder
+    ) as process:
         deadline = time.monotonic() + 60
-        while not path.exists() or '"first"' not in "".join(path.read_text().splitlines(keepends=True)[before:]):
+        while not path.exists() or '"first"' not in "".join(
+            path.read_text().splitlines(keepends=True)[before:]
+        ):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -100,13 +106,23 @@ def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> Non
         assert process.returncode != 0
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
-def test_killed_at_any_moment_it_goes_on_from_the_newest_complete_checkpoint(folder: Path, times: int) -> None:
+@pytest.mark.parametrize(
+    "times", [12, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_killed_at_any_moment_it_goes_on_from_the_newest_complete_checkpoint(
+    folder: Path, times: int
+) -> None:
     """Saves follow one another without a pause, so most kills meet one. What was lost are steps, and what is computed again is the same."""
     (folder / "spec.toml").write_text(SPEC.format(steps=100_000))
     chance, seen = random.Random(times), dict[int, tuple[float, float]]()
     for number in range(times):
-        kill(folder, 2, chance, f"checkpoint.asynchronous={'true' if number % 3 else 'false'}", f"checkpoint.writers={('node', 'rank')[number % 2]}")
+        kill(
+            folder,
+            2,
+            chance,
+            f"checkpoint.asynchronous={'true' if number % 3 else 'false'}",
+            f"checkpoint.writers={('node', 'rank')[number % 2]}",
+        )
         for step, values in metrics_until_torn(folder).items():
             assert seen.setdefault(step, values) == values, step
         if complete(folder):
@@ -136,7 +152,13 @@ def test_a_stopped_run_is_the_one_that_was_not_stopped(folder: Path) -> None:
     whole = train(folder, 2, "train.precision=fp32", "optimizer.eps=1e-6")
     assert whole.code == 0, whole
     expected = metrics(folder)
-    for ranks, settings in ((2, ()), (1, ()), (4, ("parallel.tensor=2", "zero.stage=3")), (4, ("parallel.pipeline=2",)), (3, ("zero.stage=2",))):
+    for ranks, settings in (
+        (2, ()),
+        (1, ()),
+        (4, ("parallel.tensor=2", "zero.stage=3")),
+        (4, ("parallel.pipeline=2",)),
+        (3, ("zero.stage=2",)),
+    ):
         for step in [step for step in complete(folder) if step > 10]:
             checkpoints.remove(complete(folder)[step])
         (folder / "runs" / "tiny" / "summary.json").unlink()
@@ -146,7 +168,9 @@ def test_a_stopped_run_is_the_one_that_was_not_stopped(folder: Path) -> None:
         again = metrics(folder)
         if not settings and ranks == 2:
             assert again == expected
-        assert [again[step][0] for step in (11, 12)] == pytest.approx([expected[step][0] for step in (11, 12)], rel=1e-5)
+        assert [again[step][0] for step in (11, 12)] == pytest.approx(
+            [expected[step][0] for step in (11, 12)], rel=1e-5
+        )
 
 
 @pytest.fixture
@@ -156,7 +180,12 @@ def disk(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     place.mkdir(parents=True)
     shutil.copy(folder / "spec.toml", place.parent / "spec.toml")
     options = f"size={getattr(request, 'param', '18m')}"
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if made.returncode:
         pytest.skip(f"cannot mount a disk: {made.stderr.strip()}")
     yield place
@@ -177,13 +206,21 @@ def test_a_full_disk(folder: Path, disk: Path, on_error: str, asynchronous: str)
     assert list(complete(folder)) == [4]
     read_all(complete(folder)[4])
     latest = 12 if asynchronous == "true" else 8
-    assert len(metrics(folder)) == 16 if on_error == "continue" else 8 <= len(metrics(folder)) <= latest
+    assert (
+        len(metrics(folder)) == 16
+        if on_error == "continue"
+        else 8 <= len(metrics(folder)) <= latest
+    )
 
 
 @contextmanager
 def endless(folder: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run that saves after every step, until it is asked to stop; then it ends with a checkpoint from which it can go on."""
-    command = [*mpirun(2), *hpczero("run", "spec.toml"), *with_settings(("train.steps=100000", *settings))]
+    command = [
+        *mpirun(2),
+        *hpczero("run", "spec.toml"),
+        *with_settings(("train.steps=100000", *settings)),
+    ]
     with started(command, folder) as process:
         wait_for(lambda: len(steps_saved(folder)) > 2, process, 60)
         yield process
@@ -192,7 +229,10 @@ def endless(folder: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
     assert process.returncode == 75, (output, errors)
     assert b"Traceback" not in output + errors
     read_all(next(iter(complete(folder).values())))
-    assert max(complete(folder)) == json.loads((folder / "runs" / "tiny" / "summary.json").read_text())["steps"]
+    assert (
+        max(complete(folder))
+        == json.loads((folder / "runs" / "tiny" / "summary.json").read_text())["steps"]
+    )
 
 
 def steps_saved(folder: Path) -> list[int]:
@@ -223,7 +263,12 @@ def test_a_disk_that_is_read_only_for_a_while(folder: Path, disk: Path) -> None:
 
 
 def remounted(disk: Path, how: str) -> bool:
-    return subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            ["mount", "-o", f"remount,{how}", str(disk)], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_a_folder_that_vanishes_while_it_is_written(folder: Path) -> None:
@@ -273,7 +318,9 @@ def test_another_run_is_refused_and_what_changed_is_said(folder: Path) -> None:
     assert done.code == 2, done
     assert "seed: 1 there, 5 now" in done.err
     assert "model.hidden: 128 there, 64 now" in done.err
-    done = train(folder, 2, "name=other", f"checkpoint.resume={path}", "optimizer.lr=1e-4", "train.steps=4")
+    done = train(
+        folder, 2, "name=other", f"checkpoint.resume={path}", "optimizer.lr=1e-4", "train.steps=4"
+    )
     assert done.code == 0, done
     assert "optimizer.lr: 0.0003 there, 0.0001 now" in done.out
     done = train(folder, 2, "name=third", "checkpoint.resume=/nowhere")

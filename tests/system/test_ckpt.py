@@ -27,7 +27,16 @@ tensor = 2
 [checkpoint]
 every = 2
 """
-STANDING_STILL = ["--set", "parallel.tensor=1", "--set", "name=second", "--set", "train.steps=1", "--set", "optimizer.lr=1e-30"]
+STANDING_STILL = [
+    "--set",
+    "parallel.tensor=1",
+    "--set",
+    "name=second",
+    "--set",
+    "train.steps=1",
+    "--set",
+    "optimizer.lr=1e-30",
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +49,9 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ckpt(*arguments: object, ranks: int = 0, code: int = 0) -> str:
-    done = launch([*(mpirun(ranks) if ranks else []), *hpczero("ckpt", *map(str, arguments))], seconds=100)
+    done = launch(
+        [*(mpirun(ranks) if ranks else []), *hpczero("ckpt", *map(str, arguments))], seconds=100
+    )
     assert done.code == code, done.err
     assert not done.left
     return done.out
@@ -48,7 +59,10 @@ def ckpt(*arguments: object, ranks: int = 0, code: int = 0) -> str:
 
 def test_what_a_run_saved_is_listed_and_good(output: Path) -> None:
     found = json.loads(ckpt("ls", output, "--json"))
-    assert [(one["step"], one["state"], one["ranks"]) for one in found] == [(2, "complete", 4), (4, "complete", 4)]
+    assert [(one["step"], one["state"], one["ranks"]) for one in found] == [
+        (2, "complete", 4),
+        (4, "complete", 4),
+    ]
     alone = ckpt("verify", *(one["path"] for one in found))
     assert alone.count("good") == 2
     assert ckpt("verify", *(one["path"] for one in found), ranks=3) == alone
@@ -76,4 +90,6 @@ def test_a_run_begins_with_the_weights_that_were_imported(output: Path) -> None:
     assert done.code == 0, done.err
     assert "resume" in done.out
     assert [one["step"] for one in json.loads(ckpt("ls", output / "second", "--json"))] == [0, 1]
-    assert "equal" in ckpt("diff", output / "first", output / "second", "--slot", "model", "--tolerance", "1e-6")
+    assert "equal" in ckpt(
+        "diff", output / "first", output / "second", "--slot", "model", "--tolerance", "1e-6"
+    )

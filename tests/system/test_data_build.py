@@ -31,7 +31,9 @@ def refused(*arguments: str, folder: Path) -> str:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "text").mkdir()
     for number in range(40):
-        (tmp_path / "text" / f"{number:02}.md").write_text(f"# Page {number}\n" + "Some words, and more of them.\n" * 300)
+        (tmp_path / "text" / f"{number:02}.md").write_text(
+            f"# Page {number}\n" + "Some words, and more of them.\n" * 300
+        )
     (tmp_path / "text" / "records.jsonl").write_text('{"text": "eins"}\n{"text": "zwei"}\n')
     return tmp_path
 
@@ -52,7 +54,9 @@ def test_build_then_show_then_build_again(folder: Path) -> None:
     assert 2 < facts["unigram_entropy"]["train"] < 4
     again = data("build", "-o", "corpus.h5", "text", folder=folder)
     assert (again.code, again.out) == (0, "corpus.h5 is up to date\n")
-    assert "made from other text or with other parameters" in refused("build", "-o", "corpus.h5", "text/00.md", folder=folder)
+    assert "made from other text or with other parameters" in refused(
+        "build", "-o", "corpus.h5", "text/00.md", folder=folder
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["corpus.h5", "text"]
 
 
@@ -60,13 +64,23 @@ def test_wrong_commands_are_refused_in_one_line(folder: Path) -> None:
     (folder / "notes.h5").write_text("mine")
     (folder / "empty").mkdir()
     assert "nothing to read" in refused("build", "-o", "a.h5", "empty", folder=folder)
-    assert "no such file or folder" in refused("build", "-o", "a.h5", "text", "missing", folder=folder)
+    assert "no such file or folder" in refused(
+        "build", "-o", "a.h5", "text", "missing", folder=folder
+    )
     assert "must end in .h5" in refused("build", "-o", "corpus.txt", "text", folder=folder)
-    assert "none/here does not exist" in refused("build", "-o", "none/here/a.h5", "text", folder=folder)
-    assert "the output exists, and is left alone: " in refused("build", "-o", "notes.h5", "text", folder=folder)
-    assert "the output's folder /proc cannot be written" in refused("build", "-o", "/proc/a.h5", "text", folder=folder)
+    assert "none/here does not exist" in refused(
+        "build", "-o", "none/here/a.h5", "text", folder=folder
+    )
+    assert "the output exists, and is left alone: " in refused(
+        "build", "-o", "notes.h5", "text", folder=folder
+    )
+    assert "the output's folder /proc cannot be written" in refused(
+        "build", "-o", "/proc/a.h5", "text", folder=folder
+    )
     for fraction in ("1", "-0.1", "nan"):
-        assert "less than 1" in refused("build", "-o", "a.h5", "text", f"--validation-fraction={fraction}", folder=folder)
+        assert "less than 1" in refused(
+            "build", "-o", "a.h5", "text", f"--validation-fraction={fraction}", folder=folder
+        )
     assert "is not a token file" in refused("show", "notes.h5", folder=folder)
     assert "No such file" in refused("show", "missing.h5", folder=folder)
 
@@ -74,13 +88,19 @@ def test_wrong_commands_are_refused_in_one_line(folder: Path) -> None:
 def test_killed_by_the_system_the_same_command_goes_on_to_the_same_bytes(folder: Path) -> None:
     """Killed for real at moments of no choice of ours: as the output grows, and with time to reach a commit."""
     with open(folder / "text" / "long.txt", "w") as file:
-        file.writelines(f"line {number} of a text that is long enough to be killed in\n" for number in range(1_700_000))
+        file.writelines(
+            f"line {number} of a text that is long enough to be killed in\n"
+            for number in range(1_700_000)
+        )
     assert data("build", "-o", "whole.h5", "text", folder=folder).code == 0
     command = hpczero("data", "build", "-o", "killed.h5", "text")
     partial, said, killed = folder / "killed.h5.partial", "", 0
     for kill_at in (1, 10**7, 8 * 10**7, 13 * 10**7):
         process = start(command, folder)
-        while process.poll() is None and not ((partial / "train.tokens").exists() and (partial / "train.tokens").stat().st_size >= kill_at):
+        while process.poll() is None and not (
+            (partial / "train.tokens").exists()
+            and (partial / "train.tokens").stat().st_size >= kill_at
+        ):
             time.sleep(0.002)
         process.kill()
         said += process.communicate(timeout=60)[0].decode()
@@ -100,7 +120,9 @@ def test_on_a_terminal_there_is_a_bar(folder: Path) -> None:
     assert "fingerprint" in seen
 
 
-def test_control_c_says_how_to_go_on(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_c_says_how_to_go_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

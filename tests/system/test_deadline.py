@@ -16,10 +16,17 @@ train = { steps = 1000000, global_batch = 4, micro_batch = 2, device = "cpu", pr
 """
 
 
-@pytest.mark.parametrize("name", [pytest.param("HPCZERO_DEADLINE", marks=pytest.mark.slow), "SLURM_JOB_END_TIME"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("HPCZERO_DEADLINE", marks=pytest.mark.slow), "SLURM_JOB_END_TIME"]
+)
 def test_it_stops_in_time_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
-    ended = launch([*mpirun(2), *hpczero("run", "spec.toml")], 240, tmp_path, {name: str(int(time.time()) + 30)})
+    ended = launch(
+        [*mpirun(2), *hpczero("run", "spec.toml")],
+        240,
+        tmp_path,
+        {name: str(int(time.time()) + 30)},
+    )
     assert (ended.code, ended.left) == (75, []), ended.err
     assert "stopped by the end of the job's time after step " in ended.out
     run = tmp_path / "runs" / "short-of-time"
@@ -31,6 +38,8 @@ def test_it_stops_in_time_with_a_checkpoint(name: str, tmp_path: Path) -> None:
 def test_a_job_that_is_too_short_for_anything_still_makes_a_step(tmp_path: Path) -> None:
     """Or a chain of such jobs would never end."""
     (tmp_path / "spec.toml").write_text(SPEC)
-    ended = launch([*mpirun(2), *hpczero("run", "spec.toml")], 240, tmp_path, {"HPCZERO_DEADLINE": "1"})
+    ended = launch(
+        [*mpirun(2), *hpczero("run", "spec.toml")], 240, tmp_path, {"HPCZERO_DEADLINE": "1"}
+    )
     assert (ended.code, ended.left) == (75, []), ended.err
     assert "after step 1 of" in ended.out

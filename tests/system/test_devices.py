@@ -59,8 +59,16 @@ def losses(run: Path) -> list[float]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gloo_gives_the_losses_of_mpi_to_the_bit(folder: Path, stage: int) -> None:
     for backend in ("mpi", "gloo"):
-        settings = [f"--set=comm.backend={backend}", f"--set=name={backend}", f"--set=zero.stage={stage}"]
-        ended = launch([*mpirun(3), *hpczero("run", "spec.toml", "--progress", "lines", *settings)], 120, folder)
+        settings = [
+            f"--set=comm.backend={backend}",
+            f"--set=name={backend}",
+            f"--set=zero.stage={stage}",
+        ]
+        ended = launch(
+            [*mpirun(3), *hpczero("run", "spec.toml", "--progress", "lines", *settings)],
+            120,
+            folder,
+        )
         assert (ended.code, ended.err) == (0, ""), ended
         assert ("collectives=gloo" in ended.out) == (backend == "gloo")
     assert losses(folder / "runs/gloo") == losses(folder / "runs/mpi")
@@ -70,11 +78,19 @@ def test_gloo_gives_the_losses_of_mpi_to_the_bit(folder: Path, stage: int) -> No
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("train.device=cuda", 'hpczero: train.device = "cuda": 2 of 2 ranks see no GPU: rank 0 on '),
-        ("comm.backend=nccl", 'hpczero: comm.backend = "nccl": it carries tensors on cuda, and these are on cpu (train.device)'),
+        (
+            "train.device=cuda",
+            'hpczero: train.device = "cuda": 2 of 2 ranks see no GPU: rank 0 on ',
+        ),
+        (
+            "comm.backend=nccl",
+            'hpczero: comm.backend = "nccl": it carries tensors on cuda, and these are on cpu (train.device)',
+        ),
     ],
 )
-def test_what_needs_a_gpu_is_refused_where_there_is_none(folder: Path, setting: str, said: str) -> None:
+def test_what_needs_a_gpu_is_refused_where_there_is_none(
+    folder: Path, setting: str, said: str
+) -> None:
     ended = launch([*mpirun(2), *hpczero("run", "spec.toml", "--set", setting)], 60, folder)
     assert ended.code == 2, ended
     assert said in ended.err

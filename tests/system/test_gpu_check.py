@@ -10,19 +10,33 @@ import pytest
 torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the script itself is run on it")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: the script itself is run on it"
+)
 
 
 def check(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     folders = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    given = {"HPCZERO_PYTHON": sys.executable, "TMPDIR": str(tmp_path), "PATH": folders} | environment
+    given = {
+        "HPCZERO_PYTHON": sys.executable,
+        "TMPDIR": str(tmp_path),
+        "PATH": folders,
+    } | environment
     command = ["bash", "scripts/gpu_check.sh", "--logs", str(tmp_path / "logs"), *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env=os.environ | given, text=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=300
+        command,
+        cwd=ROOT,
+        env=os.environ | given,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=300,
     )
 
 
-def test_every_part_has_a_name_and_a_limit_and_the_first_takes_three_minutes(tmp_path: Path) -> None:
+def test_every_part_has_a_name_and_a_limit_and_the_first_takes_three_minutes(
+    tmp_path: Path,
+) -> None:
     lines = check(tmp_path, "--list").stdout.splitlines()
     limits = {name: int(seconds) for seconds, name in (line.split(" s  ") for line in lines)}
     assert next(iter(limits.items())) == ("first", 180)
@@ -62,7 +76,11 @@ def test_no_part_begins_that_may_end_after_the_minutes_given(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--from", "nowhere"], "no part is named nowhere"), (["--minutes", "x"], "a whole number"), (["--what"], "--what")],
+    [
+        (["--from", "nowhere"], "no part is named nowhere"),
+        (["--minutes", "x"], "a whole number"),
+        (["--what"], "--what"),
+    ],
 )
 def test_what_is_not_understood_is_said(tmp_path: Path, arguments: list[str], words: str) -> None:
     ended = check(tmp_path, *arguments)

@@ -37,7 +37,9 @@ class Installation:
         return run([*self.program, *arguments], folder, self.variables)
 
 
-def run(command: Sequence[str | Path], folder: Path, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str | Path], folder: Path, variables: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """A command in a bare environment: no user's pip settings, no PYTHONPATH but the given one."""
     bare = {
         "PATH": os.environ["PATH"],
@@ -47,7 +49,13 @@ def run(command: Sequence[str | Path], folder: Path, variables: dict[str, str] |
         "PYTHONDONTWRITEBYTECODE": "1",
     }
     return subprocess.run(
-        [str(word) for word in command], cwd=folder, env=bare | (variables or {}), capture_output=True, text=True, timeout=120, check=False
+        [str(word) for word in command],
+        cwd=folder,
+        env=bare | (variables or {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -60,7 +68,13 @@ def succeed(result: subprocess.CompletedProcess[str]) -> str:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout, so that building leaves nothing behind in the true one."""
     copy = tmp_path_factory.mktemp("copy") / "checkout"
-    shutil.copytree(CHECKOUT, copy, ignore=shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "tests"))
+    shutil.copytree(
+        CHECKOUT,
+        copy,
+        ignore=shutil.ignore_patterns(
+            ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "tests"
+        ),
+    )
     return copy
 
 
@@ -87,7 +101,9 @@ def base_requirements() -> set[str]:
     wanted, found = listed_requirements(), set()
     while wanted:
         requirement = Requirement(wanted.pop())
-        if requirement.name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if requirement.name not in found and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
             found.add(requirement.name)
             wanted += importlib.metadata.requires(requirement.name) or []
     return found
@@ -99,7 +115,11 @@ def requirements(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("requirements")
     for name in base_requirements():
         distribution = importlib.metadata.distribution(name)
-        for entry in {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+        for entry in {
+            file.parts[0]
+            for file in distribution.files or []
+            if file.parts[0] not in ("..", "__pycache__")
+        }:
             (folder / entry).symlink_to(str(distribution.locate_file(entry)))
     return folder
 
@@ -107,18 +127,42 @@ def requirements(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(folder: Path, *paths: Path) -> Path:
     """A new virtual environment that also finds the packages in these folders; its Python."""
     succeed(run([sys.executable, "-m", "venv", "--without-pip", folder], folder.parent))
-    site_packages = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    site_packages = (
+        folder
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
     (site_packages / "more.pth").write_text("".join(f"{path}\n" for path in paths))
     return folder / "bin" / "python"
 
 
 def pip_install(python: Path, *arguments: str | Path) -> None:
-    succeed(run([sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-index", *arguments], python.parents[2]))
+    succeed(
+        run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "--python",
+                python,
+                "install",
+                "-q",
+                "--no-index",
+                *arguments,
+            ],
+            python.parents[2],
+        )
+    )
 
 
 @pytest.fixture(scope="module", params=WAYS)
 def installation(
-    request: pytest.FixtureRequest, checkout: Path, wheel: Path, requirements: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    checkout: Path,
+    wheel: Path,
+    requirements: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Installation:
     folder = tmp_path_factory.mktemp(request.param)
     python = environment(folder / "venv", requirements)
@@ -126,30 +170,42 @@ def installation(
     if request.param == "wheel":
         pip_install(python, "--no-deps", wheel)
         package = next((folder / "venv").glob("lib/*/site-packages"))
-        return Installation([str(python.parent / "hpczero")], python, package, folder / "venv" / "share" / "hpczero")
+        return Installation(
+            [str(python.parent / "hpczero")], python, package, folder / "venv" / "share" / "hpczero"
+        )
     if request.param == "editable":
         pip_install(python, "--no-deps", build("build_editable", checkout, folder))
         return Installation([str(python.parent / "hpczero")], python, checkout, checkout)
     if request.param == "target":
         pip_install(python, "--no-deps", "--target", folder / "target", wheel)
         return Installation(
-            module, python, folder / "target", folder / "target" / "share" / "hpczero", {"PYTHONPATH": str(folder / "target")}
+            module,
+            python,
+            folder / "target",
+            folder / "target" / "share" / "hpczero",
+            {"PYTHONPATH": str(folder / "target")},
         )
     return Installation(module, python, checkout, checkout, {"PYTHONPATH": str(checkout)})
 
 
 WHERE = "import json, hpczero, hpczero_kernels as k; from hpczero.env import shared_folder as s; "
-WHERE += "print(json.dumps([hpczero.__file__, k.__file__, str(s('jobspecs')), str(s('templates'))]))"
+WHERE += (
+    "print(json.dumps([hpczero.__file__, k.__file__, str(s('jobspecs')), str(s('templates'))]))"
+)
 
 
 def test_its_files_are_found(installation: Installation, tmp_path: Path) -> None:
-    package, kernels, jobspecs, templates = json.loads(succeed(run([installation.python, "-c", WHERE], tmp_path, installation.variables)))
+    package, kernels, jobspecs, templates = json.loads(
+        succeed(run([installation.python, "-c", WHERE], tmp_path, installation.variables))
+    )
     inside = "numba_cuda" if (installation.package / "numba_cuda").is_dir() else ""
     assert Path(package) == installation.package / "hpczero" / "__init__.py"
     assert Path(kernels) == installation.package / inside / "hpczero_kernels" / "__init__.py"
     assert Path(jobspecs) == installation.share / "jobspecs"
     assert Path(templates) == installation.share / "templates"
-    assert (Path(jobspecs) / "quickstart.toml").read_bytes() == (CHECKOUT / "jobspecs" / "quickstart.toml").read_bytes()
+    assert (Path(jobspecs) / "quickstart.toml").read_bytes() == (
+        CHECKOUT / "jobspecs" / "quickstart.toml"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("inside_checkout", [False, True], ids=["elsewhere", "in the checkout"])
@@ -162,24 +218,38 @@ def test_the_verbs_for_login_nodes_work_without_torch_and_mpi4py(
     assert succeed(installation.run(["--version"], folder)).startswith("hpczero 0.")
     for verb in ("--help", "check --help", "run --help", "submit --help", "data build --help"):
         assert "usage: hpczero" in succeed(installation.run(verb.split(), folder))
-    assert "quickstart" in succeed(installation.run(["check", str(installation.share / "jobspecs" / "quickstart.toml")], folder))
+    assert "quickstart" in succeed(
+        installation.run(
+            ["check", str(installation.share / "jobspecs" / "quickstart.toml")], folder
+        )
+    )
     assert "global_batch" in succeed(installation.run(["spec"], folder))
     assert "perlmutter/gpu" in succeed(installation.run(["site", "list"], folder))
-    script = succeed(installation.run(["render", str(installation.share / "jobspecs" / "example-slurm.toml")], folder))
+    script = succeed(
+        installation.run(
+            ["render", str(installation.share / "jobspecs" / "example-slurm.toml")], folder
+        )
+    )
     assert "#SBATCH --nodes=2" in script.splitlines()
     mine = tmp_path / "mine.toml"
     succeed(installation.run(["init", str(mine)], folder))
     assert json.loads(succeed(installation.run(["check", str(mine), "--json"], folder)))
 
 
-def test_data_is_built_and_shown_without_torch_and_mpi4py(installation: Installation, tmp_path: Path) -> None:
+def test_data_is_built_and_shown_without_torch_and_mpi4py(
+    installation: Installation, tmp_path: Path
+) -> None:
     (tmp_path / "text.md").write_text("To be, or not to be, that is the question.\n" * 200)
     succeed(installation.run(["data", "build", "-o", "corpus.h5", "text.md"], tmp_path))
     assert json.loads(succeed(installation.run(["data", "show", "corpus.h5", "--json"], tmp_path)))
 
 
-def test_training_without_torch_says_what_to_install(installation: Installation, tmp_path: Path) -> None:
-    result = installation.run(["run", str(installation.share / "jobspecs" / "quickstart.toml")], tmp_path)
+def test_training_without_torch_says_what_to_install(
+    installation: Installation, tmp_path: Path
+) -> None:
+    result = installation.run(
+        ["run", str(installation.share / "jobspecs" / "quickstart.toml")], tmp_path
+    )
     assert result.returncode == 1
     assert " -m pip install '" in result.stderr
     assert "[train]'" in result.stderr
@@ -187,7 +257,9 @@ def test_training_without_torch_says_what_to_install(installation: Installation,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_source_archive_holds_what_the_checkout_holds(checkout: Path, wheel: Path, tmp_path: Path) -> None:
+def test_the_source_archive_holds_what_the_checkout_holds(
+    checkout: Path, wheel: Path, tmp_path: Path
+) -> None:
     archive = build("build_sdist", checkout, tmp_path)
     shutil.unpack_archive(archive, tmp_path / "unpacked")
     again = build("build_wheel", next((tmp_path / "unpacked").iterdir()), tmp_path)
@@ -197,7 +269,9 @@ def test_the_source_archive_holds_what_the_checkout_holds(checkout: Path, wheel:
     assert any(name.endswith("LICENSE") for name in contents[0])
 
 
-def test_the_folder_numba_cuda_does_not_hide_the_package_of_that_name(checkout: Path, requirements: Path, tmp_path: Path) -> None:
+def test_the_folder_numba_cuda_does_not_hide_the_package_of_that_name(
+    checkout: Path, requirements: Path, tmp_path: Path
+) -> None:
     """With the checkout as the working directory, `import numba_cuda` is NVIDIA's package, wherever on the path that lies."""
     (tmp_path / "numba_cuda").mkdir()
     (tmp_path / "numba_cuda" / "__init__.py").write_text("maker = 'NVIDIA'\n")
@@ -215,7 +289,9 @@ def fake_wheel(folder: Path, name: str, version: str) -> Path:
         f"{information}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
         f"{information}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
-    files[f"{information}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{information}/RECORD"])
+    files[f"{information}/RECORD"] = "".join(
+        f"{file},,\n" for file in [*files, f"{information}/RECORD"]
+    )
     with zipfile.ZipFile(path, "w") as archive:
         for file, text in files.items():
             archive.writestr(file, text)
@@ -227,7 +303,12 @@ def index(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What pip could install: hpczero, and newer versions of all that hpczero[train] needs."""
     folder = tmp_path_factory.mktemp("index")
     shutil.copy(wheel, folder)
-    for name in [*(Requirement(line).name for line in listed_requirements()), "torch", "mpi4py", "numba"]:
+    for name in [
+        *(Requirement(line).name for line in listed_requirements()),
+        "torch",
+        "mpi4py",
+        "numba",
+    ]:
         fake_wheel(folder, name, "99.0")
     return folder
 
@@ -240,10 +321,15 @@ def versions(python: Path, variables: dict[str, str]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("upgrade", [[], ["--upgrade"]], ids=["install", "upgrade"])
 @pytest.mark.parametrize("place", ["environment", "PYTHONPATH", "nowhere"])
-def test_a_sites_own_torch_and_mpi4py_stay(place: str, upgrade: list[str], index: Path, tmp_path: Path) -> None:
+def test_a_sites_own_torch_and_mpi4py_stay(
+    place: str, upgrade: list[str], index: Path, tmp_path: Path
+) -> None:
     """Whether they lie in the environment itself or come from a module through PYTHONPATH; where there are none, pip takes the newest."""
     python = environment(tmp_path / "venv")
-    site = [fake_wheel(tmp_path, "torch", "2.6.0a0+site"), fake_wheel(tmp_path, "mpi4py", "4.1.0+site")]
+    site = [
+        fake_wheel(tmp_path, "torch", "2.6.0a0+site"),
+        fake_wheel(tmp_path, "mpi4py", "4.1.0+site"),
+    ]
     variables = {}
     if place == "environment":
         pip_install(python, *site)
@@ -265,4 +351,6 @@ def test_a_sites_own_torch_and_mpi4py_stay(place: str, upgrade: list[str], index
         "hpczero[train]",
     ]
     succeed(run(command, tmp_path, variables))
-    assert versions(python, variables) == (("99.0", "99.0") if place == "nowhere" else ("2.6.0a0+site", "4.1.0+site"))
+    assert versions(python, variables) == (
+        ("99.0", "99.0") if place == "nowhere" else ("2.6.0a0+site", "4.1.0+site")
+    )

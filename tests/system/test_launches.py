@@ -75,9 +75,24 @@ def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:
     """The tests above on 2 ranks, with the plugin of tests/mpi, which waits less long for ranks that do not come."""
     (tmp_path / "test_it.py").write_text(TESTS)
     limits = f"conftest.LIMIT, conftest.GRACE = {limit}, 2"
-    (tmp_path / "conftest.py").write_text(f"from tests.mpi import conftest\n{limits}\nfrom tests.mpi.conftest import *\n")
-    pytest_command = [sys.executable, "-m", "pytest", "-q", "--with-mpi", "--color=no", "-p", "no:cacheprovider"]
-    return launch([*mpirun(2), *pytest_command, *(f"test_it.py::{name}" for name in names)], seconds=60, folder=tmp_path)
+    (tmp_path / "conftest.py").write_text(
+        f"from tests.mpi import conftest\n{limits}\nfrom tests.mpi.conftest import *\n"
+    )
+    pytest_command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--with-mpi",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+    ]
+    return launch(
+        [*mpirun(2), *pytest_command, *(f"test_it.py::{name}" for name in names)],
+        seconds=60,
+        folder=tmp_path,
+    )
 
 
 def test_an_orderly_end(tmp_path: Path) -> None:
@@ -88,7 +103,9 @@ def test_an_orderly_end(tmp_path: Path) -> None:
 def test_a_rank_that_raises_ends_the_job(tmp_path: Path) -> None:
     finished = run_program(tmp_path, "raise")
     assert finished.code == 1
-    assert len(re.findall(r"hpczero: rank 1 on \S+: ValueError: something broke", finished.err)) == 1
+    assert (
+        len(re.findall(r"hpczero: rank 1 on \S+: ValueError: something broke", finished.err)) == 1
+    )
     assert finished.err.count("Traceback") == 1  # for whoever has to mend it
     assert finished.left == []
 
@@ -117,8 +134,13 @@ def test_a_test_fails_everywhere_if_it_fails_on_one_rank(tmp_path: Path) -> None
     assert finished.out.count(" passed") == 1  # rank 0 alone reports
 
 
-@pytest.mark.parametrize(("name", "said"), [("test_left_alone", "rank 1 failed in"), ("test_hangs", "rank 1 is still in")])
-def test_a_rank_that_leaves_the_others_waiting_ends_the_launch(tmp_path: Path, name: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("test_left_alone", "rank 1 failed in"), ("test_hangs", "rank 1 is still in")],
+)
+def test_a_rank_that_leaves_the_others_waiting_ends_the_launch(
+    tmp_path: Path, name: str, said: str
+) -> None:
     finished = run_tests(tmp_path, name, limit=90 if name == "test_left_alone" else 3)
     assert finished.code not in (0, None)
     assert f"{said} test_it.py::{name}" in finished.err + finished.out

@@ -97,20 +97,49 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     done = train(folder, ranks)
     assert done.code == 0, done
     directory = folder / "runs" / "tiny"
-    assert {path.name for path in directory.iterdir()} == {"spec.toml", "metrics.jsonl", "events.jsonl", "summary.json", "checkpoints"}
+    assert {path.name for path in directory.iterdir()} == {
+        "spec.toml",
+        "metrics.jsonl",
+        "events.jsonl",
+        "summary.json",
+        "checkpoints",
+    }
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000005"]
     metrics = lines_of(directory / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
-    expected = {"loss", "grad_norm", "lr", "tokens", "step_seconds", "tokens_per_second", "data_seconds", "comm_seconds", "compute_seconds"}
+    expected = {
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_seconds",
+        "tokens_per_second",
+        "data_seconds",
+        "comm_seconds",
+        "compute_seconds",
+    }
     assert expected <= set(metrics[0])
     assert "validation_loss" in metrics[-1]
     events = lines_of(directory / "events.jsonl")
-    assert [event["event"] for event in events] == ["start", "layout", "first", "eval", "save", "stop"]
+    assert [event["event"] for event in events] == [
+        "start",
+        "layout",
+        "first",
+        "eval",
+        "save",
+        "stop",
+    ]
     assert [place["rank"] for place in events[0]["ranks"]] == list(range(max(1, ranks)))
     summary = json.loads((directory / "summary.json").read_text())
-    assert (summary["state"], summary["steps"], summary["final_loss"]) == ("finished", 5, metrics[-1]["loss"])
+    assert (summary["state"], summary["steps"], summary["final_loss"]) == (
+        "finished",
+        5,
+        metrics[-1]["loss"],
+    )
     assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
-    words = [line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)]
+    words = [
+        line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)
+    ]
     assert words == ["load", "start", "layout", "first", *["step"] * 5, "eval", "save", "stop"]
     assert "\x1b" not in done.out
 
@@ -121,7 +150,9 @@ def test_the_same_losses_on_any_number_of_ranks(folder: Path) -> None:
     for ranks in (0, 2, 4):
         done = train(folder, ranks, "--set", f"name=on{ranks}", "--set", "train.precision=fp32")
         assert done.code == 0, done
-        losses.append([line["loss"] for line in lines_of(folder / "runs" / f"on{ranks}" / "metrics.jsonl")])
+        losses.append(
+            [line["loss"] for line in lines_of(folder / "runs" / f"on{ranks}" / "metrics.jsonl")]
+        )
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
@@ -130,11 +161,22 @@ def test_each_rank_uses_its_share_of_the_cores(folder: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
         pytest.skip("one core cannot be shared out")
-    done = train(folder, cores, "--set", "model.hidden=128", "--set", "train.global_batch=16", "--set", "train.steps=20")
+    done = train(
+        folder,
+        cores,
+        "--set",
+        "model.hidden=128",
+        "--set",
+        "train.global_batch=16",
+        "--set",
+        "train.steps=20",
+    )
     assert done.code == 0, done
     summary = json.loads((folder / "runs" / "tiny" / "summary.json").read_text())
     assert summary["threads_per_rank"] == 1
-    assert all(used < 1.3 for used in summary["cores_used"]), "one thread computes; the background reader takes a moment"
+    assert all(used < 1.3 for used in summary["cores_used"]), (
+        "one thread computes; the background reader takes a moment"
+    )
 
 
 def test_a_finished_run_is_not_run_again_unless_asked(finished: Path) -> None:
@@ -151,10 +193,14 @@ def test_a_finished_run_is_not_run_again_unless_asked(finished: Path) -> None:
 
 def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
     assert train(finished, 0, "--set", "train.steps=7").code == 0
-    assert [line["step"] for line in lines_of(finished / "runs" / "tiny" / "metrics.jsonl")] == list(range(1, 8))
+    assert [
+        line["step"] for line in lines_of(finished / "runs" / "tiny" / "metrics.jsonl")
+    ] == list(range(1, 8))
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR2", "stop file"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR2", "stop file"]
+)
 def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
     """To one rank of two: both stop after the same step, with a checkpoint, from where the run goes on."""
     directory = folder / "runs" / "tiny"
@@ -174,7 +220,9 @@ def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: st
     assert not (directory / "lock").exists()
     again = train(folder, 2, "--set", f"train.steps={done + 2}")
     assert again.code == 0, again
-    assert [line["step"] for line in lines_of(directory / "metrics.jsonl")] == list(range(1, done + 3))
+    assert [line["step"] for line in lines_of(directory / "metrics.jsonl")] == list(
+        range(1, done + 3)
+    )
     assert f"resume step={done} " in again.out
 
 
@@ -217,7 +265,9 @@ def our_segments() -> set[str]:
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(folder: Path, victim: int) -> None:
+def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(
+    folder: Path, victim: int
+) -> None:
     segments = our_segments()
     with started(command(2, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 2, process)
@@ -232,7 +282,12 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(folder: Path, 
     assert our_segments() <= segments
     done = train(folder, 2, "--set", "train.steps=4")
     assert done.code == 0, done
-    assert [line["step"] for line in lines_of(folder / "runs" / "tiny" / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line["step"] for line in lines_of(folder / "runs" / "tiny" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 TRIES = """
@@ -257,9 +312,22 @@ MISTAKES = {
     "impossible grid": (["--set", "parallel.tensor=3"], "3"),
     "one head, two ranks": (["--set", "parallel.tensor=2", "--set", "model.heads=1"], "heads"),
     "missing data": (["--set", "data.source=nowhere.h5"], "nowhere.h5"),
-    "truncated data": (["--set", "data.source=truncated.h5", "--set", "train.eval_batches=0"], "truncated.h5"),
+    "truncated data": (
+        ["--set", "data.source=truncated.h5", "--set", "train.eval_batches=0"],
+        "truncated.h5",
+    ),
     "foreign data": (["--set", "data.source=foreign.h5"], "foreign.h5"),
-    "vocabulary": (["--set", "data.source=corpus.h5", "--set", "model.vocab=100", "--set", "train.eval_batches=0"], "model.vocab"),
+    "vocabulary": (
+        [
+            "--set",
+            "data.source=corpus.h5",
+            "--set",
+            "model.vocab=100",
+            "--set",
+            "train.eval_batches=0",
+        ],
+        "model.vocab",
+    ),
     "unwritable output": (["--set", "output=/proc/nowhere"], "/proc/nowhere"),
     "resume of nothing": (["--resume"], "no run"),
 }
@@ -281,12 +349,16 @@ def test_wrong_input_is_one_message_and_nothing_written(folder: Path, ranks: int
     (folder / "tries.py").write_text(TRIES)
     before = sorted(folder.rglob("*"))
     tries = json.dumps([arguments for arguments, _ in MISTAKES.values()])
-    done = launch([*(mpirun(ranks) if ranks else []), sys.executable, "tries.py", tries], 120, folder)
+    done = launch(
+        [*(mpirun(ranks) if ranks else []), sys.executable, "tries.py", tries], 120, folder
+    )
     assert (done.code, done.err, done.left) == (0, "", [])
     ends = json.loads(done.out)
     assert len(ends) == max(1, ranks)
     for (name, (_, expected)), *ends_of_ranks in zip(MISTAKES.items(), *ends, strict=True):
-        assert [(code, after_load(out)) for code, out, _ in ends_of_ranks] == [(2, "")] * len(ends), (name, ends_of_ranks)
+        assert [(code, after_load(out)) for code, out, _ in ends_of_ranks] == [(2, "")] * len(
+            ends
+        ), (name, ends_of_ranks)
         said = REMOVED.sub("", "".join(err for _, _, err in ends_of_ranks))
         assert said.count("hpczero: ") == 1, (name, said)
         assert expected in said
@@ -331,7 +403,9 @@ def test_a_run_removes_what_killed_mpich_jobs_left(folder: Path) -> None:
             done = train(folder, 0, "--set", "train.steps=1")
             assert not stale.exists()
             assert kept.exists()
-            assert re.search(r"removed \d+ shared-memory files that killed MPICH jobs left", done.removed)
+            assert re.search(
+                r"removed \d+ shared-memory files that killed MPICH jobs left", done.removed
+            )
         finally:
             stale.unlink(missing_ok=True)
             kept.unlink(missing_ok=True)

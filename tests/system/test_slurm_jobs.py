@@ -32,13 +32,22 @@ setup = ["export PATH={path}:$PATH"]
 """
 # Slurm 22.05's mpi/pmi2 sometimes tears up what MPICH sends it on a busy machine, and the ranks abort at their start (docs/log.md): where it is about
 # something else than srun the jobs are started by mpirun, and where they are by srun the chain has a job to spare.
-LAUNCHERS = {"srun": ["--set", 'batch.launch_options=["--mpi=pmi2"]'], "mpirun": ["--set", "batch.launcher=mpirun"]}
+LAUNCHERS = {
+    "srun": ["--set", 'batch.launch_options=["--mpi=pmi2"]'],
+    "mpirun": ["--set", "batch.launcher=mpirun"],
+}
 
 
 def mpich() -> bool:
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else shutil.which("mpirun")
-    return bool(program) and "HYDRA" in subprocess.run([str(program), "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return (
+        bool(program)
+        and "HYDRA"
+        in subprocess.run(
+            [str(program), "--version"], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
+    )
 
 
 pytestmark = pytest.mark.skipif(not mpich(), reason="the jobs here are started by MPICH")
@@ -56,18 +65,39 @@ class User:
     def __init__(self, folder: Path, slurm: dict[str, str]) -> None:
         self.folder = folder
         path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "numba_cuda")])
-        self.variables = {**os.environ, **slurm, "XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        self.variables = {
+            **os.environ,
+            **slurm,
+            "XDG_STATE_HOME": str(folder / "state"),
+            "PYTHONPATH": path,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         (folder / "spec.toml").write_text(SPEC.replace("{path}", str(Path(sys.executable).parent)))
 
     def does(self, *words: str, code: int = 0, first: str = "") -> str:
         """What a command prints. `first`: a folder that comes first in PATH."""
-        variables = self.variables | ({"PATH": first + os.pathsep + self.variables["PATH"]} if first else {})
-        done = subprocess.run(words, cwd=self.folder, env=variables, capture_output=True, text=True, timeout=120, check=False)
+        variables = self.variables | (
+            {"PATH": first + os.pathsep + self.variables["PATH"]} if first else {}
+        )
+        done = subprocess.run(
+            words,
+            cwd=self.folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         assert done.returncode == code, (words, done.stdout, done.stderr)
         return done.stdout + done.stderr
 
     def submits(self, name: str, *options: str, launcher: str = "mpirun", first: str = "") -> None:
-        self.does(*hpczero("submit", "spec.toml", "--set", f"name={name}", *LAUNCHERS[launcher], *options), first=first)
+        self.does(
+            *hpczero(
+                "submit", "spec.toml", "--set", f"name={name}", *LAUNCHERS[launcher], *options
+            ),
+            first=first,
+        )
 
     def status(self, name: str) -> dict[str, Any]:
         shutil.rmtree(self.folder / "state" / "hpczero" / "slurm.json", ignore_errors=True)
@@ -75,7 +105,9 @@ class User:
         found: dict[str, Any] = json.loads(self.does(*hpczero("status", f"runs/{name}", "--json")))
         return found
 
-    def waits(self, name: str, until: Callable[[dict[str, Any]], object], what: str) -> dict[str, Any]:
+    def waits(
+        self, name: str, until: Callable[[dict[str, Any]], object], what: str
+    ) -> dict[str, Any]:
         seen: list[dict[str, Any]] = [{}]
 
         def reached() -> bool:
@@ -85,7 +117,9 @@ class User:
         try:
             await_that(reached, 1500, what, look_every=1.0)
         except AssertionError as error:
-            raise AssertionError(f"{error}: {seen[0]}; {[path.read_text() for path in self.logs(name)]}") from error
+            raise AssertionError(
+                f"{error}: {seen[0]}; {[path.read_text() for path in self.logs(name)]}"
+            ) from error
         return seen[0]
 
     def logs(self, name: str) -> list[Path]:
@@ -99,12 +133,24 @@ class User:
 @pytest.fixture
 def user(tmp_path: Path, slurm: dict[str, str]) -> Iterator[User]:
     yield User(tmp_path, slurm)
-    subprocess.run(["scancel", "--quiet", "--user", str(os.getuid())], env={**os.environ, **slurm}, timeout=60, check=False)
+    subprocess.run(
+        ["scancel", "--quiet", "--user", str(os.getuid())],
+        env={**os.environ, **slurm},
+        timeout=60,
+        check=False,
+    )
     await_that(lambda: not _queue(slurm), 90, "the queue is empty")
 
 
 def _queue(slurm: dict[str, str]) -> str:
-    return subprocess.run(["squeue", "--noheader"], env={**os.environ, **slurm}, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        ["squeue", "--noheader"],
+        env={**os.environ, **slurm},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
 
 
 def over(found: dict[str, Any]) -> bool:
@@ -117,17 +163,26 @@ def states(found: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_run_of_two_nodes_from_the_queue_to_its_end(user: User, launcher: str) -> None:
-    user.submits("plain", "--set", "batch.begin=now+1hour", "--set", "batch.chain=3", launcher=launcher)
+    user.submits(
+        "plain", "--set", "batch.begin=now+1hour", "--set", "batch.chain=3", launcher=launcher
+    )
     waiting = user.status("plain")
     assert (waiting["state"], waiting["reason"], waiting["step"]) == ("queued", "BeginTime", 0)
     for link in waiting["links"]:
         user.does("scontrol", "update", f"JobId={link['number']}", "StartTime=now")
     found = user.waits("plain", over, "the job ends")
-    assert (found["state"], found["step"], found["steps"], found["last_save"]) == ("finished", 30, 30, 30)
+    assert (found["state"], found["step"], found["steps"], found["last_save"]) == (
+        "finished",
+        30,
+        30,
+        30,
+    )
     assert len(user.losses("plain")) == 30
     assert "layout" in user.does(*hpczero("logs", "plain"))
     assert "plain" in user.does(*hpczero("status"))
-    assert "all 30 steps are done" in user.does(*hpczero("submit", "spec.toml", "--set", "name=plain"))
+    assert "all 30 steps are done" in user.does(
+        *hpczero("submit", "spec.toml", "--set", "name=plain")
+    )
 
 
 def test_a_run_is_watched_and_cancelled(user: User) -> None:
@@ -166,21 +221,43 @@ def test_a_submission_whose_answer_was_lost_is_one_submission(user: User, tmp_pa
     (tmp_path / "lossy").mkdir()
     program = tmp_path / "lossy" / "sbatch"
     broken = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
-    program.write_text(f'#!/bin/bash\n{shutil.which("sbatch")} "$@" >/dev/null || exit\necho "{broken}" >&2\nexit 1\n')
+    program.write_text(
+        f'#!/bin/bash\n{shutil.which("sbatch")} "$@" >/dev/null || exit\necho "{broken}" >&2\nexit 1\n'
+    )
     program.chmod(0o755)
-    user.submits("lost", "--set", "batch.begin=now+1hour", "--set", "batch.chain=2", first=str(tmp_path / "lossy"))
+    user.submits(
+        "lost",
+        "--set",
+        "batch.begin=now+1hour",
+        "--set",
+        "batch.chain=2",
+        first=str(tmp_path / "lossy"),
+    )
     assert len(user.does("squeue", "--noheader").splitlines()) == 2
     assert states(user.status("lost")) == ["queued", "queued"]
 
 
 @pytest.mark.slow
 def test_a_probe_makes_five_steps_with_a_save_and_a_restore(user: User) -> None:
-    user.does(*hpczero("submit", "spec.toml", "--probe", "--set", "name=big", "--set", "train.steps=100000", *LAUNCHERS["mpirun"]))
+    user.does(
+        *hpczero(
+            "submit",
+            "spec.toml",
+            "--probe",
+            "--set",
+            "name=big",
+            "--set",
+            "train.steps=100000",
+            *LAUNCHERS["mpirun"],
+        )
+    )
     (run,) = (user.folder / "runs").iterdir()
     found = user.waits(run.name, over, "the probe ends")
     assert (found["state"], found["step"], found["steps"]) == ("finished", 5, 5)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert [(event["event"], event["step"]) for event in events if event["event"] in ("save", "resume")] == [("save", 3), ("resume", 3), ("save", 5)]
+    assert [
+        (event["event"], event["step"]) for event in events if event["event"] in ("save", "resume")
+    ] == [("save", 3), ("resume", 3), ("save", 5)]
     assert json.loads((run / "summary.json").read_text())["memory"]
     assert run.name.startswith("big.probe-")
 
@@ -205,7 +282,9 @@ def test_an_mpi_that_srun_does_not_start_is_said_and_ends_the_chain(user: User) 
     found = user.waits("alone", over, "the chain ends")
     assert states(found) == ["failed", "passed", "passed"]
     assert (found["state"], found["reason"]) == ("failed", "the input is wrong (exit code 2)")
-    (log,) = [path.read_text() for path in user.logs("alone") if "srun started 2" in path.read_text()]
+    (log,) = [
+        path.read_text() for path in user.logs("alone") if "srun started 2" in path.read_text()
+    ]
     assert 'batch.launch_options = ["--mpi=pmi2"]' in log
     assert 'or batch.launcher = "mpirun"' in log
 
@@ -226,7 +305,9 @@ def test_a_killed_job_costs_the_steps_since_the_last_checkpoint(user: User, how:
     user.submits("whole", "--set", "train.steps=200", launcher="mpirun")
     user.waits("whole", over, "the run without interruption ends")
     user.submits("killed", "--set", "train.steps=200", "--set", "batch.chain=4", launcher="srun")
-    link = user.waits("killed", lambda found: found["last_save"], "a checkpoint is there")["links"][0]["number"]
+    link = user.waits("killed", lambda found: found["last_save"], "a checkpoint is there")["links"][
+        0
+    ]["number"]
     events = (user.folder / "runs" / "killed" / "events.jsonl").read_text().splitlines()
     start = [entry for entry in map(json.loads, events) if entry["event"] == "start"][-1]
     if how == "scancel":
@@ -242,12 +323,21 @@ def test_a_killed_job_costs_the_steps_since_the_last_checkpoint(user: User, how:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_run_that_is_pushed_aside_goes_on_in_the_next_job(user: User, tmp_path: Path, launcher: str) -> None:
+def test_a_run_that_is_pushed_aside_goes_on_in_the_next_job(
+    user: User, tmp_path: Path, launcher: str
+) -> None:
     """Preemption: SIGTERM, and SIGKILL 10 s later."""
     user.submits("aside", "--set", "train.steps=200", "--set", "batch.chain=4", launcher=launcher)
     user.waits("aside", lambda found: found["last_save"], "a checkpoint is there")
     (tmp_path / "urgent.sh").write_text("#!/bin/bash\nsleep 2\n")
-    user.does("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "urgent.sh")
+    user.does(
+        "sbatch",
+        "--partition=urgent",
+        "--nodes=2",
+        "--exclusive",
+        "--output=/dev/null",
+        "urgent.sh",
+    )
     found = user.waits("aside", over, "the chain ends")
     assert (found["state"], found["step"]) == ("finished", 200)
     assert states(found)[0] in ("interrupted", "gone", "failed")
@@ -263,7 +353,9 @@ def test_a_requeue_by_the_site_is_survived(user: User) -> None:
     user.does("scontrol", "update", f"JobId={found['links'][0]['number']}", "StartTime=now")
     found = user.waits("again", over, "the chain ends")
     assert (found["state"], found["step"]) == ("finished", 150)
-    assert "resume" in user.logs("again")[0].read_text(), "what was printed before is still there, and what came after"
+    assert "resume" in user.logs("again")[0].read_text(), (
+        "what was printed before is still there, and what came after"
+    )
 
 
 @pytest.mark.slow
@@ -276,13 +368,31 @@ def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user:
     longer = ("--set", "train.steps=12000", "--set", "checkpoint.every=0")
     user.submits("whole", *longer)
     user.waits("whole", over, "the run without interruption ends")
-    user.submits("parts", *longer, "--set", "batch.walltime=1m", "--set", "batch.chain=20", "--set", "train.log_every=100")
+    user.submits(
+        "parts",
+        *longer,
+        "--set",
+        "batch.walltime=1m",
+        "--set",
+        "batch.chain=20",
+        "--set",
+        "train.log_every=100",
+    )
     found = user.waits("parts", over, "the chain ends")
     assert found["state"] == "finished"
     assert states(found).count("interrupted") >= 1
     ended_in_time = ("interrupted", "finished", "passed")
     late = [link["number"] for link in found["links"] if link["state"] not in ended_in_time]
-    texts = {number: next(path for path in user.logs("parts") if path.name == f"log-{number}").read_text() for number in late}
-    assert not [text for text in texts.values() if " first step=" in text], "what came to its first step ended by itself, in time"
-    assert any("stopped by the end of the job's time" in path.read_text() for path in user.logs("parts"))
+    texts = {
+        number: next(
+            path for path in user.logs("parts") if path.name == f"log-{number}"
+        ).read_text()
+        for number in late
+    }
+    assert not [text for text in texts.values() if " first step=" in text], (
+        "what came to its first step ended by itself, in time"
+    )
+    assert any(
+        "stopped by the end of the job's time" in path.read_text() for path in user.logs("parts")
+    )
     assert user.losses("parts") == user.losses("whole")

@@ -19,7 +19,9 @@ def slurm() -> Iterator[dict[str, str]]:
 
 def run(slurm: dict[str, str], *words: str, folder: Path | None = None) -> str:
     variables = {**os.environ, **slurm}
-    return subprocess.run(words, env=variables, cwd=folder, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        words, env=variables, cwd=folder, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def mentioning(configuration: str) -> list[str]:
@@ -35,7 +37,9 @@ def mentioning(configuration: str) -> list[str]:
 
 
 def test_a_job_runs_on_both_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "job.sh").write_text("#!/bin/bash\nsrun --nodes=2 bash -c 'echo $SLURMD_NODENAME'\n")
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\nsrun --nodes=2 bash -c 'echo $SLURMD_NODENAME'\n"
+    )
     run(slurm, "sbatch", "--wait", "--nodes=2", "--output=log", "job.sh", folder=tmp_path)
     assert sorted((tmp_path / "log").read_text().split()) == ["n1", "n2"]
 
@@ -76,9 +80,13 @@ def test_a_folder_without_a_slurm_in_it_is_said(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_nothing_is_left_behind_though_a_job_runs(tmp_path: Path) -> None:
     with running() as slurm:
-        (tmp_path / "job.sh").write_text("#!/bin/bash\ntrap '' TERM\nsrun sleep 600 &\nwhile :; do sleep 1; done\n")
+        (tmp_path / "job.sh").write_text(
+            "#!/bin/bash\ntrap '' TERM\nsrun sleep 600 &\nwhile :; do sleep 1; done\n"
+        )
         run(slurm, "sbatch", "--output=log", "job.sh", folder=tmp_path)
-        await_that(lambda: "R" in run(slurm, "squeue", "--noheader", "--format=%t"), 60, "the job runs")
+        await_that(
+            lambda: "R" in run(slurm, "squeue", "--noheader", "--format=%t"), 60, "the job runs"
+        )
         assert len(mentioning(slurm["SLURM_CONF"])) > 4
     assert mentioning(slurm["SLURM_CONF"]) == []
     assert not Path(slurm["SLURM_CONF"]).parent.exists()

@@ -40,13 +40,18 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, ranks: int, *settings: str) -> Finished:
     """`ranks` = 0: without mpirun."""
     options = [part for setting in settings for part in ("--set", setting)]
-    done = launch([*(mpirun(ranks) if ranks else []), *hpczero("run", "spec.toml", *options)], 120, folder)
+    done = launch(
+        [*(mpirun(ranks) if ranks else []), *hpczero("run", "spec.toml", *options)], 120, folder
+    )
     assert (done.code, done.left) == (0, []), done
     return done
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"]
+        for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -54,7 +59,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def spans_of(trace: dict[str, Any], rank: int) -> list[str]:
-    return [event["name"] for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "span" and event["pid"] == rank]
+    return [
+        event["name"]
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["cat"] == "span" and event["pid"] == rank
+    ]
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
@@ -67,11 +76,24 @@ def test_a_traced_run(folder: Path, ranks: int) -> None:
     trace = read(path)
     for rank in range(max(1, ranks)):
         spans = spans_of(trace, rank)
-        assert [name for name in spans if name.startswith("step ")] == [f"step {number}" for number in range(6, 26)]
-        assert {"data", "forward", "backward", "optimizer step", "loss agreement", "evaluation"} <= set(spans)
+        assert [name for name in spans if name.startswith("step ")] == [
+            f"step {number}" for number in range(6, 26)
+        ]
+        assert {
+            "data",
+            "forward",
+            "backward",
+            "optimizer step",
+            "loss agreement",
+            "evaluation",
+        } <= set(spans)
     assert {event["pid"] for event in trace["traceEvents"]} == set(range(max(1, ranks)))
     summary = json.loads((folder / "runs" / "traced" / "summary.json").read_text())["trace"]
-    assert (summary["steps"], summary["steps_left_out"], trace["otherData"]["steps_left_out"]) == ("6-25", "1-5", "1-5")
+    assert (summary["steps"], summary["steps_left_out"], trace["otherData"]["steps_left_out"]) == (
+        "6-25",
+        "1-5",
+        "1-5",
+    )
     assert 0 < summary["mean_step"]["seconds"]["forward"] < 10
     (said,) = [line for line in done.out.splitlines() if " trace " in line]
     assert f"file={path}" in said
@@ -108,7 +130,16 @@ sys.exit(main())
 def fail(folder: Path, what: str) -> Path:
     """The run's folder after rank 1 of two has come to the end of step 4, and there done that."""
     (folder / "broken.py").write_text(GOES_WRONG.format(what=what))
-    command = [sys.executable, "broken.py", "run", "spec.toml", "--set", "train.trace=true", "--set", "comm.timeout_s=3"]
+    command = [
+        sys.executable,
+        "broken.py",
+        "run",
+        "spec.toml",
+        "--set",
+        "train.trace=true",
+        "--set",
+        "comm.timeout_s=3",
+    ]
     done = launch([*mpirun(2), *command], 60, folder)
     assert (done.code not in (0, None), done.left) == (True, []), done
     return folder / "runs" / "tiny"
@@ -118,7 +149,12 @@ def fail(folder: Path, what: str) -> Path:
 def test_a_rank_that_fails_leaves_its_own_trace(folder: Path) -> None:
     directory = fail(folder, "raise ValueError('the disk of this node is on fire')")
     trace = read(directory / "trace-rank-1.json.gz")
-    assert [name for name in spans_of(trace, 1) if name.startswith("step ")] == ["step 1", "step 2", "step 3", "step 4"]
+    assert [name for name in spans_of(trace, 1) if name.startswith("step ")] == [
+        "step 1",
+        "step 2",
+        "step 3",
+        "step 4",
+    ]
     assert spans_of(trace, 1).count("loss agreement") == 4
     assert (trace["otherData"]["rank"], trace["otherData"]["steps"]) == (1, "1-4")
     assert not (directory / "trace.json.gz").exists()
@@ -129,5 +165,14 @@ def test_a_rank_that_fails_leaves_its_own_trace(folder: Path) -> None:
 def test_a_rank_that_waits_in_vain_leaves_its_own_trace(folder: Path) -> None:
     directory = fail(folder, "time.sleep(1000)")
     trace = read(directory / "trace-rank-0.json.gz")
-    unfinished = [(event["cat"], event["name"]) for event in trace["traceEvents"] if event["ph"] == "X" and "unfinished" in event["args"]]
-    assert set(unfinished) == {("span", "step 4"), ("span", "loss agreement"), ("wait", "wait all_reduce"), ("operation", "all_reduce")}
+    unfinished = [
+        (event["cat"], event["name"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and "unfinished" in event["args"]
+    ]
+    assert set(unfinished) == {
+        ("span", "step 4"),
+        ("span", "loss agreement"),
+        ("wait", "wait all_reduce"),
+        ("operation", "all_reduce"),
+    }

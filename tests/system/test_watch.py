@@ -122,12 +122,21 @@ with World.start(ranks_per_node) as world:
 """
 
 
-def watched(tmp_path: Path, case: str, ranks: int = 2, folder: Path | None = None, ranks_per_node: int = 0, means: str = "mpi") -> Finished:
+def watched(
+    tmp_path: Path,
+    case: str,
+    ranks: int = 2,
+    folder: Path | None = None,
+    ranks_per_node: int = 0,
+    means: str = "mpi",
+) -> Finished:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     arguments = [str(program), case, str(SECONDS), str(folder or ""), str(ranks_per_node), means]
     path = {"PYTHONPATH": f"{CHECKOUT}:{env.variable('PYTHONPATH') or ''}"}  # for tests.queued
-    ended = launch([*mpirun(ranks), sys.executable, *arguments], SECONDS + 10 + START, tmp_path, path)
+    ended = launch(
+        [*mpirun(ranks), sys.executable, *arguments], SECONDS + 10 + START, tmp_path, path
+    )
     assert ended.left == []
     return ended
 
@@ -176,7 +185,13 @@ def test_an_error_of_the_watchdog_ends_the_job_with_that_error(tmp_path: Path, c
 
 
 def test_a_rank_that_leaves_an_operation_under_way(tmp_path: Path) -> None:
-    failed(tmp_path, "started", "all have come, but it does not end", r"has started it.*: rank 1 on .*: step 12; in no operation", "in stuck_here")
+    failed(
+        tmp_path,
+        "started",
+        "all have come, but it does not end",
+        r"has started it.*: rank 1 on .*: step 12; in no operation",
+        "in stuck_here",
+    )
 
 
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
@@ -190,7 +205,12 @@ def test_a_rank_that_ends_takes_the_job_with_it(tmp_path: Path, case: str) -> No
 
 
 def test_a_rank_that_closes_early(tmp_path: Path) -> None:
-    failed(tmp_path, "closed", r"not come: rank \d on .*waits since \d\.\d s in (close|all_reduce)", r"close \(number \d along world\)")
+    failed(
+        tmp_path,
+        "closed",
+        r"not come: rank \d on .*waits since \d\.\d s in (close|all_reduce)",
+        r"close \(number \d along world\)",
+    )
 
 
 @pytest.mark.slow
@@ -199,13 +219,21 @@ def test_a_rank_that_closes_early(tmp_path: Path) -> None:
     ("case", "said"),
     [
         ("well", ""),
-        ("absent", r"all_reduce sum of 400000 bytes of float32 \(number 2 along data\): after 2\.\d s (.*\n)*.*not come: rank 1 on \S+: step 12"),
+        (
+            "absent",
+            r"all_reduce sum of 400000 bytes of float32 \(number 2 along data\): after 2\.\d s (.*\n)*.*not come: rank 1 on \S+: step 12",
+        ),
         ("started", r"has started it.*: rank 1 on .*: step 12; in no operation"),
-        ("operations", r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of float32 there, all_\w+ .*here"),
+        (
+            "operations",
+            r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of float32 there, all_\w+ .*here",
+        ),
         ("group", "not come: rank 1 on"),
     ],
 )
-def test_the_same_whatever_carries_the_collectives(tmp_path: Path, case: str, said: str, means: str) -> None:
+def test_the_same_whatever_carries_the_collectives(
+    tmp_path: Path, case: str, said: str, means: str
+) -> None:
     ended = watched(tmp_path, case, means=means)
     assert (ended.code == 0) == (case == "well"), ended
     assert re.search(said, ended.err), ended.err
@@ -213,38 +241,79 @@ def test_the_same_whatever_carries_the_collectives(tmp_path: Path, case: str, sa
 
 def test_different_operations(tmp_path: Path) -> None:
     there_and_here = r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of float32 there, all_\w+ .*here"
-    failed(tmp_path, "operations", "not all ranks are in the same operation", r"in a different operation: rank \d", there_and_here)
+    failed(
+        tmp_path,
+        "operations",
+        "not all ranks are in the same operation",
+        r"in a different operation: rank \d",
+        there_and_here,
+    )
 
 
-@pytest.mark.parametrize(("case", "one", "other"), [("sizes", 400000, 399996), ("small sizes", 40, 44)])
+@pytest.mark.parametrize(
+    ("case", "one", "other"), [("sizes", 400000, 399996), ("small sizes", 40, 44)]
+)
 def test_different_sizes(tmp_path: Path, case: str, one: int, other: int) -> None:
-    failed(tmp_path, case, "not with the same size", rf"all_reduce sum of ({one}|{other}) bytes of float32 there")
+    failed(
+        tmp_path,
+        case,
+        "not with the same size",
+        rf"all_reduce sum of ({one}|{other}) bytes of float32 there",
+    )
 
 
 def test_operations_on_two_axes_crossed(tmp_path: Path) -> None:
-    said = failed(tmp_path, "crossed", r"after 2\.\d s a rank did not come", r"not come: rank \d .*waits since \d\.\d s in all_reduce")
+    said = failed(
+        tmp_path,
+        "crossed",
+        r"after 2\.\d s a rank did not come",
+        r"not come: rank \d .*waits since \d\.\d s in all_reduce",
+    )
     assert "(number 1 along tensor)" in said
     assert "(number 2 along data)" in said
 
 
 def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
-    failed(tmp_path, "message", r"receive 1 of 400000 bytes from rank 0 along data", "not come: rank")
+    failed(
+        tmp_path, "message", r"receive 1 of 400000 bytes from rank 0 along data", "not come: rank"
+    )
 
 
 def test_a_counter_that_is_not_posted(tmp_path: Path) -> None:
-    failed(tmp_path, "counter", r"rank 0 on \S+: counter 3 of window weights to reach 7: after 2\.\d s", "not come: rank 1 on", "in stuck_here")
+    failed(
+        tmp_path,
+        "counter",
+        r"rank 0 on \S+: counter 3 of window weights to reach 7: after 2\.\d s",
+        "not come: rank 1 on",
+        "in stuck_here",
+    )
 
 
 def test_a_window_that_is_not_closed_by_all(tmp_path: Path) -> None:
-    failed(tmp_path, "window ends", r"the end of a window: after 2\.\d s a rank did not come", "not come: rank 1 on")
+    failed(
+        tmp_path,
+        "window ends",
+        r"the end of a window: after 2\.\d s a rank did not come",
+        "not come: rank 1 on",
+    )
 
 
 def test_a_group_that_is_not_made_by_all(tmp_path: Path) -> None:
-    failed(tmp_path, "group", r"making group late: after 2\.\d s a rank did not come", "not come: rank 1 on")
+    failed(
+        tmp_path,
+        "group",
+        r"making group late: after 2\.\d s a rank did not come",
+        "not come: rank 1 on",
+    )
 
 
 def test_calls_of_the_world_that_do_not_fit(tmp_path: Path) -> None:
-    failed(tmp_path, "share", "not all ranks are in the same operation", r"number \d along world is (share|collect) there, (share|collect) here")
+    failed(
+        tmp_path,
+        "share",
+        "not all ranks are in the same operation",
+        r"number \d along world is (share|collect) there, (share|collect) here",
+    )
 
 
 def test_ranks_of_other_nodes_are_told_about_in_the_folder(tmp_path: Path) -> None:
@@ -252,7 +321,9 @@ def test_ranks_of_other_nodes_are_told_about_in_the_folder(tmp_path: Path) -> No
     folder = tmp_path / "run" / "watch"
     ended = watched(tmp_path, "absent", ranks=2, folder=folder, ranks_per_node=1)
     assert ended.code not in (0, None)
-    assert re.search(r"not come: rank 1 on \S+: step 12; in no operation for \d\.\d s", ended.err), ended.err
+    assert re.search(
+        r"not come: rank 1 on \S+: step 12; in no operation for \d\.\d s", ended.err
+    ), ended.err
     assert re.search(r"stacks of rank 1 on \S+:\n(.*\n)*.*in stuck_here", ended.err), ended.err
     assert json.loads((folder / "node-0001.json").read_text())["states"]["1"]["step"] == 12
     assert "waiting in it: rank 0" in (folder / "node-0000.txt").read_text()

@@ -26,35 +26,133 @@ ALLOWED = {
     "": {"locations", "kernel_cache", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine", "safe_files"},
     "spec.site": {"errors", "env", "locations", "safe_files"},
-    "spec.verbs": {"errors", "env", "machine", "safe_files", "comm.grid", "data.sampler", "data.supply", "model.shapes", "planner", ""}
+    "spec.verbs": {
+        "errors",
+        "env",
+        "machine",
+        "safe_files",
+        "comm.grid",
+        "data.sampler",
+        "data.supply",
+        "model.shapes",
+        "planner",
+        "",
+    }
     | {"batch.sites"},
     "spec.rules": {"errors", "model.shapes"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "job_note"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
     "memory": {"comm", "device", "env"},
-    "planner": {"errors", "spec", "comm.grid", "comm.ledger", "model.shapes", "data.sampler", "memory.gaps"}
-    | {"parallel.layout", "parallel.states", "parallel.schedule", "parallel.messages", "parallel.stages", "parallel.held"},
+    "planner": {
+        "errors",
+        "spec",
+        "comm.grid",
+        "comm.ledger",
+        "model.shapes",
+        "data.sampler",
+        "memory.gaps",
+    }
+    | {
+        "parallel.layout",
+        "parallel.states",
+        "parallel.schedule",
+        "parallel.messages",
+        "parallel.stages",
+        "parallel.held",
+    },
     "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors", "device"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "hdf5": {"errors", "safe_files"},
     "data": {"errors", "env", "spec", "hdf5", "safe_files"},
-    "checkpoint": {"errors", "env", "spec", "hdf5", "comm.world", "comm.patience", "model.shapes", "parallel.layout", "lock", "safe_files", ""},
-    "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "locations", "safe_files", "hpczero_kernels", ""}
+    "checkpoint": {
+        "errors",
+        "env",
+        "spec",
+        "hdf5",
+        "comm.world",
+        "comm.patience",
+        "model.shapes",
+        "parallel.layout",
+        "lock",
+        "safe_files",
+        "",
+    },
+    "train": {
+        "errors",
+        "env",
+        "machine",
+        "device",
+        "kernel_cache",
+        "lock",
+        "locations",
+        "safe_files",
+        "hpczero_kernels",
+        "",
+    }
     | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "batch": {"errors", "env", "locations", "lock", "safe_files", "spec", "comm.grid", "data.supply", "model.shapes", "planner", "train.rundir", ""},
-    "doctor": {"errors", "env", "machine", "safe_files", "kernel_cache", "comm", "locations", "hpczero_kernels", ""},
+    "batch": {
+        "errors",
+        "env",
+        "locations",
+        "lock",
+        "safe_files",
+        "spec",
+        "comm.grid",
+        "data.supply",
+        "model.shapes",
+        "planner",
+        "train.rundir",
+        "",
+    },
+    "doctor": {
+        "errors",
+        "env",
+        "machine",
+        "safe_files",
+        "kernel_cache",
+        "comm",
+        "locations",
+        "hpczero_kernels",
+        "",
+    },
 }
 PURE = (
-    *("model.shapes", "planner", "comm.grid", "comm.ledger", "memory.gaps", "parallel.layout", "parallel.states"),
-    *("parallel.stages", "parallel.held", "parallel.schedule", "parallel.messages", "parallel.simulate"),
+    *(
+        "model.shapes",
+        "planner",
+        "comm.grid",
+        "comm.ledger",
+        "memory.gaps",
+        "parallel.layout",
+        "parallel.states",
+    ),
+    *(
+        "parallel.stages",
+        "parallel.held",
+        "parallel.schedule",
+        "parallel.messages",
+        "parallel.simulate",
+    ),
 )
 WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli"),
-    *("errors", "env", "safe_files", "job_note", "kernel_cache", "lock", "locations", "train.start", ""),
+    *(
+        "errors",
+        "env",
+        "safe_files",
+        "job_note",
+        "kernel_cache",
+        "lock",
+        "locations",
+        "train.start",
+        "",
+    ),
 )
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
-KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"} | {"cuda"}  # cuda.core, by which numba-cuda launches
+KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"} | {
+    "cuda"
+}  # cuda.core, by which numba-cuda launches
 LONGEST_FUNCTION, LONGEST_FILE = 60, 400
 
 
@@ -68,7 +166,11 @@ def modules() -> dict[str, Path]:
 
 
 def python_files() -> list[Path]:
-    return [path for folder in ("hpczero", "numba_cuda", "scripts", "tests") for path in sorted((CHECKOUT / folder).rglob("*.py"))]
+    return [
+        path
+        for folder in ("hpczero", "numba_cuda", "scripts", "tests")
+        for path in sorted((CHECKOUT / folder).rglob("*.py"))
+    ]
 
 
 def imported_names(path: Path) -> Iterator[tuple[str, int]]:
@@ -90,7 +192,9 @@ def lies_in(module: str, rooms: tuple[str, ...] | set[str]) -> bool:
 def room_of(module: str) -> str:
     """The most precise entry of ALLOWED that a module belongs to."""
     entries = [room for room in ALLOWED if lies_in(module, {room})]
-    assert entries, f"hpczero.{module} belongs to no room: enter it in docs/architecture.md and in this test"
+    assert entries, (
+        f"hpczero.{module} belongs to no room: enter it in docs/architecture.md and in this test"
+    )
     return max(entries, key=len)
 
 
@@ -123,27 +227,47 @@ def test_imports_point_the_right_way() -> None:
                 continue
             imported = target(name) if package == "hpczero" else package
             if not lies_in(imported, may_import):
-                wrong.append(f"{path.relative_to(CHECKOUT)}:{line}: imports {name}; may import {sorted(may_import)}")
+                wrong.append(
+                    f"{path.relative_to(CHECKOUT)}:{line}: imports {name}; may import {sorted(may_import)}"
+                )
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_table_of_rooms_names_every_room() -> None:
     page = (CHECKOUT / "docs" / "architecture.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    named = {row.strip(" `").removesuffix("/").removesuffix(".py").removeprefix("numba_cuda/") for row in rows}
+    named = {
+        row.strip(" `").removesuffix("/").removesuffix(".py").removeprefix("numba_cuda/")
+        for row in rows
+    }
     rooms = {room.split(".")[0] for room in ALLOWED} - {"", "__main__"} | {"hpczero_kernels"}
     assert named == rooms
 
 
 def test_the_table_of_rooms_names_every_module() -> None:
     page = (CHECKOUT / "docs" / "architecture.md").read_text()
-    rows = {row.split("|")[1].strip(" `/"): row for row in page.splitlines() if row.startswith("| `") and row.split("|")[1].strip().endswith("/`")}
-    inside = [module.split(".") for module in modules() if "." in module and not module.startswith("checkpoint.")]  # whose row has its verbs together
+    rows = {
+        row.split("|")[1].strip(" `/"): row
+        for row in page.splitlines()
+        if row.startswith("| `") and row.split("|")[1].strip().endswith("/`")
+    }
+    inside = [
+        module.split(".")
+        for module in modules()
+        if "." in module and not module.startswith("checkpoint.")
+    ]  # whose row has its verbs together
     assert not [f"{room}.{stem}" for room, stem in inside if f"`{stem}`" not in rows[room]]
 
 
 def test_only_comm_imports_mpi4py() -> None:
-    assert not offences({module: path for module, path in modules().items() if not lies_in(module, IMPORTERS_OF_MPI4PY)}, "mpi4py")
+    assert not offences(
+        {
+            module: path
+            for module, path in modules().items()
+            if not lies_in(module, IMPORTERS_OF_MPI4PY)
+        },
+        "mpi4py",
+    )
 
 
 def test_pure_modules_import_no_torch() -> None:
@@ -158,7 +282,8 @@ def test_only_env_reads_the_environment() -> None:
         for module, path in modules().items()
         if not lies_in(module, READERS_OF_THE_ENVIRONMENT)
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv", "putenv", "expandvars")
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "environb", "getenv", "putenv", "expandvars")
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -180,8 +305,15 @@ def is_standard(name: str) -> bool:
 
 
 def test_init_files_are_empty() -> None:
-    files = [path for folder in ("hpczero", "numba_cuda") for path in (CHECKOUT / folder).rglob("__init__.py")]
-    faces = [CHECKOUT / "hpczero" / "__init__.py", CHECKOUT / "hpczero" / "checkpoint" / "__init__.py"]
+    files = [
+        path
+        for folder in ("hpczero", "numba_cuda")
+        for path in (CHECKOUT / folder).rglob("__init__.py")
+    ]
+    faces = [
+        CHECKOUT / "hpczero" / "__init__.py",
+        CHECKOUT / "hpczero" / "checkpoint" / "__init__.py",
+    ]
     assert sorted(path for path in files if path.read_text().strip()) == sorted(faces)
 
 
@@ -196,7 +328,8 @@ def test_nothing_is_pickled_and_no_shell_is_asked() -> None:
         f"{path.relative_to(CHECKOUT)}:{node.lineno}"
         for path in modules().values()
         for node in ast.walk(ast.parse(path.read_text()))
-        if (isinstance(node, ast.keyword) and node.arg == "shell") or (isinstance(node, ast.Attribute) and node.attr in ("system", "popen"))
+        if (isinstance(node, ast.keyword) and node.arg == "shell")
+        or (isinstance(node, ast.Attribute) and node.attr in ("system", "popen"))
     ]
     assert not pickled + shells
 
@@ -206,7 +339,9 @@ def test_every_verb_leads_to_a_function_that_exists() -> None:
     places = [
         node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("hpczero.")
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("hpczero.")
     ]
     assert len(places) >= 7
     known = modules()
@@ -214,7 +349,9 @@ def test_every_verb_leads_to_a_function_that_exists() -> None:
         module, function = place.removeprefix("hpczero.").split(":")
         assert module in known, f"{place}: no such module"
         body = ast.parse(known[module].read_text()).body
-        assert function in [node.name for node in body if isinstance(node, ast.FunctionDef)], f"{place}: no such function"
+        assert function in [node.name for node in body if isinstance(node, ast.FunctionDef)], (
+            f"{place}: no such function"
+        )
 
 
 def test_functions_fit_a_screen_and_files_a_sitting() -> None:
@@ -228,7 +365,9 @@ def test_functions_fit_a_screen_and_files_a_sitting() -> None:
                 isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
                 and (lines := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION
             ):
-                long.append(f"{path.relative_to(CHECKOUT)}:{node.lineno} {node.name}: {lines} lines")
+                long.append(
+                    f"{path.relative_to(CHECKOUT)}:{node.lineno} {node.name}: {lines} lines"
+                )
     assert not long, "\n".join(long)
 
 

@@ -21,4 +21,6 @@ def test_it_advances_until_there_is_nothing_more_and_again_when_woken() -> None:
         assert done.acquire(timeout=10)
         assert len(calls) == 3 * round_
     background.close()
-    assert all(thread is not threading.current_thread() and not thread.is_alive() for thread in calls)
+    assert all(
+        thread is not threading.current_thread() and not thread.is_alive() for thread in calls
+    )

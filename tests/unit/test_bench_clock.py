@@ -51,7 +51,9 @@ class Event:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Simulated:
     made = Simulated()
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(made))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: made.asked(cycles / CYCLES), raising=False)
+    monkeypatch.setattr(
+        torch.cuda, "_sleep", lambda cycles: made.asked(cycles / CYCLES), raising=False
+    )
     monkeypatch.setattr(sys, "path", [str(SCRIPTS), *sys.path])
     return made
 

@@ -79,7 +79,9 @@ def test_a_step_of_7_billion_parameters_is_some_hundred_rounds_on_gpus() -> None
 
 
 def test_what_the_spec_says_is_taken_on_every_device() -> None:
-    assert bucket_bytes(Zero(bucket_mb=7), "cuda") == bucket_bytes(Zero(bucket_mb=7), "cpu") == 7 * MIB
+    assert (
+        bucket_bytes(Zero(bucket_mb=7), "cuda") == bucket_bytes(Zero(bucket_mb=7), "cpu") == 7 * MIB
+    )
     assert bucket_bytes(Zero(), "cpu") == 4 * MIB
 
 

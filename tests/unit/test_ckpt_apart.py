@@ -19,7 +19,9 @@ def crafted(tmp_path: Path) -> Path:
     return make(tmp_path, Grid(data=2, per_file=1), WANTED)
 
 
-SELECTION = b"model\0" + bytes([2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0])  # of a view's source
+SELECTION = b"model\0" + bytes(
+    [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 0]
+)  # of a view's source
 
 
 def test_an_index_that_crashes_the_hdf5_library_is_read_and_found_by_verify(

@@ -15,7 +15,9 @@ from hpczero.cli import main
 from tests.checkpoints import Grid, Wanted, look_without_a_process, make, parameters
 
 FLIPS = 200
-WANTED = Wanted(layers=parameters(large=(1100, 601), small=(40, 9), one=(), last=(3,)))  # the first one has several blocks on each rank
+WANTED = Wanted(
+    layers=parameters(large=(1100, 601), small=(40, 9), one=(), last=(3,))
+)  # the first one has several blocks on each rank
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +77,30 @@ def tensors_at(folder: Path, file: str, byte: int) -> set[str] | None:
                     if begin <= byte < begin + data.extent.length:
                         block = (byte - begin) >> 20
                         table = checkpoint.table
-                        there = (table.rank == data.rank) & (table.offset < (block + 1) << 18) & (table.offset + table.sizes > block << 18)
-                        return {f"/{SLOTS[slot]}/{table.tensors[int(number)].name}" for number in table.tensor[there]}
+                        there = (
+                            (table.rank == data.rank)
+                            & (table.offset < (block + 1) << 18)
+                            & (table.offset + table.sizes > block << 18)
+                        )
+                        return {
+                            f"/{SLOTS[slot]}/{table.tensors[int(number)].name}"
+                            for number in table.tensor[there]
+                        }
     return None
 
 
 def test_a_flipped_bit_anywhere_is_found(whole: Path) -> None:
-    random, sizes = np.random.default_rng(5), {path.name: path.stat().st_size for path in whole.iterdir()}
+    random, sizes = (
+        np.random.default_rng(5),
+        {path.name: path.stat().st_size for path in whole.iterdir()},
+    )
     names = sorted(sizes)
     structure = 0
     for number in range(FLIPS):
         name = names[number % len(names)]
-        bit = int(random.integers(0, (sizes[name] if number % 3 else min(sizes[name], 4096)) * 8))  # often where HDF5 has its structure
+        bit = int(
+            random.integers(0, (sizes[name] if number % 3 else min(sizes[name], 4096)) * 8)
+        )  # often where HDF5 has its structure
         wanted = tensors_at(whole, name, bit // 8)
         flip(whole / name, bit)
         found, unread = damages(whole), read_all(whole)
@@ -129,22 +143,34 @@ def exchange(folder: Path) -> None:
 
 
 def take_another_step_s(folder: Path) -> None:
-    other = make(folder.parent / "other", Grid(tensor=2, per_file=1), Wanted(layers=WANTED.layers, seed=1))
+    other = make(
+        folder.parent / "other", Grid(tensor=2, per_file=1), Wanted(layers=WANTED.layers, seed=1)
+    )
     shutil.copy(other / "shard-00001.h5", folder / "shard-00001.h5")
 
 
 @pytest.mark.parametrize("action", [remove, truncate, lengthen, exchange, take_another_step_s])
-def test_a_shard_that_is_not_the_one_written_is_found_and_its_tensors_are_named(copy: Path, action: Callable[[Path], None]) -> None:
+def test_a_shard_that_is_not_the_one_written_is_found_and_its_tensors_are_named(
+    copy: Path, action: Callable[[Path], None]
+) -> None:
     action(copy)
     found, unread = damages(copy), read_all(copy)
-    assert "shard-00001.h5" in {damage.file for damage in found} <= {"shard-00000.h5", "shard-00001.h5"}
+    assert (
+        "shard-00001.h5"
+        in {damage.file for damage in found}
+        <= {"shard-00000.h5", "shard-00001.h5"}
+    )
     named = {tensor for damage in found for tensor in damage.tensors}
     assert named >= unread.keys() >= {f"/{slot}/large" for slot in SLOTS}
-    assert all("shard-0000" in said and tensor.strip("/") in said for tensor, said in unread.items())
+    assert all(
+        "shard-0000" in said and tensor.strip("/") in said for tensor, said in unread.items()
+    )
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "index.h5"])
-def test_without_its_manifest_or_index_it_is_no_checkpoint(copy: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_its_manifest_or_index_it_is_no_checkpoint(
+    copy: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (copy / name).unlink()
     assert main(["ckpt", "verify", str(copy)]) == 1
     assert name in capsys.readouterr().out
@@ -152,14 +178,23 @@ def test_without_its_manifest_or_index_it_is_no_checkpoint(copy: Path, name: str
         hpczero.checkpoint.load.Checkpoint.open(copy)
 
 
-def test_all_damages_are_listed_and_the_exit_code_is_1(copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_damages_are_listed_and_the_exit_code_is_1(
+    copy: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for place in (5000, 2_000_000):
-        change(copy / "shard-00000.h5", lambda content, place=place: content.__setitem__(place, content[place] ^ 1))
+        change(
+            copy / "shard-00000.h5",
+            lambda content, place=place: content.__setitem__(place, content[place] ^ 1),
+        )
     remove(copy)
     assert main(["ckpt", "verify", str(whole), str(copy)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{whole}: good")
-    assert [line.split(":")[0].strip() for line in lines[2:]] == ["shard-00000.h5", "shard-00000.h5", "shard-00001.h5"]
+    assert [line.split(":")[0].strip() for line in lines[2:]] == [
+        "shard-00000.h5",
+        "shard-00000.h5",
+        "shard-00001.h5",
+    ]
     assert "/model/large" in lines[2]
     assert "/optimizer/moment1/large" in lines[3]
 
@@ -168,10 +203,16 @@ def test_damaged_blocks_are_one_damage_only_if_they_follow_each_other(tmp_path: 
     folder = make(tmp_path, Grid(), Wanted(layers=parameters(large=(1100, 1201))))  # six blocks
     place = Verification(folder).content.shards[0].ranks[0].data[1]
     for block in (0, 1, 3, 5):
-        change(folder / "shard-00000.h5", lambda content, at=place + (block << 20) + 9: content.__setitem__(at, content[at] ^ 1))
+        change(
+            folder / "shard-00000.h5",
+            lambda content, at=place + (block << 20) + 9: content.__setitem__(at, content[at] ^ 1),
+        )
     size = 4 * 1100 * 1201 + (-4 * 1100 * 1201) % 4096
     wanted = [(0, 2 << 20), (3 << 20, 4 << 20), (5 << 20, size)]
-    said = [f"damaged at bytes {place + begin} to {place + end - 1}, data of rank 0" for begin, end in wanted]
+    said = [
+        f"damaged at bytes {place + begin} to {place + end - 1}, data of rank 0"
+        for begin, end in wanted
+    ]
     assert [damage.what for damage in damages(folder)] == said
 
 

@@ -35,7 +35,19 @@ def file_of(path: Path, header: str | dict[str, Any], data: int) -> Path:
 ODD: dict[str, tuple[str | dict[str, Any], int]] = {
     **{
         f"name {name!a}": ({name: tensor()}, 16)
-        for name in ("a\nb", "./a", "..", "a//b", "a/", "", "\0", "\ud800", "\u200b", "a/" * 40 + "a", "n" * 5000)
+        for name in (
+            "a\nb",
+            "./a",
+            "..",
+            "a//b",
+            "a/",
+            "",
+            "\0",
+            "\ud800",
+            "\u200b",
+            "a/" * 40 + "a",
+            "n" * 5000,
+        )
     },
     "a tensor and a group": ({"a": tensor(), "a/b": tensor(16, 32)}, 32),
     "40 dimensions": ({"a": tensor(0, 4, [1] * 40)}, 4),
@@ -49,19 +61,40 @@ ODD: dict[str, tuple[str | dict[str, Any], int]] = {
     "a gap at the beginning": ({"a": tensor(8, 24)}, 24),
     "more behind the end": ({"a": tensor()}, 24),
     "another key": ({"a": tensor(more=1)}, 16),
-    "a name twice": ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', 4),
-    "a key twice": ('{"a": {"dtype": "F32", "shape": [1], "shape": [1], "data_offsets": [0, 4]}}', 4),
+    "a name twice": (
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        4,
+    ),
+    "a key twice": (
+        '{"a": {"dtype": "F32", "shape": [1], "shape": [1], "data_offsets": [0, 4]}}',
+        4,
+    ),
     "metadata that is null": ({"__metadata__": None, "a": tensor()}, 16),
     "metadata of numbers": ({"__metadata__": {"a": 1}, "a": tensor()}, 16),
 }
 
 
 def imported(spec: Path, *files: Path, code: int) -> None:
-    assert main(["ckpt", "import", *map(str, files), "--spec", str(spec), "-o", str(spec.parent / "run")]) == code
+    assert (
+        main(
+            [
+                "ckpt",
+                "import",
+                *map(str, files),
+                "--spec",
+                str(spec),
+                "-o",
+                str(spec.parent / "run"),
+            ]
+        )
+        == code
+    )
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_an_odd_file_is_refused_in_one_line_and_nothing_is_left(spec: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+def test_an_odd_file_is_refused_in_one_line_and_nothing_is_left(
+    spec: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
     imported(spec, file_of(spec.parent / "in.safetensors", *ODD[what]), code=2)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -70,15 +103,25 @@ def test_an_odd_file_is_refused_in_one_line_and_nothing_is_left(spec: Path, caps
 
 
 def test_the_same_without_its_oddness_is_imported(spec: Path) -> None:
-    header = {"__metadata__": {"hpczero.buffers": "[" * 100_000}, "b": tensor(16, 32), "a": tensor(), "none": tensor(16, 16, [0, 3])}
+    header = {
+        "__metadata__": {"hpczero.buffers": "[" * 100_000},
+        "b": tensor(16, 32),
+        "a": tensor(),
+        "none": tensor(16, 16, [0, 3]),
+    }
     imported(spec, file_of(spec.parent / "in.safetensors", header, 32), code=0)
     with hpczero.checkpoint.open(spec.parent / "run") as checkpoint:
         assert checkpoint["/model/none"].numpy().shape == (0, 3)
     assert main(["ckpt", "verify", str(spec.parent / "run")]) == 0
 
 
-def test_two_files_whose_names_are_in_each_other_s_way_are_refused(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [file_of(spec.parent / f"{number}.safetensors", {name: tensor()}, 16) for number, name in enumerate(("a", "a/b"))]
+def test_two_files_whose_names_are_in_each_other_s_way_are_refused(
+    spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [
+        file_of(spec.parent / f"{number}.safetensors", {name: tensor()}, 16)
+        for number, name in enumerate(("a", "a/b"))
+    ]
     imported(spec, *files, code=2)
     assert "there cannot be a too" in capsys.readouterr().err
 
@@ -87,7 +130,9 @@ def test_an_import_without_room_is_refused_before_anything_is_written(
     spec: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
-    monkeypatch.setattr(directory, "free_bytes", lambda path: asked.append(path) or 3 * 4 * 1000 - 1)
+    monkeypatch.setattr(
+        directory, "free_bytes", lambda path: asked.append(path) or 3 * 4 * 1000 - 1
+    )
     save_file({"w": np.ones(1000, np.float32)}, spec.parent / "in.safetensors")
     imported(spec, spec.parent / "in.safetensors", code=2)
     assert "12.0 kB are to be written" in capsys.readouterr().err
@@ -95,7 +140,9 @@ def test_an_import_without_room_is_refused_before_anything_is_written(
     assert not (spec.parent / "run").exists()
 
 
-def test_an_import_that_fails_leaves_nothing_that_a_run_would_begin_from(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_fails_leaves_nothing_that_a_run_would_begin_from(
+    spec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
@@ -109,8 +156,12 @@ def test_an_import_that_fails_leaves_nothing_that_a_run_would_begin_from(spec: P
     assert (spec.parent / "run" / "spec.toml").exists()
 
 
-def test_weights_that_are_too_large_for_fp32_are_counted(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"w": np.array([1e300, -1e39, 1.0, np.inf, np.nan, 3e38])}, spec.parent / "in.safetensors")
+def test_weights_that_are_too_large_for_fp32_are_counted(
+    spec: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file(
+        {"w": np.array([1e300, -1e39, 1.0, np.inf, np.nan, 3e38])}, spec.parent / "in.safetensors"
+    )
     imported(spec, spec.parent / "in.safetensors", code=0)
     assert "WARN 2 weights are too large for fp32" in capsys.readouterr().out
 

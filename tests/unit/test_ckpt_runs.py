@@ -24,9 +24,14 @@ BOXES = {
     "whole": [("a", [(0, 4), (0, 8)]), ("b", [(0, 6)]), ("c", [(0, 3), (0, 2)])],
     "as rank 0 has them": [("a", [(0, 4), (0, 5)]), ("b", [(0, 4)])],
     "as rank 1 has them": [("a", [(0, 4), (5, 8)]), ("b", [(4, 6)]), ("c", [(0, 3), (0, 2)])],
-    "a part with gaps that is as long as what is wanted": [("a", [(0, 4), (4, 8)])],  # in rank 0's piece: every fifth of 16 elements
+    "a part with gaps that is as long as what is wanted": [
+        ("a", [(0, 4), (4, 8)])
+    ],  # in rank 0's piece: every fifth of 16 elements
     "rows": [("a", [(1, 3), (0, 5)]), ("a", [(3, 4), (0, 5)]), ("c", [(1, 3), (0, 2)])],
-    "one after the other, of two ranks": [("a", [(2, 3), (0, 2)]), ("b", [(4, 6)])],  # rank 0 up to element 12, rank 1 from there
+    "one after the other, of two ranks": [
+        ("a", [(2, 3), (0, 2)]),
+        ("b", [(4, 6)]),
+    ],  # rank 0 up to element 12, rank 1 from there
     "a row left out": [("a", [(0, 1), (0, 5)]), ("a", [(2, 3), (0, 5)])],
     "nothing": [("b", [(2, 2)])],
 }
@@ -76,7 +81,9 @@ def test_runs_are_what_one_by_one_would_be(name: str, gap: int) -> None:
     assert (found == -1).all()
 
 
-@pytest.mark.parametrize(("name", "readings"), [("as rank 0 has them", 1), ("as rank 1 has them", 1), ("rows", 2)])
+@pytest.mark.parametrize(
+    ("name", "readings"), [("as rank 0 has them", 1), ("as rank 1 has them", 1), ("rows", 2)]
+)
 def test_what_lies_together_is_read_in_one_go(name: str, readings: int) -> None:
     checkpoint = opened(data := Data())
     checkpoint.read_runs(0, checkpoint.runs(wanted_of(name, 0)), np.empty(100, np.float32))
@@ -86,11 +93,15 @@ def test_what_lies_together_is_read_in_one_go(name: str, readings: int) -> None:
 def test_damage_in_a_run_names_the_tensor_that_has_it() -> None:
     checkpoint = opened(Data(damaged=13))
     with pytest.raises(Damaged, match="in b"):
-        checkpoint.read_runs(0, checkpoint.runs(wanted_of("as rank 1 has them", 0)), np.empty(100, np.float32))
+        checkpoint.read_runs(
+            0, checkpoint.runs(wanted_of("as rank 1 has them", 0)), np.empty(100, np.float32)
+        )
 
 
 def test_what_cannot_be_read_is_not_tried_again() -> None:
     checkpoint = opened(data := Data(damaged=13, error=Unreadable))
     with pytest.raises(Unreadable):
-        checkpoint.read_runs(0, checkpoint.runs(wanted_of("as rank 1 has them", 0)), np.empty(100, np.float32))
+        checkpoint.read_runs(
+            0, checkpoint.runs(wanted_of("as rank 1 has them", 0)), np.empty(100, np.float32)
+        )
     assert data.readings == 1

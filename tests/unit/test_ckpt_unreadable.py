@@ -44,7 +44,9 @@ def test_a_checkpoint_of_many_files_needs_few_descriptors(tmp_path: Path) -> Non
     assert before - len(os.listdir("/proc/self/fd")) == 2 * shards._OPEN
 
 
-def test_a_file_that_is_opened_again_is_held_against_its_checksum_again_if_it_changed(tmp_path: Path) -> None:
+def test_a_file_that_is_opened_again_is_held_against_its_checksum_again_if_it_changed(
+    tmp_path: Path,
+) -> None:
     made = make(tmp_path, Grid(data=RANKS, per_file=1), WANTED)
     with hpczero.checkpoint.open(made) as checkpoint:
         checkpoint["/model/a"].numpy()
@@ -70,7 +72,11 @@ def test_too_many_open_files_are_no_damage(tmp_path: Path, more: int) -> None:
     np.random.default_rng()  # a library that is loaded late needs a descriptor too
     with hpczero.checkpoint.open(made) as checkpoint:
         checkpoint["/model/a"].numpy()
-    with descriptors(more), pytest.raises(Unreadable, match="Too many open files"), hpczero.checkpoint.open(made) as checkpoint:
+    with (
+        descriptors(more),
+        pytest.raises(Unreadable, match="Too many open files"),
+        hpczero.checkpoint.open(made) as checkpoint,
+    ):
         checkpoint["/model/a"].numpy()
     if not more:
         with descriptors(0), pytest.raises(Unreadable, match="Too many open files"):
@@ -98,10 +104,15 @@ def failing(real: Callable[..., Any], error: OSError) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE, errno.ENOMEM])
 @pytest.mark.parametrize("call", FAILING)
-def test_what_the_system_refuses_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str) -> None:
+def test_what_the_system_refuses_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
     made = make(tmp_path, Grid(), WANTED)
     FAILING[call](monkeypatch, OSError(number, os.strerror(number)))
-    with pytest.raises(Unreadable, match=os.strerror(number)), hpczero.checkpoint.open(made) as checkpoint:
+    with (
+        pytest.raises(Unreadable, match=os.strerror(number)),
+        hpczero.checkpoint.open(made) as checkpoint,
+    ):
         checkpoint["/model/a"].numpy()
 
 
@@ -110,15 +121,24 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
     make(tmp_path / "checkpoints", Grid(), WANTED)
-    monkeypatch.setattr(Path, "is_file", failing(Path.is_file, PermissionError(errno.EACCES, "Permission denied", "there")))
+    monkeypatch.setattr(
+        Path,
+        "is_file",
+        failing(Path.is_file, PermissionError(errno.EACCES, "Permission denied", "there")),
+    )
     assert main(["ckpt", *verb.split()[:1], str(tmp_path), *verb.split()[1:]]) == 2
     said = capsys.readouterr().err
     assert "Permission denied" in said
     assert said.count("\n") == 1
 
 
-def test_prune_leaves_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    made = [make(tmp_path / "checkpoints", Grid(), Wanted(layers=WANTED.layers, step=step)) for step in range(1, 5)]
+def test_prune_leaves_what_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [
+        make(tmp_path / "checkpoints", Grid(), Wanted(layers=WANTED.layers, step=step))
+        for step in range(1, 5)
+    ]
     seal(made[0], lambda content: content.update(format=manifest.FORMAT + 1))
     (made[2] / "shard-00000.h5").unlink()
     opened = os.open
@@ -130,8 +150,27 @@ def test_prune_leaves_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "open", no_permission)
     assert main(["ckpt", "ls", str(tmp_path), "--json"]) == 0
-    assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["newer", "unreadable", "damaged", "complete"]
-    assert main(["ckpt", "prune", str(tmp_path), "--keep", "1", "--damaged", "--incomplete", "--set-aside"]) == 0
+    assert [one["state"] for one in json.loads(capsys.readouterr().out)] == [
+        "newer",
+        "unreadable",
+        "damaged",
+        "complete",
+    ]
+    assert (
+        main(
+            [
+                "ckpt",
+                "prune",
+                str(tmp_path),
+                "--keep",
+                "1",
+                "--damaged",
+                "--incomplete",
+                "--set-aside",
+            ]
+        )
+        == 0
+    )
     assert [path.exists() for path in made] == [True, True, False, True]
 
 

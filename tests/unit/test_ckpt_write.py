@@ -19,7 +19,16 @@ from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import State
 from hpczero.checkpoint.piece_table import Holding, Table, Tensor
 from hpczero.checkpoint.save import Job, SaveFailed, Saver
-from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH, Array, Writer, bounce, empty_chunks, make
+from hpczero.checkpoint.shard_file import (
+    BLOCK,
+    SLOTS,
+    WIDTH,
+    Array,
+    Writer,
+    bounce,
+    empty_chunks,
+    make,
+)
 from hpczero.comm.world import World
 from hpczero.parallel.layout import unit_layout
 from tests.checkpoints import parameters
@@ -47,13 +56,19 @@ def table() -> Table:
 
 def saver(checkpoints: Path, asynchronous: bool = False) -> Saver:
     job = Job(checkpoints, {"name": "saved"}, {"data": 1}, table, "node")
-    return Saver(cast(World, Alone()), job, [[np.zeros(ELEMENTS, np.float32)] for _ in SLOTS], asynchronous)
+    return Saver(
+        cast(World, Alone()), job, [[np.zeros(ELEMENTS, np.float32)] for _ in SLOTS], asynchronous
+    )
 
 
 def save(saver: Saver, step: int, asynchronous: bool = False) -> Path:
     for slot, (source,) in enumerate(saver.sources):
         cast(Array, source).fill(slot + step)
-    saver.begin(State(step=step, updates=step, loss_scale=1.0, good_steps=0), {"seen": np.arange(3)}, asynchronous)
+    saver.begin(
+        State(step=step, updates=step, loss_scale=1.0, good_steps=0),
+        {"seen": np.arange(3)},
+        asynchronous,
+    )
     return saver.conclude().path
 
 
@@ -63,7 +78,9 @@ class NoThreads(ThreadPoolExecutor):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_writer_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+def test_a_writer_that_cannot_begin_is_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
     own = saver(tmp_path, asynchronous)
     monkeypatch.setattr(write, "ThreadPoolExecutor", NoThreads)
     with pytest.raises(SaveFailed, match="can't start new thread"):
@@ -72,10 +89,14 @@ def test_a_writer_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkey
     assert not directory.steps(tmp_path)
     monkeypatch.undo()
     with Checkpoint.open(save(own, 2, asynchronous)) as checkpoint:
-        assert np.array_equal(checkpoint["/optimizer/moment1/weight"].numpy(), np.full(ELEMENTS, 3, np.float32))
+        assert np.array_equal(
+            checkpoint["/optimizer/moment1/weight"].numpy(), np.full(ELEMENTS, 3, np.float32)
+        )
 
 
-def test_a_thread_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_cannot_begin_is_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -87,7 +108,9 @@ def test_a_thread_that_cannot_begin_is_a_save_that_failed(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
     """What is said of it asks that file system once more."""
 
     def stale(*_: Any) -> Any:
@@ -96,7 +119,9 @@ def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(tmp_path: Path, mo
     own = saver(tmp_path, asynchronous)
     monkeypatch.setattr(write.Writer, "finish", stale)
     monkeypatch.setattr(directory, "free_bytes", stale)
-    with pytest.raises(SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"):
+    with pytest.raises(
+        SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"
+    ):
         save(own, 1, asynchronous)
     assert not directory.steps(tmp_path)
 
@@ -123,17 +148,24 @@ def full_disk(place: Path, size: int) -> str:
 
 
 def test_a_disk_that_is_full_at_any_moment_is_a_save_that_failed(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    ).returncode:
         pytest.skip("cannot mount a disk here")
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-    pages = [*range(1, 40), *range(800, 940, 5)]  # while the structure is written; and around the end of the data, of some 880 pages
+    pages = [
+        *range(1, 40),
+        *range(800, 940, 5),
+    ]  # while the structure is written; and around the end of the data, of some 880 pages
     script = f"""
 from tests.unit.test_ckpt_write import *
 said = [full_disk(Path({str(tmp_path)!r}), size * 4096) for size in {pages}]
 assert said[0] and not said[-1], said
 print("all")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.stdout == "all\n", (done.returncode, done.stderr)
     assert not done.stderr
 
@@ -157,15 +189,29 @@ def test_what_is_copied_is_what_the_sources_have_in_their_order() -> None:
     memory = np.arange(100, dtype=np.float32)
     device = OnDevice(np.arange(5_000_000, dtype=np.float32))
     neighbours = [memory[:10], memory[10:40], memory[40:40], memory[40:41]]
-    sources = [*neighbours, memory[50:60], memory[:10], device, memory[60:70], np.zeros(3, np.float32)]
+    sources = [
+        *neighbours,
+        memory[50:60],
+        memory[:10],
+        device,
+        memory[60:70],
+        np.zeros(3, np.float32),
+    ]
     assert list(map(len, write._joined(neighbours))) == [41]
     kept = np.full(sum(map(len, sources)), np.nan, np.float32)
     write._copy(sources, kept)
-    assert np.array_equal(kept, np.concatenate([source.values if isinstance(source, OnDevice) else source for source in sources]))
+    assert np.array_equal(
+        kept,
+        np.concatenate(
+            [source.values if isinstance(source, OnDevice) else source for source in sources]
+        ),
+    )
     assert device.longest < 3_000_000
 
 
-def test_a_disk_that_is_slow_gets_what_was_made_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_slow_gets_what_was_made_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Buffers come again, also where one slot ends and the next begins: none before what it had is written."""
     at_once = Writer._write_at
 
@@ -176,7 +222,10 @@ def test_a_disk_that_is_slow_gets_what_was_made_first(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Writer, "_write_at", slowly)
     elements = 4 * BLOCK // WIDTH + 5
     (extent,) = make(tmp_path / "shard.h5", {0: elements})
-    empty, values = empty_chunks(BLOCK), [np.arange(elements, dtype=np.float32) + slot for slot in range(len(SLOTS))]
+    empty, values = (
+        empty_chunks(BLOCK),
+        [np.arange(elements, dtype=np.float32) + slot for slot in range(len(SLOTS))],
+    )
     writer = Writer(tmp_path / "shard.h5", extent, direct=True)
     for slot, of_slot in enumerate(values):
         writer.write(slot, bounce([of_slot[:7], of_slot[7:]], empty))

@@ -26,7 +26,11 @@ def ends_with(error: BaseException) -> Callable[[object], int]:
     ],
 )
 def test_an_end_is_one_line_and_a_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    said: str,
 ) -> None:
     monkeypatch.setattr(check, "check", ends_with(error))
     assert main(["check", "spec.toml"]) == code

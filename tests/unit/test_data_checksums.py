@@ -56,7 +56,9 @@ def test_a_run_finds_a_changed_token_where_it_reads_it(path: Path, split: str) -
     changed(path, split, 0)
     source = FileSource(open_token_file(path), SEQ_LEN)
     assert np.array_equal(read(source, split, last), good)
-    says = rf"tokens.h5 is damaged: {split} tokens 0 to 32,767, bytes \d+ to \d+, are not as written"
+    says = (
+        rf"tokens.h5 is damaged: {split} tokens 0 to 32,767, bytes \d+ to \d+, are not as written"
+    )
     with pytest.raises(InputError, match=says):
         read(source, split, 0)
 
@@ -64,7 +66,9 @@ def test_a_run_finds_a_changed_token_where_it_reads_it(path: Path, split: str) -
 def test_a_block_is_looked_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     real = raw_files.checksum
-    monkeypatch.setattr(raw_files, "checksum", lambda block: looked.append(len(block)) or real(block))
+    monkeypatch.setattr(
+        raw_files, "checksum", lambda block: looked.append(len(block)) or real(block)
+    )
     source = FileSource(open_token_file(path), SEQ_LEN)
     for _ in range(2):
         for window in range(source.windows("train")):
@@ -109,7 +113,9 @@ def test_verify_names_all_that_is_damaged(path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("\n") == len(damages) + 1
 
 
-def test_verify_looks_at_documents_and_counts(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_looks_at_documents_and_counts(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with h5py.File(path, "r+") as file:
         file["train/documents"][1] += 1
         file["validation/counts"][65] += 1
@@ -144,7 +150,10 @@ def test_a_text_of_gigabytes_in_a_small_file_takes_no_memory(path: Path) -> None
     assert int.from_bytes(content[place : place + 4], "little") == 32
     content[place : place + 4] = (6 * 10**9 % 2**32 + 2**31).to_bytes(4, "little")
     path.write_bytes(content)
-    with memory_at_most(20 << 20), pytest.raises(InputError, match="attribute fingerprint is missing"):
+    with (
+        memory_at_most(20 << 20),
+        pytest.raises(InputError, match="attribute fingerprint is missing"),
+    ):
         open_token_file(path)
 
 

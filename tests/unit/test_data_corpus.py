@@ -26,7 +26,16 @@ def names(*paths: Path | str, **options: frozenset[str]) -> list[str]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for name in ("b.txt", "a.MD", "c.bin", ".hidden.txt", "sub/z.py", "sub/.git/x.py", "tests/t.py", "a/deep/er/y.jsonl"):
+    for name in (
+        "b.txt",
+        "a.MD",
+        "c.bin",
+        ".hidden.txt",
+        "sub/z.py",
+        "sub/.git/x.py",
+        "tests/t.py",
+        "a/deep/er/y.jsonl",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text('{"text": "x"}\n')
     return tmp_path
@@ -40,7 +49,10 @@ def test_folders_are_read_sorted_without_hidden_and_foreign_files(tree: Path) ->
 
 def test_files_and_globs_keep_the_order_given_and_nothing_is_read_twice(tree: Path) -> None:
     assert names(tree / "b.txt", tree / "a.MD") == ["b.txt", "a.MD"]
-    assert names(tree / "b.txt", tree / "b.txt", tree / "*.txt", tree / "sub", tree / "sub") == ["b.txt", "z.py"]
+    assert names(tree / "b.txt", tree / "b.txt", tree / "*.txt", tree / "sub", tree / "sub") == [
+        "b.txt",
+        "z.py",
+    ]
     assert names(tree / "**" / "*.py") == ["z.py", "t.py"]
     (tree / "[1].txt").write_text("x")  # a name that is also a pattern
     assert names(tree / "[1].txt") == ["[1].txt"]
@@ -51,7 +63,13 @@ def test_links_are_followed_once_and_circles_end(tree: Path) -> None:
     (tree / "sub" / "same.txt").symlink_to(tree / "b.txt")
     (tree / "sub" / "broken.txt").symlink_to(tree / "nothing")
     found = find([str(tree)])
-    assert [source.name for source in found.inputs] == ["a.MD", "b.txt", "a/deep/er/y.jsonl", "sub/z.py", "tests/t.py"]
+    assert [source.name for source in found.inputs] == [
+        "a.MD",
+        "b.txt",
+        "a/deep/er/y.jsonl",
+        "sub/z.py",
+        "tests/t.py",
+    ]
     assert found.unreadable == [tree / "sub" / "broken.txt"]
 
 
@@ -79,10 +97,14 @@ def test_something_that_is_no_file_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_file_up_to_the_limit_is_one_section(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\ufeffx\r\n" * (LONG_DOCUMENT // 6), encoding="utf-8", newline="")
+    (tmp_path / "a.txt").write_text(
+        "\ufeffx\r\n" * (LONG_DOCUMENT // 6), encoding="utf-8", newline=""
+    )
     [section] = read(tmp_path / "a.txt")
     assert section.ends_document
-    assert section.text.startswith("x\r\n\ufeffx")  # the mark goes at the beginning only, line ends stay
+    assert section.text.startswith(
+        "x\r\n\ufeffx"
+    )  # the mark goes at the beginning only, line ends stay
     (tmp_path / "empty.txt").touch()
     assert read(tmp_path / "empty.txt") == []
 
@@ -124,7 +146,14 @@ def test_bytes_that_are_not_text_are_replaced_and_marked(tmp_path: Path) -> None
 def test_lines_of_jsonl_are_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     long = "word\n" * 100_000
-    lines = ['{"text": "eins", "id": 1}', "", "   ", json.dumps({"text": long}), '{"text": ""}', '{"text": "z\\ud800"}']
+    lines = [
+        '{"text": "eins", "id": 1}',
+        "",
+        "   ",
+        json.dumps({"text": long}),
+        '{"text": ""}',
+        '{"text": "z\\ud800"}',
+    ]
     path.write_text("\ufeff" + "\n".join(lines), encoding="utf-8")
     found = read(path)
     documents, current = [], ""
@@ -134,7 +163,9 @@ def test_lines_of_jsonl_are_documents(tmp_path: Path) -> None:
             documents.append(current)
             current = ""
     assert documents == ["eins", long, "z?"]
-    assert [section.resume is not None for section in found] == [section.ends_document for section in found]
+    assert [section.resume is not None for section in found] == [
+        section.ends_document for section in found
+    ]
     assert read(path, found[0].resume or 0) == found[1:]
     assert found[-1].damaged
 

@@ -16,23 +16,38 @@ def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:
     texts = [f"Text number {number}: äöü\n" * number for number in range(1, 60)]
     for number, text in enumerate(texts):
         (tmp_path / f"{number:02}.txt").write_text(text, encoding="utf-8")
-    build_token_file(find([str(tmp_path)]), tmp_path / "a.h5", Recipe("byte", 0.25), tmp_path / "work", Silent())
+    build_token_file(
+        find([str(tmp_path)]), tmp_path / "a.h5", Recipe("byte", 0.25), tmp_path / "work", Silent()
+    )
     found, digest = [], xxhash.xxh3_128()
     with h5py.File(tmp_path / "a.h5") as file:
-        facts = {name: value.decode() if isinstance(value, bytes) else value for name, value in file.attrs.items()}
+        facts = {
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in file.attrs.items()
+        }
         for split in ("train", "validation"):
             dataset = file[split]["tokens"]
             assert dataset.id.get_offset() % 4096 == 0
-            tokens = np.memmap(tmp_path / "a.h5", dataset.dtype, "r", dataset.id.get_offset(), dataset.shape)
+            tokens = np.memmap(
+                tmp_path / "a.h5", dataset.dtype, "r", dataset.id.get_offset(), dataset.shape
+            )
             digest.update(tokens.tobytes())
             offsets = file[split]["documents"][:]
             for begin, end in itertools.pairwise(offsets):
                 assert tokens[end - 1] == facts["end_of_document"]
                 found.append(bytes(tokens[begin : end - 1].astype(np.uint8)).decode("utf-8"))
-            assert np.array_equal(file[split]["counts"][:], np.bincount(tokens, minlength=facts["vocabulary"]))
-            assert (dataset.dtype, offsets.dtype, file[split]["counts"].dtype) == ("<u2", "<i8", "<i8")
+            assert np.array_equal(
+                file[split]["counts"][:], np.bincount(tokens, minlength=facts["vocabulary"])
+            )
+            assert (dataset.dtype, offsets.dtype, file[split]["counts"].dtype) == (
+                "<u2",
+                "<i8",
+                "<i8",
+            )
     assert sorted(found) == sorted(texts)
-    inputs = "".join(f"{number:02}.txt\0{len(text.encode())}\0" for number, text in enumerate(texts))
+    inputs = "".join(
+        f"{number:02}.txt\0{len(text.encode())}\0" for number, text in enumerate(texts)
+    )
     assert facts == {
         "format": "hpczero-tokens",
         "version": 1,

@@ -12,11 +12,15 @@ from hpczero.data.corpus import find
 from hpczero.data.dataset import Silent
 from hpczero.data.token_file import open_token_file
 
-DOCUMENTS = [f"record {number}\n" * (number % 40) for number in range(300)] + ["long line äöü\n" * 60_000]
+DOCUMENTS = [f"record {number}\n" * (number % 40) for number in range(300)] + [
+    "long line äöü\n" * 60_000
+]
 
 
 def lines(field: str) -> bytes:
-    return "".join(json.dumps({field: text, "id": number}) + "\n" for number, text in enumerate(DOCUMENTS)).encode()
+    return "".join(
+        json.dumps({field: text, "id": number}) + "\n" for number, text in enumerate(DOCUMENTS)
+    ).encode()
 
 
 def built(folder: Path, *words: str) -> str:
@@ -33,14 +37,18 @@ def test_compressed_text_makes_the_same_tokens(size: int, tmp_path: Path) -> Non
     (tmp_path / "first.txt").write_bytes(b"so that there is something\n" * 40)
     (tmp_path / "text.md").write_bytes(text)
     (tmp_path / "text.md.gz").write_bytes(gzip.compress(text))
-    plain, compressed = ([str(tmp_path / "first.txt"), str(tmp_path / name)] for name in ("text.md", "text.md.gz"))
+    plain, compressed = (
+        [str(tmp_path / "first.txt"), str(tmp_path / name)] for name in ("text.md", "text.md.gz")
+    )
     assert built(tmp_path, *plain) == built(tmp_path, *compressed)
 
 
 def test_compressed_lines_under_another_name(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_bytes(lines("text"))
     (tmp_path / "others.JSONL.GZ").write_bytes(gzip.compress(lines("content")))
-    assert built(tmp_path, str(tmp_path / "plain.jsonl")) == built(tmp_path, str(tmp_path / "others.JSONL.GZ"), "--field", "content")
+    assert built(tmp_path, str(tmp_path / "plain.jsonl")) == built(
+        tmp_path, str(tmp_path / "others.JSONL.GZ"), "--field", "content"
+    )
 
 
 def test_a_build_that_was_interrupted_inside_goes_on(tmp_path: Path) -> None:
@@ -55,20 +63,31 @@ def test_a_build_that_was_interrupted_inside_goes_on(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        build_token_file(found, tmp_path / "made.h5", recipe, tmp_path / "work", Interrupts(), commit_every=100_000)
+        build_token_file(
+            found,
+            tmp_path / "made.h5",
+            recipe,
+            tmp_path / "work",
+            Interrupts(),
+            commit_every=100_000,
+        )
     said: list[str] = []
 
     class Hears(Silent):
         def said(self, line: str) -> None:
             said.append(line)
 
-    made = build_token_file(found, tmp_path / "made.h5", recipe, tmp_path / "work", Hears(), commit_every=100_000)
+    made = build_token_file(
+        found, tmp_path / "made.h5", recipe, tmp_path / "work", Hears(), commit_every=100_000
+    )
     whole = build_token_file(found, tmp_path / "whole.h5", recipe, tmp_path / "work", Silent())
     assert said[0].startswith("going on after ")
     assert made.fingerprint == whole.fingerprint
 
 
-def test_the_field_is_part_of_what_was_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_field_is_part_of_what_was_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     both = json.dumps({"text": "one", "content": "two"}) + "\n"
     (tmp_path / "a.jsonl").write_text(both * 300)
     words = ["data", "build", "-o", str(tmp_path / "made.h5"), str(tmp_path / "a.jsonl")]
@@ -82,12 +101,24 @@ def test_the_field_is_part_of_what_was_built(tmp_path: Path, capsys: pytest.Capt
 def test_a_refused_build_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines("content"))
     assert main(["data", "build", "-o", str(tmp_path / "made.h5"), str(tmp_path / "a.jsonl")]) == 2
-    assert 'a.jsonl:1: every line must be an object with a string "text"; this one has the keys content, id' in capsys.readouterr().err
+    assert (
+        'a.jsonl:1: every line must be an object with a string "text"; this one has the keys content, id'
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-@pytest.mark.parametrize("damage", [b"no gzip at all", gzip.compress(b"cut short\n" * 1000)[:-20], gzip.compress(b"x" * 99)[:30] + b"\xff" * 30])
-def test_a_damaged_archive_is_one_error(damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"no gzip at all",
+        gzip.compress(b"cut short\n" * 1000)[:-20],
+        gzip.compress(b"x" * 99)[:30] + b"\xff" * 30,
+    ],
+)
+def test_a_damaged_archive_is_one_error(
+    damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt.gz").write_bytes(damage)
     assert main(["data", "build", "-o", str(tmp_path / "made.h5"), str(tmp_path / "a.txt.gz")]) == 1
     assert "a.txt.gz cannot be read past byte 0" in capsys.readouterr().err

@@ -117,6 +117,8 @@ def test_copies_out_of_a_memory_map_do_not_hold_the_interpreter(tmp_path: Path) 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000.0)
     try:
-        assert any(runs_beside_the_copy() for _ in range(20))  # a busy machine may wake this thread too late, but not 20 times
+        assert any(
+            runs_beside_the_copy() for _ in range(20)
+        )  # a busy machine may wake this thread too late, but not 20 times
     finally:
         sys.setswitchinterval(interval)

@@ -16,7 +16,9 @@ def epoch_order(seed: int, windows: int, epoch: int) -> list[int]:
     return [window(seed, windows, index) for index in range(epoch * windows, (epoch + 1) * windows)]
 
 
-@pytest.mark.parametrize("sizes", [range(1, 80), (255, 256, 257, 1023, 1025, 4096, 5000)], ids=["small", "around powers"])
+@pytest.mark.parametrize(
+    "sizes", [range(1, 80), (255, 256, 257, 1023, 1025, 4096, 5000)], ids=["small", "around powers"]
+)
 def test_every_epoch_visits_every_window_once(sizes: range | tuple[int, ...]) -> None:
     for windows in sizes:
         for epoch in (0, 1, 7):
@@ -35,12 +37,21 @@ def test_a_large_corpus_is_permuted_too() -> None:
 
 def test_the_order_depends_on_seed_and_epoch_only_and_is_known() -> None:
     assert epoch_order(1, 1000, 0) == epoch_order(1, 1000, 0)
-    orders = [epoch_order(seed, 1000, epoch) for seed in (0, 1, 2, 2**63 - 1) for epoch in (0, 1, 2)]
+    orders = [
+        epoch_order(seed, 1000, epoch) for seed in (0, 1, 2, 2**63 - 1) for epoch in (0, 1, 2)
+    ]
     for first, second in itertools.combinations(orders, 2):
-        assert sum(a == b for a, b in zip(first, second, strict=True)) < 10  # one is expected by chance
+        assert (
+            sum(a == b for a, b in zip(first, second, strict=True)) < 10
+        )  # one is expected by chance
     # a run that goes on with a later version must read what it would have read: this order may never change
     assert epoch_order(1, 10, 0) == [2, 3, 4, 0, 6, 1, 8, 9, 7, 5]
-    assert [window(7, 10**6, index) for index in (0, 1, 999_999, 1_000_000)] == [244011, 704552, 52070, 794996]
+    assert [window(7, 10**6, index) for index in (0, 1, 999_999, 1_000_000)] == [
+        244011,
+        704552,
+        52070,
+        794996,
+    ]
 
 
 def test_small_permutations_are_all_about_equally_frequent() -> None:
@@ -67,15 +78,23 @@ def test_neighbours_are_torn_apart() -> None:
 
 
 def test_micro_batches_cover_the_global_batch_once() -> None:
-    for global_batch, micro_batch, ranks in itertools.product(range(1, 41), range(1, 12), range(1, 12)):
+    for global_batch, micro_batch, ranks in itertools.product(
+        range(1, 41), range(1, 12), range(1, 12)
+    ):
         layout = micro_batches(global_batch, micro_batch, ranks)
         accumulation = -(-global_batch // (micro_batch * ranks))
         assert [len(part) for part in layout] == [accumulation] * ranks
-        assert list(itertools.chain.from_iterable(itertools.chain.from_iterable(layout))) == list(range(global_batch))
+        assert list(itertools.chain.from_iterable(itertools.chain.from_iterable(layout))) == list(
+            range(global_batch)
+        )
         sizes = [len(slot) for part in layout for slot in part]
         assert max(sizes) <= micro_batch
         assert max(sizes) - min(sizes) <= 1
-        assert micro_batch_sizes(global_batch, micro_batch, ranks) == (accumulation, min(sizes), max(sizes))
+        assert micro_batch_sizes(global_batch, micro_batch, ranks) == (
+            accumulation,
+            min(sizes),
+            max(sizes),
+        )
         totals = [sum(map(len, part)) for part in layout]
         assert max(totals) - min(totals) <= 1
 
@@ -91,7 +110,11 @@ def test_any_number_of_ranks_sees_the_same_global_batches_and_restarts_anywhere(
 
     def batch(step: int, ranks: int, micro_batch: int) -> list[int]:
         slots = [slot for part in micro_batches(global_batch, micro_batch, ranks) for slot in part]
-        return [window(seed, windows, step * global_batch + position) for slot in slots for position in slot]
+        return [
+            window(seed, windows, step * global_batch + position)
+            for slot in slots
+            for position in slot
+        ]
 
     alone = [batch(step, 1, 10) for step in range(12)]
     for ranks, micro_batch in itertools.product((1, 2, 3, 4, 7, 16), (1, 2, 3, 8)):
@@ -101,7 +124,11 @@ def test_any_number_of_ranks_sees_the_same_global_batches_and_restarts_anywhere(
 
 
 def test_micro_batches_are_counted_without_dealing_them_out() -> None:
-    for global_batch, micro_batch, ranks in itertools.product((1, 2, 5, 13, 32), (1, 2, 3, 8), (1, 2, 3, 5, 16)):
+    for global_batch, micro_batch, ranks in itertools.product(
+        (1, 2, 5, 13, 32), (1, 2, 3, 8), (1, 2, 3, 5, 16)
+    ):
         for rank, dealt in enumerate(micro_batches(global_batch, micro_batch, ranks)):
-            assert micro_batch_counts(rank, global_batch, micro_batch, ranks) == Counter(map(len, dealt))
+            assert micro_batch_counts(rank, global_batch, micro_batch, ranks) == Counter(
+                map(len, dealt)
+            )
     assert micro_batch_counts(7, 10**9, 1, 8) == {1: 10**9 // 8}

@@ -31,7 +31,13 @@ TEXT = "".join(f"line {number} of the text\n" for number in range(40_000))
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokens")
     (folder / "text.txt").write_text(TEXT)
-    build_token_file(find([str(folder / "text.txt")]), folder / "good.h5", Recipe("byte", 0.2), folder / "work", dataset.Silent())
+    build_token_file(
+        find([str(folder / "text.txt")]),
+        folder / "good.h5",
+        Recipe("byte", 0.2),
+        folder / "work",
+        dataset.Silent(),
+    )
     return folder / "good.h5"
 
 
@@ -40,7 +46,9 @@ def path(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(original, tmp_path / "tokens.h5"))
 
 
-def spec(source: Path | str, seq_len: int = 32, vocab: int = 257, eval_batches: int = 1, **more: Any) -> Spec:
+def spec(
+    source: Path | str, seq_len: int = 32, vocab: int = 257, eval_batches: int = 1, **more: Any
+) -> Spec:
     model, train = Model(seq_len=seq_len, vocab=vocab), Train(eval_batches=eval_batches)
     return Spec(model=model, data=Data(source=str(source)), train=train, **more)
 
@@ -62,7 +70,9 @@ def test_windows_are_the_text(path: Path) -> None:
         with pytest.raises(AssertionError):
             source.fill(split, source.windows(split), out)
         shares = np.bincount(tokens) / len(tokens)
-        assert source.unigram_entropy(split) == pytest.approx(-sum(share * math.log(share) for share in shares if share))
+        assert source.unigram_entropy(split) == pytest.approx(
+            -sum(share * math.log(share) for share in shares if share)
+        )
     assert TEXT.startswith(bytes(file.splits["train"].tokens[:1000].astype(np.uint8)).decode())
     facts = source.describe()
     assert facts["path"] == str(path)
@@ -78,7 +88,10 @@ def test_tokens_are_mapped_not_read(path: Path) -> None:
 
 
 def test_the_model_must_have_room_for_every_token(path: Path) -> None:
-    with pytest.raises(InputError, match=r"model\.vocab = 256 is too small: .* holds token 256 .*set model\.vocab = 257 or more"):
+    with pytest.raises(
+        InputError,
+        match=r"model\.vocab = 256 is too small: .* holds token 256 .*set model\.vocab = 257 or more",
+    ):
         open_source(spec(path, vocab=256), alone)
     assert open_source(spec(path, vocab=1000), alone).vocabulary == 257
 
@@ -87,7 +100,10 @@ def test_a_split_must_hold_a_window(path: Path) -> None:
     with pytest.raises(InputError, match=r"tokens to train on, a sequence needs 5000001 "):
         open_source(spec(path, seq_len=5_000_000), alone)
     tokens = len(open_token_file(path).splits["validation"].tokens)
-    with pytest.raises(InputError, match=rf"has {tokens} tokens for validation, a sequence needs {tokens + 1} .*eval_batches = 0"):
+    with pytest.raises(
+        InputError,
+        match=rf"has {tokens} tokens for validation, a sequence needs {tokens + 1} .*eval_batches = 0",
+    ):
         open_source(spec(path, seq_len=tokens), alone)
     assert open_source(spec(path, seq_len=tokens, eval_batches=0), alone).windows("validation") == 0
     assert open_source(spec(path, seq_len=tokens - 1), alone).windows("validation") == 1
@@ -114,7 +130,9 @@ def linked(name: str, link: object) -> Callable[[h5py.File], None]:
 def external(file: h5py.File) -> None:
     length = len(file["train/tokens"])
     del file["train/tokens"]
-    file.create_dataset("train/tokens", (length,), "<u2", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
+    file.create_dataset(
+        "train/tokens", (length,), "<u2", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)]
+    )
 
 
 def virtual(file: h5py.File) -> None:
@@ -137,23 +155,37 @@ DAMAGE: dict[str, Callable[[h5py.File], object]] = {
     "attribute format = 'hpczero-tokens'": lambda file: file.attrs.__delitem__("format"),
     "version 2 .* reads version 1": lambda file: file.attrs.__setitem__("version", 2),
     "version None": lambda file: file.attrs.__setitem__("version", [1, 1]),
-    "attribute vocabulary is missing or of another type": lambda file: file.attrs.__setitem__("vocabulary", "many"),
+    "attribute vocabulary is missing or of another type": lambda file: file.attrs.__setitem__(
+        "vocabulary", "many"
+    ),
     "a vocabulary of -1 ids": lambda file: file.attrs.__setitem__("vocabulary", -1),
-    "/train/tokens has type uint16 .* not uint32": lambda file: file.attrs.__setitem__("vocabulary", 10**6),
+    "/train/tokens has type uint16 .* not uint32": lambda file: file.attrs.__setitem__(
+        "vocabulary", 10**6
+    ),
     "a vocabulary of 1099511627776 ids": lambda file: file.attrs.__setitem__("vocabulary", 2**40),
     "/validation is missing": lambda file: file.__delitem__("validation"),
     "/train/tokens is missing": lambda file: file["train"].__delitem__("tokens"),
-    "/train/tokens is not stored as one piece.*": replaced("train/tokens", data=np.zeros(100, "<u2"), chunks=(10,)),
+    "/train/tokens is not stored as one piece.*": replaced(
+        "train/tokens", data=np.zeros(100, "<u2"), chunks=(10,)
+    ),
     "/train/tokens is not stored as one piece inside": external,
     "/train/tokens is not stored as one": virtual,
-    "/ is missing, or not a group of this file: its links are not hpczero's": linked("train", h5py.ExternalLink("/tmp/other.h5", "train")),
+    "/ is missing, or not a group of this file: its links are not hpczero's": linked(
+        "train", h5py.ExternalLink("/tmp/other.h5", "train")
+    ),
     "/train is a link that leads on": linked("train", h5py.SoftLink("/validation")),
-    "/train/tokens is a link that leads on": linked("train/tokens", h5py.SoftLink("/validation/tokens")),
+    "/train/tokens is a link that leads on": linked(
+        "train/tokens", h5py.SoftLink("/validation/tokens")
+    ),
     "/train/tokens has type float32": replaced("train/tokens", data=np.zeros(100, "f4")),
     "/train/tokens has type >u2": replaced("train/tokens", data=np.zeros(100, ">u2")),
     r"shape \(10, 10\)": replaced("train/tokens", data=np.zeros((10, 10), "<u2")),
-    r"/train/tokens has 1000000000000000 values and would end at byte": replaced("train/tokens", shape=(10**15,), dtype="<u2"),
-    "/train/documents does not run from 0 to the": replaced("train/documents", data=np.array([0, 7])),
+    r"/train/tokens has 1000000000000000 values and would end at byte": replaced(
+        "train/tokens", shape=(10**15,), dtype="<u2"
+    ),
+    "/train/documents does not run from 0 to the": replaced(
+        "train/documents", data=np.array([0, 7])
+    ),
     "/train/documents does not run from 0": replaced("train/documents", data=np.array([], "<i8")),
     "/validation/counts does not add up": replaced("validation/counts", data=np.zeros(3, "<i8")),
     "/train/counts does not add up": wrong_counts,
@@ -173,7 +205,12 @@ def test_a_foreign_or_damaged_file_is_refused(path: Path, says: str) -> None:
 def test_missing_files_and_other_kinds_of_files_are_refused(path: Path, tmp_path: Path) -> None:
     (tmp_path / "text.h5").write_text("not HDF5")
     (tmp_path / "empty.h5").touch()
-    expected = {"no.h5": "No such file", ".": "it is no plain file", "text.h5": "not HDF5, 8 bytes", "empty.h5": "not HDF5, 0 bytes"}
+    expected = {
+        "no.h5": "No such file",
+        ".": "it is no plain file",
+        "text.h5": "not HDF5, 8 bytes",
+        "empty.h5": "not HDF5, 0 bytes",
+    }
     for name, says in expected.items():
         with pytest.raises(InputError, match=says):
             open_source(spec(tmp_path / name), alone)
@@ -181,7 +218,17 @@ def test_missing_files_and_other_kinds_of_files_are_refused(path: Path, tmp_path
 
 def test_a_truncated_file_is_refused_wherever_it_ends(path: Path) -> None:
     content = path.read_bytes()
-    for length in [1, 7, 8, 9, 100, 511, 2048, *range(3000, len(content), len(content) // 20), len(content) - 1]:
+    for length in [
+        1,
+        7,
+        8,
+        9,
+        100,
+        511,
+        2048,
+        *range(3000, len(content), len(content) // 20),
+        len(content) - 1,
+    ]:
         path.write_bytes(content[:length])
         with pytest.raises(InputError, match=r"truncated or damaged|not a token file"):
             open_source(spec(path), alone)
@@ -209,7 +256,9 @@ def test_a_token_that_the_counts_deny_is_found_when_it_is_read(path: Path) -> No
         del file["train/checksums"]  # as older versions wrote them
     source, out = open_source(spec(path), alone), np.empty(33, np.int64)
     source.fill("train", 0, out)
-    with pytest.raises(InputError, match="window 1 of train holds token 60000, the counts say 256 at most"):
+    with pytest.raises(
+        InputError, match="window 1 of train holds token 60000, the counts say 256 at most"
+    ):
         source.fill("train", 1, out)
 
 
@@ -219,7 +268,9 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(path: Path) -> No
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size // 8)
     source.fill("train", 0, out)
-    with pytest.raises(InputError, match=r"tokens\.h5 was cut short while it was in use: it ends before byte \d+"):
+    with pytest.raises(
+        InputError, match=r"tokens\.h5 was cut short while it was in use: it ends before byte \d+"
+    ):
         source.fill("train", source.windows("train") - 1, out)
 
 
@@ -234,7 +285,10 @@ def test_synthetic_tokens_are_uniform_and_a_hash_of_seed_and_position() -> None:
     source.fill("train", 3, second)
     assert np.array_equal(first, second)
     assert (first.min(), first.max()) == (0, 49)
-    for other, split in ((spec("synthetic", 10_000, 50, seed=2), "train"), (spec("synthetic", 10_000, 50), "validation")):
+    for other, split in (
+        (spec("synthetic", 10_000, 50, seed=2), "train"),
+        (spec("synthetic", 10_000, 50), "validation"),
+    ):
         open_source(other, alone).fill(split, 3, second)
         assert 100 < (first == second).sum() < 300  # by chance 200
     assert source.unigram_entropy("train") == pytest.approx(math.log(50))
@@ -244,7 +298,10 @@ def test_synthetic_tokens_are_uniform_and_a_hash_of_seed_and_position() -> None:
 
 @pytest.mark.parametrize(("vocab", "seed"), [(1, 0), (10**9, 2**63 - 1)])
 def test_synthetic_tokens_stay_inside_any_vocabulary(vocab: int, seed: int) -> None:
-    source, out = open_source(spec("synthetic", 1000, vocab, seed=seed), alone), np.empty(1001, np.int64)
+    source, out = (
+        open_source(spec("synthetic", 1000, vocab, seed=seed), alone),
+        np.empty(1001, np.int64),
+    )
     source.fill("validation", 0, out)
     assert 0 <= out.min() <= out.max() < vocab
     assert out.max() > vocab // 2 or vocab == 1
@@ -254,14 +311,23 @@ def test_synthetic_tokens_stay_inside_any_vocabulary(vocab: int, seed: int) -> N
 def small_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A library with little in it, and things that are no part of it."""
     library = tmp_path / "lib"
-    for name in ("abc.py", "json/decoder.py", "test/test_abc.py", "site-packages/numpy/x.py", "json/tests/t.py", "__pycache__/abc.txt"):
+    for name in (
+        "abc.py",
+        "json/decoder.py",
+        "test/test_abc.py",
+        "site-packages/numpy/x.py",
+        "json/tests/t.py",
+        "__pycache__/abc.txt",
+    ):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_text(f"# {name}\n" * 500)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(library)})
     return library
 
 
-def test_the_librarys_text_is_built_once_and_said(small_library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_librarys_text_is_built_once_and_said(
+    small_library: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = spec("stdlib", eval_batches=0, paths=Paths(cache=str(tmp_path / "cache")))
     source = open_source(asked, alone)
     assert source.describe()["documents"] == {"train": 2, "validation": 0}
@@ -294,7 +360,9 @@ def test_many_builders_at_once_do_no_harm(small_library: Path, tmp_path: Path) -
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-def test_one_rank_builds_and_the_others_wait_for_its_verdict(small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_builds_and_the_others_wait_for_its_verdict(
+    small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = spec("stdlib", eval_batches=0, paths=Paths(cache=str(tmp_path / "cache")))
     said: list[Any] = []
 
@@ -308,21 +376,27 @@ def test_one_rank_builds_and_the_others_wait_for_its_verdict(small_library: Path
         second = open_source(asked, lambda value: said[0], is_builder=False)
     assert first.describe() == second.describe()
     with pytest.raises(InputError, match=r"is not seen here: set paths\.cache"):
-        open_source(asked, lambda value: {"path": str(tmp_path / "on another node.h5")}, is_builder=False)
+        open_source(
+            asked, lambda value: {"path": str(tmp_path / "on another node.h5")}, is_builder=False
+        )
 
 
 def test_every_rank_gets_the_builders_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     asked = spec("stdlib", paths=Paths(cache=str(tmp_path / "file" / "cache")))
     said: list[Any] = []
-    with pytest.raises(InputError, match=r"file/cache cannot be used .*set paths\.cache") as builders:
+    with pytest.raises(
+        InputError, match=r"file/cache cannot be used .*set paths\.cache"
+    ) as builders:
         open_source(asked, lambda value: said.append(value) or value)
     with pytest.raises(InputError) as others:
         open_source(asked, lambda value: said[0], is_builder=False)
     assert str(others.value) == str(builders.value)
 
 
-def test_a_failed_build_leaves_nothing(small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_leaves_nothing(
+    small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise HpczeroError("no room")
 
@@ -332,7 +406,9 @@ def test_a_failed_build_leaves_nothing(small_library: Path, tmp_path: Path, monk
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_what_killed_builders_left_is_removed_and_what_others_build_stays(small_library: Path, tmp_path: Path) -> None:
+def test_what_killed_builders_left_is_removed_and_what_others_build_stays(
+    small_library: Path, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
     for name in (".building-dead", ".building-living", ".building-new"):
         (cache / name).mkdir(parents=True)

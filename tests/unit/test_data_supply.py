@@ -18,8 +18,23 @@ TRAIN = Train(steps=10, global_batch=4, eval_batches=0)
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """9,050 tokens to train on, 950 or so for validation."""
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "e" * 99}) + "\n" for _ in range(100)))
-    assert main(["data", "build", "-o", str(tmp_path / "text.h5"), str(tmp_path / "text.jsonl"), "--validation-fraction", "0.1"]) == 0
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": "e" * 99}) + "\n" for _ in range(100))
+    )
+    assert (
+        main(
+            [
+                "data",
+                "build",
+                "-o",
+                str(tmp_path / "text.h5"),
+                str(tmp_path / "text.jsonl"),
+                "--validation-fraction",
+                "0.1",
+            ]
+        )
+        == 0
+    )
     return tmp_path / "text.h5"
 
 
@@ -29,7 +44,9 @@ def spec(source: str | Path, **model: int) -> Spec:
 
 def spec_file(source: str | Path, folder: Path) -> Path:
     path = folder / "spec.toml"
-    path.write_text(f'[model]\nseq_len = 16\n[data]\nsource = "{source}"\n[train]\nsteps = 1000\neval_batches = 1\n[batch]\nsite = "generic/pbs"\n')
+    path.write_text(
+        f'[model]\nseq_len = 16\n[data]\nsource = "{source}"\n[train]\nsteps = 1000\neval_batches = 1\n[batch]\nsite = "generic/pbs"\n'
+    )
     return path
 
 

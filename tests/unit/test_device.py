@@ -16,8 +16,15 @@ from tests.queued import Queued  # noqa: E402
 def test_all_ranks_or_none_are_on_gpus() -> None:
     assert device.agreed("auto", [0, 0], ["a", "a"]) == "cpu"
     assert device.agreed("cpu", [4, 4], ["a", "a"]) == "cpu"
-    assert device.agreed("auto", [4, 4], ["a", "a"]) == device.agreed("cuda", [1, 1], ["a", "b"]) == "cuda"
-    with pytest.raises(InputError, match=r'"cuda": 2 of 2 ranks see no GPU: rank 0 on a, rank 1 on b; .* or set train.device = "cpu"'):
+    assert (
+        device.agreed("auto", [4, 4], ["a", "a"])
+        == device.agreed("cuda", [1, 1], ["a", "b"])
+        == "cuda"
+    )
+    with pytest.raises(
+        InputError,
+        match=r'"cuda": 2 of 2 ranks see no GPU: rank 0 on a, rank 1 on b; .* or set train.device = "cpu"',
+    ):
         device.agreed("cuda", [0, 0], ["a", "b"])
     with pytest.raises(InputError, match='"auto": 1 of 3 ranks see no GPU: rank 2 on b;'):
         device.agreed("auto", [1, 1, 0], ["a", "a", "b"])
@@ -62,7 +69,9 @@ def test_a_gpu_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         ("gloo", "cpu", 4, False, ("gloo",), "gloo"),
     ],
 )
-def test_what_carries_collectives(wanted: str, kind: str, ranks: int, shared: bool, available: tuple[str, ...], expected: str) -> None:
+def test_what_carries_collectives(
+    wanted: str, kind: str, ranks: int, shared: bool, available: tuple[str, ...], expected: str
+) -> None:
     assert carrier(wanted, kind, ranks, shared, available) == expected
 
 
@@ -72,11 +81,21 @@ def test_what_carries_collectives(wanted: str, kind: str, ranks: int, shared: bo
         ("nccl", "cpu", False, ("nccl",), "carries tensors on cuda, and these are on cpu"),
         ("gloo", "cuda", False, ("gloo",), "carries tensors on cpu, and these are on cuda"),
         ("nccl", "cuda", False, ("gloo",), "this PyTorch was built without it"),
-        ("nccl", "cuda", True, ("nccl",), "several ranks have one GPU together, which NCCL refuses"),
+        (
+            "nccl",
+            "cuda",
+            True,
+            ("nccl",),
+            "several ranks have one GPU together, which NCCL refuses",
+        ),
     ],
 )
-def test_what_cannot_carry_them_is_refused(wanted: str, kind: str, shared: bool, available: tuple[str, ...], said: str) -> None:
-    with pytest.raises(InputError, match=f'comm.backend = "{wanted}": .*{said}.*comm.backend = "mpi"'):
+def test_what_cannot_carry_them_is_refused(
+    wanted: str, kind: str, shared: bool, available: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(
+        InputError, match=f'comm.backend = "{wanted}": .*{said}.*comm.backend = "mpi"'
+    ):
         carrier(wanted, kind, 2, shared, available)
 
 
@@ -115,12 +134,20 @@ class Request:
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 65, 1000])
-def test_staged_messages_arrive_whole_from_a_device_that_is_late(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staged_messages_arrive_whole_from_a_device_that_is_late(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hpczero.device.PIECE", 64)
     late, line = Queued(), Line()
     here, there = late.queue(), late.queue()
-    sent, received = torch.arange(size, dtype=torch.int64).to(torch.uint8), torch.zeros(size, dtype=torch.uint8)
-    outgoing, incoming = Outgoing(late, here, sent, line.send), Incoming(late, there, received, line.receive)
+    sent, received = (
+        torch.arange(size, dtype=torch.int64).to(torch.uint8),
+        torch.zeros(size, dtype=torch.uint8),
+    )
+    outgoing, incoming = (
+        Outgoing(late, here, sent, line.send),
+        Incoming(late, there, received, line.receive),
+    )
     assert not line.messages  # the queue is not there yet
     for _ in range(1000):
         if all([outgoing.Test(), incoming.Test()]):
@@ -130,7 +157,9 @@ def test_staged_messages_arrive_whole_from_a_device_that_is_late(size: int, monk
     assert not line.messages
 
 
-def test_memory_that_mpi_reads_in_place_is_not_given_to_it_before_the_queue_has_come_there() -> None:
+def test_memory_that_mpi_reads_in_place_is_not_given_to_it_before_the_queue_has_come_there() -> (
+    None
+):
     queue, posted = Queued().queue(), list[bool]()
     target = torch.zeros(3)
     queue.copy(target, torch.ones(3))

@@ -60,13 +60,23 @@ class Places:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("placed", [(), ("stacked",), ("embedding", "again"), ("embedding", "other", "stacked", "again", "bare", "frozen")])
+@pytest.mark.parametrize(
+    "placed",
+    [
+        (),
+        ("stacked",),
+        ("embedding", "again"),
+        ("embedding", "other", "stacked", "again", "bare", "frozen"),
+    ],
+)
 def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) -> None:
     torch.manual_seed(1)
     net = Net().to(dtype)
     tokens = torch.tensor([[1, 4, 4], [4, 0, 9]])
     net(tokens).backward()
-    expected = {name: own.grad.clone() for name, own in net.named_parameters() if own.grad is not None}
+    expected = {
+        name: own.grad.clone() for name, own in net.named_parameters() if own.grad is not None
+    }
     net.zero_grad()
     places = Places([own for name, own in net.named_parameters() if name.split(".")[0] in placed])
     mode, calls = DirectGradients(set(net.parameters()), places), []
@@ -76,13 +86,17 @@ def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) ->
     with mode.here():
         loss = net(tokens)
         mode.backward(loss, torch.ones_like(loss))
-    assert len(calls) == len(expected) == len({id(parameter) for parameter in calls}), "each is said to be there once"
+    assert len(calls) == len(expected) == len({id(parameter) for parameter in calls}), (
+        "each is said to be there once"
+    )
     for name, own in net.named_parameters():
         if name in expected:
             assert own.grad is not None
             found = own.grad.to_dense() + (places.of[own] if own in places.there else 0)
             assert (own in places.there) == (own in places.of), name
-            torch.testing.assert_close(found, expected[name], rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                found, expected[name], rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+            )
         else:
             assert own.grad is None
 

@@ -13,7 +13,9 @@ from hpczero.doctor.facts import Launcher, Report, Storage
 from hpczero.doctor.findings import FAIL, OK, WARN, Finding, judge
 
 GIB = 1 << 30
-MPICH = Library("MPICH 5.0.2", "/venv/lib/libmpi.so.12", "why", "/venv/bin/mpirun", (5, 0), "serialized", False)
+MPICH = Library(
+    "MPICH 5.0.2", "/venv/lib/libmpi.so.12", "why", "/venv/bin/mpirun", (5, 0), "serialized", False
+)
 
 
 def rank(number: int = 0, size: int = 1, **changes: Any) -> Report:
@@ -47,7 +49,10 @@ def rank(number: int = 0, size: int = 1, **changes: Any) -> Report:
         gpus=[],
         gpu_error="",
         gpu_capability=[],
-        kernels={"cpu": {"adamw": "numba", "norm": "torch"}, "cuda": {"adamw": "cuda", "norm": "cuda"}},
+        kernels={
+            "cpu": {"adamw": "numba", "norm": "torch"},
+            "cuda": {"adamw": "cuda", "norm": "cuda"},
+        },
         storage=Storage("1.14", None, "", "/work", "ext4"),
         sees_all=True,
         wheels=["mpich"],
@@ -81,9 +86,12 @@ def test_reports_survive_the_way_through_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("launched", "verdict"), [({}, WARN), ({"Slurm": [0, 1]}, WARN), ({"PMI": [0, 2]}, FAIL), ({"Slurm": [0, 4]}, FAIL)]
+    ("launched", "verdict"),
+    [({}, WARN), ({"Slurm": [0, 1]}, WARN), ({"PMI": [0, 2]}, FAIL), ({"Slurm": [0, 4]}, FAIL)],
 )
-def test_missing_packages_matter_once_a_job_is_started(launched: dict[str, list[int]], verdict: str) -> None:
+def test_missing_packages_matter_once_a_job_is_started(
+    launched: dict[str, list[int]], verdict: str
+) -> None:
     packages = rank().packages | {"torch": None, "mpi4py": None}
     finding = the_complaint(rank(packages=packages, launched=launched, library=None))
     assert (finding.topic, finding.verdict) == ("Software", verdict)
@@ -100,7 +108,12 @@ def test_an_mpi_that_cannot_start() -> None:
 
 
 def test_one_rank_of_several_by_accident_is_told_the_right_mpirun() -> None:
-    finding = the_complaint(rank(launched={"Open MPI": [0, 4]}, library_error="started 4 processes, but each would run alone"))
+    finding = the_complaint(
+        rank(
+            launched={"Open MPI": [0, 4]},
+            library_error="started 4 processes, but each would run alone",
+        )
+    )
     assert (finding.topic, finding.verdict) == ("MPI", FAIL)
     assert finding.fix.startswith("/venv/bin/mpirun -n N")
 
@@ -115,7 +128,10 @@ def test_a_foreign_mpirun(tmp_path: Path) -> None:
     finding = the_complaint(rank(launcher=Launcher("/usr/bin/mpiexec.hydra", 4)))
     assert finding.verdict == WARN
     assert "/usr/bin/mpiexec.hydra" in finding.what
-    assert "the mpirun on the PATH" in the_complaint(rank(launcher=None, launched={}, mpirun_on_path="/usr/bin/mpirun")).what
+    assert (
+        "the mpirun on the PATH"
+        in the_complaint(rank(launcher=None, launched={}, mpirun_on_path="/usr/bin/mpirun")).what
+    )
     assert complaints(rank(launcher=Launcher("/opt/slurm/bin/srun", 4))) == []
 
 
@@ -143,9 +159,19 @@ def test_a_cpu_quota_counts_as_cores() -> None:
 
 
 def test_ranks_bound_to_few_of_many_cores() -> None:
-    idle = the_complaint(*(rank(number, 2, cores=[number], launcher=Launcher("/venv/bin/mpirun", 64)) for number in range(2)))
+    idle = the_complaint(
+        *(
+            rank(number, 2, cores=[number], launcher=Launcher("/venv/bin/mpirun", 64))
+            for number in range(2)
+        )
+    )
     assert "bound to 2 of 64 cores; 62 idle" in idle.what
-    piled_up = the_complaint(*(rank(number, 2, cores=[0], launcher=Launcher("/venv/bin/mpirun", 64)) for number in range(2)))
+    piled_up = the_complaint(
+        *(
+            rank(number, 2, cores=[0], launcher=Launcher("/venv/bin/mpirun", 64))
+            for number in range(2)
+        )
+    )
     assert "2 ranks share 1 core" in piled_up.what
     assert "--bind-to none" in piled_up.fix
 
@@ -176,9 +202,18 @@ def test_gpus() -> None:
     gpus = partial(rank, gpu_driver=True, gpus=["A100"] * 4, gpu_capability=[8, 0])
     assert complaints(gpus(packages=packages, library=aware)) == []
     assert "not CUDA-aware" in the_complaint(gpus(packages=packages)).what
-    assert "torch finds none" in the_complaint(rank(gpu_driver=True, gpu_error="torch finds none")).what
-    old = the_complaint(gpus(packages=packages, library=aware), gpus(1, 2, gpu_capability=[7, 5], host="n2", packages=packages, library=aware))
-    assert old.what == "a GPU of n2 has compute capability 7.5, and the kernels need 8.0: PyTorch's operations are taken there"
+    assert (
+        "torch finds none"
+        in the_complaint(rank(gpu_driver=True, gpu_error="torch finds none")).what
+    )
+    old = the_complaint(
+        gpus(packages=packages, library=aware),
+        gpus(1, 2, gpu_capability=[7, 5], host="n2", packages=packages, library=aware),
+    )
+    assert (
+        old.what
+        == "a GPU of n2 has compute capability 7.5, and the kernels need 8.0: PyTorch's operations are taken there"
+    )
     built_in = the_complaint(gpus(library=aware))
     assert built_in.fix == "/venv/bin/python -m pip install '/home/a user/hpczero[cuda]'"
 
@@ -195,7 +230,9 @@ def test_clocks() -> None:
 
 
 def test_large_jobs_stay_readable() -> None:
-    reports = [rank(number, 400, host=f"node{number // 4}", node=number // 4) for number in range(400)]
+    reports = [
+        rank(number, 400, host=f"node{number // 4}", node=number // 4) for number in range(400)
+    ]
     text = "\n".join(finding.what for finding in judge(reports))
     assert "400 ranks on 100 nodes" in text
     assert "... and 92 more nodes" in text
@@ -204,12 +241,25 @@ def test_large_jobs_stay_readable() -> None:
 
 def test_of_many_nodes_the_sick_ones_are_shown() -> None:
     reports = [
-        rank(number, 100, host=f"node{number}", node=number, shm=None if number in (50, 60) else (GIB, GIB)) for number in range(100)
+        rank(
+            number,
+            100,
+            host=f"node{number}",
+            node=number,
+            shm=None if number in (50, 60) else (GIB, GIB),
+        )
+        for number in range(100)
     ]
-    assert [finding.what for finding in complaints(*reports)] == ["node50: there is no /dev/shm", "node60: there is no /dev/shm"]
+    assert [finding.what for finding in complaints(*reports)] == [
+        "node50: there is no /dev/shm",
+        "node60: there is no /dev/shm",
+    ]
     found = complaints(*(replace(report, shm=None) for report in reports))
     assert len(found) == 9
-    assert (found[-1].verdict, found[-1].what) == (FAIL, "... and the same kind of finding on 92 more nodes")
+    assert (found[-1].verdict, found[-1].what) == (
+        FAIL,
+        "... and the same kind of finding on 92 more nodes",
+    )
 
 
 class TestWhyThisLibrary:
@@ -218,15 +268,39 @@ class TestWhyThisLibrary:
     @pytest.mark.parametrize(
         ("path", "choice", "because"),
         [
-            ("/venv/lib/libmpi.so.12", nothing, "this Python environment, where mpi4py looks first"),
+            (
+                "/venv/lib/libmpi.so.12",
+                nothing,
+                "this Python environment, where mpi4py looks first",
+            ),
             ("/home/u/.local/lib/libmpi.so.12", nothing, "user's Python packages"),
             ("/usr/lib/libmpi.so.40", nothing, "the system's"),
-            ("/site/mpi/lib/libmpi.so.40", replace(nothing, search_path="/x::/site/mpi/lib"), "LD_LIBRARY_PATH"),
-            ("/venv/lib/libmpi.so.12", replace(nothing, search_path="/site/mpi/lib"), "this Python environment"),
-            ("/site/libmpi.so", replace(nothing, named="/site/libmpi.so"), "MPI4PY_LIBMPI=/site/libmpi.so names it"),
+            (
+                "/site/mpi/lib/libmpi.so.40",
+                replace(nothing, search_path="/x::/site/mpi/lib"),
+                "LD_LIBRARY_PATH",
+            ),
+            (
+                "/venv/lib/libmpi.so.12",
+                replace(nothing, search_path="/site/mpi/lib"),
+                "this Python environment",
+            ),
+            (
+                "/site/libmpi.so",
+                replace(nothing, named="/site/libmpi.so"),
+                "MPI4PY_LIBMPI=/site/libmpi.so names it",
+            ),
             ("/usr/lib/libmpi.so.40", replace(nothing, kind="openmpi"), "MPI4PY_MPIABI=openmpi"),
-            ("/opt/cray/lib/libmpi_cray.so.12", replace(nothing, compiled_in=True), "built against it"),
-            ("/x/libmpi.so.12", replace(nothing, preloaded="/x/libmpi.so.12", named="/y"), "LD_PRELOAD"),
+            (
+                "/opt/cray/lib/libmpi_cray.so.12",
+                replace(nothing, compiled_in=True),
+                "built against it",
+            ),
+            (
+                "/x/libmpi.so.12",
+                replace(nothing, preloaded="/x/libmpi.so.12", named="/y"),
+                "LD_PRELOAD",
+            ),
             (None, nothing, "could not be found"),
         ],
     )

@@ -87,9 +87,15 @@ def lend(_: Loans, part: Any, returned: Any) -> Loan:
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_tensor_of_a_step_is_on_the_device(stage: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_tensor_of_a_step_is_on_the_device(
+    stage: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[list[Any]] = []
-    monkeypatch.setattr(reduction, "sum_pieces", lambda pieces, out, accumulate, squares, pool: given.append([*pieces, out, squares]))
+    monkeypatch.setattr(
+        reduction,
+        "sum_pieces",
+        lambda pieces, out, accumulate, squares, pool: given.append([*pieces, out, squares]),
+    )
 
     def adamw(state: Any, decay: float, scalars: Any, pool: Any) -> None:
         happened.append("adamw")
@@ -97,15 +103,24 @@ def test_every_tensor_of_a_step_is_on_the_device(stage: int, precision: str, mon
 
     monkeypatch.setattr(zero, "adamw", adamw)
     monkeypatch.setattr(Loans, "lend", lend)
-    monkeypatch.setattr(Unit, "fill_own", lambda unit, fill: unit.weights_from_master())  # initial values are made on the CPU
+    monkeypatch.setattr(
+        Unit, "fill_own", lambda unit, fill: unit.weights_from_master()
+    )  # initial values are made on the CPU
     spec = Spec(model=MODEL, train=Train(precision=precision), zero=Zero(stage=stage))  # type: ignore[arg-type]
     module = build.on_meta(MODEL)
     module.register_buffer("kept", torch.zeros(3))
     layers = list(zip(module.layers(), shapes.layers(MODEL), strict=True))
-    engine = Engine(module, layers, OneRank(), Settings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True))  # type: ignore[arg-type]
+    engine = Engine(
+        module,
+        layers,
+        OneRank(),
+        Settings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True),
+    )  # type: ignore[arg-type]
     text = torch.zeros(2, MODEL.seq_len + 1, dtype=torch.int64)
     for last in (False, True):
-        loss = engine(MicroBatch(text[:, :-1], text[:, 1:], torch.arange(2), 0, 1).on(engine.device))
+        loss = engine(
+            MicroBatch(text[:, :-1], text[:, 1:], torch.arange(2), 0, 1).on(engine.device)
+        )
         engine.backward(loss / 66, last)
     happened.clear()
     engine.finish_step(1e-3)
@@ -113,7 +128,18 @@ def test_every_tensor_of_a_step_is_on_the_device(stage: int, precision: str, mon
     assert happened[-2:] == ["settle", "read"]
     assert happened.count("read") == 1
     assert len(given) > 2 * len(engine.units)
-    states = [tensor for unit in engine.units for tensor in (unit.weights, unit.master, unit.moment1, unit.squares, unit.summed, *unit.parameters)]
+    states = [
+        tensor
+        for unit in engine.units
+        for tensor in (
+            unit.weights,
+            unit.master,
+            unit.moment1,
+            unit.squares,
+            unit.summed,
+            *unit.parameters,
+        )
+    ]
     assert {tensor.device.type for tensors in (*given, states) for tensor in tensors} == {"meta"}
     assert module.kept.is_meta
     engine.pool.close()

@@ -26,7 +26,9 @@ def batch_of(samples: int) -> MicroBatch:
     return MicroBatch(tokens, tokens, torch.arange(samples), 0, 1)
 
 
-def evaluated(losses: np.ndarray, seed: int, count: int, sizes: Sequence[int], by_sample: bool = True) -> Validation:
+def evaluated(
+    losses: np.ndarray, seed: int, count: int, sizes: Sequence[int], by_sample: bool = True
+) -> Validation:
     """Evaluate as a run does it: `count` windows in micro-batches of these sizes in turn."""
     drawn = [float(losses[window(seed, len(losses), sample)]) * SEQ_LEN for sample in range(count)]
     batches, told = [], []

@@ -46,7 +46,10 @@ def fit(said: str) -> None:
     ],
 )
 def test_a_long_name_or_number_is_an_error_in_one_line(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
@@ -95,12 +98,21 @@ def record(**changed: Any) -> str:
 WRONG = [
     *({"pid": "12"}, {"pid": -1}, {"pid": 2**70}, {"pid": True}, {"pid": None}, {"pid": 1.5}),
     *({"process_start": "now"}, {"process_start": None}, {"process_start": 1e308}),
-    *({"host": 3}, {"host": ["x"]}, {"kernel": {}}, {"since": "x" * 10_000}, {"job": 7}, {"user": None}),
+    *(
+        {"host": 3},
+        {"host": ["x"]},
+        {"kernel": {}},
+        {"since": "x" * 10_000},
+        {"job": 7},
+        {"user": None},
+    ),
 ]
 
 
 @pytest.mark.parametrize("changed", WRONG)
-def test_a_lock_record_of_wrong_types_is_none(changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_record_of_wrong_types_is_none(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hpczero.machine.is_local_file_system", lambda path: False)
     monkeypatch.setattr("hpczero.lock.SETTLE", 0.01)
     assert Holder.parse(record()) is not None
@@ -115,8 +127,13 @@ def test_a_lock_record_that_is_none_is_none(text: str) -> None:
     assert Holder.parse(text) is None
 
 
-@pytest.mark.parametrize(("ahead", "lives"), [(-STALE_AFTER * 2, False), (-10, True), (10, True), (86_400, False), (10**9, False)])
-def test_a_beat_from_the_future_is_none(ahead: float, lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ahead", "lives"),
+    [(-STALE_AFTER * 2, False), (-10, True), (10, True), (86_400, False), (10**9, False)],
+)
+def test_a_beat_from_the_future_is_none(
+    ahead: float, lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hpczero.machine.is_local_file_system", lambda path: False)
     monkeypatch.setattr("hpczero.lock.SETTLE", 0.01)
     path = tmp_path / "lock"

@@ -61,7 +61,9 @@ def test_the_folder_is_this_users_alone(cache: Path) -> None:
     assert kernel_cache._own_folder("key") is None
 
 
-def test_a_new_computer_takes_what_another_has_compiled(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_computer_takes_what_another_has_compiled(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
 
     def compiled(name: str) -> object:
@@ -80,7 +82,9 @@ def test_a_new_computer_takes_what_another_has_compiled(cache: Path, tmp_path: P
     assert [path.name for path in kept.parent.iterdir()] == ["key"]
 
 
-def test_the_key_and_the_kernels_names_follow_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_and_the_kernels_names_follow_the_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = tmp_path / "cuda" / "vectors.py"
     source.parent.mkdir()
     found = []
@@ -100,13 +104,23 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     dispatcher = pytest.importorskip("numba.core.registry").CPUDispatcher
     names = ["adamw", "dropout", "random", "cpu", "reduce"]
     modules = [vars(importlib.import_module(f"hpczero_kernels.{name}")) for name in names]
-    made = [value for module in modules for value in module.values() if isinstance(value, dispatcher)]
-    kept = {kernel.py_func.__name__: kernel._cache._impl.filename_base for kernel in made if hasattr(kernel._cache, "_impl")}
-    assert {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"} == set(kept)
+    made = [
+        value for module in modules for value in module.values() if isinstance(value, dispatcher)
+    ]
+    kept = {
+        kernel.py_func.__name__: kernel._cache._impl.filename_base
+        for kernel in made
+        if hasattr(kernel._cache, "_impl")
+    }
+    assert {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"} == set(
+        kept
+    )
     assert all(cpu.stamp() in base for base in kept.values()), kept
 
 
-def test_kernels_for_gpus_are_kept_as_well(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_for_gpus_are_kept_as_well(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second computer loads what the first has compiled, beside what it has itself."""
     compiled = []
 
@@ -133,8 +147,13 @@ def test_kernels_for_gpus_are_kept_as_well(cache: Path, tmp_path: Path, monkeypa
     assert compiled == [1, 1]
 
 
-@pytest.mark.parametrize(("broken", "said"), [("launch", "No module named 'cuda'"), ("compile", "libnvvm.so cannot be found")])
-def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [("launch", "No module named 'cuda'"), ("compile", "libnvvm.so cannot be found")],
+)
+def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(
+    broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def compile_it() -> None:
         raise OSError(said)
 
@@ -147,11 +166,15 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(broken: str, said: str, 
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(kernel_cache.importlib, "import_module", imported)
-    with pytest.raises(InputError, match=f"cannot be compiled: {said}; .*CUDA_HOME.*HPCZERO_KERNELS=torch"):
+    with pytest.raises(
+        InputError, match=f"cannot be compiled: {said}; .*CUDA_HOME.*HPCZERO_KERNELS=torch"
+    ):
         kernel_cache.of_gpu((9, 0))
 
 
-def test_where_pytorch_does_the_work_nothing_of_cuda_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_pytorch_does_the_work_nothing_of_cuda_is_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("hpczero_kernels.dispatch.on_gpus", lambda: False)
     monkeypatch.setitem(sys.modules, "hpczero_kernels.cuda.launch", None)
     kernel_cache.of_gpu((7, 0))

@@ -28,21 +28,30 @@ def test_rectangles_are_the_stretch_in_order(shape, data):
     stop = data.draw(st.integers(start, size))
     found = list(rectangles(tuple(shape), start, stop))
     everything = elements(tuple(slice(0, length) for length in shape))
-    assert [element for rectangle in found for element in elements(rectangle)] == everything[start:stop]
+    assert [element for rectangle in found for element in elements(rectangle)] == everything[
+        start:stop
+    ]
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-@pytest.mark.parametrize(("length", "grain", "ranks"), [(24, 4, 4), (24, 4, 6), (24, 4, 7), (257, 1, 4), (10, 4, 3), (0, 1, 2), (5, 1, 1)])
+@pytest.mark.parametrize(
+    ("length", "grain", "ranks"),
+    [(24, 4, 4), (24, 4, 6), (24, 4, 7), (257, 1, 4), (10, 4, 3), (0, 1, 2), (5, 1, 1)],
+)
 def test_shares_deal_out_whole_grains(length, grain, ranks):
     parts = [share(length, grain, ranks, rank) for rank in range(ranks)]
-    assert [element for part in parts for element in range(part.start, part.stop)] == list(range(length))
+    assert [element for part in parts for element in range(part.start, part.stop)] == list(
+        range(length)
+    )
     assert all(part.start % grain == 0 or part.start == length for part in parts)
     grains = [-(-(part.stop - part.start) // grain) for part in parts]
     assert max(grains) - min(grains) <= 1
 
 
 def test_six_heads_on_four_ranks():
-    assert [(part.stop - part.start) // 4 for part in (share(24, 4, 4, rank) for rank in range(4))] == [2, 2, 1, 1]
+    assert [
+        (part.stop - part.start) // 4 for part in (share(24, 4, 4, rank) for rank in range(4))
+    ] == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize(("shards", "tensor"), list(product((1, 2, 3, 5), (1, 2, 3))))
@@ -66,13 +75,19 @@ def test_every_element_is_stored_once_without_gaps(data, tensor):
         for stretch in stored(Holding(units, shard, rank)):
             assert stretch.offset == offset
             offset += stretch.inside.stop - stretch.inside.start
-            found.setdefault(stretch.name, []).extend(element for box in stretch.rectangles for element in elements(box))
+            found.setdefault(stretch.name, []).extend(
+                element for box in stretch.rectangles for element in elements(box)
+            )
     for parameter in (parameter for layer in shapes.layers(ODD) for parameter in layer.parameters):
-        assert sorted(found[parameter.name]) == elements(tuple(slice(0, length) for length in parameter.shape))
+        assert sorted(found[parameter.name]) == elements(
+            tuple(slice(0, length) for length in parameter.shape)
+        )
 
 
 def test_a_one_element_parameter_lies_on_one_rank():
-    layout = unit_layout(Layer("unit", (Parameter("scale", (1,), ZEROS), Parameter("scalar", (), ZEROS))), 4)
+    layout = unit_layout(
+        Layer("unit", (Parameter("scale", (1,), ZEROS), Parameter("scalar", (), ZEROS))), 4
+    )
     names = [[stretch.name for stretch in stored(Holding([layout], shard))] for shard in range(4)]
     assert names == [["scale"], ["scalar"], [], []]
 
@@ -84,26 +99,60 @@ def test_rectangles_follow_each_other_as_their_elements_lie_in_the_unit():
         for stretch in stored(Holding([layout], shard)):
             place = place_of[stretch.name]
             strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
-            flat = [sum(index * stride for index, stride in zip(at, strides, strict=True)) for box in stretch.rectangles for at in elements(box)]
-            assert [place.offset + at for at in flat] == list(range(stretch.inside.start, stretch.inside.stop))
-            assert layout.shard(shard).start <= stretch.inside.start < stretch.inside.stop <= layout.shard(shard).stop
+            flat = [
+                sum(index * stride for index, stride in zip(at, strides, strict=True))
+                for box in stretch.rectangles
+                for at in elements(box)
+            ]
+            assert [place.offset + at for at in flat] == list(
+                range(stretch.inside.start, stretch.inside.stop)
+            )
+            assert (
+                layout.shard(shard).start
+                <= stretch.inside.start
+                < stretch.inside.stop
+                <= layout.shard(shard).stop
+            )
 
 
 def rectangles_in(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
-    return list(product(*([slice(first, stop) for first in range(length + 1) for stop in range(first, length + 1)] for length in shape)))
+    return list(
+        product(
+            *(
+                [
+                    slice(first, stop)
+                    for first in range(length + 1)
+                    for stop in range(first, length + 1)
+                ]
+                for length in shape
+            )
+        )
+    )
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), (1, 4), (4, 1), (2, 3, 2), (0, 3), (2, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (5,), (3, 4), (1, 4), (4, 1), (2, 3, 2), (0, 3), (2, 1, 2, 2)], ids=str
+)
 def test_stretches_of_every_part_in_the_flattened_whole(shape):
     """Every stretch of every rectangle, against the addresses of its elements one by one; as few stretches as there can be."""
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for part in rectangles_in(shape):
-        addresses = [sum(index * stride for index, stride in zip(element, strides, strict=True)) for element in elements(part)]
+        addresses = [
+            sum(index * stride for index, stride in zip(element, strides, strict=True))
+            for element in elements(part)
+        ]
         for start in range(len(addresses) + 1):
             for stop in range(start, len(addresses) + 1):
                 found = list(stretches_of_part(shape, part, start, stop))
-                assert [address for stretch in found for address in range(stretch.start, stretch.stop)] == addresses[start:stop]
-                breaks = sum(after != before + 1 for before, after in zip(addresses[start:stop], addresses[start + 1 : stop], strict=False))
+                assert [
+                    address for stretch in found for address in range(stretch.start, stretch.stop)
+                ] == addresses[start:stop]
+                breaks = sum(
+                    after != before + 1
+                    for before, after in zip(
+                        addresses[start:stop], addresses[start + 1 : stop], strict=False
+                    )
+                )
                 assert len(found) <= breaks + 1
 
 
@@ -114,6 +163,10 @@ def test_the_parts_of_the_tensor_ranks_hold_the_whole_parameter(tensor):
             held = []
             for rank in range(tensor):
                 place = unit_layout(layer, 1, tensor, rank).places[index]
-                held += [element for part in place.logical(0, prod(place.shape)) for element in range(part.start, part.stop)]
+                held += [
+                    element
+                    for part in place.logical(0, prod(place.shape))
+                    for element in range(part.start, part.stop)
+                ]
             copies = 1 if parameter.split is not None else tensor
             assert sorted(held) == sorted(list(range(parameter.size)) * copies)

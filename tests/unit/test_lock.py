@@ -33,7 +33,12 @@ except InputError as error:
 
 
 def started(program: str, directory: Path) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, "-c", program, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
 
 def said(process: "subprocess.Popen[str]") -> str:
@@ -53,18 +58,32 @@ def test_the_file_names_the_holder_and_is_gone_afterwards(tmp_path: Path) -> Non
     with RunLock(tmp_path) as held:
         record, own = Holder.parse(held.path.read_text()), Holder.this_process()
         assert record is not None
-        assert (record.host, record.pid, record.process_start, record.user) == (own.host, os.getpid(), own.process_start, own.user)
+        assert (record.host, record.pid, record.process_start, record.user) == (
+            own.host,
+            os.getpid(),
+            own.process_start,
+            own.user,
+        )
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_second_writer_is_told_who_holds_it_and_changes_nothing(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+def test_a_second_writer_is_told_who_holds_it_and_changes_nothing(
+    tmp_path: Path, holder: "subprocess.Popen[str]"
+) -> None:
     before = (tmp_path / "lock").read_bytes()
-    with pytest.raises(InputError, match=rf"in use by process {holder.pid} on \S+, started by \S+ at 20\d\d-"), RunLock(tmp_path):
+    with (
+        pytest.raises(
+            InputError, match=rf"in use by process {holder.pid} on \S+, started by \S+ at 20\d\d-"
+        ),
+        RunLock(tmp_path),
+    ):
         pass
     assert (tmp_path / "lock").read_bytes() == before
 
 
-def test_after_kill_9_the_next_one_wins_at_once(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
+def test_after_kill_9_the_next_one_wins_at_once(
+    tmp_path: Path, holder: "subprocess.Popen[str]"
+) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     assert (tmp_path / "lock").exists()
@@ -139,7 +158,9 @@ def test_a_forked_child_neither_keeps_nor_releases_it(tmp_path: Path) -> None:
     os.waitpid(child, 0)
 
 
-def test_a_lock_file_removed_by_hand_is_put_back_by_the_next_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_removed_by_hand_is_put_back_by_the_next_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "BEAT_EVERY", 0.0)
     with RunLock(tmp_path) as held:
         held.path.unlink()
@@ -152,7 +173,10 @@ def test_a_lock_file_removed_by_hand_is_put_back_by_the_next_beat(tmp_path: Path
 
 
 def test_an_unwritable_or_missing_directory_is_the_users_mistake(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot write in the run directory"), RunLock(tmp_path / "missing"):
+    with (
+        pytest.raises(InputError, match="cannot write in the run directory"),
+        RunLock(tmp_path / "missing"),
+    ):
         pass
     (tmp_path / "lock").symlink_to("elsewhere")
     with pytest.raises(InputError), RunLock(tmp_path):
@@ -175,7 +199,10 @@ class TestWhereTheKernelsLockEndsAtThisComputer:
 
     def test_a_holder_elsewhere_lives_while_it_beats(self, tmp_path: Path) -> None:
         self.left_by(tmp_path, seconds_ago=100)
-        with pytest.raises(InputError, match=r"on node7.*last sign of life was 100 s ago.*600 s"), RunLock(tmp_path):
+        with (
+            pytest.raises(InputError, match=r"on node7.*last sign of life was 100 s ago.*600 s"),
+            RunLock(tmp_path),
+        ):
             pass
         assert "node7" in (tmp_path / "lock").read_text()
 
@@ -184,14 +211,18 @@ class TestWhereTheKernelsLockEndsAtThisComputer:
         with RunLock(tmp_path):
             assert "node7" not in (tmp_path / "lock").read_text()
 
-    def test_a_beat_makes_the_file_young(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_beat_makes_the_file_young(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(lock, "BEAT_EVERY", 0.0)
         with RunLock(tmp_path) as held:
             os.utime(held.path, (0, 0))
             held.beat()
             assert time.time() - held.path.stat().st_mtime < 100
 
-    def test_the_file_stays_young_while_its_holder_is_busy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_file_stays_young_while_its_holder_is_busy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(lock, "TOUCH_EVERY", 0.02)
         with RunLock(tmp_path) as held:
             for _ in range(2):
@@ -205,13 +236,23 @@ class TestWhereTheKernelsLockEndsAtThisComputer:
         time.sleep(0.1)
         assert (tmp_path / "lock").stat().st_mtime == 0, "of nobody any more"
 
-    def test_a_holder_here_is_dead_if_its_number_belongs_to_another_process_now(self, tmp_path: Path) -> None:
+    def test_a_holder_here_is_dead_if_its_number_belongs_to_another_process_now(
+        self, tmp_path: Path
+    ) -> None:
         here = Holder.this_process()
-        self.left_by(tmp_path, seconds_ago=1, host=here.host, kernel=here.kernel, process_start=here.process_start - 1000)
+        self.left_by(
+            tmp_path,
+            seconds_ago=1,
+            host=here.host,
+            kernel=here.kernel,
+            process_start=here.process_start - 1000,
+        )
         with RunLock(tmp_path):
             pass
 
-    def test_without_any_locks_a_living_holder_here_is_respected(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_any_locks_a_living_holder_here_is_respected(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def unsupported(descriptor: int, operation: int) -> None:
             raise OSError(lock.errno.ENOSYS, "not here")
 
@@ -221,8 +262,12 @@ class TestWhereTheKernelsLockEndsAtThisComputer:
                 pass
             assert (tmp_path / "lock").exists()
 
-    def test_of_two_that_came_at_once_the_first_to_write_gives_up(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(lock.time, "sleep", lambda seconds: self.left_by(tmp_path, seconds_ago=0))
+    def test_of_two_that_came_at_once_the_first_to_write_gives_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            lock.time, "sleep", lambda seconds: self.left_by(tmp_path, seconds_ago=0)
+        )
         with pytest.raises(InputError, match="node7"), RunLock(tmp_path):
             pass
         assert "node7" in (tmp_path / "lock").read_text()

@@ -26,9 +26,18 @@ def lay_out(root: Path, files: Mapping[str, str]) -> Path:
 
 
 class TestCgroupVersion2:
-    def computer(self, root: Path, files: Mapping[str, str], path: str = "/job/step/task", inside: str = "/") -> Path:
+    def computer(
+        self, root: Path, files: Mapping[str, str], path: str = "/job/step/task", inside: str = "/"
+    ) -> Path:
         cgroups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-        return lay_out(root, {"proc/self/cgroup": f"0::{path}\n", "proc/self/mountinfo": V2_MOUNT.format(inside=inside), **cgroups})
+        return lay_out(
+            root,
+            {
+                "proc/self/cgroup": f"0::{path}\n",
+                "proc/self/mountinfo": V2_MOUNT.format(inside=inside),
+                **cgroups,
+            },
+        )
 
     def test_the_tightest_parent_decides(self, tmp_path: Path) -> None:
         root = self.computer(
@@ -49,7 +58,12 @@ class TestCgroupVersion2:
         assert machine.cpu_quota(root) == 1.5
         limit = machine.memory_limit(root)
         assert limit is not None
-        assert (limit.limit, limit.used, limit.free, limit.folder.name) == (4 * GIB, 2 * GIB, 2 * GIB, "job")
+        assert (limit.limit, limit.used, limit.free, limit.folder.name) == (
+            4 * GIB,
+            2 * GIB,
+            2 * GIB,
+            "job",
+        )
 
     def test_what_leaves_the_least_room_wins_over_the_smaller_limit(self, tmp_path: Path) -> None:
         files = {
@@ -69,10 +83,22 @@ class TestCgroupVersion2:
 
     @pytest.mark.parametrize(
         ("path", "inside"),
-        [("/", "/"), ("/docker/abc", "/docker/abc"), ("/../../host/part", "/"), ("/elsewhere", "/docker/abc")],
+        [
+            ("/", "/"),
+            ("/docker/abc", "/docker/abc"),
+            ("/../../host/part", "/"),
+            ("/elsewhere", "/docker/abc"),
+        ],
     )
-    def test_a_container_sees_its_own_part_only(self, tmp_path: Path, path: str, inside: str) -> None:
-        root = self.computer(tmp_path, {"cpu.max": "50000 100000\n", "memory.max": f"{GIB}\n", "memory.current": "0\n"}, path, inside)
+    def test_a_container_sees_its_own_part_only(
+        self, tmp_path: Path, path: str, inside: str
+    ) -> None:
+        root = self.computer(
+            tmp_path,
+            {"cpu.max": "50000 100000\n", "memory.max": f"{GIB}\n", "memory.current": "0\n"},
+            path,
+            inside,
+        )
         (tmp_path / "sys/fs/cpu.max").write_text("1 100000\n")  # above the mount: not a cgroup
         assert machine.cpu_quota(root) == 0.5
         assert machine.memory_limit(root) == machine.MemoryLimit(GIB, 0, root / "sys/fs/cgroup")
@@ -82,7 +108,14 @@ class TestCgroupVersion1:
     def computer(self, root: Path, files: Mapping[str, str]) -> Path:
         text = "12:cpu,cpuacct:/slurm/job_7/step_0\n9:memory:/slurm/job_7/step_0\n1:name=systemd:/x\n0::/\n"
         cgroups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-        return lay_out(root, {"proc/self/cgroup": text, "proc/self/mountinfo": V1_MOUNTS.format(inside="/"), **cgroups})
+        return lay_out(
+            root,
+            {
+                "proc/self/cgroup": text,
+                "proc/self/mountinfo": V1_MOUNTS.format(inside="/"),
+                **cgroups,
+            },
+        )
 
     def test_the_tightest_parent_decides(self, tmp_path: Path) -> None:
         root = self.computer(
@@ -100,7 +133,9 @@ class TestCgroupVersion1:
             },
         )
         assert machine.cpu_quota(root) == 2.5
-        assert machine.memory_limit(root) == machine.MemoryLimit(2 * GIB, GIB // 2, root / "sys/fs/cgroup/memory/slurm/job_7")
+        assert machine.memory_limit(root) == machine.MemoryLimit(
+            2 * GIB, GIB // 2, root / "sys/fs/cgroup/memory/slurm/job_7"
+        )
 
     def test_no_limit(self, tmp_path: Path) -> None:
         root = self.computer(tmp_path, {"memory/memory.limit_in_bytes": "9223372036854771712\n"})
@@ -109,7 +144,12 @@ class TestCgroupVersion1:
 
 
 def test_usable_memory_is_the_smaller_of_what_is_free_and_what_is_allowed(tmp_path: Path) -> None:
-    lay_out(tmp_path, {"proc/meminfo": "MemTotal:       16777216 kB\nMemFree: 1 kB\nMemAvailable:    8388608 kB\n"})
+    lay_out(
+        tmp_path,
+        {
+            "proc/meminfo": "MemTotal:       16777216 kB\nMemFree: 1 kB\nMemAvailable:    8388608 kB\n"
+        },
+    )
     free = machine.memory(tmp_path)
     assert (free.physical, free.available, free.usable) == (16 * GIB, 8 * GIB, 8 * GIB)
     limited = machine.Memory(16 * GIB, 8 * GIB, machine.MemoryLimit(4 * GIB, GIB, tmp_path))
@@ -152,7 +192,10 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(tmp_path: Path
 
 def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
     here = os.sched_getaffinity(0)
-    siblings = {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{min(here)},99\n" for cpu in here}
+    siblings = {
+        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{min(here)},99\n"
+        for cpu in here
+    }
     assert machine.usable_cores(lay_out(tmp_path, siblings)) == {min(here)}
 
 
@@ -172,12 +215,22 @@ def test_two_threads_of_one_core_count_once(tmp_path: Path) -> None:
         ([], None, []),
     ],
 )
-def test_threads_per_rank(affinities: list[set[int]], quota: float | None, threads: list[int]) -> None:
+def test_threads_per_rank(
+    affinities: list[set[int]], quota: float | None, threads: list[int]
+) -> None:
     assert machine.threads_per_rank(affinities, quota) == threads
 
 
 def test_stale_segments_are_ours_by_name_and_nobodys_by_use(tmp_path: Path) -> None:
-    for name in ("mpich_shm_1", "hpczero-7", "sm_segment.host.0.1", "psm3_shm.0", "thesis.txt", "mpich_shm_mapped", "vader_segment.open"):
+    for name in (
+        "mpich_shm_1",
+        "hpczero-7",
+        "sm_segment.host.0.1",
+        "psm3_shm.0",
+        "thesis.txt",
+        "mpich_shm_mapped",
+        "vader_segment.open",
+    ):
         (tmp_path / name).write_bytes(b"x" * 4096)
     (tmp_path / "mpich_shm_link").symlink_to(tmp_path / "thesis.txt")
     with (tmp_path / "mpich_shm_mapped").open("r+b") as file:
@@ -192,7 +245,10 @@ def test_stale_segments_are_ours_by_name_and_nobodys_by_use(tmp_path: Path) -> N
     }
     assert {segment.size for segment in found} == {4096}
     mapped.close()
-    assert {segment.path.name for segment in machine.stale_segments(tmp_path)} >= {"mpich_shm_mapped", "vader_segment.open"}
+    assert {segment.path.name for segment in machine.stale_segments(tmp_path)} >= {
+        "mpich_shm_mapped",
+        "vader_segment.open",
+    }
 
 
 def test_stale_segments_of_some_makers_are_removed(
@@ -212,7 +268,9 @@ def test_stale_segments_of_some_makers_are_removed(
     assert len(machine.remove_stale_segments(None, tmp_path)[1]) == 3
 
 
-def test_another_users_segments_are_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_segments_are_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mpich_shm_1").touch()
     monkeypatch.setattr(machine.os, "getuid", lambda: 12345678)
     assert machine.stale_segments(tmp_path) == []
@@ -220,9 +278,17 @@ def test_another_users_segments_are_not_ours(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("pid", "ipc", "seen"),
-    [(4026531836, 4026531839, True), (4026531836, 99, True), (99, 98, True), (99, 4026531839, False), (None, None, False)],
+    [
+        (4026531836, 4026531839, True),
+        (4026531836, 99, True),
+        (99, 98, True),
+        (99, 4026531839, False),
+        (None, None, False),
+    ],
 )
-def test_a_container_that_shares_the_hosts_memory_cannot_judge(tmp_path: Path, pid: int | None, ipc: int | None, seen: bool) -> None:
+def test_a_container_that_shares_the_hosts_memory_cannot_judge(
+    tmp_path: Path, pid: int | None, ipc: int | None, seen: bool
+) -> None:
     namespaces = tmp_path / "self" / "ns"
     namespaces.mkdir(parents=True)
     for kind, number in (("pid", pid), ("ipc", ipc)):
@@ -237,4 +303,7 @@ def test_maps_are_read_by_device_and_inode() -> None:
         "7f20-7f30 rw-p 00000000 00:00 0 \n"
         "7f40-7f50 r-xp 00001000 103:0a 4711 /usr/lib/with space.so\n"
     )
-    assert machine.mapped_files(maps) == {(os.makedev(0, 0x17), 42), (os.makedev(0x103, 0x0A), 4711)}
+    assert machine.mapped_files(maps) == {
+        (os.makedev(0, 0x17), 42),
+        (os.makedev(0x103, 0x0A), 4711),
+    }

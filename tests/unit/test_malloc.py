@@ -24,8 +24,19 @@ PAGES = 133 << 8  # of a step
 
 
 def counted(**environment: str) -> list[int]:
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
-    run = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True, timeout=60, env=plain | environment)
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", STEPS],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=plain | environment,
+    )
     return [int(word) for word in run.stdout.split()]
 
 
@@ -37,7 +48,10 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     assert after > PAGES / 2
 
 
-@pytest.mark.parametrize(("name", "value"), [("MALLOC_TOP_PAD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.top_pad=131072")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_TOP_PAD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.top_pad=131072")],
+)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc is told")
 def test_what_the_environment_says_stays(name: str, value: str) -> None:
     accepted, next_step, _ = counted(**{name: value})

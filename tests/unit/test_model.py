@@ -9,7 +9,9 @@ from hpczero.spec.schema import Model
 
 CASES = [
     Model(),
-    Model(layers=1, hidden=10, heads=3, vocab=5, seq_len=7, tied_embeddings=False),  # heads that do not divide the width
+    Model(
+        layers=1, hidden=10, heads=3, vocab=5, seq_len=7, tied_embeddings=False
+    ),  # heads that do not divide the width
     Model(layers=3, hidden=8, heads=2, head_dim=5, ffn=11, vocab=13, seq_len=4),
 ]
 
@@ -27,18 +29,28 @@ def real(model: Model, seed: int = 1, dtype: torch.dtype = torch.float32) -> tor
 
 
 def batch_of(model: Model, samples: int, step: int = 0) -> MicroBatch:
-    text = torch.randint(0, model.vocab, (samples, model.seq_len + 1), generator=torch.Generator().manual_seed(3))
+    text = torch.randint(
+        0, model.vocab, (samples, model.seq_len + 1), generator=torch.Generator().manual_seed(3)
+    )
     return MicroBatch(text[:, :-1], text[:, 1:], torch.arange(samples), step, seed=1)
 
 
 @pytest.mark.parametrize("model", CASES)
 def test_torch_model_equals_shapes(model):
-    described = {parameter.name: parameter.shape for layer in shapes.layers(model) for parameter in layer.parameters}
+    described = {
+        parameter.name: parameter.shape
+        for layer in shapes.layers(model)
+        for parameter in layer.parameters
+    }
     module = build.on_meta(model)
-    assert {name: tuple(parameter.shape) for name, parameter in module.named_parameters()} == described
+    assert {
+        name: tuple(parameter.shape) for name, parameter in module.named_parameters()
+    } == described
     assert all(parameter.is_meta for parameter in module.parameters())
     assert len(module.layers()) == len(shapes.layers(model))
-    assert sum(parameter.numel() for parameter in module.parameters()) == shapes.parameter_count(model)
+    assert sum(parameter.numel() for parameter in module.parameters()) == shapes.parameter_count(
+        model
+    )
 
 
 @pytest.mark.parametrize("model", CASES)
@@ -96,7 +108,10 @@ def test_dropout_follows_the_sample_not_its_place_in_the_batch():
     model = Model(layers=2, hidden=16, heads=2, seq_len=8, vocab=11, dropout=0.5)
     module = real(model, dtype=torch.float64)
     both = batch_of(model, 2)
-    apart = [MicroBatch(both.tokens[i : i + 1], both.targets[i : i + 1], both.samples[i : i + 1], 0, 1) for i in range(2)]
+    apart = [
+        MicroBatch(both.tokens[i : i + 1], both.targets[i : i + 1], both.samples[i : i + 1], 0, 1)
+        for i in range(2)
+    ]
     together = module(both).item()
     assert together == pytest.approx(sum(module(one).item() for one in apart), rel=1e-6)
     assert module(batch_of(model, 2, step=1)).item() != pytest.approx(together, rel=1e-6)

@@ -8,7 +8,9 @@ from hpczero.spec.schema import Optimizer, Schedule, Spec, Train
 
 
 def rates(steps: int, **schedule: object) -> list[float]:
-    spec = Spec(train=Train(steps=steps), optimizer=Optimizer(lr=1.0), schedule=Schedule(**schedule))
+    spec = Spec(
+        train=Train(steps=steps), optimizer=Optimizer(lr=1.0), schedule=Schedule(**schedule)
+    )
     return [learning_rate(spec, step) for step in range(steps)]
 
 
@@ -17,7 +19,9 @@ def test_warm_up_reaches_the_full_rate_at_its_last_step():
 
 
 def test_linear():
-    assert rates(6, name="linear", warmup_steps=1, min_lr=0.2) == pytest.approx([1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    assert rates(6, name="linear", warmup_steps=1, min_lr=0.2) == pytest.approx(
+        [1.0, 1.0, 0.8, 0.6, 0.4, 0.2]
+    )
 
 
 def test_cosine():
@@ -43,7 +47,11 @@ def test_tiny_runs_have_a_rate(name, steps, warmup):
 
 
 def test_beyond_the_last_step_the_rate_stays_low():
-    spec = Spec(train=Train(steps=5), optimizer=Optimizer(lr=1.0), schedule=Schedule(name="cosine", min_lr=0.1))
+    spec = Spec(
+        train=Train(steps=5),
+        optimizer=Optimizer(lr=1.0),
+        schedule=Schedule(name="cosine", min_lr=0.1),
+    )
     assert learning_rate(spec, 50) == pytest.approx(0.1)
 
 

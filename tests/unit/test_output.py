@@ -47,7 +47,9 @@ def lines_of(steps: int, log_every: int, until: int) -> list[str]:
 
 def test_a_line_is_time_event_and_values() -> None:
     text = line("start", {"name": "demo", "ranks": 4, "node_shared": False, "path": None})
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ start name=demo ranks=4 node_shared=false path=none", text)
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ start name=demo ranks=4 node_shared=false path=none", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,10 @@ def test_numbers_have_three_digits(text: str, figure: float | None) -> None:
     assert number(figure) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00:00"), (61.6, "0:01:02"), (3599.9, "1:00:00"), (100 * 3600, "100:00:00")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00:00"), (61.6, "0:01:02"), (3599.9, "1:00:00"), (100 * 3600, "100:00:00")],
+)
 def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
@@ -107,7 +112,8 @@ def test_steps_are_said_every_so_often_and_at_the_end() -> None:
     said = lines_of(steps=25, log_every=10, until=25)
     assert [re.search(r"step=(\S+)", text)[1] for text in said] == ["10/25", "20/25", "25/25"]  # type: ignore[index]
     assert (
-        "loss=3.2500 grad_norm=0.500 lr=3.00e-04 tokens/s=4.10k compute=60% communication=20% data=10% other=10% left=0:00:00" in said[-1]
+        "loss=3.2500 grad_norm=0.500 lr=3.00e-04 tokens/s=4.10k compute=60% communication=20% data=10% other=10% left=0:00:00"
+        in said[-1]
     )
 
 
@@ -173,10 +179,14 @@ def test_a_file_gets_lines_even_if_live_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_terminal_gets_the_live_panel() -> None:
-    said = on_a_terminal([sys.executable, "-c", PROGRAM, "auto"], {"TERM": "xterm-256color", "NO_COLOR": ""})
+    said = on_a_terminal(
+        [sys.executable, "-c", PROGRAM, "auto"], {"TERM": "xterm-256color", "NO_COLOR": ""}
+    )
     assert "step 3/3" in said
     assert "\x1b[2K" in said
-    assert re.search(r"^\S*Z start name=demo", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", said), re.MULTILINE)
+    assert re.search(
+        r"^\S*Z start name=demo", re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", said), re.MULTILINE
+    )
     assert said.rstrip().endswith("the end")
     assert "─" * 98 in said
     assert "─" * 99 not in said
@@ -184,7 +194,9 @@ def test_a_terminal_gets_the_live_panel() -> None:
 
 
 def test_no_colour_and_dumb_terminals_are_respected() -> None:
-    plain = on_a_terminal([sys.executable, "-c", PROGRAM, "auto"], {"TERM": "xterm-256color", "NO_COLOR": "1"})
+    plain = on_a_terminal(
+        [sys.executable, "-c", PROGRAM, "auto"], {"TERM": "xterm-256color", "NO_COLOR": "1"}
+    )
     assert "step 3/3" in plain
     assert not re.search(r"\x1b\[[0-9;]*[39][0-7]m", plain)
     assert "\x1b" not in on_a_terminal([sys.executable, "-c", PROGRAM, "auto"], {"TERM": "dumb"})
@@ -192,12 +204,18 @@ def test_no_colour_and_dumb_terminals_are_respected() -> None:
 
 
 def test_a_pipe_from_a_terminal_gets_lines() -> None:
-    said = on_a_terminal(["sh", "-c", '"$0" -c "$1" auto | cat', sys.executable, PROGRAM], {"TERM": "xterm"})
+    said = on_a_terminal(
+        ["sh", "-c", '"$0" -c "$1" auto | cat', sys.executable, PROGRAM], {"TERM": "xterm"}
+    )
     assert "\x1b" not in said
     assert " step step=3/3 " in said
 
 
-@pytest.mark.parametrize("option", ["--output", "-outfile-pattern=x", "--tag-output", "-l", "-prepend-rank"])
+@pytest.mark.parametrize(
+    "option", ["--output", "-outfile-pattern=x", "--tag-output", "-l", "-prepend-rank"]
+)
 def test_a_launcher_that_rewrites_the_output_is_no_terminal(option: str) -> None:
     assert terminal._redirects(["mpirun", option, "-n", "2", "python"])
-    assert not terminal._redirects(["mpirun", "-n", "2", "-launcher", "ssh", "--oversubscribe", "python"])
+    assert not terminal._redirects(
+        ["mpirun", "-n", "2", "-launcher", "ssh", "--oversubscribe", "python"]
+    )

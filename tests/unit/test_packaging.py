@@ -12,7 +12,9 @@ from hpczero.spec.load import load
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 EXTRAS = {"train", "mpi", "cuda", "ptx", "test", "dev"}
-PAGES = [CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((CHECKOUT / "docs").glob("*.md"))
+PAGES = [CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
+    (CHECKOUT / "docs").glob("*.md")
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +27,14 @@ def setup() -> configparser.ConfigParser:
 @pytest.fixture(scope="module")
 def pins() -> dict[str, str]:
     """constraints.txt: name -> version."""
-    lines = [line for line in (CHECKOUT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines), "exact versions only"
+    lines = [
+        line
+        for line in (CHECKOUT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines), (
+        "exact versions only"
+    )
     return {normal(name): version for name, version in (line.split("==") for line in lines)}
 
 
@@ -50,7 +58,9 @@ def test_every_folder_with_modules_is_listed(setup: configparser.ConfigParser) -
     folders = {path.parent.relative_to(CHECKOUT) for path in (CHECKOUT / "hpczero").rglob("*.py")}
     kernels = CHECKOUT / "numba_cuda"
     folders |= {path.parent.relative_to(kernels) for path in kernels.rglob("*.py")}
-    assert sorted(lines(setup["options"]["packages"])) == sorted(".".join(folder.parts) for folder in folders)
+    assert sorted(lines(setup["options"]["packages"])) == sorted(
+        ".".join(folder.parts) for folder in folders
+    )
 
 
 def test_every_job_spec_and_template_is_installed(setup: configparser.ConfigParser) -> None:
@@ -60,7 +70,12 @@ def test_every_job_spec_and_template_is_installed(setup: configparser.ConfigPars
         for pattern in patterns:
             assert pattern == place.removeprefix("share/hpczero/") + "/*"
             installed |= {path for path in CHECKOUT.glob(pattern) if path.is_file()}
-    there = {path for folder in ("jobspecs", "sites", "templates") for path in (CHECKOUT / folder).rglob("*") if path.is_file()}
+    there = {
+        path
+        for folder in ("jobspecs", "sites", "templates")
+        for path in (CHECKOUT / folder).rglob("*")
+        if path.is_file()
+    }
     assert there
     assert installed == there
 
@@ -75,18 +90,30 @@ def test_extras(setup: configparser.ConfigParser) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "version"), [("torch", "2.6.0a0+site"), ("torch", "2.9.1+rocm6.4"), ("mpi4py", "4.1.0+site"), ("mpi4py", "4.0.0rc1")]
+    ("package", "version"),
+    [
+        ("torch", "2.6.0a0+site"),
+        ("torch", "2.9.1+rocm6.4"),
+        ("mpi4py", "4.1.0+site"),
+        ("mpi4py", "4.0.0rc1"),
+    ],
 )
-def test_builds_of_a_site_are_accepted(setup: configparser.ConfigParser, package: str, version: str) -> None:
+def test_builds_of_a_site_are_accepted(
+    setup: configparser.ConfigParser, package: str, version: str
+) -> None:
     assert requirements(setup, "train")[package].specifier.contains(version)
 
 
 def test_nothing_has_an_upper_bound(setup: configparser.ConfigParser) -> None:
     for requirement in [*requirements(setup).values(), *requirements(setup, *EXTRAS).values()]:
-        assert {specifier.operator for specifier in requirement.specifier} == {">="}, str(requirement)
+        assert {specifier.operator for specifier in requirement.specifier} == {">="}, str(
+            requirement
+        )
 
 
-def test_the_known_good_set_is_complete_and_fits(setup: configparser.ConfigParser, pins: dict[str, str]) -> None:
+def test_the_known_good_set_is_complete_and_fits(
+    setup: configparser.ConfigParser, pins: dict[str, str]
+) -> None:
     needed = requirements(setup) | requirements(setup, *EXTRAS)
     for name, requirement in needed.items():
         if name != "pip":
@@ -112,7 +139,9 @@ def test_links_between_the_pages_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_the_pages_name_exist(page: Path) -> None:
     """What stands as `folder/name` in code quotes and begins with a folder of the checkout."""
-    for name in re.findall(r"`((?:scripts|jobspecs|docs|tests|hpczero|numba_cuda)/[\w./-]+)`", page.read_text()):
+    for name in re.findall(
+        r"`((?:scripts|jobspecs|docs|tests|hpczero|numba_cuda)/[\w./-]+)`", page.read_text()
+    ):
         assert (CHECKOUT / name).exists() or page.name == "log.md", f"{page.name} names {name}"
 
 

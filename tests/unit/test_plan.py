@@ -14,7 +14,12 @@ MODELS = [Model(family=family, tied_embeddings=tied) for family in PLANS for tie
 def planned(model: Model) -> dict[str, object]:
     plan = PLANS[model.family]
     names = [name for name, _ in build.on_meta(model).named_modules()]
-    return {name: make for pattern, make in {**plan.tensor, **plan.sequence}.items() for name in names if _matches(name, pattern)}
+    return {
+        name: make
+        for pattern, make in {**plan.tensor, **plan.sequence}.items()
+        for name in names
+        if _matches(name, pattern)
+    }
 
 
 def test_every_family_has_a_plan():
@@ -35,7 +40,9 @@ def test_parameters_are_cut_as_the_plan_uses_them(model):
     is used on own rows only by modules that sum its gradient.
     """
     entries = planned(model)
-    for parameter in (parameter for layer in shapes.layers(model) for parameter in layer.parameters):
+    for parameter in (
+        parameter for layer in shapes.layers(model) for parameter in layer.parameters
+    ):
         module, _, name = parameter.name.rpartition(".")
         dims, entry = len(parameter.shape), entries.get(module)
         if entry is ColumnLinear:

@@ -262,5 +262,7 @@ def test_ranks_lie_on_nodes_as_the_partition_has_gpus(capsys: pytest.CaptureFixt
     _, layout, _ = checked(capsys, GPT_7B, "--ranks", "16", *SMALL, *PERLMUTTER)
     assert layout["memory"]["ranks_on_node"] == 4
     assert layout["memory"]["device"]["ranks_on_gpu"] == 1
-    _, layout, _ = checked(capsys, GPT_7B, "--ranks", "16", "--ranks-per-node", "16", *SMALL, *PERLMUTTER)
+    _, layout, _ = checked(
+        capsys, GPT_7B, "--ranks", "16", "--ranks-per-node", "16", *SMALL, *PERLMUTTER
+    )
     assert layout["memory"]["device"]["ranks_on_gpu"] == 4

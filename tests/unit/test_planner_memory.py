@@ -16,7 +16,13 @@ ODD = Model(layers=2, hidden=10, heads=3, vocab=11, seq_len=5, ffn=7)
 STATES = ("weights", "master", "moments", "gradients")
 
 
-def job(model: Model = LARGE, stage: int = 0, precision: str = "bf16", accumulates: bool = False, node_shared: Any = False) -> Spec:
+def job(
+    model: Model = LARGE,
+    stage: int = 0,
+    precision: str = "bf16",
+    accumulates: bool = False,
+    node_shared: Any = False,
+) -> Spec:
     """A micro-batch of one sequence on each of up to eight ranks, or two of them."""
     train = Train(precision=precision, micro_batch=1, global_batch=16 if accumulates else 1)  # type: ignore[arg-type]
     return Spec(model=model, train=train, zero=Zero(stage=stage, node_shared=node_shared))  # type: ignore[arg-type]
@@ -48,10 +54,21 @@ def test_large_models_follow_the_closed_formulas(stage: int, accumulates: bool) 
     assert parameters > 100_000_000
     for ranks in range(1, 9):
         states = states_of(predicted(job(stage=stage, accumulates=accumulates), ranks))
-        assert states / parameters == pytest.approx(formula(stage, ranks, gradient, 2 / ranks if stage == 3 else 2), rel=0.02)
+        assert states / parameters == pytest.approx(
+            formula(stage, ranks, gradient, 2 / ranks if stage == 3 else 2), rel=0.02
+        )
         for on_node in range(1, ranks + 1):
-            shared = states_of(predicted(job(stage=stage, accumulates=accumulates, node_shared=True), ranks, on_node, shared=True))
-            assert shared / parameters == pytest.approx(formula(stage, ranks, gradient, 2 / on_node), rel=0.02)
+            shared = states_of(
+                predicted(
+                    job(stage=stage, accumulates=accumulates, node_shared=True),
+                    ranks,
+                    on_node,
+                    shared=True,
+                )
+            )
+            assert shared / parameters == pytest.approx(
+                formula(stage, ranks, gradient, 2 / on_node), rel=0.02
+            )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -66,7 +83,11 @@ def test_fp32_has_no_separate_master_weights(stage: int) -> None:
 def test_in_flight_are_two_of_the_largest_units() -> None:
     largest = max(layer.size for layer in shapes.layers(LARGE))
     slots = [
-        (predicted(job(stage=stage), 4).rank["gradient slots"], predicted(job(stage=stage), 4).rank["gather slots"]) for stage in range(4)
+        (
+            predicted(job(stage=stage), 4).rank["gradient slots"],
+            predicted(job(stage=stage), 4).rank["gather slots"],
+        )
+        for stage in range(4)
     ]
     assert slots[:2] == [(0, 0), (0, 0)]
     assert slots[2] == (pytest.approx(2 * 2 * largest, rel=0.001), 0)
@@ -85,7 +106,10 @@ def test_what_a_node_holds_together_counts_once() -> None:
         assert kinds.of(4) == sum(kinds.node.values())
         assert kinds.of(2) == kinds.of(4) // 2
     for place, own in ((Placement(4, 4, True), weights // 4), (Placement(4, 4, False), weights)):
-        assert place.part_of_rank({"weights": weights, "master": 8}) == {"weights": own, "master": 8}
+        assert place.part_of_rank({"weights": weights, "master": 8}) == {
+            "weights": own,
+            "master": 8,
+        }
 
 
 def test_in_windows_at_stage_2_are_the_weights_and_the_slots() -> None:
@@ -94,10 +118,16 @@ def test_in_windows_at_stage_2_are_the_weights_and_the_slots() -> None:
 
 
 def test_communication_buffers_do_not_depend_on_the_model() -> None:
-    sizes = {predicted(job(model), ranks).rank["communication"] for model in (LARGE, ODD) for ranks in (2, 8)}
+    sizes = {
+        predicted(job(model), ranks).rank["communication"]
+        for model in (LARGE, ODD)
+        for ranks in (2, 8)
+    }
     assert len(sizes) == 1
     assert predicted(job(), 1).rank["communication"] == 0
-    assert predicted(job(), 4, 4, shared=True).rank["communication"] == 0, "all of it is read in place"
+    assert predicted(job(), 4, 4, shared=True).rank["communication"] == 0, (
+        "all of it is read in place"
+    )
     assert {predicted(job(), 8, 4, shared=True).rank["communication"]} == sizes
 
 
@@ -127,7 +157,11 @@ class Alone:
         return {}
 
     def written(self, elements: int, sharded: bool) -> slice:
-        return slice(self.rank * elements // self.size, (self.rank + 1) * elements // self.size) if sharded else slice(0, elements)
+        return (
+            slice(self.rank * elements // self.size, (self.rank + 1) * elements // self.size)
+            if sharded
+            else slice(0, elements)
+        )
 
     def gather(self, *_: object, **__: object) -> "Alone":
         return self
@@ -140,7 +174,9 @@ class Alone:
         return True
 
 
-@pytest.mark.parametrize(("stage", "precision", "accumulates"), list(product(range(4), ("bf16", "fp32"), (False, True))))
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulates"), list(product(range(4), ("bf16", "fp32"), (False, True)))
+)
 def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates: bool) -> None:
     """On a model whose units are mostly padding, to the byte, and in blocks of just that size."""
     torch = pytest.importorskip("torch")
@@ -176,18 +212,36 @@ def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
 
     spec, module = job(stage=stage), Beside()
     layers = layers_of(module)
-    assert [layer.around for _, layer in layers if any(own.name == "table" for own in layer.parameters)] == [True]
+    assert [
+        layer.around for _, layer in layers if any(own.name == "table" for own in layer.parameters)
+    ] == [True]
     kinds = need(spec, [layer for _, layer in layers], Placement(2, 1, False)).rank
-    engine = Engine(module, layers, Alone(0, 2), Settings(spec.train, spec.optimizer, spec.zero, spec.seed, False))  # type: ignore[arg-type]
+    engine = Engine(
+        module,
+        layers,
+        Alone(0, 2),
+        Settings(spec.train, spec.optimizer, spec.zero, spec.seed, False),
+    )  # type: ignore[arg-type]
     allocated = engine.memory()
     assert allocated == {kind: kinds[kind] for kind in allocated}
-    assert allocated["gather slots"] == (3 * 2000 * 64 * 2 if stage == 3 else 0), "two slots as large as the table, and its own place"
+    assert allocated["gather slots"] == (3 * 2000 * 64 * 2 if stage == 3 else 0), (
+        "two slots as large as the table, and its own place"
+    )
 
 
 MODELS = [
     Model(layers=6, hidden=64, heads=4, vocab=5, seq_len=64),
     Model(layers=6, hidden=64, heads=4, vocab=5, seq_len=64, dropout=0.1),
-    Model(layers=5, hidden=32, heads=2, head_dim=48, ffn=300, vocab=5, seq_len=32, tied_embeddings=False),
+    Model(
+        layers=5,
+        hidden=32,
+        heads=2,
+        head_dim=48,
+        ffn=300,
+        vocab=5,
+        seq_len=32,
+        tied_embeddings=False,
+    ),
 ]
 
 
@@ -199,7 +253,11 @@ def test_activations_are_what_autograd_keeps(model: Model, precision: str) -> No
     from hpczero.model import build
     from hpczero.model.batch import MicroBatch
 
-    module = build.on_meta(model).to_empty(device="cpu").to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    module = (
+        build.on_meta(model)
+        .to_empty(device="cpu")
+        .to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    )
     for parameter in module.parameters():
         torch.nn.init.constant_(parameter, 0.01)
     known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -243,10 +301,17 @@ def test_our_cross_entropy_keeps_no_logits_in_fp32() -> None:
 
     model = Model(layers=1, hidden=32, vocab=vocab, seq_len=512)
     spec = Spec(model=model)
-    pytorchs, ours = (activations(spec, 1, kernels=frozenset(names)) for names in ((), {"cross_entropy"}))
+    pytorchs, ours = (
+        activations(spec, 1, kernels=frozenset(names)) for names in ((), {"cross_entropy"})
+    )
     assert pytorchs - ours == pytest.approx((12 - 2) * rows * vocab, rel=0.1)
 
 
 def test_a_wide_vocabulary_makes_the_loss_the_widest_moment() -> None:
-    narrow, wide = (Spec(model=Model(layers=1, hidden=32, vocab=vocab, seq_len=512)) for vocab in (1000, 101_000))
-    assert activations(wide, 8) - activations(narrow, 8) == pytest.approx(3 * 4 * 100_000 * 512 * 8, rel=0.05)
+    narrow, wide = (
+        Spec(model=Model(layers=1, hidden=32, vocab=vocab, seq_len=512))
+        for vocab in (1000, 101_000)
+    )
+    assert activations(wide, 8) - activations(narrow, 8) == pytest.approx(
+        3 * 4 * 100_000 * 512 * 8, rel=0.05
+    )

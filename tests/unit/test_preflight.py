@@ -21,7 +21,11 @@ HALF_BILLION = Model(layers=36, hidden=1024, heads=16, vocab=32_000, seq_len=128
 
 
 def spec(**zero: Any) -> Spec:
-    return Spec(model=HALF_BILLION, train=Train(micro_batch=1, global_batch=4), zero=Zero(**({"stage": 0, "node_shared": False} | zero)))
+    return Spec(
+        model=HALF_BILLION,
+        train=Train(micro_batch=1, global_batch=4),
+        zero=Zero(**({"stage": 0, "node_shared": False} | zero)),
+    )
 
 
 def rank(node: int = 0, available: float = 24, **changes: Any) -> dict[str, Any]:
@@ -48,7 +52,12 @@ def test_what_fits_is_not_refused() -> None:
 
 
 def on_gpu(number: int, free: float = 80, **changes: Any) -> dict[str, Any]:
-    gpu = {"identity": f"GPU-{number}", "name": f"NVIDIA H200 (cuda:{number})", "free": int(free * GB), "held": 0}
+    gpu = {
+        "identity": f"GPU-{number}",
+        "name": f"NVIDIA H200 (cuda:{number})",
+        "free": int(free * GB),
+        "held": 0,
+    }
     return rank(**changes) | {"gpu": gpu}
 
 
@@ -56,7 +65,10 @@ def test_a_gpus_memory_holds_the_model_and_the_computers_the_rest() -> None:
     assert judged(spec(), on_gpu(0, 12, available=5), on_gpu(1, 12, available=5)) is None
     text = judged(spec(), on_gpu(0, 12, available=0.4), on_gpu(1, 12, available=0.4))
     assert text is not None
-    assert re.match(r"zero\.stage = 0 needs 500\.0 MB on n0 \(2 ranks\), where 400\.0 MB are available \(each rank: .*runtime 250\.0 MB", text)
+    assert re.match(
+        r"zero\.stage = 0 needs 500\.0 MB on n0 \(2 ranks\), where 400\.0 MB are available \(each rank: .*runtime 250\.0 MB",
+        text,
+    )
     assert "moments" not in text
 
 
@@ -64,7 +76,10 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     assert judged(spec(), on_gpu(0, 20), on_gpu(0, 20)) is None
     text = judged(spec(node_shared="auto"), on_gpu(0, 12), on_gpu(0, 12))
     assert text is not None
-    assert re.match(r"zero\.stage = 0 needs 1\d\.\d GB on NVIDIA H200 \(cuda:0\) of n0 \(2 ranks\), where 12\.0 GB are available", text)
+    assert re.match(
+        r"zero\.stage = 0 needs 1\d\.\d GB on NVIDIA H200 \(cuda:0\) of n0 \(2 ranks\), where 12\.0 GB are available",
+        text,
+    )
     assert "runtime" not in text
     assert "node_shared = " not in text, "which is for CPUs"
 
@@ -73,7 +88,8 @@ def test_too_large_says_all_numbers_and_what_would_fit() -> None:
     text = judged(spec(), *[rank()] * 4)
     assert text is not None
     assert re.match(
-        r"zero\.stage = 0 needs 3\d\.\d GB on n0 \(4 ranks\), where 24\.0 GB are available \(each rank: moments 3\.9 GB, ", text
+        r"zero\.stage = 0 needs 3\d\.\d GB on n0 \(4 ranks\), where 24\.0 GB are available \(each rank: moments 3\.9 GB, ",
+        text,
     )
     for stage in (1, 2, 3):
         assert f"zero.stage = {stage} (" in text
@@ -89,14 +105,25 @@ def test_it_stays_refused_with_one_byte_less_than_it_needs() -> None:
     low, high = 1, 40 * GB
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if judged(spec(), rank() | {"available": middle}) is None else (middle, high)
+        low, high = (
+            (low, middle)
+            if judged(spec(), rank() | {"available": middle}) is None
+            else (middle, high)
+        )
     assert judged(spec(), rank() | {"available": high}) is None
     assert judged(spec(), rank() | {"available": high - 1}) is not None
     assert f"needs {high / GB:.1f} GB" in text
 
 
 def test_what_the_ranks_hold_already_is_part_of_their_need() -> None:
-    needed = next(size for size in range(30 * 10, 40 * 10) if judged(spec(), *[rank(available=size / 10)] * 4) is None) / 10
+    needed = (
+        next(
+            size
+            for size in range(30 * 10, 40 * 10)
+            if judged(spec(), *[rank(available=size / 10)] * 4) is None
+        )
+        / 10
+    )
     assert judged(spec(), *[rank(available=needed - 0.8)] * 4) is not None
     assert judged(spec(), *[rank(available=needed - 0.8, held=GB // 5)] * 4) is None
 
@@ -117,7 +144,13 @@ def test_more_nodes_are_offered_where_states_are_sharded() -> None:
     assert text is not None
     offered = re.search(r"(\d+) such nodes with (\d+) ranks", text)
     assert offered, text
-    assert judged(spec(stage=3), *[rank(node, available=8) for node in range(int(offered[1])) for _ in range(4)]) is None
+    assert (
+        judged(
+            spec(stage=3),
+            *[rank(node, available=8) for node in range(int(offered[1])) for _ in range(4)],
+        )
+        is None
+    )
 
 
 LONG = Model(layers=36, hidden=1024, heads=16, vocab=32_000, seq_len=4096)
@@ -140,7 +173,10 @@ def test_tensor_and_pipeline_sizes_are_offered_where_stages_are_not_enough() -> 
     """Activations are what does not fit, and those the ranks of the other axes share."""
     seen = [rank(available=28)] * 4
     text = judged(of(LONG), *seen)
-    (tensor,), (pipeline,) = offered(text, r"parallel\.tensor = (\d+)"), offered(text, r"parallel\.pipeline = (\d+)")
+    (tensor,), (pipeline,) = (
+        offered(text, r"parallel\.tensor = (\d+)"),
+        offered(text, r"parallel\.pipeline = (\d+)"),
+    )
     assert (tensor, pipeline) == (2, 4)
     assert judged(of(LONG, tensor=tensor), *seen) is None
     assert judged(of(LONG, pipeline=pipeline), *seen) is None
@@ -177,7 +213,10 @@ def test_the_smallest_of_the_nodes_decides() -> None:
 
 def test_a_cgroup_binds_the_ranks_that_it_holds() -> None:
     """Of one task each, of the job: with the same room, the job's is too small first."""
-    tasks = [rank(available=100, limits={f"/job/task{number}": 10 * GB, "/job": 30 * GB}) for number in range(4)]
+    tasks = [
+        rank(available=100, limits={f"/job/task{number}": 10 * GB, "/job": 30 * GB})
+        for number in range(4)
+    ]
     text = judged(spec(), *tasks)
     assert text is not None
     assert "in the cgroup /job on n0 (4 ranks), where 30.0 GB" in text
@@ -185,7 +224,10 @@ def test_a_cgroup_binds_the_ranks_that_it_holds() -> None:
     text = judged(spec(), *tasks)
     assert text is not None
     assert "in the cgroup /job/task2 on n0 (1 rank), where 4.0 GB" in text
-    roomy = [rank(available=100, limits={f"/job/task{number}": 10 * GB, "/job": 40 * GB}) for number in range(4)]
+    roomy = [
+        rank(available=100, limits={f"/job/task{number}": 10 * GB, "/job": 40 * GB})
+        for number in range(4)
+    ]
     assert judged(spec(), *roomy) is None
 
 
@@ -203,7 +245,10 @@ def test_shared_windows_need_room_in_shared_memory() -> None:
     assert judged(job, *[rank()] * 4) is None
     text = judged(job, *[rank(shm=GB // 16)] * 4)
     assert text is not None
-    assert re.match(r"zero\.node_shared needs 1\.\d GB in /dev/shm of n0 \(4 ranks\), where 62\.5 MB are available: ", text)
+    assert re.match(
+        r"zero\.node_shared needs 1\.\d GB in /dev/shm of n0 \(4 ranks\), where 62\.5 MB are available: ",
+        text,
+    )
     assert "make it larger (docker: --shm-size=" in text
     assert "would fit: zero.node_shared = false" in text
     assert judged(spec(stage=2), *[rank(shm=GB // 16)] * 4) is None
@@ -225,7 +270,9 @@ class TestAccount:
         size = 32 << 20
         before = process_memory.held()
         with mmap.mmap(-1, size) as window:
-            assert process_memory.held() - before < size / 10, "nothing is there before it is touched"
+            assert process_memory.held() - before < size / 10, (
+                "nothing is there before it is touched"
+            )
             window.write(bytes(size))
             assert process_memory.held() - before == pytest.approx(size, rel=0.1)
 

@@ -29,9 +29,13 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.made: list[str] = []
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         result = function(*arguments, **(named or {}))
-        given = {one.untyped_storage().data_ptr() for one in arguments if isinstance(one, torch.Tensor)}
+        given = {
+            one.untyped_storage().data_ptr() for one in arguments if isinstance(one, torch.Tensor)
+        }
         if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in given:
             self.made.append(str(function))
         return result

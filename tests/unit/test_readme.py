@@ -24,21 +24,34 @@ def test_the_exit_codes_are_these() -> None:
 
 
 def test_the_verbs_without_torch_and_mpi_are_all_but_run() -> None:
-    (verbs,) = [action.choices for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    (verbs,) = [
+        action.choices
+        for action in _parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
     said = README.partition("For every other verb")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", said)) == set(verbs) - {"run"}
 
 
 def test_an_install_command_survives_the_shell() -> None:
-    assert env.install_command("/a b/python", "/c d", "train") == "'/a b/python' -m pip install '/c d[train]'"
-    assert env.install_command("/python", "", "mpi") == "/python -m pip install '.[mpi]', in the folder of hpczero's source"
+    assert (
+        env.install_command("/a b/python", "/c d", "train")
+        == "'/a b/python' -m pip install '/c d[train]'"
+    )
+    assert (
+        env.install_command("/python", "", "mpi")
+        == "/python -m pip install '.[mpi]', in the folder of hpczero's source"
+    )
     assert env.install("train").endswith(f" -m pip install '{CHECKOUT}[train]'")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["model.heads=3", "model.hidden=32"], "note: model.heads = 3 does not divide model.hidden = 32: each head is 11 wide, 33 in all"),
+        (
+            ["model.heads=3", "model.hidden=32"],
+            "note: model.heads = 3 does not divide model.hidden = 32: each head is 11 wide, 33 in all",
+        ),
         (["model.heads=4", "model.hidden=32"], ""),
         (["model.heads=3", "model.hidden=32", "model.head_dim=8"], ""),
     ],

@@ -36,7 +36,9 @@ def full_disk(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync"])
-def test_a_full_disk_at_the_start_leaves_nothing(spec: Spec, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_full_disk_at_the_start_leaves_nothing(
+    spec: Spec, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     monkeypatch.setattr(os, call, full_disk)
     with pytest.raises(InputError, match="No space left on device"):
         RunDirectory.claim(spec, resume=False, fresh=False)
@@ -62,7 +64,9 @@ def test_a_path_that_the_system_refuses_is_the_users_mistake(tmp_path: Path) -> 
 
 
 def test_metrics_that_are_no_text_are_dropped(spec: Spec, directory: Path) -> None:
-    (directory / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\x00\n{"step": 2}\n{"step": 3}\n{"ste')
+    (directory / "metrics.jsonl").write_bytes(
+        b'{"step": 1}\n\xff\xfe\x00\n{"step": 2}\n{"step": 3}\n{"ste'
+    )
     claimed = RunDirectory.claim(spec, resume=False, fresh=False)
     claimed.keep_metrics_before(3)
     claimed.close()
@@ -72,12 +76,19 @@ def test_metrics_that_are_no_text_are_dropped(spec: Spec, directory: Path) -> No
 def test_figures_that_are_not_finite_are_null(spec: Spec) -> None:
     claimed = RunDirectory.claim(spec, resume=False, fresh=False)
     claimed.metrics({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
-    claimed.summary({"state": "finished", "steps": 100, "final_loss": math.nan, "ranks": [{"x": -math.inf}]})
+    claimed.summary(
+        {"state": "finished", "steps": 100, "final_loss": math.nan, "ranks": [{"x": -math.inf}]}
+    )
     claimed.close()
     metrics = json.loads((claimed.path / "metrics.jsonl").read_text())
     assert datetime.fromisoformat(metrics.pop("time")).tzinfo == UTC
     assert metrics == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
-    assert run_directory.finished(spec) == {"state": "finished", "steps": 100, "final_loss": None, "ranks": [{"x": None}]}
+    assert run_directory.finished(spec) == {
+        "state": "finished",
+        "steps": 100,
+        "final_loss": None,
+        "ranks": [{"x": None}],
+    }
 
 
 FINISHED = '{"state": "finished", "steps": 100, "final_loss": 1.5}'
@@ -89,9 +100,19 @@ def test_a_finished_run_is_known_by_its_summary(spec: Spec, directory: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("100", '"many"'), ("100", "null"), ("100", "99"), ("1.5", '"low"'), (', "final_loss": 1.5', ""), (FINISHED, "[]")]
+    ("old", "new"),
+    [
+        ("100", '"many"'),
+        ("100", "null"),
+        ("100", "99"),
+        ("1.5", '"low"'),
+        (', "final_loss": 1.5', ""),
+        (FINISHED, "[]"),
+    ],
 )
-def test_a_damaged_summary_is_no_finished_run(spec: Spec, directory: Path, old: str, new: str) -> None:
+def test_a_damaged_summary_is_no_finished_run(
+    spec: Spec, directory: Path, old: str, new: str
+) -> None:
     (directory / "summary.json").write_text(FINISHED.replace(old, new))
     assert run_directory.finished(spec) is None
 

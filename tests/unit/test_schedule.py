@@ -33,31 +33,58 @@ def layouts(everything: bool) -> Iterator[Layout]:
         for chunks in range(1, 5):
             around = {1, 2, stages - 1, stages, stages + 1, 2 * stages - 1, 64}
             for micro_batches in range(1, 65):
-                if everything or micro_batches in around or (5 * micro_batches + 3 * stages + chunks) % 16 == 0:
-                    yield from ((kind, stages, chunks, micro_batches) for kind in KINDS if chunks == 1 or kind == "interleaved")
+                if (
+                    everything
+                    or micro_batches in around
+                    or (5 * micro_batches + 3 * stages + chunks) % 16 == 0
+                ):
+                    yield from (
+                        (kind, stages, chunks, micro_batches)
+                        for kind in KINDS
+                        if chunks == 1 or kind == "interleaved"
+                    )
 
 
-some_and_all = pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
+some_and_all = pytest.mark.parametrize(
+    "everything", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 
 
 def equal_parts(stages: int, chunks: int, forward: float, backward: float) -> Times:
     """A stage takes `forward` and `backward` for all of its chunks together."""
-    return Times({"forward": [forward / chunks] * stages * chunks, "backward": [backward / chunks] * stages * chunks})
+    return Times(
+        {
+            "forward": [forward / chunks] * stages * chunks,
+            "backward": [backward / chunks] * stages * chunks,
+        }
+    )
 
 
 def letters(actions: Sequence[Action]) -> str:
     """f0 forward of micro-batch 0; B3 backward; a second chunk is marked by '."""
-    return " ".join(f"{'f' if action.kind == 'forward' else 'B'}{action.micro_batch}{chr(39) * action.chunk}" for action in actions)
+    return " ".join(
+        f"{'f' if action.kind == 'forward' else 'B'}{action.micro_batch}{chr(39) * action.chunk}"
+        for action in actions
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "expected"),
     [
         (("gpipe", 2, 1, 3), ["f0 f1 f2 B0 B1 B2", "f0 f1 f2 B0 B1 B2"]),
-        (("1f1b", 3, 1, 4), ["f0 f1 f2 B0 f3 B1 B2 B3", "f0 f1 B0 f2 B1 f3 B2 B3", "f0 B0 f1 B1 f2 B2 f3 B3"]),
+        (
+            ("1f1b", 3, 1, 4),
+            ["f0 f1 f2 B0 f3 B1 B2 B3", "f0 f1 B0 f2 B1 f3 B2 B3", "f0 B0 f1 B1 f2 B2 f3 B3"],
+        ),
         (("1f1b", 3, 1, 1), ["f0 B0", "f0 B0", "f0 B0"]),
         (("interleaved", 2, 2, 2), ["f0 f1 f0' f1' B0' B1' B0 B1", "f0 f1 f0' B0' f1' B1' B0 B1"]),
-        (("interleaved", 2, 2, 3), ["f0 f1 f0' f1' f2 B0' B1' f2' B0 B1 B2' B2", "f0 f1 f0' B0' f1' B1' f2 B0 B1 f2' B2' B2"]),
+        (
+            ("interleaved", 2, 2, 3),
+            [
+                "f0 f1 f0' f1' f2 B0' B1' f2' B0 B1 B2' B2",
+                "f0 f1 f0' B0' f1' B1' f2 B0 B1 f2' B2' B2",
+            ],
+        ),
         (("interleaved", 1, 2, 2), ["f0 f0' B0' f1 B0 f1' B1' B1"]),
     ],
     ids=str,
@@ -78,13 +105,21 @@ def test_every_schedule_is_valid_and_keeps_no_more_than_published(everything: bo
             elif chunks == 1:
                 assert peak == in_flight, (kind, stages, micro_batches, stage)
             else:
-                assert peak <= min(ahead, chunks * micro_batches), (kind, stages, chunks, micro_batches, stage)
+                assert peak <= min(ahead, chunks * micro_batches), (
+                    kind,
+                    stages,
+                    chunks,
+                    micro_batches,
+                    stage,
+                )
 
 
 @some_and_all
 def test_every_evaluation_is_valid_and_keeps_nothing(everything: bool) -> None:
     for kind, stages, chunks, micro_batches in layouts(everything):
-        found = simulate(forward_only(schedule(kind, stages, chunks, micro_batches)), chunks, micro_batches)
+        found = simulate(
+            forward_only(schedule(kind, stages, chunks, micro_batches)), chunks, micro_batches
+        )
         assert set(found.peak_live) == {1}
 
 
@@ -92,13 +127,27 @@ def test_every_evaluation_is_valid_and_keeps_nothing(everything: bool) -> None:
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2)])
 def test_idle_shares_are_the_published_ones(forward: int, backward: int, everything: bool) -> None:
     for kind, stages, chunks, micro_batches in layouts(everything):
-        found = simulate(schedule(kind, stages, chunks, micro_batches), chunks, micro_batches, equal_parts(stages, chunks, forward, backward))
-        one_chunk = micro_batches + stages - 1  # what gpipe and 1f1b take; interleaved is never slower
+        found = simulate(
+            schedule(kind, stages, chunks, micro_batches),
+            chunks,
+            micro_batches,
+            equal_parts(stages, chunks, forward, backward),
+        )
+        one_chunk = (
+            micro_batches + stages - 1
+        )  # what gpipe and 1f1b take; interleaved is never slower
         if chunks == 1 or micro_batches % stages == 0:
             ideal = micro_batches * (forward + backward)
-            assert found.makespan - ideal == pytest.approx((stages - 1) / chunks * (forward + backward)), (kind, stages, chunks, micro_batches)
+            assert found.makespan - ideal == pytest.approx(
+                (stages - 1) / chunks * (forward + backward)
+            ), (kind, stages, chunks, micro_batches)
         else:
-            assert found.makespan <= one_chunk * (forward + backward) * (1 + 1e-9), (kind, stages, chunks, micro_batches)
+            assert found.makespan <= one_chunk * (forward + backward) * (1 + 1e-9), (
+                kind,
+                stages,
+                chunks,
+                micro_batches,
+            )
         if chunks == 1:
             assert found.idle == pytest.approx([(stages - 1) / one_chunk] * stages)
 
@@ -106,19 +155,30 @@ def test_idle_shares_are_the_published_ones(forward: int, backward: int, everyth
 def test_one_chunk_interleaved_is_1f1b() -> None:
     for kind, stages, chunks, micro_batches in layouts(everything=False):
         if kind == "interleaved" and chunks == 1:
-            assert schedule(kind, stages, 1, micro_batches) == schedule("1f1b", stages, 1, micro_batches)
+            assert schedule(kind, stages, 1, micro_batches) == schedule(
+                "1f1b", stages, 1, micro_batches
+            )
 
 
 def test_gradients_add_up_in_the_order_of_the_micro_batches_in_all_schedules() -> None:
     for kind, stages, chunks, micro_batches in layouts(everything=False):
         for stage in schedule(kind, stages, chunks, micro_batches):
             for chunk in range(chunks):
-                backwards = [action.micro_batch for action in stage if action.kind == "backward" and action.chunk == chunk]
+                backwards = [
+                    action.micro_batch
+                    for action in stage
+                    if action.kind == "backward" and action.chunk == chunk
+                ]
                 assert backwards == list(range(micro_batches))
 
 
 def test_what_does_not_exist_is_refused() -> None:
-    for layout in (("zero-bubble", 2, 1, 2), ("1f1b", 2, 2, 2), ("gpipe", 0, 1, 1), ("interleaved", 2, 2, 0)):
+    for layout in (
+        ("zero-bubble", 2, 1, 2),
+        ("1f1b", 2, 2, 2),
+        ("gpipe", 0, 1, 1),
+        ("interleaved", 2, 2, 0),
+    ):
         with pytest.raises(AssertionError):
             schedule(*layout)
 
@@ -132,7 +192,9 @@ class Rendezvous:
         stages = len(of_stages)
         self.of_stages, self.unsent = of_stages, unsent
         self.position = [0] * stages
-        self.begun = [False] * stages  # the action at the position: its receives are started, and what it needs was there
+        self.begun = (
+            [False] * stages
+        )  # the action at the position: its receives are started, and what it needs was there
         self.posted: dict[tuple[int, int], deque[Result]] = {}
         self.sends: dict[tuple[int, int], deque[Result]] = {}
         self.under_way: list[deque[Result]] = [deque() for _ in of_stages]
@@ -180,7 +242,9 @@ class Rendezvous:
         posted, sends = self.posted.get((source, target)), self.sends.get((source, target))
         while posted and sends:
             result, other = posted.popleft(), sends.popleft()
-            assert result == other, f"stage {target} expects {result} where stage {source} sends {other}"
+            assert result == other, (
+                f"stage {target} expects {result} where stage {source} sends {other}"
+            )
             self.arrived[target].add(result)
             self.under_way[source].remove(result)
 
@@ -208,13 +272,23 @@ def test_few_more_buffers_than_live_activations(everything: bool) -> None:
             actions = schedule(kind, stages, chunks, micro_batches)
             peaks = simulate(actions, chunks, micro_batches).peak_live
             used = [most_arrived(own) for own in of_all_stages(actions, chunks, ahead=2)]
-            assert all(most <= peak + 3 for most, peak in zip(used, peaks, strict=True)), (kind, stages, chunks, micro_batches, used, peaks)
+            assert all(most <= peak + 3 for most, peak in zip(used, peaks, strict=True)), (
+                kind,
+                stages,
+                chunks,
+                micro_batches,
+                used,
+                peaks,
+            )
 
 
 def test_steps_say_which_backward_is_a_chunks_last() -> None:
     for stage in range(3):
         found = steps(schedule("interleaved", 3, 2, 5), 2, stage, ahead=2)
-        assert [step.action for step in found if step.last] == [Action("backward", 1, 4), Action("backward", 0, 4)]
+        assert [step.action for step in found if step.last] == [
+            Action("backward", 1, 4),
+            Action("backward", 0, 4),
+        ]
 
 
 def test_receives_are_started_two_actions_ahead() -> None:
@@ -229,8 +303,12 @@ def test_receives_are_started_two_actions_ahead() -> None:
 def test_a_stage_alone_receives_nothing() -> None:
     for step in steps(schedule("interleaved", 1, 3, 2), 3, 0, ahead=2):
         assert step.posts == ()
-        assert (step.needs is None) == (step.action.chunk == (0 if step.action.kind == "forward" else 2))
-        assert (step.gives is None) == (step.action.chunk == (2 if step.action.kind == "forward" else 0))
+        assert (step.needs is None) == (
+            step.action.chunk == (0 if step.action.kind == "forward" else 2)
+        )
+        assert (step.gives is None) == (
+            step.action.chunk == (2 if step.action.kind == "forward" else 0)
+        )
 
 
 def test_an_action_needs_the_result_of_the_neighbouring_part() -> None:

@@ -15,7 +15,13 @@ def bash(code: str, path: str | None = None) -> subprocess.CompletedProcess[str]
     variables = {"PATH": path or os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     script = f"set -euo pipefail\nsource scripts/environment.sh\n{code}"
     return subprocess.run(
-        [shutil.which("bash") or "bash", "-c", script], cwd=CHECKOUT, env=variables, capture_output=True, text=True, timeout=60, check=False
+        [shutil.which("bash") or "bash", "-c", script],
+        cwd=CHECKOUT,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -75,7 +81,9 @@ def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_half_made_environment_is_made_again_and_a_finished_one_kept(tools: Path, tmp_path: Path) -> None:
+def test_a_half_made_environment_is_made_again_and_a_finished_one_kept(
+    tools: Path, tmp_path: Path
+) -> None:
     """A Python that makes fake environments; its pip fails the first time."""
     log, venv = tmp_path / "log", tmp_path / "venv"
     pip = f"case $2 in pip) echo pip >>{log}; [ $(cat {log} | wc -l) -gt 1 ];; esac"
@@ -105,7 +113,12 @@ def test_a_part_enters_its_exit_code() -> None:
 def test_the_exit_code_is_that_of_the_last_command(code: int) -> None:
     """With parts one after the other, and at the same time."""
     assert bash(f"source scripts/parts.sh; part one 60 true; exit {code}").returncode == code
-    assert bash(f"source scripts/parts.sh; one() {{ part one 60 true; }}; at_once one; bash -c 'exit {code}'").returncode == code
+    assert (
+        bash(
+            f"source scripts/parts.sh; one() {{ part one 60 true; }}; at_once one; bash -c 'exit {code}'"
+        ).returncode
+        == code
+    )
 
 
 def test_parts_at_the_same_time_are_told_apart() -> None:
@@ -113,13 +126,20 @@ def test_parts_at_the_same_time_are_told_apart() -> None:
     lanes = "one() { part a 60 sleep 1; part b 60 false; }; two() { part c 60 bash -c 'setsid sleep 300 & sleep 0.2; echo said'; }"
     done = parts(f"{lanes}; at_once one two")
     assert "said" in done.stdout
-    assert sorted(line.split("\t")[:3] for line in done.stdout.splitlines()[-3:]) == [["a", "0", "0"], ["b", "1", "0"], ["c", "0", "1"]]
+    assert sorted(line.split("\t")[:3] for line in done.stdout.splitlines()[-3:]) == [
+        ["a", "0", "0"],
+        ["b", "1", "0"],
+        ["c", "0", "1"],
+    ]
 
 
 def test_a_part_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
     """Not even one that ignores the signal, in a session of its own."""
     stubborn = f'trap "" TERM; echo $$ >{tmp_path}/stubborn; sleep 300'
-    program(tmp_path / "part", f"setsid bash -c '{stubborn}' &\necho $$ >{tmp_path}/parent\nexec sleep 300")
+    program(
+        tmp_path / "part",
+        f"setsid bash -c '{stubborn}' &\necho $$ >{tmp_path}/parent\nexec sleep 300",
+    )
     name, code, left, _ = parts(f"part stuck 1 {tmp_path}/part").stdout.splitlines()[-1].split("\t")
     assert (name, code) == ("stuck", "124")
     assert int(left) >= 1
@@ -150,12 +170,20 @@ CASES = "<testcase/><testcase><skipped/></testcase><testcase><failure/></testcas
         ("nothing ran\t0\t0\t5", "", "0 passed, 0 failed, 0 skipped", 1),
     ],
 )
-def test_the_parts_are_summed_up(line: str, results: str | None, expected: str, exit_code: int, tmp_path: Path) -> None:
+def test_the_parts_are_summed_up(
+    line: str, results: str | None, expected: str, exit_code: int, tmp_path: Path
+) -> None:
     (tmp_path / "parts").write_text(line + "\n")
     if results is not None:
-        (tmp_path / f"{line.split(chr(9))[0]}.xml").write_text(f"<testsuites><testsuite>{results}</testsuite></testsuites>")
+        (tmp_path / f"{line.split(chr(9))[0]}.xml").write_text(
+            f"<testsuites><testsuite>{results}</testsuite></testsuites>"
+        )
     result = subprocess.run(
-        [sys.executable, "scripts/count_tests.py", str(tmp_path)], cwd=CHECKOUT, capture_output=True, text=True, check=False
+        [sys.executable, "scripts/count_tests.py", str(tmp_path)],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.stdout.splitlines()[-1] == expected
     assert result.returncode == exit_code

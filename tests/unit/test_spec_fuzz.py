@@ -29,21 +29,46 @@ PIECES = [
     *("[" * 500, "{a = " * 300, "a." * 3000, "é" * 50, "\x1b]0;title\x07"),
 ]  # fmt: skip
 NUMBERS = st.one_of(
-    st.integers(-2, 20), st.integers(), st.sampled_from([2**31, 2**53, 2**63, 10**15, 10**16, 10**400, -(10**30)]), st.floats()
+    st.integers(-2, 20),
+    st.integers(),
+    st.sampled_from([2**31, 2**53, 2**63, 10**15, 10**16, 10**400, -(10**30)]),
+    st.floats(),
 )
 SCALARS = st.one_of(
     NUMBERS,
     st.booleans(),
     st.text(max_size=20),
-    st.sampled_from(["auto", "wsd", "constant", "fp16", "stdlib", "other.toml", "x" * 5000, "\x1b[31m", "a\x00b", "../..", "data,tensor"]),
+    st.sampled_from(
+        [
+            "auto",
+            "wsd",
+            "constant",
+            "fp16",
+            "stdlib",
+            "other.toml",
+            "x" * 5000,
+            "\x1b[31m",
+            "a\x00b",
+            "../..",
+            "data,tensor",
+        ]
+    ),
     st.dates(),
     st.datetimes(),
 )
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=2), max_leaves=4
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=2)
+    ),
+    max_leaves=4,
 )
 WORDS = st.sampled_from(
-    [word for name in [*keys(), *tables(), "extends", "zero.stage", "train.stesp"] for word in (name, *name.split("."))]
+    [
+        word
+        for name in [*keys(), *tables(), "extends", "zero.stage", "train.stesp"]
+        for word in (name, *name.split("."))
+    ]
 )
 
 
@@ -75,12 +100,19 @@ def mutated_structure(draw: st.DrawFn) -> str:
             tree.pop(name, None)
             name = draw(WORDS)
         tree[name] = draw(st.integers(0, 9) | st.sampled_from(list(flat(Spec()).values())) | VALUES)
-    return "\n".join(f"{name if draw(st.booleans()) else json.dumps(name)} = {toml(value)}" for name, value in tree.items())
+    return "\n".join(
+        f"{name if draw(st.booleans()) else json.dumps(name)} = {toml(value)}"
+        for name, value in tree.items()
+    )
 
 
 def toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)} = {toml(inner)}" for name, inner in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(name)} = {toml(inner)}" for name, inner in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml, value)) + "]"
     if isinstance(value, datetime.date):
@@ -88,7 +120,9 @@ def toml(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool | str) else repr(value)
 
 
-OPTIONS = st.lists(st.builds("{}={}".format, WORDS, VALUES.map(toml)) | st.text(max_size=20), max_size=2)
+OPTIONS = st.lists(
+    st.builds("{}={}".format, WORDS, VALUES.map(toml)) | st.text(max_size=20), max_size=2
+)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +160,13 @@ def test_mutated_specs(folder: Path) -> None:
     """2,000 of them, always the same ones."""
     outcomes: Counter[str] = Counter()
 
-    @settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=2000,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(
         text=mutated_text() | mutated_structure(),
         overrides=st.just([]) | OPTIONS,
@@ -134,10 +174,19 @@ def test_mutated_specs(folder: Path) -> None:
         ranks=st.none() | st.integers(-1, 40),
         as_json=st.booleans(),
     )
-    def read(text: str, overrides: list[str], explain: str | None, ranks: int | None, as_json: bool) -> None:
+    def read(
+        text: str, overrides: list[str], explain: str | None, ranks: int | None, as_json: bool
+    ) -> None:
         path = folder / "spec.toml"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        options = Namespace(spec=str(path), overrides=overrides, explain=explain, ranks=ranks, ranks_per_node=None, json=as_json)
+        options = Namespace(
+            spec=str(path),
+            overrides=overrides,
+            explain=explain,
+            ranks=ranks,
+            ranks_per_node=None,
+            json=as_json,
+        )
         outcomes[outcome(path, options)] += 1
 
     read()

@@ -48,12 +48,22 @@ def test_an_empty_file_is_all_defaults(write: Write) -> None:
 
 
 def test_precedence_and_where_values_come_from(write: Write) -> None:
-    write("seed = 2\n[train]\nsteps = 10\nlog_every = 2\n[optimizer]\nbetas = [0.5, 0.6]\n", "base/root.toml")
+    write(
+        "seed = 2\n[train]\nsteps = 10\nlog_every = 2\n[optimizer]\nbetas = [0.5, 0.6]\n",
+        "base/root.toml",
+    )
     write('extends = "root.toml"\ntrain.steps = 20\ntrain.eval_every = 5', "base/middle.toml")
-    path = write('extends = "base/middle.toml"\n[train]\nsteps = 30\n[optimizer]\nbetas = [0.1, 0.2]')
+    path = write(
+        'extends = "base/middle.toml"\n[train]\nsteps = 30\n[optimizer]\nbetas = [0.1, 0.2]'
+    )
     loaded = load(path, ["train.steps=40", "train.steps=50", "model={hidden = 8, heads = 2}"])
     spec = loaded.spec
-    assert (spec.seed, spec.train.steps, spec.train.log_every, spec.train.eval_every) == (2, 50, 2, 5)
+    assert (spec.seed, spec.train.steps, spec.train.log_every, spec.train.eval_every) == (
+        2,
+        50,
+        2,
+        5,
+    )
     assert spec.optimizer.betas == (0.1, 0.2)
     assert (spec.model.hidden, spec.model.heads) == (8, 2)
     said = [(given.value, given.source.text) for given in loaded.history["train.steps"]]
@@ -65,7 +75,10 @@ def test_precedence_and_where_values_come_from(write: Write) -> None:
         (40, "--set train.steps=40"),
         (50, "--set train.steps=50"),
     ]
-    assert (loaded.sources["train.log_every"].file, loaded.sources["train.log_every"].line) == ("base/root.toml", 4)
+    assert (loaded.sources["train.log_every"].file, loaded.sources["train.log_every"].line) == (
+        "base/root.toml",
+        4,
+    )
     assert loaded.sources["model.hidden"].text == "--set model={hidden = 8, heads = 2}"
 
 
@@ -99,7 +112,10 @@ def test_set_reads_toml_or_else_text(write: Write, option: str, key: str, value:
         (".=3", "--set .=3: must be SECTION.KEY=VALUE"),
         (".steps=3", "--set .steps=3: must be SECTION.KEY=VALUE"),
         ("train.stesp=3", "did you mean train.steps?"),
-        ("train.steps=many", '--set train.steps=many: train.steps = "many": must be a whole number'),
+        (
+            "train.steps=many",
+            '--set train.steps=many: train.steps = "many": must be a whole number',
+        ),
         ("train.steps=1\nseed = 5", 'train.steps = "1\\nseed = 5": must be a whole number'),
         ("train=3", "train is a table"),
         ("train.steps.more=3", "unknown key"),
@@ -153,7 +169,10 @@ warmup_steps = 500
     ("text", "expected"),
     [
         ("steps = 3", "spec.toml:1: steps: unknown key; did you mean train.steps (under [train])?"),
-        ("[model]\nextends = 'x'", "spec.toml:2: model.extends: unknown key; did you mean extends (above all tables)?"),
+        (
+            "[model]\nextends = 'x'",
+            "spec.toml:2: model.extends: unknown key; did you mean extends (above all tables)?",
+        ),
         ("[train]\nwarmup = 1", "did you mean schedule.warmup_steps (under [schedule])?"),
         ("[train]\nqqq = 1", "the keys of [train] are steps, global_batch,"),
         ("qqq = 1", "the keys above all tables are extends, name, seed and output"),
@@ -167,16 +186,30 @@ warmup_steps = 500
         ("optimizer.lr = nan", "optimizer.lr = nan: must be a number > 0"),
         ("optimizer.lr = inf", "optimizer.lr = inf: must be a number > 0"),
         ("optimizer.lr = true", "optimizer.lr = true: must be a number > 0"),
-        (f"optimizer.lr = 1{'0' * 400}", "optimizer.lr = a whole number of 1329 bits: must be a number > 0"),
-        (f"train.steps = 0x{'f' * 8000}", "train.steps = a whole number of 32000 bits: must be a whole number"),
+        (
+            f"optimizer.lr = 1{'0' * 400}",
+            "optimizer.lr = a whole number of 1329 bits: must be a number > 0",
+        ),
+        (
+            f"train.steps = 0x{'f' * 8000}",
+            "train.steps = a whole number of 32000 bits: must be a whole number",
+        ),
         ("optimizer.betas = [0.9]", "optimizer.betas = [0.9]: must be a list of 2 numbers"),
-        ("optimizer.betas = [0.9, [[[1]]]]", "optimizer.betas = [0.9, […]]: must be a list of 2 numbers"),
+        (
+            "optimizer.betas = [0.9, [[[1]]]]",
+            "optimizer.betas = [0.9, […]]: must be a list of 2 numbers",
+        ),
         ('name = "a/b"', 'name = "a/b": must be text (at most 100 letters, digits'),
         ('output = "a\\u0000b"', 'output = "a\\x00b": must be text'),
-        ('parallel.order = "data,\\u001b[31m"', 'parallel.order = "data,\\x1b[31m": must name each axis once'),
+        (
+            'parallel.order = "data,\\u001b[31m"',
+            'parallel.order = "data,\\x1b[31m": must name each axis once',
+        ),
     ],
 )
-def test_a_mistake_says_where_what_and_what_is_right(write: Write, text: str, expected: str) -> None:
+def test_a_mistake_says_where_what_and_what_is_right(
+    write: Write, text: str, expected: str
+) -> None:
     message = refusal(write(text))
     assert expected in message
     assert "\n" not in message
@@ -190,7 +223,10 @@ def test_a_mistake_says_where_what_and_what_is_right(write: Write, text: str, ex
         ("[train]\nsteps = 1\nsteps = 2", "spec.toml:3: not valid TOML: Cannot overwrite a value"),
         ("x = 1\ny = " + "9" * 5000, "spec.toml:2: not valid TOML: a number of too many digits"),
         ("x = 1\ny = " + "[" * 50_000, "spec.toml:2: keys or brackets nested more than 32 deep"),
-        ("x = 1\n" + "a." * 40_000 + "a = 1", "spec.toml:2: keys or brackets nested more than 32 deep"),
+        (
+            "x = 1\n" + "a." * 40_000 + "a = 1",
+            "spec.toml:2: keys or brackets nested more than 32 deep",
+        ),
         ("# x\n" + "plain words " * 50, "spec.toml:2: not valid TOML: Expected '=' after a key"),
         (b"# \xff", "spec.toml:1: not UTF-8 text"),
         (b"x = 1\n\x00", "spec.toml:2: not valid TOML"),
@@ -198,7 +234,9 @@ def test_a_mistake_says_where_what_and_what_is_right(write: Write, text: str, ex
         ("#" * 100_001, "spec.toml is no spec: it is larger than 100,000 bytes"),
     ],
 )
-def test_what_is_not_toml_is_said_with_its_line(write: Write, text: str | bytes, expected: str) -> None:
+def test_what_is_not_toml_is_said_with_its_line(
+    write: Write, text: str | bytes, expected: str
+) -> None:
     message = refusal(write(text))
     assert message.startswith(expected)
     assert message.isprintable()
@@ -227,9 +265,15 @@ def test_what_is_no_readable_file(write: Write, tmp_path: Path) -> None:
         ('"/dev/null"', "is not a regular file"),
         ('""', 'extends = "": must be the path of one other spec'),
         ('"a\\u0000"', "must be the path of one other spec"),
-        ('["a.toml", "b.toml"]', 'extends = ["a.toml", "b.toml"]: must be the path of one other spec'),
+        (
+            '["a.toml", "b.toml"]',
+            'extends = ["a.toml", "b.toml"]: must be the path of one other spec',
+        ),
         ("{}", "extends = a table: must be the path of one other spec"),
-        ('"spec.toml"', "spec.toml:2: these files extend each other in a circle: spec.toml -> spec.toml"),
+        (
+            '"spec.toml"',
+            "spec.toml:2: these files extend each other in a circle: spec.toml -> spec.toml",
+        ),
     ],
 )
 def test_a_parent_that_cannot_be(write: Write, value: str, expected: str) -> None:
@@ -240,7 +284,10 @@ def test_a_circle_is_seen_through_links(write: Write, tmp_path: Path) -> None:
     write('extends = "link.toml"', "a.toml")
     (tmp_path / "link.toml").symlink_to("a.toml")
     path = write('extends = "a.toml"')
-    assert refusal(path) == "a.toml:1: these files extend each other in a circle: spec.toml -> a.toml -> a.toml"
+    assert (
+        refusal(path)
+        == "a.toml:1: these files extend each other in a circle: spec.toml -> a.toml -> a.toml"
+    )
 
 
 def test_nothing_of_a_foreign_file_is_shown(write: Write) -> None:
@@ -253,7 +300,9 @@ def test_nothing_of_a_foreign_file_is_shown(write: Write) -> None:
 
 
 def test_thousands_of_mistakes_are_cut_short(write: Write) -> None:
-    lines = refusal(write("\n".join(f"key{number} = {number}" for number in range(3000)))).splitlines()
+    lines = refusal(
+        write("\n".join(f"key{number} = {number}" for number in range(3000)))
+    ).splitlines()
     assert lines[0] == "3000 mistakes in spec.toml:"
     assert len(lines) == 22
     assert lines[-1].strip() == "... and 2980 more"
@@ -262,15 +311,33 @@ def test_thousands_of_mistakes_are_cut_short(write: Write) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("schedule.warmup_steps = 101", "schedule.warmup_steps = 101 is more than train.steps = 100"),
-        ("train.steps = 5\nschedule = {name = 'wsd', warmup_steps = 3, decay_steps = 3}", "make 6, more than train.steps = 5"),
-        ("schedule.decay_steps = 5", 'schedule.decay_steps = 5 is for "wsd" only, and schedule.name = "cosine"'),
+        (
+            "schedule.warmup_steps = 101",
+            "schedule.warmup_steps = 101 is more than train.steps = 100",
+        ),
+        (
+            "train.steps = 5\nschedule = {name = 'wsd', warmup_steps = 3, decay_steps = 3}",
+            "make 6, more than train.steps = 5",
+        ),
+        (
+            "schedule.decay_steps = 5",
+            'schedule.decay_steps = 5 is for "wsd" only, and schedule.name = "cosine"',
+        ),
         ("schedule.min_lr = 1", "schedule.min_lr = 1.0 is more than optimizer.lr = 0.0003"),
-        ("schedule = {name = 'constant', min_lr = 1e-5}", 'schedule.min_lr = 1e-05, but schedule.name = "constant"'),
-        ("train = {eval_every = 5, eval_batches = 0}", "train.eval_batches = 0 means no evaluation, train.eval_every = 5"),
+        (
+            "schedule = {name = 'constant', min_lr = 1e-5}",
+            'schedule.min_lr = 1e-05, but schedule.name = "constant"',
+        ),
+        (
+            "train = {eval_every = 5, eval_batches = 0}",
+            "train.eval_batches = 0 means no evaluation, train.eval_every = 5",
+        ),
         ("data.validation_fraction = 0", "leaves no text for train.eval_batches = 8"),
         ("model = {heads = 16, hidden = 8}", "model.heads = 16 is more than model.hidden = 8"),
-        ("parallel.order = 'data'\nparallel.tensor = 2", 'parallel.order = "data": must name each axis once'),
+        (
+            "parallel.order = 'data'\nparallel.tensor = 2",
+            'parallel.order = "data": must name each axis once',
+        ),
         ("checkpoint.weights_only = true", 'checkpoint.resume = "auto" names no checkpoint'),
     ],
 )
@@ -312,8 +379,14 @@ def test_defaults_that_stand_in_for_mistakes_contradict_nothing(write: Write) ->
             "and those before and after them): parallel.pipeline = 2 or 1 (for the same ranks), at most 3, or parallel.chunks = 2 or less, "
             "or at least model.layers = 10",
         ),
-        ("parallel = {pipeline = 2, chunks = 2}", 'parallel.chunks = 2 is for "interleaved" only, and parallel.schedule = "1f1b"'),
-        ("parallel = {pipeline = 2, schedule = 'interleaved'}", 'parallel.schedule = "interleaved" is for several parallel.chunks on a stage'),
+        (
+            "parallel = {pipeline = 2, chunks = 2}",
+            'parallel.chunks = 2 is for "interleaved" only, and parallel.schedule = "1f1b"',
+        ),
+        (
+            "parallel = {pipeline = 2, schedule = 'interleaved'}",
+            'parallel.schedule = "interleaved" is for several parallel.chunks on a stage',
+        ),
     ],
 )
 def test_layouts_that_the_model_cannot_have(write: Write, text: str, expected: str) -> None:
@@ -324,28 +397,56 @@ def test_layouts_that_the_model_cannot_have(write: Write, text: str, expected: s
 
 @pytest.mark.parametrize(
     "parallel",
-    [Parallel(tensor=6), Parallel(pipeline=9), Parallel(pipeline=3, chunks=3, schedule="interleaved"), Parallel(tensor=5, sequence_parallel=True)],
+    [
+        Parallel(tensor=6),
+        Parallel(pipeline=9),
+        Parallel(pipeline=3, chunks=3, schedule="interleaved"),
+        Parallel(tensor=5, sequence_parallel=True),
+    ],
 )
 def test_layouts_at_the_model_s_limits(parallel: Parallel) -> None:
     model = Model(heads=6, layers=7, seq_len=5)
     assert contradictions(Spec(parallel=parallel, model=model)) == []
-    assert contradictions(Spec(parallel=parallel, model=model.model_copy(update={"heads": 5, "layers": 6, "seq_len": 4}))) != []
-    assert contradictions(Spec(parallel=parallel, model=Model(family="some.module:factory", seq_len=5))) == [], "its heads and layers are not known"
+    assert (
+        contradictions(
+            Spec(
+                parallel=parallel,
+                model=model.model_copy(update={"heads": 5, "layers": 6, "seq_len": 4}),
+            )
+        )
+        != []
+    )
+    assert (
+        contradictions(
+            Spec(parallel=parallel, model=Model(family="some.module:factory", seq_len=5))
+        )
+        == []
+    ), "its heads and layers are not known"
 
 
 def test_what_has_no_effect_on_one_rank_or_one_stage_is_said() -> None:
     notes = without_effect(Spec(parallel=Parallel(sequence_parallel=True, schedule="gpipe")))
     assert [note.partition(" has no effect with ")[::2] for note in notes] == [
-        ("parallel.sequence_parallel = true", "parallel.tensor = 1: there is nobody to share the sequence with"),
+        (
+            "parallel.sequence_parallel = true",
+            "parallel.tensor = 1: there is nobody to share the sequence with",
+        ),
         ('parallel.schedule = "gpipe"', "parallel.pipeline = 1: there is one stage"),
     ]
-    assert without_effect(Spec(parallel=Parallel(tensor=2, sequence_parallel=True, pipeline=2, schedule="gpipe"))) == []
+    assert (
+        without_effect(
+            Spec(parallel=Parallel(tensor=2, sequence_parallel=True, pipeline=2, schedule="gpipe"))
+        )
+        == []
+    )
 
 
 def test_what_cannot_run_yet_loads_and_is_named(write: Write) -> None:
     spec = load(write("parallel = {tensor = 2, pipeline = 3}")).spec
     assert unavailable(spec) == unavailable(Spec()) == []
-    own = Spec(model=Model(family="package.module:factory"), parallel=Parallel(tensor=2, pipeline=3))
+    own = Spec(
+        model=Model(family="package.module:factory"), parallel=Parallel(tensor=2, pipeline=3)
+    )
     assert [text.split(" with ")[0] for text in unavailable(own)] == ["parallel.tensor = 2"]
 
 
@@ -380,7 +481,9 @@ SPECS = st.builds(
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(spec=SPECS)
-def test_the_resolved_copy_reads_back_equal(tmp_path_factory: pytest.TempPathFactory, spec: Spec) -> None:
+def test_the_resolved_copy_reads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory, spec: Spec
+) -> None:
     text = to_toml(spec)
     path = tmp_path_factory.getbasetemp() / "resolved.toml"
     path.write_text(text, encoding="utf-8")

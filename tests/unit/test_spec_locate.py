@@ -72,7 +72,24 @@ def test_everything_that_toml_has() -> None:
     assert {path: lines[path] for path in expected} == expected
 
 
-NAMES = st.sampled_from(["a", "b", "train", "x-1", "0", "with space", "do.t", 'qu"ote', "é", "#", "=", "[", "line\nend", ""])
+NAMES = st.sampled_from(
+    [
+        "a",
+        "b",
+        "train",
+        "x-1",
+        "0",
+        "with space",
+        "do.t",
+        'qu"ote',
+        "é",
+        "#",
+        "=",
+        "[",
+        "line\nend",
+        "",
+    ]
+)
 TEXTS = st.text(alphabet="ab\"'\\#=[]{},.\n\u00e9 ", max_size=12)
 
 
@@ -88,22 +105,39 @@ def key_text(name: str) -> str:
 @st.composite
 def value_texts(draw: st.DrawFn, depth: int = 2) -> str:
     """A value in any of the ways in which TOML writes it."""
-    kinds = ["number", "basic", "several lines", "literal lines"] + (["array", "inline"] if depth else [])
+    kinds = ["number", "basic", "several lines", "literal lines"] + (
+        ["array", "inline"] if depth else []
+    )
     kind, text = draw(st.sampled_from(kinds)), draw(TEXTS)
     if kind == "number":
-        return draw(st.sampled_from(["1", "-2.5", "true", "0x1f", "1e-3", "1979-05-27 07:32:00Z", "inf", "07:32:00.5"]))
+        return draw(
+            st.sampled_from(
+                ["1", "-2.5", "true", "0x1f", "1e-3", "1979-05-27 07:32:00Z", "inf", "07:32:00.5"]
+            )
+        )
     if kind == "basic":
         return quoted(text)
     if kind == "several lines":
         ending = draw(st.sampled_from(["", '"', '""', " \\\n  "]))
-        return '"""' + text.replace("\\", "\\\\").replace('"""', "").replace('"', '\\"') + ending + '"""'
+        return (
+            '"""'
+            + text.replace("\\", "\\\\").replace('"""', "").replace('"', '\\"')
+            + ending
+            + '"""'
+        )
     if kind == "literal lines":
         return "'''" + text.replace("'", "") + draw(st.sampled_from(["", "'", "''"])) + "'''"
     if kind == "array":
         items = draw(st.lists(value_texts(depth=depth - 1), max_size=3))
         gap = draw(st.sampled_from([" ", "\n", " # ] , '''\n"]))
         return "[" + gap + f",{gap}".join(items) + gap + "]"
-    pairs = draw(st.lists(st.tuples(NAMES, value_texts(depth=depth - 1)), max_size=3, unique_by=lambda pair: pair[0]))
+    pairs = draw(
+        st.lists(
+            st.tuples(NAMES, value_texts(depth=depth - 1)),
+            max_size=3,
+            unique_by=lambda pair: pair[0],
+        )
+    )
     return "{ " + ", ".join(f"{key_text(name)} = {value}" for name, value in pairs) + " }"
 
 
@@ -118,7 +152,9 @@ def documents(draw: st.DrawFn) -> tuple[str, dict[tuple[str, ...], int]]:
             where.setdefault((table,), len(lines))
         for name in draw(st.lists(NAMES, max_size=3, unique=True)):
             where.setdefault((name,) if table is None else (table, name), len(lines) + 1)
-            lines += f"{key_text(name)} = {draw(value_texts())}{draw(st.sampled_from(['', ' # x = [']))}".split("\n")
+            lines += f"{key_text(name)} = {draw(value_texts())}{draw(st.sampled_from(['', ' # x = [']))}".split(
+                "\n"
+            )
     return "\n".join(lines), where
 
 

@@ -15,7 +15,9 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "spec.md"
 
 
 def test_the_page_in_docs_is_what_the_program_prints() -> None:
-    assert PAGE.read_text(encoding="utf-8") == as_markdown() + "\n", "run: hpczero spec --markdown > docs/spec.md"
+    assert PAGE.read_text(encoding="utf-8") == as_markdown() + "\n", (
+        "run: hpczero spec --markdown > docs/spec.md"
+    )
 
 
 def test_every_key_is_explained() -> None:
@@ -46,11 +48,17 @@ def test_the_spec_to_start_from_is_valid_and_names_every_key(tmp_path: Path) -> 
     path = tmp_path / "spec.toml"
     path.write_text(text)
     assert load(path).spec == Spec(name="mine")
-    written = {name if not isinstance(value, dict) else "" for name, value in tomllib.loads(text).items()} - {""}
+    written = {
+        name if not isinstance(value, dict) else "" for name, value in tomllib.loads(text).items()
+    } - {""}
     assert written == {"name", "seed"}
-    path.write_text("\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines()))
+    path.write_text(
+        "\n".join(line.removeprefix("# ") if " = " in line else line for line in text.splitlines())
+    )
     loaded = load(path)
-    assert all(source.line for source in loaded.sources.values()), "with the commented keys too, every key is there"
+    assert all(source.line for source in loaded.sources.values()), (
+        "with the commented keys too, every key is there"
+    )
     assert loaded.spec == Spec(name="mine")
 
 

@@ -28,7 +28,9 @@ def rank_of(cuts: Sequence[range], costs: Sequence[int]) -> tuple[object, ...]:
 @settings(max_examples=400, deadline=None)
 def test_the_cut_is_the_best_of_all_cuts(costs, data):
     count = data.draw(st.integers(1, len(costs)))
-    assert cut(costs, count) == min(all_cuts(len(costs), count), key=lambda cuts: rank_of(cuts, costs))
+    assert cut(costs, count) == min(
+        all_cuts(len(costs), count), key=lambda cuts: rank_of(cuts, costs)
+    )
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=12), st.data())
@@ -38,12 +40,19 @@ def test_measured_costs_are_cut_into_contiguous_parts_with_the_smallest_largest_
     found = cut(costs, count)
     assert [layer for part in found for layer in part] == list(range(len(costs)))
     assert all(len(part) for part in found)
-    largest = [max(sum(costs[layer] for layer in part) for part in cuts) for cuts in all_cuts(len(costs), count)]
+    largest = [
+        max(sum(costs[layer] for layer in part) for part in cuts)
+        for cuts in all_cuts(len(costs), count)
+    ]
     assert max(sum(costs[layer] for layer in part) for part in found) == pytest.approx(min(largest))
 
 
 def test_seven_equal_layers_on_three_stages() -> None:
-    assert [len(part) for part in cut([0.1] * 7, 3)] == [2, 2, 3]  # 0.1 three times is not 0.3 in floating point
+    assert [len(part) for part in cut([0.1] * 7, 3)] == [
+        2,
+        2,
+        3,
+    ]  # 0.1 three times is not 0.3 in floating point
 
 
 def test_chunks_of_a_stage_are_far_apart() -> None:
@@ -55,7 +64,11 @@ def test_chunks_of_a_stage_are_far_apart() -> None:
 def test_costs_of_gpt_are_its_matrix_products() -> None:
     model = Model(layers=3, hidden=16, heads=2, ffn=24, vocab=100, seq_len=10)
     embedding, *blocks, head = estimated_costs(model)
-    weights = sum(parameter.size for parameter in shapes.layers(model)[1].parameters if parameter.decays and len(parameter.shape) > 1)
+    weights = sum(
+        parameter.size
+        for parameter in shapes.layers(model)[1].parameters
+        if parameter.decays and len(parameter.shape) > 1
+    )
     biases = 3 * 16  # qkv's is [3, inner]: no matrix
     attention = 2 * 2 * 10 * 16  # a token's products with all keys and all values
     assert blocks == [3 * 10 * (2 * (weights - biases) + attention)] * 3
@@ -64,7 +77,10 @@ def test_costs_of_gpt_are_its_matrix_products() -> None:
 
 
 def test_a_large_vocabulary_takes_blocks_off_the_last_stage() -> None:
-    small, large = (estimated_costs(Model(layers=16, hidden=256, heads=4, vocab=vocab)) for vocab in (257, 50257))
+    small, large = (
+        estimated_costs(Model(layers=16, hidden=256, heads=4, vocab=vocab))
+        for vocab in (257, 50257)
+    )
     assert [len(part) for part in parts(small, 4)] == [5, 4, 4, 5]
     assert [len(part) for part in parts(large, 4)] == [6, 5, 6, 1]
 
@@ -77,15 +93,37 @@ def test_costs_are_there_for_every_layer() -> None:
 @pytest.mark.parametrize(
     ("layers", "stages", "chunks", "expected"),
     [
-        (6, 7, 1, "parallel.pipeline = 7, but layers() gives 6: use parallel.pipeline = 6 or fewer, or at least 7 layers"),
-        (10, 3, 4, "makes 12 parts, but layers() gives 10: use parallel.chunks = 3, or parallel.pipeline = 2 or fewer, or"),
-        (10, 12, 2, "makes 24 parts, but layers() gives 10: use parallel.pipeline = 5 or fewer, or"),
-        (2, 5, 3, "makes 15 parts, but layers() gives 2: use parallel.pipeline = 2 with parallel.chunks = 1, or"),
+        (
+            6,
+            7,
+            1,
+            "parallel.pipeline = 7, but layers() gives 6: use parallel.pipeline = 6 or fewer, or at least 7 layers",
+        ),
+        (
+            10,
+            3,
+            4,
+            "makes 12 parts, but layers() gives 10: use parallel.chunks = 3, or parallel.pipeline = 2 or fewer, or",
+        ),
+        (
+            10,
+            12,
+            2,
+            "makes 24 parts, but layers() gives 10: use parallel.pipeline = 5 or fewer, or",
+        ),
+        (
+            2,
+            5,
+            3,
+            "makes 15 parts, but layers() gives 2: use parallel.pipeline = 2 with parallel.chunks = 1, or",
+        ),
         (1, 2, 1, "use parallel.pipeline = 1, or at least 2 layers"),
         (0, 2, 1, "parallel.pipeline = 2, but layers() gives 0: use at least 2 layers"),
     ],
 )
-def test_more_parts_than_layers_of_a_module_is_refused_with_what_would_work(layers: int, stages: int, chunks: int, expected: str) -> None:
+def test_more_parts_than_layers_of_a_module_is_refused_with_what_would_work(
+    layers: int, stages: int, chunks: int, expected: str
+) -> None:
     nn = pytest.importorskip("torch").nn
     from hpczero.parallel.pipeline.user_stages import stage_of
 

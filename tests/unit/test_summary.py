@@ -9,11 +9,22 @@ STEP_TOKENS = 100
 
 
 def line(step: int, **more: Any) -> str:
-    return json.dumps({"step": step, "loss": 5.0 - step, "tokens": 50, "step_seconds": 2.0, **more}) + "\n"
+    return (
+        json.dumps({"step": step, "loss": 5.0 - step, "tokens": 50, "step_seconds": 2.0, **more})
+        + "\n"
+    )
 
 
-EARLIER = Earlier.of([line(1), line(2, validation_loss=2.5, validation_tokens=10, validation_tokens_of_split=40), line(3)])
-JOB = LastJob(first=3, steps=2, step_tokens=STEP_TOKENS, seconds=4.0, ranks=2, first_loss=1.5, final_loss=1.25)
+EARLIER = Earlier.of(
+    [
+        line(1),
+        line(2, validation_loss=2.5, validation_tokens=10, validation_tokens_of_split=40),
+        line(3),
+    ]
+)
+JOB = LastJob(
+    first=3, steps=2, step_tokens=STEP_TOKENS, seconds=4.0, ranks=2, first_loss=1.5, final_loss=1.25
+)
 
 
 def said(run: dict[str, Any], steps: int) -> str:
@@ -22,14 +33,22 @@ def said(run: dict[str, Any], steps: int) -> str:
 
 def test_run_and_last_job_are_apart() -> None:
     found = of_run(JOB, EARLIER, None)
-    assert (found["first_loss"], found["final_loss"], found["tokens"], found["seconds"]) == (4.0, 1.25, 350, 10.0)
+    assert (found["first_loss"], found["final_loss"], found["tokens"], found["seconds"]) == (
+        4.0,
+        1.25,
+        350,
+        10.0,
+    )
     assert found["tokens_per_second"] == 35.0
     assert found["last_job"] == {
         "first_step": 4, "steps": 2, "first_loss": 1.5, "tokens": 200, "seconds": 4.0, "tokens_per_second": 50.0, "ranks": 2,
     }  # fmt: skip
     words = said(found, 5)
     assert "on 350 tokens in 5 steps\n" in words
-    assert "last job:   steps 4 to 5, 200 tokens (4 s, 50 tokens/s on 2 ranks), loss 1.5000 at its first step" in words
+    assert (
+        "last job:   steps 4 to 5, 200 tokens (4 s, 50 tokens/s on 2 ranks), loss 1.5000 at its first step"
+        in words
+    )
     assert "loss:       4.0000 at the first step, 1.2500 at the last" in words
 
 
@@ -37,16 +56,36 @@ def test_an_older_validation_says_when_it_was() -> None:
     found = of_run(JOB, EARLIER, None)
     assert (found["validation_loss"], found["validation_step"]) == (2.5, 2)
     assert "over 10 of 40 tokens after step 2;" in said(found, 5)
-    new = {"validation_loss": 2.0, "validation_tokens": 40, "validation_tokens_of_split": 40, "validation_standard_error": 0.0}
+    new = {
+        "validation_loss": 2.0,
+        "validation_tokens": 40,
+        "validation_tokens_of_split": 40,
+        "validation_standard_error": 0.0,
+    }
     words = said(of_run(JOB, EARLIER, new | {"validation_step": 5}), 5)
     assert "validation: 2.0000 over the whole split; the text's" in words
 
 
 def test_a_run_of_one_job_is_one_line() -> None:
-    job = LastJob(first=0, steps=1, step_tokens=STEP_TOKENS, seconds=4.0, ranks=1, first_loss=1.5, final_loss=1.5)
+    job = LastJob(
+        first=0,
+        steps=1,
+        step_tokens=STEP_TOKENS,
+        seconds=4.0,
+        ranks=1,
+        first_loss=1.5,
+        final_loss=1.5,
+    )
     found = of_run(job, Earlier(), None)
-    assert (found["tokens"], found["seconds"], found["tokens_per_second"], found["validation_loss"]) == (100, 4.0, 25.0, None)
-    assert "trained:    tiny, on 100 tokens in 1 step (4 s, 25 tokens/s on 1 rank)" in said(found, 1)
+    assert (
+        found["tokens"],
+        found["seconds"],
+        found["tokens_per_second"],
+        found["validation_loss"],
+    ) == (100, 4.0, 25.0, None)
+    assert "trained:    tiny, on 100 tokens in 1 step (4 s, 25 tokens/s on 1 rank)" in said(
+        found, 1
+    )
     assert "last job" not in said(found, 1)
 
 
@@ -58,9 +97,22 @@ def test_what_is_not_known_of_lost_lines_is_not_said() -> None:
 
 
 def test_nothing_left_to_do_keeps_the_runs_figures() -> None:
-    job = LastJob(first=3, steps=0, step_tokens=STEP_TOKENS, seconds=0.5, ranks=1, first_loss=None, final_loss=None)
+    job = LastJob(
+        first=3,
+        steps=0,
+        step_tokens=STEP_TOKENS,
+        seconds=0.5,
+        ranks=1,
+        first_loss=None,
+        final_loss=None,
+    )
     found = of_run(job, EARLIER, None)
-    assert (found["first_loss"], found["final_loss"], found["tokens"], found["last_job"]["first_step"]) == (4.0, 2.0, 150, None)
+    assert (
+        found["first_loss"],
+        found["final_loss"],
+        found["tokens"],
+        found["last_job"]["first_step"],
+    ) == (4.0, 2.0, 150, None)
 
 
 def test_figures_that_are_none_are_passed_over() -> None:

@@ -28,7 +28,9 @@ def wait(axis: str, begin: int, end: int) -> Event:
     return Event(What(WAIT, "all_reduce", axis), begin, end)
 
 
-def operation(axis: str, begin: int, end: int, name: str = "all_reduce", peer: int = -1, number: int = 1) -> Event:
+def operation(
+    axis: str, begin: int, end: int, name: str = "all_reduce", peer: int = -1, number: int = 1
+) -> Event:
     return Event(What(OPERATION, name, axis, peer), begin, end, 8, number)
 
 
@@ -50,7 +52,9 @@ def test_what_is_recorded(clock: Callable[[int], None]) -> None:
             recording.wait("data", "reduce_scatter", 7)
             clock(100_000)
             recording.advanced("data", "reduce_scatter", 20)
-            recording.advanced("data", "reduce_scatter", 100_001 - trace.SHORTEST)  # too short to be shown
+            recording.advanced(
+                "data", "reduce_scatter", 100_001 - trace.SHORTEST
+            )  # too short to be shown
             recording.finished(ticket)
             recording.end()
             recording.begin("AdamW")
@@ -71,7 +75,12 @@ def test_what_is_recorded(clock: Callable[[int], None]) -> None:
 def test_a_span_ends_when_something_is_raised() -> None:
     recording = Recording()
 
-    with pytest.raises(ValueError, match="broken"), recording.step(1), recording.span("forward"), recording.span("attention"):
+    with (
+        pytest.raises(ValueError, match="broken"),
+        recording.step(1),
+        recording.span("forward"),
+        recording.span("attention"),
+    ):
         raise ValueError("broken")
     assert [event.what.name for event in kept(recording)] == ["attention", "forward", "step"]
 
@@ -105,8 +114,16 @@ def test_the_last_steps_are_kept() -> None:
     recording.begin("set-up")
     recording.end()
     record(recording, range(5, 12))
-    assert ([step.number for step in recording.steps], recording.first, recording.lost) == ([9, 10, 11], 5, 0)
-    assert [(event.what.name, event.number) for event in kept(recording)] == [("step", 9), ("step", 10), ("step", 11)]
+    assert ([step.number for step in recording.steps], recording.first, recording.lost) == (
+        [9, 10, 11],
+        5,
+        0,
+    )
+    assert [(event.what.name, event.number) for event in kept(recording)] == [
+        ("step", 9),
+        ("step", 10),
+        ("step", 11),
+    ]
 
 
 def test_large_steps_leave_room_for_fewer() -> None:
@@ -130,7 +147,10 @@ def test_off_nothing_is_kept_and_all_calls_are_there() -> None:
         silent.advanced("data", "all_reduce", silent.now())
         silent.end()
     assert vars(silent) == {}
-    assert {name for name in vars(Recording) if not name.startswith("_")} - set(dir(Trace)) == {"whats", "keep_unfinished"}
+    assert {name for name in vars(Recording) if not name.startswith("_")} - set(dir(Trace)) == {
+        "whats",
+        "keep_unfinished",
+    }
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------------------
@@ -146,19 +166,27 @@ EVENTS = [
     operation("pipeline", 2_500, 4_000, "send", peer=1, number=5),
     Event(What(WAIT, 'odd "name" \\ é', "data", unfinished=True), 7_000, 8_000),
 ]
-OTHERS = [span("step", 1_500, 9_500, 7), operation("pipeline", 2_600, 5_000, "receive", peer=0, number=5)]
+OTHERS = [
+    span("step", 1_500, 9_500, 7),
+    operation("pipeline", 2_600, 5_000, "receive", peer=0, number=5),
+]
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
-    ranks = [trace_file.Rank(0, "rank 0 on a (data 0)", EVENTS), trace_file.Rank(1, "rank 1 on b (data 1)", OTHERS)]
+    ranks = [
+        trace_file.Rank(0, "rank 0 on a (data 0)", EVENTS),
+        trace_file.Rank(1, "rank 1 on b (data 1)", OTHERS),
+    ]
     trace_file.write(tmp_path / "trace.json.gz", ranks, {"run": "x"}, 1_000)
     return tmp_path / "trace.json.gz"
 
 
 def test_the_file_holds_what_was_recorded(written: Path) -> None:
     def shifted(events: list[Event]) -> list[Event]:
-        moved = [event._replace(begin=event.begin - 1_000, end=event.end - 1_000) for event in events]
+        moved = [
+            event._replace(begin=event.begin - 1_000, end=event.end - 1_000) for event in events
+        ]
         return sorted(moved, key=lambda event: (event.begin, -event.end))
 
     assert trace_file.read(written) == {0: shifted(EVENTS), 1: shifted(OTHERS)}
@@ -173,18 +201,42 @@ def test_the_file_follows_the_trace_event_format(written: Path) -> None:
     assert all({"pid", "tid", "name"} <= set(line) for line in lines)
     spans = [line for line in lines if line["ph"] == "X"]
     assert len(spans) == len(EVENTS) + len(OTHERS)
-    assert all(line["ts"] >= 0 and line["dur"] >= 0 and isinstance(line["args"], dict) for line in spans)
-    names = {(line["pid"], line["tid"]): line["args"]["name"] for line in lines if line["name"] == "thread_name"}
-    assert sorted(name for (pid, _), name in names.items() if pid == 0) == ["data", "data 2", "main", "pipeline"]
+    assert all(
+        line["ts"] >= 0 and line["dur"] >= 0 and isinstance(line["args"], dict) for line in spans
+    )
+    names = {
+        (line["pid"], line["tid"]): line["args"]["name"]
+        for line in lines
+        if line["name"] == "thread_name"
+    }
+    assert sorted(name for (pid, _), name in names.items() if pid == 0) == [
+        "data",
+        "data 2",
+        "main",
+        "pipeline",
+    ]
     assert {(line["pid"], line["tid"]) for line in spans} == set(names)
-    assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == ["rank 0 on a (data 0)", "rank 1 on b (data 1)"]
-    assert [line["name"] for line in spans if line["pid"] == 0 and names[0, line["tid"]] == "main"][:2] == ["step 7", "forward"]
+    assert [line["args"]["name"] for line in lines if line["name"] == "process_name"] == [
+        "rank 0 on a (data 0)",
+        "rank 1 on b (data 1)",
+    ]
+    assert [line["name"] for line in spans if line["pid"] == 0 and names[0, line["tid"]] == "main"][
+        :2
+    ] == ["step 7", "forward"]
 
 
 def test_events_of_a_thread_lie_in_each_other_or_apart(written: Path) -> None:
-    lines = [line for line in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"] if line["ph"] == "X"]
+    lines = [
+        line
+        for line in json.loads(gzip.decompress(written.read_bytes()))["traceEvents"]
+        if line["ph"] == "X"
+    ]
     for thread in {(line["pid"], line["tid"]) for line in lines}:
-        times = [(line["ts"], line["ts"] + line["dur"]) for line in lines if (line["pid"], line["tid"]) == thread]
+        times = [
+            (line["ts"], line["ts"] + line["dur"])
+            for line in lines
+            if (line["pid"], line["tid"]) == thread
+        ]
         for one in times:
             for other in times:
                 assert not one[0] < other[0] < one[1] < other[1], (thread, one, other)
@@ -214,13 +266,20 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(written: Path) -> None
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=30))
-def test_lanes_hold_no_two_at_a_time_and_are_no_more_than_needed(begins: list[tuple[int, int]]) -> None:
+def test_lanes_hold_no_two_at_a_time_and_are_no_more_than_needed(
+    begins: list[tuple[int, int]],
+) -> None:
     intervals = [(begin, begin + length) for begin, length in begins]
     chosen = trace_file.lanes(intervals)
     for lane in set(chosen):
-        inside = sorted(interval for interval, at in zip(intervals, chosen, strict=True) if at == lane)
+        inside = sorted(
+            interval for interval, at in zip(intervals, chosen, strict=True) if at == lane
+        )
         assert all(one[1] <= other[0] for one, other in pairwise(inside))
-    most = max((sum(begin <= at < end for begin, end in intervals if begin < end) for at in range(81)), default=0)
+    most = max(
+        (sum(begin <= at < end for begin, end in intervals if begin < end) for at in range(81)),
+        default=0,
+    )
     whole = trace_file.lanes([interval for interval in intervals if interval[0] < interval[1]])
     assert len(set(whole)) == most
 
@@ -246,7 +305,16 @@ STEP = [
 
 def test_every_moment_belongs_to_the_innermost() -> None:
     seconds = trace_file.own_seconds(trace_file.of_step(STEP, 4))
-    expected = {"data": 5, "forward": 13, "wait tensor": 2, "backward": 36, "advance data": 8, "optimizer step": 15, "wait data": 11, "step": 10}
+    expected = {
+        "data": 5,
+        "forward": 13,
+        "wait tensor": 2,
+        "backward": 36,
+        "advance data": 8,
+        "optimizer step": 15,
+        "wait data": 11,
+        "step": 10,
+    }
     assert seconds == pytest.approx({name: time / 1e9 for name, time in expected.items()})
     assert sum(seconds.values()) == pytest.approx(100 / 1e9)
 
@@ -267,7 +335,9 @@ def test_how_much_communication_is_hidden() -> None:
 def test_what_started_while_something_went_on() -> None:
     assert trace_file.started_during(STEP, "reduce_scatter", "backward") == (2, 2)
     assert trace_file.started_during(STEP, "all_gather", "backward") == (0, 1)
-    assert trace_file.started_during([*STEP, operation("data", 60, 61, "reduce_scatter")], "reduce_scatter", "backward") == (2, 3)
+    assert trace_file.started_during(
+        [*STEP, operation("data", 60, 61, "reduce_scatter")], "reduce_scatter", "backward"
+    ) == (2, 3)
 
 
 @given(*[st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=12)] * 2)
@@ -275,7 +345,10 @@ def test_unions_and_overlaps(one: list[tuple[int, int]], other: list[tuple[int, 
     def moments(pairs: list[tuple[int, int]]) -> set[int]:
         return {moment for begin, length in pairs for moment in range(begin, begin + length)}
 
-    unions = [trace_file.union((begin, begin + length) for begin, length in pairs) for pairs in (one, other)]
+    unions = [
+        trace_file.union((begin, begin + length) for begin, length in pairs)
+        for pairs in (one, other)
+    ]
     assert trace_file.length(unions[0]) == len(moments(one))
     assert trace_file.length(trace_file.overlap(*unions)) == len(moments(one) & moments(other))
 
@@ -295,11 +368,19 @@ def test_unions_and_overlaps(one: list[tuple[int, int]], other: list[tuple[int, 
         ([{}, {}], 1000, [], 2),
     ],
 )
-def test_what_fits_into_the_file(sizes: list[dict[int, int]], most: int, steps: list[int], ranks: int) -> None:
+def test_what_fits_into_the_file(
+    sizes: list[dict[int, int]], most: int, steps: list[int], ranks: int
+) -> None:
     assert tracing.select(sizes, most) == tracing.Selection(steps, ranks)
 
 
 def test_the_mean_over_ranks_and_steps() -> None:
-    of_steps = [{"seconds": {"forward": 2.0}, "hidden": {"data": 1.0}}, {"seconds": {"forward": 4.0, "wait data": 1.0}, "hidden": {}}]
-    assert tracing.mean(of_steps) == {"seconds": {"forward": 3.0, "wait data": 0.5}, "hidden": {"data": 1.0}}
+    of_steps = [
+        {"seconds": {"forward": 2.0}, "hidden": {"data": 1.0}},
+        {"seconds": {"forward": 4.0, "wait data": 1.0}, "hidden": {}},
+    ]
+    assert tracing.mean(of_steps) == {
+        "seconds": {"forward": 3.0, "wait data": 0.5},
+        "hidden": {"data": 1.0},
+    }
     assert tracing.mean([]) == {"seconds": {}, "hidden": {}}

@@ -42,7 +42,10 @@ def started(home: Path, *arguments: str) -> Finished:
 def test_check_goes_on_and_says_so(home: Path) -> None:
     done = started(home, "check", "spec.toml")
     assert (done.code, done.err) == (0, "")
-    assert f"note: no profile of a site is taken from {home}/.config/hpczero/sites: Permission denied" in done.out
+    assert (
+        f"note: no profile of a site is taken from {home}/.config/hpczero/sites: Permission denied"
+        in done.out
+    )
 
 
 def test_a_site_that_is_not_found_may_lie_there(home: Path) -> None:
@@ -65,10 +68,15 @@ def test_a_run_that_wants_its_cache_there_is_told_another_place(home: Path) -> N
     pytest.importorskip("mpi4py", reason="training needs mpi4py")
     done = started(home, "run", "spec.toml", "--set", "data.source=stdlib")
     assert done.code == 2, done
-    assert "cannot be used (Permission denied): set paths.cache to a folder that can be written" in done.err
+    assert (
+        "cannot be used (Permission denied): set paths.cache to a folder that can be written"
+        in done.err
+    )
 
 
-def test_kernels_are_compiled_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_where_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     exists = Path.exists
 
     def refused(path: Path) -> bool:

@@ -22,7 +22,16 @@ GROUP = "77"
 
 def state(*started: tuple[int, int], waited: float | None = 5.0, place: str = "somewhere") -> State:
     """`started`: (number, code)."""
-    return State(1, 1, 1, 3, 9.0, waited, place, {GROUP: [Operation(number, code, f"operation {code}") for number, code in started]})
+    return State(
+        1,
+        1,
+        1,
+        3,
+        9.0,
+        waited,
+        place,
+        {GROUP: [Operation(number, code, f"operation {code}") for number, code in started]},
+    )
 
 
 def question(*started: tuple[int, int], ranks: int = 4, **more: object) -> Question:
@@ -69,7 +78,9 @@ def test_the_rank_that_the_others_wait_for_is_the_suspect() -> None:
     here, busy = state((6, 11)), state((5, 10), waited=None)
     own = {0: state((6, 11), place="the place")}
 
-    def suspected(first: State, second: State, third: State, gone: tuple[int, ...] = ()) -> list[int]:
+    def suspected(
+        first: State, second: State, third: State, gone: tuple[int, ...] = ()
+    ) -> list[int]:
         states = own | {1: first, 2: second, 3: third}
         return suspects(asked, judge(asked, states), states, gone)
 
@@ -107,14 +118,18 @@ def test_a_rank_that_left_an_operation_under_way_is_told_apart_from_one_that_wai
     states = {1: state((6, 11), waited=None), 2: state((6, 11))}
     judged = judge(asked, states)
     assert judged == {1: STARTED, 2: HERE}
-    lines = account(asked, judged, states, dict.fromkeys(range(3), "host"), {2: "its process is stopped"})
+    lines = account(
+        asked, judged, states, dict.fromkeys(range(3), "host"), {2: "its process is stopped"}
+    )
     assert lines[0] == "  waiting in it: ranks 0 2"
     assert "rank 1 on host: step 3; in no operation for 9.0 s" in lines[1]
     assert lines[2] == "  rank 2 on host: its process is stopped"
 
 
 def test_an_earlier_operation_that_did_not_fit_is_found() -> None:
-    assert judge(question((5, 10), (6, 11), ranks=2), {1: state((5, 99), (6, 11))}) == {1: DIFFERENT}
+    assert judge(question((5, 10), (6, 11), ranks=2), {1: state((5, 99), (6, 11))}) == {
+        1: DIFFERENT
+    }
 
 
 def test_who_has_started_nothing_there_and_who_is_not_heard_of() -> None:
@@ -144,7 +159,9 @@ def test_ranks_that_run_different_layers_hear_what_to_do() -> None:
     def advice(place: str, theirs: State) -> bool:
         ours = [Operation(6, 11, "operation 11")]
         asked = Question(place, 0, range(2), GROUP, "data", 6, ours)
-        lines = account(asked, judge(asked, {1: theirs}), {1: theirs}, dict.fromkeys(range(2), "host"), {})
+        lines = account(
+            asked, judge(asked, {1: theirs}), {1: theirs}, dict.fromkeys(range(2), "host"), {}
+        )
         return "at zero.stage = 2 they need not" in lines[-1]
 
     gather, plain = "all_gather blocks.2 of 8 bytes", "all_gather of 8 bytes"
@@ -159,10 +176,19 @@ def test_ranks_that_run_different_layers_hear_what_to_do() -> None:
 def test_many_ranks_are_not_all_told_about() -> None:
     asked = question((6, 11), ranks=1000)
     states = {rank: state((6, 11)) if rank % 2 else state((5, 1)) for rank in range(1000)}
-    lines = account(asked, judge(asked, states), states, dict.fromkeys(range(1000), "host"), {2: "its process has ended"})
+    lines = account(
+        asked,
+        judge(asked, states),
+        states,
+        dict.fromkeys(range(1000), "host"),
+        {2: "its process has ended"},
+    )
     assert len(lines) == 10
     assert lines[0] == "  waiting in it: ranks 0 1 3 5 7 9 11 13 15 17 19 21 23 25 … 999"
-    assert "rank 2 on host: step 3; its process has ended; started last along data: operation 1 (number 5)" in lines[1]
+    assert (
+        "rank 2 on host: step 3; its process has ended; started last along data: operation 1 (number 5)"
+        in lines[1]
+    )
     assert lines[-1].startswith("  not come: 491 more: ranks 18 20")
 
 
@@ -178,7 +204,10 @@ def test_what_is_written_to_a_slot_is_read_from_it() -> None:
     status.at_step(5)
     status.waits(Place(signature.label, entry, 99))
     seen = read(slot, time.monotonic() + 10)
-    assert (seen.step, seen.place) == (5, "all_reduce sum of 40 bytes of float32 (number 99 along data)")
+    assert (seen.step, seen.place) == (
+        5,
+        "all_reduce sum of 40 bytes of float32 (number 99 along data)",
+    )
     assert seen.waited is not None
     assert 10 <= seen.waited < 11
     operations = seen.started[str(identity("data", [0, 3], 1))]

@@ -19,8 +19,14 @@ EXCEPTIONS = {
 MODES = set("wax+")
 FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND", "O_TMPFILE"}
 OPENERS = {  # which argument the mode is
-    "open": None, "File": 1, "GzipFile": 1, "FileIO": 1, "ZipFile": 1, "TarFile": 1,
-    "memmap": 2, "open_memmap": 1,
+    "open": None,
+    "File": 1,
+    "GzipFile": 1,
+    "FileIO": 1,
+    "ZipFile": 1,
+    "TarFile": 1,
+    "memmap": 2,
+    "open_memmap": 1,
 }
 METHODS = {
     *("write_text", "write_bytes", "touch", "unlink", "rename", "renames", "rmdir", "removedirs"),

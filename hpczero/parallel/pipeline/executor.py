@@ -20,7 +20,15 @@ from hpczero.comm.progress import Work
 from hpczero.device import CPU
 from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.pipeline.schedule import AHEAD, Result, Step, forward_only, receiver, schedule, steps
+from hpczero.parallel.pipeline.schedule import (
+    AHEAD,
+    Result,
+    Step,
+    forward_only,
+    receiver,
+    schedule,
+    steps,
+)
 
 _UNSENT = 2  # outputs of an evaluation that a stage keeps until they are sent
 _MOST_DIMENSIONS = 64  # of a tensor
@@ -78,12 +86,21 @@ class Pipeline:
     each shape of micro-batches.
     """
 
-    def __init__(self, group: Group, kind: str, chunks: int, shape_of: Callable[[MicroBatch], Sequence[int]] | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        group: Group,
+        kind: str,
+        chunks: int,
+        shape_of: Callable[[MicroBatch], Sequence[int]] | None,
+        dtype: torch.dtype,
+    ) -> None:
         self.group = group
         self.kind, self.chunks = kind, chunks
         self.shape_of, self.dtype = shape_of, dtype
         self.buffers = Buffers(dtype, group.device.torch)
-        self._told: dict[tuple[int, torch.Size], tuple[int, ...]] = {}  # part and micro-batch's shape -> shape of the part's output
+        self._told: dict[
+            tuple[int, torch.Size], tuple[int, ...]
+        ] = {}  # part and micro-batch's shape -> shape of the part's output
         self._steps: dict[tuple[int, bool, int], tuple[Step, ...]] = {}
 
     def train(self, parts: Parts, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -101,7 +118,11 @@ class Pipeline:
 
     def shape(self, part: int, batch: MicroBatch) -> tuple[int, ...] | None:
         """Of a part's output; None as long as it is not known."""
-        return tuple(self.shape_of(batch)) if self.shape_of else self._told.get((part, batch.tokens.shape))
+        return (
+            tuple(self.shape_of(batch))
+            if self.shape_of
+            else self._told.get((part, batch.tokens.shape))
+        )
 
     def told(self, part: int, batch: MicroBatch, shape: Sequence[int]) -> None:
         self._told[part, batch.tokens.shape] = tuple(shape)
@@ -109,7 +130,12 @@ class Pipeline:
     def shapes_here(self, batches: Sequence[MicroBatch]) -> list[tuple[int, ...] | None]:
         """Of all that this stage's parts take and give."""
         own = range(self.group.rank, self.group.size * self.chunks, self.group.size)
-        made_by = {number for part in own for number in (part - 1, part) if 0 <= number < self.group.size * self.chunks - 1}
+        made_by = {
+            number
+            for part in own
+            for number in (part - 1, part)
+            if 0 <= number < self.group.size * self.chunks - 1
+        }
         return [self.shape(part, batch) for part in made_by for batch in batches]
 
     def steps(self, micro_batches: int, trains: bool, ahead: int = AHEAD) -> tuple[Step, ...]:
@@ -117,7 +143,9 @@ class Pipeline:
         found = self._steps.get((micro_batches, trains, ahead))
         if found is None:
             actions = schedule(self.kind, self.group.size, self.chunks, micro_batches)
-            found = steps(actions if trains else forward_only(actions), self.chunks, self.group.rank, ahead)
+            found = steps(
+                actions if trains else forward_only(actions), self.chunks, self.group.rank, ahead
+            )
             self._steps[micro_batches, trains, ahead] = found
         return found
 
@@ -132,18 +160,25 @@ class _Arrival:
 
     def not_here(self, tensor: Tensor) -> Tensor:
         """The same values outside of the buffer: what a part returns may be a view of what it was given."""
-        shares = self.buffer is not None and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+        shares = (
+            self.buffer is not None
+            and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
+        )
         return tensor.clone() if shares else tensor
 
 
 class _Pass:
     """The way of a step's micro-batches through this stage."""
 
-    def __init__(self, pipeline: Pipeline, parts: Parts, batches: Sequence[MicroBatch], trains: bool) -> None:
+    def __init__(
+        self, pipeline: Pipeline, parts: Parts, batches: Sequence[MicroBatch], trains: bool
+    ) -> None:
         self.pipeline, self.parts, self.batches, self.trains = pipeline, parts, batches, trains
         self.group, self.buffers = pipeline.group, pipeline.buffers
         self.arrivals: dict[Result, _Arrival] = {}
-        self.kept: dict[tuple[int, int], tuple[_Arrival | None, Tensor]] = {}  # chunk, micro-batch -> input and output
+        self.kept: dict[
+            tuple[int, int], tuple[_Arrival | None, Tensor]
+        ] = {}  # chunk, micro-batch -> input and output
         self.sends: deque[tuple[Work, Tensor]] = deque()
         self.losses: list[Tensor] = []
 
@@ -153,7 +188,9 @@ class _Pass:
         known = [prod(shape) for shape in shapes if shape is not None]
         self.buffers.hold(max(known, default=0))
         self.all_known = len(known) == len(shapes)
-        for step in self.pipeline.steps(len(self.batches), self.trains, AHEAD if self.all_known else 0):
+        for step in self.pipeline.steps(
+            len(self.batches), self.trains, AHEAD if self.all_known else 0
+        ):
             for result in step.posts:
                 self._post(result)
             carry_out[step.action.kind](step)
@@ -184,11 +221,15 @@ class _Pass:
     def _backward(self, step: Step) -> None:
         arrival, output = self.kept.pop((step.action.chunk, step.action.micro_batch))
         gradient = self._arrived(step.needs)
-        self.parts.backward(step.action.chunk, output, gradient.tensor if gradient else None, step.last)
+        self.parts.backward(
+            step.action.chunk, output, gradient.tensor if gradient else None, step.last
+        )
         if step.gives:
             assert arrival is not None
             x = arrival.tensor
-            self._hand_on(step.gives, gradient, torch.zeros_like(x) if x.grad is None else x.grad)  # None: x was of no use
+            self._hand_on(
+                step.gives, gradient, torch.zeros_like(x) if x.grad is None else x.grad
+            )  # None: x was of no use
         self._release(gradient)
         self._release(arrival)
 
@@ -198,7 +239,9 @@ class _Pass:
             shape = self._receive_header(result, source)
         buffer = self.buffers.take() if self.all_known else self.buffers.alone(prod(shape))
         tensor = buffer[: prod(shape)].view(shape)
-        self.arrivals[result] = _Arrival(tensor, buffer if self.all_known else None, self.group.start_receive(tensor, source))
+        self.arrivals[result] = _Arrival(
+            tensor, buffer if self.all_known else None, self.group.start_receive(tensor, source)
+        )
 
     def _shape(self, result: Result) -> tuple[int, ...] | None:
         made_by = result.part if result.name == "output" else result.part - 1

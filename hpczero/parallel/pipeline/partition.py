@@ -27,17 +27,30 @@ def chunks_of_stages(spec: Spec, layers: Sequence[Layer]) -> list[Chunks]:
     stages = spec.parallel.pipeline
     if stages == 1:
         return [(tuple(layers),)]
-    assert known(spec.model), f"how to cut {spec.model.family} into stages is not known without building it"
+    assert known(spec.model), (
+        f"how to cut {spec.model.family} into stages is not known without building it"
+    )
     cuts = parts(estimated_costs(spec.model), stages, spec.parallel.chunks)
     used = {name for layer in layers for name in layer.uses}
-    tied = {parameter.name: parameter for layer in layers for parameter in layer.parameters if parameter.name in used}
-    return [apart([[layers[index] for index in part] for part in layers_of(cuts, stages, stage)], tied) for stage in range(stages)]
+    tied = {
+        parameter.name: parameter
+        for layer in layers
+        for parameter in layer.parameters
+        if parameter.name in used
+    }
+    return [
+        apart([[layers[index] for index in part] for part in layers_of(cuts, stages, stage)], tied)
+        for stage in range(stages)
+    ]
 
 
 def apart(chunks: Sequence[Sequence[Layer]], tied: Mapping[str, Parameter]) -> Chunks:
     """A stage's chunks of layers, which only use what is tied, behind what the stage does not have yet of that."""
     missing = dict(tied)
-    return tuple(tuple(chain.from_iterable(_apart(layer, tied, missing) for layer in chunk)) for chunk in chunks)
+    return tuple(
+        tuple(chain.from_iterable(_apart(layer, tied, missing) for layer in chunk))
+        for chunk in chunks
+    )
 
 
 def layers_that_run(chunks: Iterable[Sequence[Layer]]) -> list[Layer]:
@@ -45,11 +58,17 @@ def layers_that_run(chunks: Iterable[Sequence[Layer]]) -> list[Layer]:
     return [layer for chunk in chunks for layer in chunk if not isinstance(layer, Tied)]
 
 
-def _apart(layer: Layer, tied: Mapping[str, Parameter], missing: dict[str, Parameter]) -> Iterator[Layer]:
+def _apart(
+    layer: Layer, tied: Mapping[str, Parameter], missing: dict[str, Parameter]
+) -> Iterator[Layer]:
     for name in [name for name in missing if name in layer.names]:
         yield Tied(name, (missing.pop(name),))
     own = tuple(parameter for parameter in layer.parameters if parameter.name not in tied)
-    yield replace(layer, parameters=own, uses=tuple(dict.fromkeys((*layer.uses, *(name for name in tied if name in layer.names)))))
+    yield replace(
+        layer,
+        parameters=own,
+        uses=tuple(dict.fromkeys((*layer.uses, *(name for name in tied if name in layer.names)))),
+    )
 
 
 def handed_on(spec: Spec, tensor_rank: int) -> tuple[int, int]:
@@ -71,7 +90,13 @@ class Units:
         return [self._of(layer, tensor_rank) for layer in layers if layer.parameters]
 
     def _of(self, layer: Layer, tensor_rank: int) -> UnitLayout:
-        key = tensor_rank, tuple((parameter.shape, parameter.split, parameter.grain) for parameter in layer.parameters)
+        key = (
+            tensor_rank,
+            tuple(
+                (parameter.shape, parameter.split, parameter.grain)
+                for parameter in layer.parameters
+            ),
+        )
         if key not in self._made:
             self._made[key] = unit_layout(layer, self.shards, self.tensor_ranks, tensor_rank)
         return self._made[key]
@@ -92,7 +117,9 @@ def layers_of(cuts: Sequence[range], stages: int, stage: int) -> tuple[range, ..
 
 def estimated_costs(model: Model) -> list[int]:
     """Floating-point operations of one sequence in each layer, forward and backward."""
-    assert known(model), f"the layers of {model.family} are not known from the spec: their costs have to be measured"
+    assert known(model), (
+        f"the layers of {model.family} are not known from the spec: their costs have to be measured"
+    )
     return _FAMILIES[model.family](model)
 
 
@@ -103,7 +130,9 @@ def cut(costs: Sequence[float], count: int) -> tuple[range, ...]:
     Exact, by dynamic programming in two passes: the smallest largest cost, then the sum of squares within it.
     """
     assert 0 < count <= len(costs), (count, len(costs))
-    assert all(0 <= cost < inf for cost in costs), f"costs are finite and not negative: {list(costs)}"
+    assert all(0 <= cost < inf for cost in costs), (
+        f"costs are finite and not negative: {list(costs)}"
+    )
     before = [0, *accumulate(_whole(costs))]  # cost of the first i layers
     limit = _smallest_limit(before, count)
     ends, last = _most_even(before, count, limit), len(costs)

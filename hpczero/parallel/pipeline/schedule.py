@@ -24,8 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-RESULTS: dict[str, tuple[str, ...]] = {"forward": ("output",), "backward": ("input gradient", "weight gradient")}
-ALL_RESULTS = ("output", "input gradient", "weight gradient")  # in the order in which a part makes them
+RESULTS: dict[str, tuple[str, ...]] = {
+    "forward": ("output",),
+    "backward": ("input gradient", "weight gradient"),
+}
+ALL_RESULTS = (
+    "output",
+    "input gradient",
+    "weight gradient",
+)  # in the order in which a part makes them
 HANDED_ON = {"output": 1, "input gradient": -1}  # to the next part, to the part before
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -51,7 +58,9 @@ class Result(NamedTuple):
 Schedule = Sequence[Sequence[Action]]  # of every stage
 
 
-def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def schedule(
+    kind: str, stages: int, chunks: int, micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
     """What each stage does. Every kind is an order of the forwards, one of the backwards, and how many forwards come before the first backward.
 
     Stages take the micro-batches in groups of as many as there are stages, a group through chunk 0, then through chunk 1, ...: when the last stage
@@ -62,18 +71,32 @@ def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> tuple[t
     assert min(stages, chunks, micro_batches) > 0, (stages, chunks, micro_batches)
     assert chunks == 1 or kind == "interleaved", f"{kind} has one chunk, not {chunks}"
     groups = range(0, micro_batches, stages)
-    order = [(chunk, group + place) for group in groups for chunk in range(chunks) for place in range(stages)]
+    order = [
+        (chunk, group + place)
+        for group in groups
+        for chunk in range(chunks)
+        for place in range(stages)
+    ]
     forwards = [Action("forward", chunk, micro_batch) for chunk, micro_batch in order]
-    backwards = [Action("backward", chunks - 1 - chunk, micro_batch) for chunk, micro_batch in order]
+    backwards = [
+        Action("backward", chunks - 1 - chunk, micro_batch) for chunk, micro_batch in order
+    ]
     return tuple(
-        tuple(action for action in _alternating(forwards, backwards, ahead) if action.micro_batch < micro_batches)
+        tuple(
+            action
+            for action in _alternating(forwards, backwards, ahead)
+            if action.micro_batch < micro_batches
+        )
         for ahead in (_ahead(kind, stages, chunks, stage) or len(order) for stage in range(stages))
     )
 
 
 def forward_only(actions: Schedule) -> Schedule:
     """For evaluation."""
-    return tuple(tuple(action for action in stage if RESULTS[action.kind] == ("output",)) for stage in actions)
+    return tuple(
+        tuple(action for action in stage if RESULTS[action.kind] == ("output",))
+        for stage in actions
+    )
 
 
 def needs(action: Action, stage: int, stages: int, chunks: int) -> Result | None:
@@ -161,7 +184,11 @@ def steps(actions: Schedule, chunks: int, stage: int, ahead: int) -> tuple[Step,
 
     posts = [tuple(post_until(result)) for result in [*needed, *[None] * ahead]]
     first = tuple(result for together in posts[: ahead + 1] for result in together)
-    last = {action.chunk: number for number, action in enumerate(own) if "weight gradient" in RESULTS[action.kind]}
+    last = {
+        action.chunk: number
+        for number, action in enumerate(own)
+        if "weight gradient" in RESULTS[action.kind]
+    }
     return tuple(
         Step(
             action,
@@ -180,12 +207,20 @@ def most_arrived(of_stage: Sequence[Step]) -> int:
     """
     made = {result for step in of_stage for result in RESULTS[step.action.kind]}
     last = max(made, key=ALL_RESULTS.index, default="output")  # that is made from an activation
-    inputs = {(step.action.chunk, step.action.micro_batch): step.needs for step in of_stage if "output" in RESULTS[step.action.kind]}
+    inputs = {
+        (step.action.chunk, step.action.micro_batch): step.needs
+        for step in of_stage
+        if "output" in RESULTS[step.action.kind]
+    }
     now = most = 0
     for step in of_stage:
         now += len(step.posts)
         most = max(most, now)
-        done = [inputs[step.action.chunk, step.action.micro_batch]] if last in RESULTS[step.action.kind] else []
+        done = (
+            [inputs[step.action.chunk, step.action.micro_batch]]
+            if last in RESULTS[step.action.kind]
+            else []
+        )
         if "input gradient" in RESULTS[step.action.kind]:
             done.append(step.needs)
         now -= sum(result is not None for result in done)

@@ -57,22 +57,38 @@ class Simulation:
     @property
     def idle(self) -> tuple[float, ...]:
         """Of each stage, the share of the whole time in which it does nothing."""
-        return tuple(1 - sum(span.end - span.begin for span in spans) / self.makespan for spans in self.spans)
+        return tuple(
+            1 - sum(span.end - span.begin for span in spans) / self.makespan for spans in self.spans
+        )
 
 
-def simulate(actions: Schedule, chunks: int, micro_batches: int, times: Times | None = None) -> Simulation:
+def simulate(
+    actions: Schedule, chunks: int, micro_batches: int, times: Times | None = None
+) -> Simulation:
     """InvalidSchedule, or what comes of it. A schedule without any backward is valid too: an evaluation."""
-    results = ALL_RESULTS if any(set(RESULTS[action.kind]) - {"output"} for stage in actions for action in stage) else ALL_RESULTS[:1]
-    mistakes = [mistake for number, stage in enumerate(actions) for mistake in _mistakes(number, stage, chunks, micro_batches, results)]
+    results = (
+        ALL_RESULTS
+        if any(set(RESULTS[action.kind]) - {"output"} for stage in actions for action in stage)
+        else ALL_RESULTS[:1]
+    )
+    mistakes = [
+        mistake
+        for number, stage in enumerate(actions)
+        for mistake in _mistakes(number, stage, chunks, micro_batches, results)
+    ]
     if mistakes:
         raise InvalidSchedule(mistakes)
     spans = _carry_out(actions, chunks, times or Times())
     return Simulation(spans, tuple(_peak_live(stage, results[-1]) for stage in actions))
 
 
-def _mistakes(stage: int, actions: Sequence[Action], chunks: int, micro_batches: int, results: Sequence[str]) -> Iterator[str]:
+def _mistakes(
+    stage: int, actions: Sequence[Action], chunks: int, micro_batches: int, results: Sequence[str]
+) -> Iterator[str]:
     """Each chunk of a stage must make all results of every micro-batch once, in their order."""
-    made: dict[tuple[int, int], list[str]] = {(chunk, number): [] for chunk in range(chunks) for number in range(micro_batches)}
+    made: dict[tuple[int, int], list[str]] = {
+        (chunk, number): [] for chunk in range(chunks) for number in range(micro_batches)
+    }
     for action in actions:
         if (action.chunk, action.micro_batch) not in made:
             yield f"stage {stage}: {action}, but there are {chunks} chunks and {micro_batches} micro-batches"
@@ -98,7 +114,13 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
             if needed is not None and needed not in made:
                 waiting[needed] = stage
                 break
-            begin = clock if needed is None else max(clock, made[needed] + (times.transfer(part, needed.part) if stages > 1 else 0.0))
+            begin = (
+                clock
+                if needed is None
+                else max(
+                    clock, made[needed] + (times.transfer(part, needed.part) if stages > 1 else 0.0)
+                )
+            )
             clock = begin + times.of(action.kind, part)
             spans[stage].append(Span(action, begin, clock))
             for name in RESULTS[action.kind]:
@@ -107,7 +129,12 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
                 if result in waiting:
                     ready.append(waiting.pop(result))
     if waiting:
-        raise InvalidSchedule([_stuck(stage, actions[stage][len(spans[stage])], needed, stages) for needed, stage in sorted(waiting.items())])
+        raise InvalidSchedule(
+            [
+                _stuck(stage, actions[stage][len(spans[stage])], needed, stages)
+                for needed, stage in sorted(waiting.items())
+            ]
+        )
     return tuple(map(tuple, spans))
 
 

@@ -88,7 +88,9 @@ class SequenceParts:
 
     def start_whole(self, own: torch.Tensor) -> Wait:
         samples, rows, hidden = own.shape
-        assert rows == self._lengths[self.group.rank], f"{rows} positions of a sequence; rank {self.group.rank} has {self.rows}"
+        assert rows == self._lengths[self.group.rank], (
+            f"{rows} positions of a sequence; rank {self.group.rank} has {self.rows}"
+        )
         wire = own.new_empty(self.group.size, samples, self._lengths[0], hidden)
         sent = own.contiguous()
         if rows < self._lengths[0]:
@@ -98,13 +100,17 @@ class SequenceParts:
 
         def wait() -> torch.Tensor:
             work.wait()
-            return torch.cat([part[:, :length] for part, length in zip(wire, self._lengths, strict=True)], dim=1)
+            return torch.cat(
+                [part[:, :length] for part, length in zip(wire, self._lengths, strict=True)], dim=1
+            )
 
         return wait
 
     def start_sum(self, partial: torch.Tensor) -> Wait:
         samples, length, hidden = partial.shape
-        assert length == self.parts[-1].stop, f"a sequence of {length} positions; they were shared out for {self.parts[-1].stop}"
+        assert length == self.parts[-1].stop, (
+            f"a sequence of {length} positions; they were shared out for {self.parts[-1].stop}"
+        )
         wire = partial.new_empty(self.group.size, samples, self._lengths[0], hidden)
         for slot, part, rows in zip(wire, self.parts, self._lengths, strict=True):
             slot[:, :rows] = partial[:, part]
@@ -149,13 +155,17 @@ class OnOwnRows(nn.Module):
 
     def __init__(self, serial: nn.Module, residual: Residual) -> None:
         super().__init__()
-        self._parameters = serial._parameters  # the very same, so that what replaces one replaces the other
+        self._parameters = (
+            serial._parameters
+        )  # the very same, so that what replaces one replaces the other
         self._serial = (serial,)  # not a part: parameters keep their names
         self._group = residual.group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         summed = _SumGradients.apply(self._group, *self._parameters.values())
-        return functional_call(self._serial[0], dict(zip(self._parameters, summed, strict=True)), (x,))
+        return functional_call(
+            self._serial[0], dict(zip(self._parameters, summed, strict=True)), (x,)
+        )
 
 
 class DropoutOnOwnRows(nn.Module):
@@ -167,10 +177,14 @@ class DropoutOnOwnRows(nn.Module):
         self._first_row = residual.rows.start
 
     def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return self.serial(x, *arguments, place=Place(all_columns=x.shape[-1], first_row=self._first_row))
+        return self.serial(
+            x, *arguments, place=Place(all_columns=x.shape[-1], first_row=self._first_row)
+        )
 
 
-def sum_of_parts(partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+def sum_of_parts(
+    partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual
+) -> torch.Tensor:
     """The residual stream from what each rank has of it as a summand, plus `addend` once: [hidden] or [seq, hidden], the same on all ranks.
 
     `partial` is overwritten. The gradient of the addend is whole on every rank.
@@ -184,7 +198,13 @@ class _Column(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+    def forward(
+        context: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: Residual,
+    ) -> torch.Tensor:
         context.save_for_backward(x, weight)
         context.residual = residual
         return functional.linear(residual.start_whole(x)(), weight, bias)
@@ -196,7 +216,11 @@ class _Column(torch.autograd.Function):
         for_x, for_weight, for_bias, _ = context.needs_input_grad
         whole_x = context.residual.start_whole(x) if for_weight else None
         rows = gradient.flatten(0, -2)
-        x_gradient = context.residual.start_sum((rows @ weight).unflatten(0, gradient.shape[:-1])) if for_x else None
+        x_gradient = (
+            context.residual.start_sum((rows @ weight).unflatten(0, gradient.shape[:-1]))
+            if for_x
+            else None
+        )
         weight_gradient = rows.t() @ whole_x().flatten(0, -2) if whole_x else None
         bias_gradient = rows.sum(0) if for_bias else None
         return x_gradient() if x_gradient else None, weight_gradient, bias_gradient, None
@@ -204,7 +228,9 @@ class _Column(torch.autograd.Function):
 
 class _SumOfParts(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual) -> torch.Tensor:
+    def forward(
+        context: Any, partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual
+    ) -> torch.Tensor:
         own = residual.start_sum(partial)()
         if own is partial:
             context.mark_dirty(partial)
@@ -235,4 +261,6 @@ class _SumGradients(torch.autograd.Function):
         together = torch.cat([gradient.flatten() for gradient in gradients])
         context.group.all_reduce(together)
         parts = together.split([gradient.numel() for gradient in gradients])
-        return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
+        return None, *(
+            part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)
+        )

@@ -7,7 +7,14 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from hpczero.model.shapes import Layer
-from hpczero.parallel.tensor.linear import ColumnLinear, DropoutOnOwnRows, OnOwnRows, Residual, RowLinear, SequenceParts
+from hpczero.parallel.tensor.linear import (
+    ColumnLinear,
+    DropoutOnOwnRows,
+    OnOwnRows,
+    Residual,
+    RowLinear,
+    SequenceParts,
+)
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 
 Replacement = Callable[[nn.Module, Residual], nn.Module]
@@ -61,4 +68,6 @@ def _entry(table: Mapping[str, Replacement], name: str) -> Replacement | None:
 
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True))
+    return len(parts) == len(wanted) and all(
+        fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
+    )

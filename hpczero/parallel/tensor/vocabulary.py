@@ -35,9 +35,16 @@ class VocabularyLookup(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         # as on one rank: a number that no rank has is an error, not a zero
-        torch._assert_async(((tokens >= 0) & (tokens < self.vocab)).all(), f"a token is outside of the vocabulary of {self.vocab}")
+        torch._assert_async(
+            ((tokens >= 0) & (tokens < self.vocab)).all(),
+            f"a token is outside of the vocabulary of {self.vocab}",
+        )
         own = own_tokens(self.vocab, self._residual.group)
-        return sum_of_parts(part_of_lookup(tokens, self.tokens, own.start), self.positions[: tokens.shape[1]], self._residual)
+        return sum_of_parts(
+            part_of_lookup(tokens, self.tokens, own.start),
+            self.positions[: tokens.shape[1]],
+            self._residual,
+        )
 
 
 class VocabularyCrossEntropy(nn.Module):
@@ -46,7 +53,9 @@ class VocabularyCrossEntropy(nn.Module):
         self.vocab = serial.vocab
         self._group = residual.group
 
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False) -> torch.Tensor:
+    def forward(
+        self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False
+    ) -> torch.Tensor:
         """The sum over all targets, in fp32, equal on all ranks. Backward writes the gradient over the logits.
 
         `by_sample`: [samples], the sum over each sample's targets; for evaluation, without a backward.
@@ -54,9 +63,15 @@ class VocabularyCrossEntropy(nn.Module):
         check_targets(targets, self.vocab)
         first = own_tokens(self.vocab, self._group).start
         if by_sample:
-            most, sums, of_targets = _of_whole_vocabulary(logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group)
-            return losses(most, sums, of_targets, targets.flatten()).unflatten(0, targets.shape).sum(1)
-        return _CrossEntropy.apply(logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group)
+            most, sums, of_targets = _of_whole_vocabulary(
+                logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group
+            )
+            return (
+                losses(most, sums, of_targets, targets.flatten()).unflatten(0, targets.shape).sum(1)
+            )
+        return _CrossEntropy.apply(
+            logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group
+        )
 
 
 def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> torch.Tensor:
@@ -65,7 +80,9 @@ def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> t
         return vectors.sum() + vectors.new_zeros(*tokens.shape, vectors.shape[1])
     index = tokens - first
     here = (index >= 0) & (index < vectors.shape[0])
-    found = maps.embedding(index.where(here, 0), vectors)  # how many there are, the host would have to wait for
+    found = maps.embedding(
+        index.where(here, 0), vectors
+    )  # how many there are, the host would have to wait for
     return found.masked_fill(~here.unsqueeze(-1), 0.0)
 
 
@@ -87,7 +104,9 @@ def _of_whole_vocabulary(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group) -> torch.Tensor:
+    def forward(
+        context: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group
+    ) -> torch.Tensor:
         most, sums, of_targets = _of_whole_vocabulary(logits, targets, first, group)
         context.save_for_backward(logits, targets, most, sums)
         context.first = first
@@ -97,4 +116,9 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, targets, most, sums = context.saved_tensors
-        return part_gradient_(logits, targets, context.first, most, sums, gradient), None, None, None
+        return (
+            part_gradient_(logits, targets, context.first, most, sums, gradient),
+            None,
+            None,
+            None,
+        )

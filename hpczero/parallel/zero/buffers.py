@@ -20,7 +20,12 @@ class Arena:
     device of this name.
     """
 
-    def __init__(self, sizes: Mapping[str, int], blocks: Mapping[str, torch.Tensor] | None = None, place: torch.device = CPU.torch) -> None:
+    def __init__(
+        self,
+        sizes: Mapping[str, int],
+        blocks: Mapping[str, torch.Tensor] | None = None,
+        place: torch.device = CPU.torch,
+    ) -> None:
         self.sizes = dict(sizes)
         self._blocks = dict(blocks or {})
         for kind, size in sizes.items():
@@ -32,7 +37,9 @@ class Arena:
         elements = shape if isinstance(shape, int) else prod(shape)
         start = self._taken[kind]
         size = elements * dtype.itemsize
-        assert start + size <= self.sizes[kind], f"the arena's block for {kind} has {self.sizes[kind]} bytes, {start} are taken, {size} are asked for"
+        assert start + size <= self.sizes[kind], (
+            f"the arena's block for {kind} has {self.sizes[kind]} bytes, {start} are taken, {size} are asked for"
+        )
         self._taken[kind] = start + room(size)
         return self._blocks[kind][start : start + size].view(dtype).view(shape)
 
@@ -62,9 +69,14 @@ class Region:
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """The element at which the tensor begins in the region; None if it lies elsewhere."""
-        if tensor.dtype != self.memory.dtype or tensor.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr():
+        if (
+            tensor.dtype != self.memory.dtype
+            or tensor.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr()
+        ):
             return None
-        offset, rest = divmod(tensor.data_ptr() - self.memory.data_ptr(), self.memory.element_size())
+        offset, rest = divmod(
+            tensor.data_ptr() - self.memory.data_ptr(), self.memory.element_size()
+        )
         assert not rest
         return offset if 0 <= offset < self.memory.numel() else None
 

@@ -68,10 +68,14 @@ class Messages:
     def reduce(self, tensor: Tensor, sums: LocalSum) -> Work:
         everyone = range(self.size)
         own = tensor[shard(tensor.numel(), self.size, self.rank)]
-        return self.group.start_reduce_scatter(own, tensor, combine=lambda window, parts: sums.into_shard(window, parts, everyone))
+        return self.group.start_reduce_scatter(
+            own, tensor, combine=lambda window, parts: sums.into_shard(window, parts, everyone)
+        )
 
     def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
-        return self.gathers.start_all_gather(tensor, tensor[shard(tensor.numel(), self.size, self.rank)], name)
+        return self.gathers.start_all_gather(
+            tensor, tensor[shard(tensor.numel(), self.size, self.rank)], name
+        )
 
     def settle(self) -> Work:
         return self.group.start_barrier()
@@ -97,7 +101,9 @@ class AbsentGradients:
     def __init__(self, units: Sequence[Unit], axis: DataAxis, agrees: bool) -> None:
         """With `agrees` false every parameter always counts as having a gradient."""
         self._units, self._axis, self._agrees = units, axis, agrees
-        self._parameters = [(unit, index) for unit in units for index in range(len(unit.parameters))]
+        self._parameters = [
+            (unit, index) for unit in units for index in range(len(unit.parameters))
+        ]
         self.missed: dict[str, int] = {}
         self._now: dict[Unit, frozenset[int]] = {}  # of units that miss any: which parameters
 
@@ -105,8 +111,16 @@ class AbsentGradients:
         """Collective. Settle which parameters this step leaves out; `tied` units lie on several stages."""
         if not self._agrees:
             return
-        own = [number for number, (unit, index) in enumerate(self._parameters) if index not in unit.present]
-        numbers = self._axis.all_gather(torch.tensor([_digest(own)], dtype=torch.int64)).flatten().tolist()
+        own = [
+            number
+            for number, (unit, index) in enumerate(self._parameters)
+            if index not in unit.present
+        ]
+        numbers = (
+            self._axis.all_gather(torch.tensor([_digest(own)], dtype=torch.int64))
+            .flatten()
+            .tolist()
+        )
         absent = own if len(set(numbers)) == 1 else self._without_any(own)
         self._now = {}
         for number in absent:
@@ -115,7 +129,9 @@ class AbsentGradients:
         for unit, group in tied.items():
             has = [index not in self.of(unit) for index in range(len(unit.parameters))]
             everyones = group.stack(torch.tensor(has, dtype=torch.uint8)).amax(0).tolist()
-            self._now[unit] = frozenset(index for index, anyone_has in enumerate(everyones) if not anyone_has)
+            self._now[unit] = frozenset(
+                index for index, anyone_has in enumerate(everyones) if not anyone_has
+            )
 
     def _without_any(self, own: Sequence[int]) -> list[int]:
         has = torch.ones(len(self._parameters), dtype=torch.uint8)
@@ -141,7 +157,11 @@ class AbsentGradients:
             unit.present.clear()
 
     def _names(self) -> set[str]:
-        return {unit.layout.places[index].parameter.name for unit, absent in self._now.items() for index in absent}
+        return {
+            unit.layout.places[index].parameter.name
+            for unit, absent in self._now.items()
+            for index in absent
+        }
 
 
 def _digest(numbers: Sequence[int]) -> int:

@@ -85,7 +85,9 @@ class Engine:
         """
         self.module, self.tensor, self.pipeline = module, tensor, pipeline
         self._others = [group for group in (tensor, pipeline) if group]
-        self.copies: set[Unit] = set()  # units that belong to another stage, too, where they are counted
+        self.copies: set[Unit] = (
+            set()
+        )  # units that belong to another stage, too, where they are counted
         self.axis, self.settings, self.device = axis, settings, axis.device
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         fp16 = settings.train.precision == "fp16"
@@ -96,41 +98,83 @@ class Engine:
         module_parameters = dict(module.named_parameters())
         for unit in self.units:
             unit.take_over(module_parameters)
-        self._unit_of: dict[torch.Tensor, Unit] = {parameter: unit for unit in self.units for parameter in unit.parameters}
-        self.reduction = Reduction(self.units, axis, self.sharded, take_slots(self.units, self.arena), self.pool)
+        self._unit_of: dict[torch.Tensor, Unit] = {
+            parameter: unit for unit in self.units for parameter in unit.parameters
+        }
+        self.reduction = Reduction(
+            self.units, axis, self.sharded, take_slots(self.units, self.arena), self.pool
+        )
         self.absent = AbsentGradients(self.units, axis, agrees=not settings.own_model)
         self._had_backward: set[Unit] = set()  # in this step
         self._stray = StrayGradients(self.reduction.name_of, says=axis.rank == 0)
         self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
-        self._direct = DirectGradients(self._unit_of, self.reduction, watches=not settings.own_model)
+        self._direct = DirectGradients(
+            self._unit_of, self.reduction, watches=not settings.own_model
+        )
         self._hooks = [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.names = [place.parameter.name for unit in self.units for place in unit.layout.places]
-        build.adopt(module, dict(zip(self.names, (own for unit in self.units for own in unit.parameters), strict=True)))
+        build.adopt(
+            module,
+            dict(
+                zip(
+                    self.names, (own for unit in self.units for own in unit.parameters), strict=True
+                )
+            ),
+        )
         build.move_rest(module, self.device.torch)
-        self.gatherer = self._sharded_parameters(layers, around) if self.sharded.parameters else None
-        self.outside = Outside(nn.Module(), ()) if settings.own_model else Outside(module, self.units)
+        self.gatherer = (
+            self._sharded_parameters(layers, around) if self.sharded.parameters else None
+        )
+        self.outside = (
+            Outside(nn.Module(), ()) if settings.own_model else Outside(module, self.units)
+        )
         if self.gatherer:
             self.reduction.on_all_there = self.gatherer.forget
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
         if self.settings.own_model:
-            self._hooks += [part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer))) for part, layer in layers]
+            self._hooks += [
+                part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer)))
+                for part, layer in layers
+            ]
         for unit in self.units:
             unit.fill_own(values(unit.layout) if values else self.initial_values)
             self._start_arriving(unit)
         self.weights_here()
         self.outside.note()
 
-    def _allocated(self, layers: Iterable[shapes.Layer], around: Collection[str]) -> tuple[Arena, list[Unit]]:
+    def _allocated(
+        self, layers: Iterable[shapes.Layer], around: Collection[str]
+    ) -> tuple[Arena, list[Unit]]:
         """Return the memory of the states, and the units in it. `around`: in use while others run."""
         axis, sharded, dtype = self.axis, self.sharded, DTYPES[self.settings.train.precision]
         part = (self.tensor.size, self.tensor.rank) if self.tensor else (1, 0)
         layouts = [unit_layout(layer, axis.size, *part) for layer in layers if layer.parameters]
         precision = Precision(dtype.itemsize, self.settings.accumulates)
-        sizes = state_bytes(layouts, sharded, precision, axis.shared, sum(unit.size for unit in layouts if unit.name in around))
+        sizes = state_bytes(
+            layouts,
+            sharded,
+            precision,
+            axis.shared,
+            sum(unit.size for unit in layouts if unit.name in around),
+        )
         seen = sharded.read_by_others
-        arena = Arena(sizes, axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}), self.device.torch)
+        arena = Arena(
+            sizes,
+            axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]}),
+            self.device.torch,
+        )
         dtypes = dtype, torch.float32 if self.settings.accumulates else dtype
-        units = [Unit(layout, axis.rank, sharded, dtypes, arena, axis.written(layout.size, sharded.optimizer)) for layout in layouts]
+        units = [
+            Unit(
+                layout,
+                axis.rank,
+                sharded,
+                dtypes,
+                arena,
+                axis.written(layout.size, sharded.optimizer),
+            )
+            for layout in layouts
+        ]
         take_moments(units, arena)
         return arena, units
 
@@ -150,9 +194,13 @@ class Engine:
         with self._direct.here(), self.gatherer.forward() if self.gatherer else nullcontext():
             yield
 
-    def _sharded_parameters(self, layers: Sequence[tuple[nn.Module, shapes.Layer]], around: Iterable[str]) -> Gatherer:
+    def _sharded_parameters(
+        self, layers: Sequence[tuple[nn.Module, shapes.Layer]], around: Iterable[str]
+    ) -> Gatherer:
         dtype = self.units[0].weights.dtype
-        slots = self.arena.take("gather slots", self.arena.sizes["gather slots"] // dtype.itemsize, dtype)
+        slots = self.arena.take(
+            "gather slots", self.arena.sizes["gather slots"] // dtype.itemsize, dtype
+        )
         gatherer = Gatherer(self.units, slots, self.start_gather)
         for part, layer in layers:
             gatherer.hook(part, self.units_of(layer))
@@ -165,7 +213,11 @@ class Engine:
 
     def units_of(self, layer: shapes.Layer) -> list[Unit]:
         """Those that the layer works with."""
-        return [unit for unit in self.units if any(place.parameter.name in layer.names for place in unit.layout.places)]
+        return [
+            unit
+            for unit in self.units
+            if any(place.parameter.name in layer.names for place in unit.layout.places)
+        ]
 
     def units_named(self, names: Collection[str]) -> list[Unit]:
         return [unit for unit in self.units if unit.layout.name in names]
@@ -181,23 +233,43 @@ class Engine:
     def backward(self, loss: torch.Tensor, last: bool = False) -> None:
         """Adds the gradient of `loss`; `last`: no further backward of this step comes."""
         if loss.numel() != 1:
-            raise HpczeroError(f"backward is asked for of a loss of shape {list(loss.shape)}: give its sum or its mean")
+            raise HpczeroError(
+                f"backward is asked for of a loss of shape {list(loss.shape)}: give its sum or its mean"
+            )
         loss = loss * self.loss_scale.value
         self.backward_of(None, loss, torch.ones_like(loss), last)
 
-    def backward_of(self, units: Collection[Unit] | None, output: torch.Tensor, gradient: torch.Tensor, last: bool) -> None:
+    def backward_of(
+        self,
+        units: Collection[Unit] | None,
+        output: torch.Tensor,
+        gradient: torch.Tensor,
+        last: bool,
+    ) -> None:
         """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
         chosen = self.units if units is None else units
         self.reduction.refuse_after_failure()
-        if self._had_backward.intersection(chosen) and not self.settings.accumulates and self.settings.train.precision != "fp32":
-            raise HpczeroError("several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)")
+        if (
+            self._had_backward.intersection(chosen)
+            and not self.settings.accumulates
+            and self.settings.train.precision != "fp32"
+        ):
+            raise HpczeroError(
+                "several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)"
+            )
         self._gathers.clear()
         self.reduction.begin(last, units)
         self.outside.owner.keeps_gradients = True
         self._had_backward.update(chosen)
         try:
-            with self._direct.here(), self.gatherer.backward() if self.gatherer else nullcontext(), self._in_this_thread():
-                if units is None or output.requires_grad:  # of a part whose parameters are all frozen nothing may be left to do
+            with (
+                self._direct.here(),
+                self.gatherer.backward() if self.gatherer else nullcontext(),
+                self._in_this_thread(),
+            ):
+                if (
+                    units is None or output.requires_grad
+                ):  # of a part whose parameters are all frozen nothing may be left to do
                     self._direct.backward(output, gradient)
             self.reduction.end()
         except BaseException:
@@ -206,7 +278,11 @@ class Engine:
 
     def _in_this_thread(self) -> AbstractContextManager[object]:
         """Autograd runs a GPU's backward in a thread of its own, where what holds in this one (modes, who may call MPI) does not."""
-        return torch.autograd.set_multithreading_enabled(False) if self.device.has_queues else nullcontext()
+        return (
+            torch.autograd.set_multithreading_enabled(False)
+            if self.device.has_queues
+            else nullcontext()
+        )
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
         """The gradient of a backward is in `parameter.grad`: the only entry from backward."""
@@ -214,7 +290,9 @@ class Engine:
             self._stray.drop(parameter)
             return
         with among_ourselves():
-            self.reduction.gradient_ready(parameter, may_be_last=self._direct.is_own())  # in a backward inside ours, autograd calls for each use
+            self.reduction.gradient_ready(
+                parameter, may_be_last=self._direct.is_own()
+            )  # in a backward inside ours, autograd calls for each use
 
     def zero_grad(self) -> None:
         """Collective. Drop the gradients of this step, also after a backward that raised."""
@@ -234,7 +312,9 @@ class Engine:
         ahead = counts.index(max(counts))
         numbers = torch.zeros(counts[ahead], dtype=torch.int64)
         if self.axis.rank == ahead:
-            numbers.copy_(torch.tensor([self.units.index(unit) for unit in self._gathers], dtype=torch.int64))
+            numbers.copy_(
+                torch.tensor([self.units.index(unit) for unit in self._gathers], dtype=torch.int64)
+            )
         self.axis.group.broadcast(numbers, ahead)
         for number in numbers[len(self._gathers) :].tolist():
             unit = self.units[number]
@@ -254,9 +334,14 @@ class Engine:
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
         scale = self.loss_scale.value
-        scalars = {missed: self._scalars(self.updates + 1 - missed, lr) for missed in self.absent.counts()}
+        scalars = {
+            missed: self._scalars(self.updates + 1 - missed, lr) for missed in self.absent.counts()
+        }
         of_gradient = self._norm() / scale
-        read, settle = self.device.later(of_gradient.view(1)), self.axis.group.connection.progress.so_far()
+        read, settle = (
+            self.device.later(of_gradient.view(1)),
+            self.axis.group.connection.progress.so_far(),
+        )
         for each in scalars.values():
             each.follow(of_gradient, self.settings.train.grad_clip, scale)
         self.weights_here()  # of layers that did not run since the last step
@@ -290,7 +375,9 @@ class Engine:
 
     def _scalars(self, update: int, lr: float) -> Scalars:
         optimizer = self.settings.optimizer
-        return Scalars(self.device.put(scalars_of_step(update, lr, optimizer.betas, optimizer.eps).values))
+        return Scalars(
+            self.device.put(scalars_of_step(update, lr, optimizer.betas, optimizer.eps).values)
+        )
 
     def _update(self, unit: Unit, scalars: Mapping[int, Scalars]) -> None:
         """`scalars`: for parameters that so many updates have left out."""
@@ -321,13 +408,24 @@ class Engine:
 
     def parameter_count(self) -> int:
         """Of the whole model. Collective where that is on several stages."""
-        own = sum(place.parameter.size for unit in self.units if unit not in self.copies for place in unit.layout.places)
-        return int(self.pipeline.stack(torch.tensor(own, dtype=torch.int64)).sum()) if self.pipeline else own
+        own = sum(
+            place.parameter.size
+            for unit in self.units
+            if unit not in self.copies
+            for place in unit.layout.places
+        )
+        return (
+            int(self.pipeline.stack(torch.tensor(own, dtype=torch.int64)).sum())
+            if self.pipeline
+            else own
+        )
 
     @property
     def losses_count(self) -> bool:
         """Whether this rank's losses count: tensor ranks all have the same, and stages but the last have none."""
-        return (self.tensor is None or self.tensor.rank == 0) and (self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size)
+        return (self.tensor is None or self.tensor.rank == 0) and (
+            self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes of the model's states on this rank, by kind."""
@@ -374,7 +472,9 @@ class Engine:
         self.weights_here()
         self.outside.note()
 
-    def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> AbstractContextManager[None]:
+    def gathered(
+        self, parameters: Iterable[torch.Tensor], modify: bool = False
+    ) -> AbstractContextManager[None]:
         """Collective. Inside, these parameters can be read as a whole at every stage. With `modify` what data rank 0 has changed in them becomes
         everyone's at the end: weights, master weights, shards; what other ranks change is dropped.
         """
@@ -384,7 +484,9 @@ class Engine:
 
     def unit_of(self, parameter: torch.Tensor) -> Unit:
         if parameter not in self._unit_of:
-            raise HpczeroError(f"a tensor of shape {list(parameter.shape)} is none of the engine's parameters: take them from engine.module")
+            raise HpczeroError(
+                f"a tensor of shape {list(parameter.shape)} is none of the engine's parameters: take them from engine.module"
+            )
         return self._unit_of[parameter]
 
     def take_changes(self, copies: Mapping[Unit, torch.Tensor]) -> None:

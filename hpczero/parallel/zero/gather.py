@@ -56,9 +56,16 @@ class Saved:
 class Gatherer:
     """Which units are whole now, in the order of their last use."""
 
-    def __init__(self, units: Sequence[Unit], memory: torch.Tensor, start: Callable[[Unit, torch.Tensor], Work]) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        memory: torch.Tensor,
+        start: Callable[[Unit, torch.Tensor], Work],
+    ) -> None:
         self.loans, self._start = Loans(memory), start
-        self._own_place: dict[Unit, torch.Tensor] = {}  # of units that others are used inside, while it is free
+        self._own_place: dict[
+            Unit, torch.Tensor
+        ] = {}  # of units that others are used inside, while it is free
         self._with_own_place: set[Unit] = set()
         self._kept: set[Unit] = set()  # in use beyond their layers
         self._pass = ""  # which is going on: "forward" or "backward"
@@ -82,8 +89,12 @@ class Gatherer:
 
     def hook(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Before the module runs its units are whole, afterwards they may go."""
-        self._hooks.append(module.register_forward_pre_hook(partial(self._before, units), prepend=True))
-        self._hooks.append(module.register_forward_hook(partial(self._after, units), always_call=True))
+        self._hooks.append(
+            module.register_forward_pre_hook(partial(self._before, units), prepend=True)
+        )
+        self._hooks.append(
+            module.register_forward_hook(partial(self._after, units), always_call=True)
+        )
 
     def hook_calls(self, module: nn.Module, layers: Set[nn.Module]) -> None:
         """A call of the module, or of a part with some of the layers, by itself and not through the
@@ -112,7 +123,9 @@ class Gatherer:
     def _before(self, units: Sequence[Unit], *_: object) -> None:
         self.use(units)
 
-    def _after(self, units: Sequence[Unit], module: nn.Module, arguments: object, out: object) -> object:
+    def _after(
+        self, units: Sequence[Unit], module: nn.Module, arguments: object, out: object
+    ) -> object:
         """What the module gives may be a view of its weights, and outlives them here: then it is copied."""
         out = tree_map(partial(self._outside, module), out)
         self.done(units)
@@ -122,9 +135,15 @@ class Gatherer:
         if isinstance(leaf, torch.Tensor):
             return leaf.clone() if self._unit_under(leaf) else leaf
         inside = vars(leaf).items() if hasattr(leaf, "__dict__") else ()
-        if names := [name for name, value in inside if isinstance(value, torch.Tensor) and self._unit_under(value)]:
+        if names := [
+            name
+            for name, value in inside
+            if isinstance(value, torch.Tensor) and self._unit_under(value)
+        ]:
             what = f"{type(module).__name__} gives a view of its weights as {names[0]} of a {type(leaf).__name__}"
-            raise HpczeroError(f"{what}: these weights are gone when it is read (zero.stage = 3); give a copy (.clone())")
+            raise HpczeroError(
+                f"{what}: these weights are gone when it is read (zero.stage = 3); give a copy (.clone())"
+            )
         return leaf
 
     def _unit_under(self, tensor: torch.Tensor) -> Unit | None:
@@ -149,7 +168,11 @@ class Gatherer:
     @contextmanager
     def forward(self) -> Iterator[None]:
         self._expected, self._seen = max(self._expected, self._seen, key=len), []
-        with self._going_on("forward"), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), _way_out_without_hooks():
+        with (
+            self._going_on("forward"),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+            _way_out_without_hooks(),
+        ):
             yield
 
     def backward(self) -> AbstractContextManager[None]:
@@ -223,7 +246,9 @@ class Gatherer:
 
     def forget(self, unit: Unit) -> None:
         """Its gradients are there: backward does not need it any more."""
-        if unit in self._kept and all(parameter.requires_grad for parameter in unit.parameters):  # else its values may still be needed
+        if unit in self._kept and all(
+            parameter.requires_grad for parameter in unit.parameters
+        ):  # else its values may still be needed
             self._keep_no_longer(unit)
 
     def changed(self, unit: Unit) -> None:
@@ -268,7 +293,10 @@ class Gatherer:
             if self.loans.still_seen and not self._warned:
                 self._warned = True
                 name = unit.layout.places[0].parameter.name
-                warnings.warn(f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}", stacklevel=2)
+                warnings.warn(
+                    f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}",
+                    stacklevel=2,
+                )
             self.loans.grow(unit.weights.new_empty(unit.layout.size))
             loan = self._room_for(unit)
             assert loan is not None
@@ -284,7 +312,12 @@ class Gatherer:
         """The unit's own place, or one in the regions, if need be of units that are not in use, the one used longest ago first."""
         loan = self._free_place(unit)
         for other in list(self._whole):
-            if loan is None and other not in self._in_use and other is not spare and other not in self._with_own_place:
+            if (
+                loan is None
+                and other not in self._in_use
+                and other is not spare
+                and other not in self._with_own_place
+            ):
                 self._evict(other)
                 loan = self._free_place(unit)
         return loan
@@ -392,5 +425,14 @@ def _way_out_without_hooks() -> Iterator[None]:
 def used_around_others(layers: Sequence[tuple[nn.Module, Layer]]) -> set[str]:
     """Names of the layers whose parameters are in use while other layers run."""
     parts = {part for part, _ in layers}
-    used = {name for part, layer in layers if any(inner in parts for inner in part.modules() if inner is not part) for name in layer.names}
-    return {layer.name for _, layer in layers if any(parameter.name in used for parameter in layer.parameters)}
+    used = {
+        name
+        for part, layer in layers
+        if any(inner in parts for inner in part.modules() if inner is not part)
+        for name in layer.names
+    }
+    return {
+        layer.name
+        for _, layer in layers
+        if any(parameter.name in used for parameter in layer.parameters)
+    }

@@ -116,7 +116,11 @@ class Outside:
         floating = [(name, own) for own, name in names.items() if own.is_floating_point()]
         new = [name for name, own in floating if own not in self._known]
         if gone or new:
-            what = f"{gone[0]} is no longer in the module" if gone else f"{new[0]} is new in the module"
+            what = (
+                f"{gone[0]} is no longer in the module"
+                if gone
+                else f"{new[0]} is new in the module"
+            )
             more = f"; {new[0]} is new" if gone and new else ""
             raise HpczeroError(
                 f"{what}{more}: hpczero trains the parameters that the module had in"

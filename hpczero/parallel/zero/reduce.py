@@ -35,7 +35,9 @@ class BadGradient:
     def __str__(self) -> str:
         if self.tensor is None:
             return "only the sum over the ranks"
-        return f"first in {self.tensor}" + ("" if self.data_rank is None else f" of data rank {self.data_rank}")
+        return f"first in {self.tensor}" + (
+            "" if self.data_rank is None else f" of data rank {self.data_rank}"
+        )
 
 
 _UNKNOWN = -1  # a rank
@@ -48,15 +50,30 @@ class Reduction:
     A backward that raises ends with `fail`; what it has left behind only `discard` removes.
     """
 
-    def __init__(self, units: Sequence[Unit], axis: DataAxis, sharded: Sharded, slots: Sequence[torch.Tensor], pool: Pool) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        axis: DataAxis,
+        sharded: Sharded,
+        slots: Sequence[torch.Tensor],
+        pool: Pool,
+    ) -> None:
         """`slots`: where gradients are sharded, what the units gather them in, in turns."""
-        self.names_backwards = [place.parameter.name for unit in units for place in unit.layout.places][::-1]  # of all parameters that there are
+        self.names_backwards = [
+            place.parameter.name for unit in units for place in unit.layout.places
+        ][::-1]  # of all parameters that there are
         self.axis, self.sharded, self.pool = axis, sharded, pool
-        self.looks_at_once = not axis.device.has_queues  # whether a sum is finite: else the host would have to wait for the device
-        self.on_all_there: Callable[[Unit], None] = lambda unit: None  # is told of each unit whose gradients are all there
+        self.looks_at_once = (
+            not axis.device.has_queues
+        )  # whether a sum is finite: else the host would have to wait for the device
+        self.on_all_there: Callable[[Unit], None] = lambda unit: (
+            None
+        )  # is told of each unit whose gradients are all there
         self._slots = slots
         self._slot_of: dict[Unit, int] = {}
-        self.tied: dict[Unit, Group] = {}  # units that other stages have too, whose sums are added up
+        self.tied: dict[
+            Unit, Group
+        ] = {}  # units that other stages have too, whose sums are added up
         self._everyone = list(reversed(units))  # in the order in which they start
         self._order, self._place_in_order = _ordered(self._everyone)  # of those of this backward
         self._under_way: deque[tuple[Unit, Work]] = deque()
@@ -67,18 +84,28 @@ class Reduction:
         self._reducing = False
         self.is_open = False  # between begin and end: gradients may come
         self._failed = False  # a backward of this step has raised
-        self._elsewhere: set[tuple[Unit, int]] = set()  # parameters whose gradients of this backward wait in `parameter.grad`
+        self._elsewhere: set[tuple[Unit, int]] = (
+            set()
+        )  # parameters whose gradients of this backward wait in `parameter.grad`
         self._completed: list[Unit] | None = []  # in the first step, as they come
-        self._bad: list[tuple[int, int]] = []  # (place of the tensor from the loss backwards, data rank)
+        self._bad: list[
+            tuple[int, int]
+        ] = []  # (place of the tensor from the loss backwards, data rank)
         self._place_of: dict[torch.Tensor, tuple[Unit, int]] = {}
         for unit in units:
-            self._place_of |= {parameter: (unit, index) for index, parameter in enumerate(unit.parameters)}
+            self._place_of |= {
+                parameter: (unit, index) for index, parameter in enumerate(unit.parameters)
+            }
 
     def begin(self, last: bool, units: Collection[Unit] | None = None) -> None:
         """`units`: those that this backward is about, if not all."""
-        chosen = self._everyone if units is None else [unit for unit in self._everyone if unit in units]
+        chosen = (
+            self._everyone if units is None else [unit for unit in self._everyone if unit in units]
+        )
         if not self.sharded.gradients and self._reduced.intersection(chosen):
-            raise HpczeroError("a backward after the one that was said to be the last of the step: say last=True only then, or leave it out")
+            raise HpczeroError(
+                "a backward after the one that was said to be the last of the step: say last=True only then, or leave it out"
+            )
         self.is_open = True
         self._reducing = last or self.sharded.gradients
         self._order, self._place_in_order = _ordered(chosen)
@@ -141,10 +168,18 @@ class Reduction:
             self._completed.append(unit)
         if self._reducing:
             if unit.missing == 0:
-                self.on_all_there(unit)  # here, and not when there is a slot for it: what is gathered next follows from it, on all ranks alike
+                self.on_all_there(
+                    unit
+                )  # here, and not when there is a slot for it: what is gathered next follows from it, on all ranks alike
             self._collect()
-            while self._started < len(self._order) and self._order[self._started].missing == 0 and self._has_buffer(self._order[self._started]):
-                self._start(self._order[self._started])  # without waiting for another rank, which may wait for what follows here
+            while (
+                self._started < len(self._order)
+                and self._order[self._started].missing == 0
+                and self._has_buffer(self._order[self._started])
+            ):
+                self._start(
+                    self._order[self._started]
+                )  # without waiting for another rank, which may wait for what follows here
                 self._collect()
 
     def name_of(self, parameter: torch.Tensor) -> str:
@@ -192,7 +227,9 @@ class Reduction:
         return unit.buffer is not None and unit not in self._read_by_others
 
     def finish(self) -> None:
-        self._order, self._place_in_order = _ordered([unit for unit in self._everyone if unit not in self._reduced])
+        self._order, self._place_in_order = _ordered(
+            [unit for unit in self._everyone if unit not in self._reduced]
+        )
         self._started = 0
         self._start_rest()
         while self._under_way:
@@ -219,26 +256,47 @@ class Reduction:
             found = torch.tensor([place, rank], dtype=torch.int64)
             place, rank = min(map(tuple, group.stack(found).tolist()))
         self._bad.clear()
-        return BadGradient(None, None) if place == nothing[0] else BadGradient(self.names_backwards[place], None if rank == _UNKNOWN else rank)
+        return (
+            BadGradient(None, None)
+            if place == nothing[0]
+            else BadGradient(self.names_backwards[place], None if rank == _UNKNOWN else rank)
+        )
 
     def _found_in_sums(self) -> list[tuple[int, int]]:
         """As `note_bad`, from what is left of it in the own shard: which rank was to blame, nothing tells any more."""
         found = []
         for unit in self._everyone:
             for place, part in unit.layout.stretches(unit.shard.start, unit.shard.stop):
-                if not unit.summed[part.start - unit.shard.start : part.stop - unit.shard.start].isfinite().all():
+                if (
+                    not unit.summed[part.start - unit.shard.start : part.stop - unit.shard.start]
+                    .isfinite()
+                    .all()
+                ):
                     found.append((self.names_backwards.index(place.parameter.name), _UNKNOWN))
         return found
 
-    def note_bad(self, unit: Unit, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
+    def note_bad(
+        self,
+        unit: Unit,
+        first: int,
+        parts: list[torch.Tensor],
+        ranks: Sequence[int],
+        out: torch.Tensor,
+    ) -> None:
         """A sum is not finite: which tensor of which rank made it so? (An earlier sum of the step that was already bad has been noted.) Where the
         sum was written over one of its parts, that one is to blame if no other is.
         """
         for place, elements in unit.layout.stretches(first, first + out.numel()):
             within = slice(elements.start - first, elements.stop - first)
-            bad = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if not part[within].isfinite().all()]
+            bad = [
+                (rank, part)
+                for rank, part in zip(ranks, parts, strict=True)
+                if not part[within].isfinite().all()
+            ]
             sure = [(rank, part) for rank, part in bad if part.data_ptr() != out.data_ptr()]
-            self._bad += [(self.names_backwards.index(place.parameter.name), rank) for rank, _ in sure or bad]
+            self._bad += [
+                (self.names_backwards.index(place.parameter.name), rank) for rank, _ in sure or bad
+            ]
 
     def _start_rest(self) -> None:
         for unit in self._order[self._started :]:
@@ -250,10 +308,15 @@ class Reduction:
             return
         if unit not in self._place_in_order:
             names = first_few([place.parameter.name for place in unit.layout.places])
-            raise HpczeroError(f"a gradient of {names} came in the backward of a part that does not hold it")
+            raise HpczeroError(
+                f"a gradient of {names} came in the backward of a part that does not hold it"
+            )
         place = self._place_in_order[unit]
         slot = (self._sums + place - self._started) % len(self._slots)
-        if self._started <= place < self._started + len(self._slots) and slot not in self._slot_of.values():
+        if (
+            self._started <= place < self._started + len(self._slots)
+            and slot not in self._slot_of.values()
+        ):
             unit.buffer = unit.wire = self._slots[slot][: unit.layout.size]
             self._slot_of[unit] = slot
 
@@ -272,7 +335,9 @@ class Reduction:
         self._read_by_others.add(unit)
         accumulate = self.sharded.gradients and unit in self._reduced
         self._reduced.add(unit)
-        self._under_way.append((unit, self.axis.reduce(unit.wire, GradientSum(self, unit, accumulate))))
+        self._under_way.append(
+            (unit, self.axis.reduce(unit.wire, GradientSum(self, unit, accumulate)))
+        )
 
     def _collect(self, wait: bool = False) -> None:
         """Moves the sums under way, and takes back the slots of those that are done; `wait`: at least of the oldest."""
@@ -292,8 +357,12 @@ class Reduction:
     def _keep_order(self, completed: list[Unit]) -> None:
         """Units start in the order in which they were complete on the first rank; those that were not come last."""
         rest = [unit for unit in self._everyone if unit not in completed]
-        places = torch.tensor([self._everyone.index(unit) for unit in completed + rest], dtype=torch.int64)
-        self._everyone = [self._everyone[place] for place in self.axis.all_gather(places)[0].tolist()]
+        places = torch.tensor(
+            [self._everyone.index(unit) for unit in completed + rest], dtype=torch.int64
+        )
+        self._everyone = [
+            self._everyone[place] for place in self.axis.all_gather(places)[0].tolist()
+        ]
 
 
 def _let_wait(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -302,7 +371,9 @@ def _let_wait(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     if waiting is None:
         leave_gradient(parameter, gradient)
     else:
-        leave_gradient(parameter, waiting.to_dense().add_(gradient))  # the same tensor, if it is dense
+        leave_gradient(
+            parameter, waiting.to_dense().add_(gradient)
+        )  # the same tensor, if it is dense
 
 
 def _ordered(units: list[Unit]) -> tuple[list[Unit], dict[Unit, int]]:
@@ -322,9 +393,13 @@ class GradientSum:
         out = self.unit.summed[window]
         sum_pieces(parts, out, self.accumulate, squares, self.reduction.pool)
         if self.reduction.looks_at_once and not squares.isfinite().all():
-            self.reduction.note_bad(self.unit, self.unit.shard.start + window.start, parts, ranks, out)
+            self.reduction.note_bad(
+                self.unit, self.unit.shard.start + window.start, parts, ranks, out
+            )
 
-    def of_node(self, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor) -> None:
+    def of_node(
+        self, first: int, parts: list[torch.Tensor], ranks: Sequence[int], out: torch.Tensor
+    ) -> None:
         squares = torch.empty(-(-out.numel() // BLOCK), dtype=torch.float32)
         sum_pieces(parts, out, False, squares, self.reduction.pool)
         if not squares.isfinite().all():

@@ -26,7 +26,11 @@ def gathered(engine: "Engine", parameters: Iterable[torch.Tensor], modify: bool)
     wanted = {engine.unit_of(parameter) for parameter in parameters}
     outside = engine.outside
     outside.look()
-    copies = {unit: _copy(engine, unit) for unit in engine.units if unit in wanted} if modify or engine.sharded.parameters else {}
+    copies = (
+        {unit: _copy(engine, unit) for unit in engine.units if unit in wanted}
+        if modify or engine.sharded.parameters
+        else {}
+    )
     for unit, copy in copies.items():
         _show(engine, unit, copy)
     try:
@@ -53,10 +57,15 @@ def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict
     if axis.rank:
         return {}
     tensors = module.state_dict(keep_vars=True).items()
-    return {name: masters[tensor] if tensor in masters else tensor.detach().clone().cpu() for name, tensor in tensors}
+    return {
+        name: masters[tensor] if tensor in masters else tensor.detach().clone().cpu()
+        for name, tensor in tensors
+    }
 
 
-def from_state_dict(module: nn.Module, names: Sequence[str], state: Mapping[str, torch.Tensor], group: Group) -> Callable[[UnitLayout], Fill]:
+def from_state_dict(
+    module: nn.Module, names: Sequence[str], state: Mapping[str, torch.Tensor], group: Group
+) -> Callable[[UnitLayout], Fill]:
     """The parameters' values, for the engine to take; the buffers have theirs already."""
     expected = module.state_dict(keep_vars=True)
     refuse_other_names(expected, state, group)
@@ -154,7 +163,9 @@ def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
     return flat
 
 
-def refuse_other_names(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], group: Group) -> None:
+def refuse_other_names(
+    expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], group: Group
+) -> None:
     problems = _problems(expected, state) if group.rank == 0 else []
     found = torch.tensor([len(problems)], dtype=torch.int64)
     group.broadcast(found)
@@ -164,7 +175,9 @@ def refuse_other_names(expected: Mapping[str, torch.Tensor], state: Mapping[str,
 
 
 def _problems(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> list[str]:
-    problems = [f"{name} is missing" for name in expected if name not in state] + [f"{name} is unknown" for name in state if name not in expected]
+    problems = [f"{name} is missing" for name in expected if name not in state] + [
+        f"{name} is unknown" for name in state if name not in expected
+    ]
     problems += [
         f"{name} has shape {list(state[name].shape)}, not {list(tensor.shape)}"
         for name, tensor in expected.items()

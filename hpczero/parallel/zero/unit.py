@@ -21,9 +21,13 @@ from hpczero.parallel.zero.parameters import (
 from hpczero_kernels.adamw import State
 from hpczero_kernels.reduce import BLOCK
 
-Fill = Callable[[shapes.Parameter, int, torch.Tensor], None]  # writes the flattened logical parameter's elements from the given one on
+Fill = Callable[
+    [shapes.Parameter, int, torch.Tensor], None
+]  # writes the flattened logical parameter's elements from the given one on
 Dtypes = tuple[torch.dtype, torch.dtype]  # of the weights, and of what gradients gather in
-_NARROWED = 1 << 15  # elements that are turned into half precision at a time: they stay in a core's cache
+_NARROWED = (
+    1 << 15
+)  # elements that are turned into half precision at a time: they stay in a core's cache
 _NARROWED_BY_A_DEVICE = 1 << 24  # which would have hardly begun with fewer when they are done
 
 
@@ -50,7 +54,15 @@ class Unit:
     moment1: torch.Tensor
     moment2: torch.Tensor
 
-    def __init__(self, layout: UnitLayout, rank: int, sharded: Sharded, dtypes: Dtypes, arena: Arena, written: slice) -> None:
+    def __init__(
+        self,
+        layout: UnitLayout,
+        rank: int,
+        sharded: Sharded,
+        dtypes: Dtypes,
+        arena: Arena,
+        written: slice,
+    ) -> None:
         """`written`: the elements whose weights this rank writes after a step. The parameters made here are the module's, but for `take_over`. All
         of it lies where the arena does.
         """
@@ -60,15 +72,27 @@ class Unit:
         self.own = self.shard if sharded.optimizer else slice(0, layout.size)
         self.written = written
         count = self.own.stop - self.own.start
-        self._first = self.own.start if sharded.parameters else 0  # of the elements that `weights` holds
+        self._first = (
+            self.own.start if sharded.parameters else 0
+        )  # of the elements that `weights` holds
         self.weights = arena.take("weights", count if sharded.parameters else layout.size, dtype)
         self._separate = arena.sizes["master"] > 0
-        self.master = arena.take("master", count, torch.float32) if self._separate else self._weights_at(self.own)
-        self.nothing = self.weights.new_full((), float("nan"))  # what a parameter's values are while they are away
+        self.master = (
+            arena.take("master", count, torch.float32)
+            if self._separate
+            else self._weights_at(self.own)
+        )
+        self.nothing = self.weights.new_full(
+            (), float("nan")
+        )  # what a parameter's values are while they are away
         self.parameters = [self._parameter(place) for place in layout.places]
-        held = arena.take("gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype)
+        held = arena.take(
+            "gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype
+        )
         self.buffer: torch.Tensor | None = None if sharded.gradients else held
-        self._views: dict[int, list[torch.Tensor]] = {}  # address of a buffer -> the parameters' parts of it
+        self._views: dict[
+            int, list[torch.Tensor]
+        ] = {}  # address of a buffer -> the parameters' parts of it
         self.wire = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
         self.summed = held if sharded.gradients else self.wire[self.shard]
         self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
@@ -101,7 +125,9 @@ class Unit:
 
     def take_over(self, module_parameters: Mapping[str, nn.Parameter]) -> None:
         """The module's own parameters get their memory here, and stay the objects they are; one on meta, which cannot, is replaced."""
-        for index, (place, made) in enumerate(zip(self.layout.places, self.parameters, strict=True)):
+        for index, (place, made) in enumerate(
+            zip(self.layout.places, self.parameters, strict=True)
+        ):
             parameter = module_parameters[place.parameter.name]
             if parameter.is_meta:
                 made.requires_grad_(parameter.requires_grad)
@@ -128,12 +154,26 @@ class Unit:
 
     def _stretches(self, left_out: Container[str]) -> Iterator[Stepped]:
         first, written = self.own.start, self.written
-        for begin, end in ((first, written.start), (written.start, written.stop), (written.stop, self.own.stop)):
+        for begin, end in (
+            (first, written.start),
+            (written.start, written.stop),
+            (written.stop, self.own.stop),
+        ):
             for place, part in self.layout.stretches(begin, end):
                 if place.parameter.name not in left_out:
-                    weights = self._weights_at(part) if self._separate and begin == written.start else None
+                    weights = (
+                        self._weights_at(part)
+                        if self._separate and begin == written.start
+                        else None
+                    )
                     own = slice(part.start - first, part.stop - first)
-                    state = State(self.master[own], self.moment1[own], self.moment2[own], self.gradient_to_step[own], weights)
+                    state = State(
+                        self.master[own],
+                        self.moment1[own],
+                        self.moment2[own],
+                        self.gradient_to_step[own],
+                        weights,
+                    )
                     yield Stepped(state, place.parameter.decays, place.parameter.name)
 
     def fill_own(self, fill: Fill) -> None:
@@ -153,7 +193,11 @@ class Unit:
     def weights_from_master(self) -> None:
         """Of the elements whose weights this rank writes."""
         if self._separate:
-            self._weights_at(self.written).copy_(self.master[self.written.start - self.own.start : self.written.stop - self.own.start])
+            self._weights_at(self.written).copy_(
+                self.master[
+                    self.written.start - self.own.start : self.written.stop - self.own.start
+                ]
+            )
 
     def changes(self, whole: torch.Tensor) -> torch.Tensor:
         """Which of the own elements differ in `whole`, a changed copy of the weights, to the bit."""
@@ -171,7 +215,12 @@ class Unit:
         total = self.squares.new_zeros((), dtype=torch.float64)
         for place, part in self.layout.stretches(self.shard.start, self.shard.stop):
             if place.parameter.split is None:
-                total += self.summed[part.start - self.shard.start : part.stop - self.shard.start].double().square().sum()
+                total += (
+                    self.summed[part.start - self.shard.start : part.stop - self.shard.start]
+                    .double()
+                    .square()
+                    .sum()
+                )
         return total
 
     def gradient_of(self, index: int) -> torch.Tensor:
@@ -179,7 +228,9 @@ class Unit:
         assert self.buffer is not None
         views = self._views.get(self.buffer.data_ptr())
         if views is None:
-            views = self._views[self.buffer.data_ptr()] = [self.part(self.buffer, place) for place in self.layout.places]
+            views = self._views[self.buffer.data_ptr()] = [
+                self.part(self.buffer, place) for place in self.layout.places
+            ]
         return views[index]
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
@@ -225,7 +276,11 @@ def taken(parameter: torch.Tensor) -> bool:
 
 def _gaps(layout: UnitLayout) -> list[slice]:
     starts = [place.offset for place in layout.places[1:]] + [layout.size]
-    return [slice(place.stop, start) for place, start in zip(layout.places, starts, strict=True) if place.stop < start]
+    return [
+        slice(place.stop, start)
+        for place, start in zip(layout.places, starts, strict=True)
+        if place.stop < start
+    ]
 
 
 def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:

@@ -35,7 +35,14 @@ class Sums(Protocol):
     def add(self, parameter: Tensor, rows: Tensor) -> None: ...
 
 
-_VIEWS = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0", "SqueezeBackward1", "AliasBackward0"}
+_VIEWS = {
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "UnsqueezeBackward0",
+    "SqueezeBackward1",
+    "AliasBackward0",
+}
 
 
 def among_ourselves() -> AbstractContextManager[None]:
@@ -63,10 +70,24 @@ class DirectGradients:
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _usual():
             return functional.linear(input, weight, bias)
-        own_weight, own_bias = self._parameter(weight), None if bias is None else self._parameter(bias)
+        own_weight, own_bias = (
+            self._parameter(weight),
+            None if bias is None else self._parameter(bias),
+        )
         known = own_weight is not None and (bias is None) == (own_bias is None)
-        plain = type(input) is Tensor and input.layout is torch.strided and input.dim() >= 2 and input.dtype == weight.dtype and weight.numel() > 0
-        fits = plain and weight.dim() == 2 and input.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+        plain = (
+            type(input) is Tensor
+            and input.layout is torch.strided
+            and input.dim() >= 2
+            and input.dtype == weight.dtype
+            and weight.numel() > 0
+        )
+        fits = (
+            plain
+            and weight.dim() == 2
+            and input.shape[-1] == weight.shape[1]
+            and (bias is None or bias.shape == weight.shape[:1])
+        )
         if isinstance(weight, ShardedParameter) and saved_as_it_is():
             fits = False
         if not (known and fits):
@@ -77,10 +98,20 @@ class DirectGradients:
         self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
         scale_grad_by_freq: bool = False, sparse: bool = False,
     ) -> Tensor:  # fmt: skip
-        special = _usual() or padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
-        special |= input.device.type != "cpu"  # which rows there are, the host would have to wait for
+        special = (
+            _usual()
+            or padding_idx is not None
+            or max_norm is not None
+            or scale_grad_by_freq
+            or sparse
+        )
+        special |= (
+            input.device.type != "cpu"
+        )  # which rows there are, the host would have to wait for
         if special or type(input) is not Tensor or self._parameter(weight) is not weight:
-            return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+            return functional.embedding(
+                input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+            )
         return _Embedding.apply(input, weight, self)
 
     def backward(self, output: Tensor, gradient: Tensor) -> None:
@@ -92,7 +123,13 @@ class DirectGradients:
         hook = output.grad_fn.register_prehook(begins) if output.grad_fn else None
         try:
             torch.autograd.Variable._execution_engine.run_backward(
-                (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+                (output,),
+                (gradient,),
+                False,
+                False,
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
             )
         finally:
             self._task = -1
@@ -106,7 +143,12 @@ class DirectGradients:
     def _parameter(self, tensor: Tensor) -> Tensor | None:
         """The parameter that the tensor is, or is all of in another shape, with nothing of anybody's in between."""
         base = tensor if tensor._base is None else tensor._base
-        if base not in self._parameters or not base.requires_grad or base._backward_hooks or not tensor.requires_grad:
+        if (
+            base not in self._parameters
+            or not base.requires_grad
+            or base._backward_hooks
+            or not tensor.requires_grad
+        ):
             return None
         if tensor is base:
             return base
@@ -114,15 +156,27 @@ class DirectGradients:
         while node is not None and node.name() in _VIEWS:
             node = node.next_functions[0][0]
         ends_there = node is not None and node.name() == "torch::autograd::AccumulateGrad"
-        return base if ends_there and tensor.is_contiguous() and tensor.numel() == base.numel() and not tensor._backward_hooks else None
+        return (
+            base
+            if ends_there
+            and tensor.is_contiguous()
+            and tensor.numel() == base.numel()
+            and not tensor._backward_hooks
+            else None
+        )
 
 
 class _Watch(TorchFunctionMode):
     def __init__(self, way: DirectGradients) -> None:
         super().__init__()
-        self._replaced: dict[Any, Callable[..., Tensor]] = {functional.linear: way.linear, functional.embedding: way.embedding}
+        self._replaced: dict[Any, Callable[..., Tensor]] = {
+            functional.linear: way.linear,
+            functional.embedding: way.embedding,
+        }
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return self._replaced.get(function, function)(*args, **(kwargs or {}))
 
 
@@ -140,11 +194,15 @@ class _Linear(torch.autograd.Function):
     """x [..., inputs] -> [..., outputs]; the weight is [outputs, inputs] and the bias [outputs], in whatever shape they have as parameters."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: DirectGradients) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: DirectGradients
+    ) -> Tensor:
         context.save_for_backward(x, weight)
         context.parameters, context.way = (weight, bias), way
         rows, matrix = x.reshape(-1, x.shape[-1]), weight.view(-1, x.shape[-1])
-        out = x.new_empty(*x.shape[:-1], len(matrix))  # no view of anything: what follows may work in place
+        out = x.new_empty(
+            *x.shape[:-1], len(matrix)
+        )  # no view of anything: what follows may work in place
         if bias is None:
             torch.mm(rows, matrix.t(), out=out.view(len(rows), len(matrix)))
         else:
@@ -153,19 +211,29 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = context.saved_tensors  # which may be computed again here, in the way that forward went
+        x, weight = (
+            context.saved_tensors
+        )  # which may be computed again here, in the way that forward went
         in_own_backward = context.way.is_own() and not torch.is_grad_enabled()
-        with among_ourselves() if in_own_backward and type(weight) in (Tensor, nn.Parameter) else nullcontext():
+        with (
+            among_ourselves()
+            if in_own_backward and type(weight) in (Tensor, nn.Parameter)
+            else nullcontext()
+        ):
             return _Linear._gradients(context, gradient, x, weight, in_own_backward)
 
     @staticmethod
-    def _gradients(context: Any, gradient: Tensor, x: Tensor, weight: Tensor, in_own_backward: bool) -> tuple[Tensor | None, ...]:
+    def _gradients(
+        context: Any, gradient: Tensor, x: Tensor, weight: Tensor, in_own_backward: bool
+    ) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         own_weight, own_bias = context.parameters
         needs_weight &= own_weight.requires_grad  # it may have been frozen since the forward
         needs_bias = needs_bias and own_bias.requires_grad
-        of_x = (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
+        of_x = (
+            (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
+        )
         # put on since the forward
         has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)
         # a hook sees it, or it may be differentiated again, or is somebody else's
@@ -193,7 +261,9 @@ def _gradient(parameter: Tensor, into: Callable[[Tensor], None], sums: Sums) -> 
 
 
 def _nothing(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo)
+    return torch.zeros(
+        parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo
+    )
 
 
 class _Embedding(torch.autograd.Function):
@@ -240,7 +310,9 @@ class StrayGradients:
         if not in_an_engine():
             raise HpczeroError(f"a gradient of {name} came outside of engine.backward: {_OWN}")
         if self._says:
-            what = f"gradients of {name} and others came in another engine's backward and are dropped"
+            what = (
+                f"gradients of {name} and others came in another engine's backward and are dropped"
+            )
             saves = "requires_grad_(False) on this module meanwhile saves their computation"
             warnings.warn(f"{what}: {_OWN}; {saves} (docs/any-model.md)", stacklevel=2)
         self._says = False

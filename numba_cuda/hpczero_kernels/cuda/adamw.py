@@ -5,7 +5,16 @@ from numba import float32, uint32, uint64
 from hpczero_kernels.adamw import Scalars, State
 from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import inner, load4, number_of, sqrt
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, THREADS, aligned, blocks, kernel
+from hpczero_kernels.cuda.launch import (
+    ADDRESS,
+    CODE,
+    COUNT,
+    NUMBER,
+    THREADS,
+    aligned,
+    blocks,
+    kernel,
+)
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, own_column, put, widen
 
@@ -18,12 +27,29 @@ def _scalar(scalars, number):
 
 
 @kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS, CODE, ADDRESS, CODE, ADDRESS, NUMBER, COUNT, CODE, CODE)
-def step(master, moment1, moment2, gradient, gradient_precision, weights, weights_precision, scalars, decay, count, is_aligned, zeroes):
+def step(
+    master,
+    moment1,
+    moment2,
+    gradient,
+    gradient_precision,
+    weights,
+    weights_precision,
+    scalars,
+    decay,
+    count,
+    is_aligned,
+    zeroes,
+):
     index = own_column()
     if index >= count:
         return
     left = count - index
-    words, of_moment1, of_moment2 = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32)
+    words, of_moment1, of_moment2 = (
+        cuda.local.array(EIGHT, uint32),
+        cuda.local.array(EIGHT, uint32),
+        cuda.local.array(EIGHT, uint32),
+    )
     of_master = cuda.local.array(EIGHT, uint32)
     g, m = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
     v, w = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
@@ -31,8 +57,19 @@ def step(master, moment1, moment2, gradient, gradient_precision, weights, weight
     fetch(of_moment1, moment1, FP32, index, left, is_aligned)
     fetch(of_moment2, moment2, FP32, index, left, is_aligned)
     fetch(of_master, master, FP32, index, left, is_aligned)
-    scale, beta1, rest1, beta2, rest2 = _scalar(scalars, 0), _scalar(scalars, 1), _scalar(scalars, 2), _scalar(scalars, 3), _scalar(scalars, 4)
-    eps, keep, length, spread = _scalar(scalars, 5), float32(1.0) - _scalar(scalars, 6) * decay, _scalar(scalars, 7), _scalar(scalars, 8)
+    scale, beta1, rest1, beta2, rest2 = (
+        _scalar(scalars, 0),
+        _scalar(scalars, 1),
+        _scalar(scalars, 2),
+        _scalar(scalars, 3),
+        _scalar(scalars, 4),
+    )
+    eps, keep, length, spread = (
+        _scalar(scalars, 5),
+        float32(1.0) - _scalar(scalars, 6) * decay,
+        _scalar(scalars, 7),
+        _scalar(scalars, 8),
+    )
     widen(g, words, gradient_precision)
     widen(m, of_moment1, FP32)
     widen(v, of_moment2, FP32)
@@ -61,7 +98,13 @@ def step(master, moment1, moment2, gradient, gradient_precision, weights, weight
 
 def adamw(state: State, decay: float, scalars: Scalars, zero_gradient: bool) -> None:
     """As hpczero_kernels.adamw.adamw, on a device."""
-    master, moment1, moment2, gradient, weights = state.master, state.moment1, state.moment2, state.gradient, state.weights
+    master, moment1, moment2, gradient, weights = (
+        state.master,
+        state.moment1,
+        state.moment2,
+        state.gradient,
+        state.weights,
+    )
     count = master.numel()
     to_write = (0, _NOTHING) if weights is None else (weights.data_ptr(), CODES[weights.dtype])
     step.launch(

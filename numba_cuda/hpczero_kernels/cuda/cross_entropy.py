@@ -14,7 +14,16 @@ from hpczero_kernels.cross_entropy import IGNORED
 from hpczero_kernels.cuda.intrinsics import WARP, block_max, block_sum, exp, inner, moved
 from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, blocks, kernel
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, whole_number, widen
+from hpczero_kernels.cuda.vectors import (
+    EIGHT,
+    element,
+    fetch,
+    narrow,
+    put,
+    put_element,
+    whole_number,
+    widen,
+)
 
 _MOST = 512  # threads
 _IGNORED = uint64(IGNORED % 2**64)
@@ -43,7 +52,11 @@ def _before_vectors(address, start, columns, size):
 def statistics(logits, address, targets, precision, columns, first, most_of, sum_of, target_of):
     """`address`: logits', as a number."""
     words, numbers = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32)
-    row, thread, threads = uint64(cuda.blockIdx.x), uint64(cuda.threadIdx.x), uint64(cuda.blockDim.x)
+    row, thread, threads = (
+        uint64(cuda.blockIdx.x),
+        uint64(cuda.threadIdx.x),
+        uint64(cuda.blockDim.x),
+    )
     start, size = row * columns, uint64(4) if precision == FP32 else uint64(2)
     head = _before_vectors(address, start, columns, size)
     body = (columns - head) // uint64(EIGHT)
@@ -75,14 +88,23 @@ def statistics(logits, address, targets, precision, columns, first, most_of, sum
         put_element(most_of, FP32, row, of_row)
         put_element(sum_of, FP32, row, total)
         own = whole_number(targets, row) - first
-        put_element(target_of, FP32, row, element(logits, precision, start + own) if own < columns else _NONE)
+        put_element(
+            target_of,
+            FP32,
+            row,
+            element(logits, precision, start + own) if own < columns else _NONE,
+        )
 
 
 @kernel(ADDRESS, COUNT, ADDRESS, CODE, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS)
 def gradient(logits, address, targets, precision, columns, first, most_of, sum_of, scales):
     """Written over the logits; `scales`: one number."""
     words, numbers = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32)
-    row, thread, threads = uint64(cuda.blockIdx.x), uint64(cuda.threadIdx.x), uint64(cuda.blockDim.x)
+    row, thread, threads = (
+        uint64(cuda.blockIdx.x),
+        uint64(cuda.threadIdx.x),
+        uint64(cuda.blockDim.x),
+    )
     start, size = row * columns, uint64(4) if precision == FP32 else uint64(2)
     head = _before_vectors(address, start, columns, size)
     body = (columns - head) // uint64(EIGHT)
@@ -112,7 +134,9 @@ def gradient(logits, address, targets, precision, columns, first, most_of, sum_o
         vector += threads
 
 
-def part_statistics(logits: torch.Tensor, targets: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def part_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, first: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = logits.shape
     most, sums, of_targets = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     statistics.launch(
@@ -124,7 +148,12 @@ def part_statistics(logits: torch.Tensor, targets: torch.Tensor, first: int) -> 
 
 
 def part_gradient_(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, most: torch.Tensor, sums: torch.Tensor, scale: torch.Tensor
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    first: int,
+    most: torch.Tensor,
+    sums: torch.Tensor,
+    scale: torch.Tensor,
 ) -> None:
     rows, columns = logits.shape
     scale = scale.float()

@@ -8,9 +8,30 @@ from numba import float32, uint32, uint64
 from hpczero_kernels import random
 from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import inner
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, WORD, address_of, contiguous, kernel, rows_aligned
+from hpczero_kernels.cuda.launch import (
+    ADDRESS,
+    CODE,
+    COUNT,
+    NUMBER,
+    WORD,
+    address_of,
+    contiguous,
+    kernel,
+    rows_aligned,
+)
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.cuda.vectors import EIGHT, fetch, grid_over, grid_with_sums, narrow, own_column, put, threads_for, whole_number, widen
+from hpczero_kernels.cuda.vectors import (
+    EIGHT,
+    fetch,
+    grid_over,
+    grid_with_sums,
+    narrow,
+    own_column,
+    put,
+    threads_for,
+    whole_number,
+    widen,
+)
 from hpczero_kernels.dropout import Chosen, chosen_of, threshold
 
 _words = inner(random.block_of_words.py_func)
@@ -35,7 +56,15 @@ def _drop(numbers, key, stream, position, limit, scale):
             place = position + uint64(i)
             a, b, c, d = _words(key, stream, place >> uint64(2))
             lane = place & uint64(3)
-            word = a if lane == uint64(0) else b if lane == uint64(1) else c if lane == uint64(2) else d
+            word = (
+                a
+                if lane == uint64(0)
+                else b
+                if lane == uint64(1)
+                else c
+                if lane == uint64(2)
+                else d
+            )
             numbers[i] = numbers[i] * scale if word >= limit else float32(0.0)
 
 
@@ -79,13 +108,34 @@ def forward(
         row += uint64(cuda.gridDim.y)
 
 
-@kernel(ADDRESS, ADDRESS, ADDRESS, CODE, CODE, COUNT, COUNT, COUNT, COUNT, WORD, NUMBER, ADDRESS, COUNT, COUNT, COUNT, CODE)
+@kernel(
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    CODE,
+    CODE,
+    COUNT,
+    COUNT,
+    COUNT,
+    COUNT,
+    WORD,
+    NUMBER,
+    ADDRESS,
+    COUNT,
+    COUNT,
+    COUNT,
+    CODE,
+)
 def backward(
     gradient, of_x, of_bias, has_bias, precision, rows, rows_of_sample, columns, key, limit, scale, samples, all_columns, first_row, first_column,
     is_aligned,
 ):  # fmt: skip
     """of_bias: fp32 [blocks along y, columns], what each of them has of it."""
-    words, numbers, sums = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
+    words, numbers, sums = (
+        cuda.local.array(EIGHT, uint32),
+        cuda.local.array(EIGHT, float32),
+        cuda.local.array(EIGHT, float32),
+    )
     column = own_column()
     if column >= columns:
         return
@@ -116,8 +166,15 @@ def _choice(chosen: Chosen) -> tuple[int | float, ...]:
     )  # fmt: skip
 
 
-def dropout_forward(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, *chosen: Any) -> torch.Tensor:
-    x, bias, residual, choice = x.contiguous(), contiguous(bias), contiguous(residual), chosen_of(*chosen)
+def dropout_forward(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, *chosen: Any
+) -> torch.Tensor:
+    x, bias, residual, choice = (
+        x.contiguous(),
+        contiguous(bias),
+        contiguous(residual),
+        chosen_of(*chosen),
+    )
     count, of_sample, columns = x.shape
     y = torch.empty_like(x)
     forward.launch(
@@ -128,12 +185,21 @@ def dropout_forward(x: torch.Tensor, bias: torch.Tensor | None, residual: torch.
     return y
 
 
-def dropout_backward(gradient: torch.Tensor, has_bias: bool, *chosen: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_backward(
+    gradient: torch.Tensor, has_bias: bool, *chosen: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and of the bias (empty: there is none); that of the residual is the gradient itself."""
     gradient, choice = gradient.contiguous(), chosen_of(*chosen)
     count, of_sample, columns = gradient.shape
-    grid = grid_with_sums(count * of_sample, columns) if has_bias else grid_over(count * of_sample, columns)
-    of_x, of_bias = torch.empty_like(gradient), gradient.new_empty((grid[1], columns) if has_bias else (0, 0), dtype=torch.float32)
+    grid = (
+        grid_with_sums(count * of_sample, columns)
+        if has_bias
+        else grid_over(count * of_sample, columns)
+    )
+    of_x, of_bias = (
+        torch.empty_like(gradient),
+        gradient.new_empty((grid[1], columns) if has_bias else (0, 0), dtype=torch.float32),
+    )
     backward.launch(
         grid, threads_for(columns),
         gradient.data_ptr(), of_x.data_ptr(), of_bias.data_ptr(), has_bias, CODES[gradient.dtype], count * of_sample, of_sample, columns,

@@ -5,12 +5,36 @@ from numba import float32, uint32, uint64
 
 from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import erf, exp, inner
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, THREADS, address_of, aligned, blocks, contiguous, kernel, rows_aligned
+from hpczero_kernels.cuda.launch import (
+    ADDRESS,
+    CODE,
+    COUNT,
+    THREADS,
+    address_of,
+    aligned,
+    blocks,
+    contiguous,
+    kernel,
+    rows_aligned,
+)
 from hpczero_kernels.cuda.target import cuda
-from hpczero_kernels.cuda.vectors import EIGHT, fetch, grid_over, grid_with_sums, narrow, own_column, put, threads_for, widen
+from hpczero_kernels.cuda.vectors import (
+    EIGHT,
+    fetch,
+    grid_over,
+    grid_with_sums,
+    narrow,
+    own_column,
+    put,
+    threads_for,
+    widen,
+)
 
 _ROOT, _CUBE = float32(0.7978845608028654), float32(0.044715)  # sqrt(2 / pi)
-_HALF_ROOT, _DENSITY = float32(0.7071067811865476), float32(0.3989422804014327)  # sqrt(1 / 2), 1 / sqrt(2 pi)
+_HALF_ROOT, _DENSITY = (
+    float32(0.7071067811865476),
+    float32(0.3989422804014327),
+)  # sqrt(1 / 2), 1 / sqrt(2 pi)
 
 
 @inner
@@ -34,13 +58,21 @@ def _slope(x, by_tanh):
     if by_tanh:
         t = _tanh(_ROOT * x * (float32(1.0) + _CUBE * x * x))
         inside = _ROOT * (float32(1.0) + float32(3.0) * _CUBE * x * x)
-        return float32(0.5) * (float32(1.0) + t) + float32(0.5) * x * (float32(1.0) - t * t) * inside
-    return float32(0.5) * (float32(1.0) + erf(x * _HALF_ROOT)) + x * _DENSITY * exp(float32(-0.5) * x * x)
+        return (
+            float32(0.5) * (float32(1.0) + t) + float32(0.5) * x * (float32(1.0) - t * t) * inside
+        )
+    return float32(0.5) * (float32(1.0) + erf(x * _HALF_ROOT)) + x * _DENSITY * exp(
+        float32(-0.5) * x * x
+    )
 
 
 @kernel(ADDRESS, ADDRESS, CODE, ADDRESS, CODE, COUNT, COUNT, CODE, CODE)
 def gelu_forward_kernel(x, bias, has_bias, y, precision, rows, columns, by_tanh, is_aligned):
-    words, numbers, shift = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
+    words, numbers, shift = (
+        cuda.local.array(EIGHT, uint32),
+        cuda.local.array(EIGHT, float32),
+        cuda.local.array(EIGHT, float32),
+    )
     column = own_column()
     if column >= columns:
         return
@@ -62,7 +94,9 @@ def gelu_forward_kernel(x, bias, has_bias, y, precision, rows, columns, by_tanh,
 
 
 @kernel(ADDRESS, ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, CODE, COUNT, COUNT, CODE, CODE)
-def gelu_backward_kernel(gradient, x, bias, has_bias, of_x, of_bias, precision, rows, columns, by_tanh, is_aligned):
+def gelu_backward_kernel(
+    gradient, x, bias, has_bias, of_x, of_bias, precision, rows, columns, by_tanh, is_aligned
+):
     """of_bias: fp32 [blocks along y, columns], what each of them has of it."""
     words, more, numbers, g = (
         cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
@@ -105,12 +139,22 @@ def gelu_forward(x: torch.Tensor, bias: torch.Tensor | None, by_tanh: bool) -> t
     return y
 
 
-def gelu_backward(gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, by_tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def gelu_backward(
+    gradient: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, by_tanh: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of x and of the bias (empty: there is none)."""
-    gradient, x, bias, columns = gradient.contiguous(), x.contiguous(), contiguous(bias), x.shape[-1]
+    gradient, x, bias, columns = (
+        gradient.contiguous(),
+        x.contiguous(),
+        contiguous(bias),
+        x.shape[-1],
+    )
     rows = x.numel() // max(1, columns)
     grid = grid_over(rows, columns) if bias is None else grid_with_sums(rows, columns)
-    of_x, of_bias = torch.empty_like(x), x.new_empty((0, 0) if bias is None else (grid[1], columns), dtype=torch.float32)
+    of_x, of_bias = (
+        torch.empty_like(x),
+        x.new_empty((0, 0) if bias is None else (grid[1], columns), dtype=torch.float32),
+    )
     gelu_backward_kernel.launch(
         grid, threads_for(columns),
         gradient.data_ptr(), x.data_ptr(), address_of(bias), bias is not None, of_x.data_ptr(), of_bias.data_ptr(), CODES[x.dtype], rows, columns,
@@ -152,8 +196,16 @@ def swiglu_forward_kernel(both, y, precision, rows, columns, is_aligned):
 
 @kernel(ADDRESS, ADDRESS, ADDRESS, CODE, COUNT, COUNT, CODE)
 def swiglu_backward_kernel(gradient, both, of_both, precision, rows, columns, is_aligned):
-    words, more, of_y = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32)
-    gates, values, g = cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
+    words, more, of_y = (
+        cuda.local.array(EIGHT, uint32),
+        cuda.local.array(EIGHT, uint32),
+        cuda.local.array(EIGHT, uint32),
+    )
+    gates, values, g = (
+        cuda.local.array(EIGHT, float32),
+        cuda.local.array(EIGHT, float32),
+        cuda.local.array(EIGHT, float32),
+    )
     column = own_column()
     if column >= columns:
         return
@@ -212,7 +264,11 @@ def turn(x, cosines, sines, y, precision, count, positions, heads, half, back, i
     of_head = (half + uint64(EIGHT - 1)) // uint64(EIGHT)
     head = number // of_head
     column = (number - head * of_head) * uint64(EIGHT)
-    position, left, first = head // heads % positions, half - column, uint64(2) * head * half + column
+    position, left, first = (
+        head // heads % positions,
+        half - column,
+        uint64(2) * head * half + column,
+    )
     fetch(words, x, precision, first, left, is_aligned)
     fetch(more, x, precision, first + half, left, is_aligned)
     fetch(of_cosines, cosines, FP32, position * half + column, left, is_aligned)

@@ -78,7 +78,9 @@ else:
             address, offset, words = arguments
             vector = ir.Constant(ir.VectorType(_WORD, 4), ir.Undefined)
             for lane in range(4):
-                vector = builder.insert_element(vector, builder.extract_value(words, lane), ir.Constant(_WORD, lane))
+                vector = builder.insert_element(
+                    vector, builder.extract_value(words, lane), ir.Constant(_WORD, lane)
+                )
             builder.store(vector, _place(builder, address, offset, vector.type), align=16)
             return context.get_dummy_value()
 
@@ -137,7 +139,10 @@ else:
 
         def generate(context, builder, signature, arguments):
             pair = builder.bitcast(arguments[0], ir.VectorType(_HALF, 2))
-            wide = [builder.fpext(builder.extract_element(pair, ir.Constant(_WORD, lane)), _SINGLE) for lane in range(2)]
+            wide = [
+                builder.fpext(builder.extract_element(pair, ir.Constant(_WORD, lane)), _SINGLE)
+                for lane in range(2)
+            ]
             return context.make_tuple(builder, signature.return_type, wide)
 
         return _PAIR(types.uint32), generate
@@ -146,7 +151,9 @@ else:
         def generate(context, builder, signature, arguments):
             low, high = arguments
             kind = ir.FunctionType(_WORD, [_SINGLE, _SINGLE])
-            return builder.call(ir.InlineAsm(kind, f"{instruction} $0, $1, $2;", "=r,f,f"), [high, low])
+            return builder.call(
+                ir.InlineAsm(kind, f"{instruction} $0, $1, $2;", "=r,f,f"), [high, low]
+            )
 
         return generate
 
@@ -193,7 +200,9 @@ else:
         if thread % WARP == 0:
             of_warps[thread // WARP] = value
         cuda.syncthreads()
-        return _max_of_warp(of_warps[thread % WARP] if thread % WARP < warps else float32(-math.inf))
+        return _max_of_warp(
+            of_warps[thread % WARP] if thread % WARP < warps else float32(-math.inf)
+        )
 
     @inner
     def _sum_of_warp(value):

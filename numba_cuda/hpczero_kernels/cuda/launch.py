@@ -25,15 +25,29 @@ if not SIMULATED:
     from cuda.core import LaunchConfig, Stream, launch
 
 THREADS = 256  # of a block, unless the kernel has a reason
-ADDRESS, COUNT, WORD, CODE, NUMBER = types.CPointer(types.uint8), types.uint64, types.uint32, types.int32, types.float32
+ADDRESS, COUNT, WORD, CODE, NUMBER = (
+    types.CPointer(types.uint8),
+    types.uint64,
+    types.uint32,
+    types.int32,
+    types.float32,
+)
 Size = tuple[int, int]
-_ARGUMENTS: dict[Any, Any] = {ADDRESS: int, COUNT: c_uint64, WORD: c_uint32, CODE: c_int32, NUMBER: c_float}
+_ARGUMENTS: dict[Any, Any] = {
+    ADDRESS: int,
+    COUNT: c_uint64,
+    WORD: c_uint32,
+    CODE: c_int32,
+    NUMBER: c_float,
+}
 
 
 class Kernel:
     """`registers`: at most so many for each thread."""
 
-    def __init__(self, function: Callable[..., None], signature: tuple[Any, ...], registers: int | None) -> None:
+    def __init__(
+        self, function: Callable[..., None], signature: tuple[Any, ...], registers: int | None
+    ) -> None:
         self.function, self.signature, self.registers = function, signature, registers
         self.name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         self._converts = tuple(_ARGUMENTS[kind] for kind in signature)
@@ -51,8 +65,12 @@ class Kernel:
             self._load()
         stream = torch.cuda.current_stream()
         if stream.device_index != self._device:
-            raise RuntimeError(f"{self.name} was loaded for GPU {self._device} and is asked for on {stream.device_index}: a process has one GPU")
-        converted = [convert(argument) for convert, argument in zip(self._converts, arguments, strict=True)]
+            raise RuntimeError(
+                f"{self.name} was loaded for GPU {self._device} and is asked for on {stream.device_index}: a process has one GPU"
+            )
+        converted = [
+            convert(argument) for convert, argument in zip(self._converts, arguments, strict=True)
+        ]
         launch(_STREAMS.of(stream.cuda_stream), _shape(grid, threads), self._loaded, *converted)
 
     def compile(self) -> Any:
@@ -61,22 +79,36 @@ class Kernel:
             return cuda.jit(self.function)
         options = {"max_registers": self.registers} if self.registers else {}
         # not by LTO, which would be taken or not by what is installed: what runs is the PTX that the tests look at
-        return cuda.jit(types.void(*self.signature), cache=True, lto=False, **options)(named_by_sources(self.function))
+        return cuda.jit(types.void(*self.signature), cache=True, lto=False, **options)(
+            named_by_sources(self.function)
+        )
 
     def _load(self) -> None:
         """numba's own launch converts each argument by asking for its type: 10 to 20 microseconds, most of a launch. What it ends in is called
         directly.
         """
         (compiled,) = self.compile().overloads.values()
-        self._loaded, self._device = compiled._codelibrary.get_cufunc().kernel, torch.cuda.current_device()
+        self._loaded, self._device = (
+            compiled._codelibrary.get_cufunc().kernel,
+            torch.cuda.current_device(),
+        )
 
     def ptx(self, capability: tuple[int, int]) -> str:
         """What it is compiled to for a device of this compute capability; none needs to be here."""
-        text, _ = cuda.compile(self.function, types.void(*self.signature), cc=capability, device=False, abi="numba", output="ptx")
+        text, _ = cuda.compile(
+            self.function,
+            types.void(*self.signature),
+            cc=capability,
+            device=False,
+            abi="numba",
+            output="ptx",
+        )
         return str(text)
 
 
-def kernel(*signature: Any, registers: int | None = None) -> Callable[[Callable[..., None]], Kernel]:
+def kernel(
+    *signature: Any, registers: int | None = None
+) -> Callable[[Callable[..., None]], Kernel]:
     def decorate(function: Callable[..., None]) -> Kernel:
         return Kernel(function, signature, registers)
 

@@ -9,14 +9,26 @@ from numba import float32, uint32, uint64
 
 from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import WARP, block_sum, block_sums, inner, sqrt
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, NUMBER, address_of, blocks, contiguous, kernel, rows_aligned
+from hpczero_kernels.cuda.launch import (
+    ADDRESS,
+    CODE,
+    COUNT,
+    NUMBER,
+    address_of,
+    blocks,
+    contiguous,
+    kernel,
+    rows_aligned,
+)
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, element, fetch, narrow, put, put_element, widen
 from hpczero_kernels.norm import LONGEST
 
 PARTS = 2
 assert LONGEST == 512 * PARTS * EIGHT
-_BLOCKS = 528  # of a backward: four for each multiprocessor of the largest GPUs, the same everywhere
+_BLOCKS = (
+    528  # of a backward: four for each multiprocessor of the largest GPUs, the same everywhere
+)
 
 
 @inner
@@ -33,11 +45,51 @@ def _put_own(sums, address, columns, is_aligned):
         column = _column(part)
         if column < columns:
             narrow(words, sums[part], FP32)
-            put(words, address, FP32, uint64(cuda.blockIdx.x) * columns + column, columns - column, is_aligned)
+            put(
+                words,
+                address,
+                FP32,
+                uint64(cuda.blockIdx.x) * columns + column,
+                columns - column,
+                is_aligned,
+            )
 
 
-@kernel(ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS, CODE, COUNT, NUMBER, CODE, CODE, registers=64)
-def forward(x, residual, has_residual, total, weight, bias, has_bias, y, means, inverses, precision, columns, eps, centred, is_aligned):
+@kernel(
+    ADDRESS,
+    ADDRESS,
+    CODE,
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    CODE,
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    CODE,
+    COUNT,
+    NUMBER,
+    CODE,
+    CODE,
+    registers=64,
+)
+def forward(
+    x,
+    residual,
+    has_residual,
+    total,
+    weight,
+    bias,
+    has_bias,
+    y,
+    means,
+    inverses,
+    precision,
+    columns,
+    eps,
+    centred,
+    is_aligned,
+):
     words, more, values = (
         cuda.local.array((PARTS, EIGHT), uint32), cuda.local.array((PARTS, EIGHT), uint32), cuda.local.array((PARTS, EIGHT), float32)
     )  # fmt: skip
@@ -98,9 +150,40 @@ def forward(x, residual, has_residual, total, weight, bias, has_bias, y, means, 
             put(words[part], y, precision, first + column, left, is_aligned)
 
 
-@kernel(ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, CODE, COUNT, COUNT, CODE, CODE, registers=128)
+@kernel(
+    ADDRESS,
+    ADDRESS,
+    CODE,
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    ADDRESS,
+    CODE,
+    COUNT,
+    COUNT,
+    CODE,
+    CODE,
+    registers=128,
+)
 def backward(
-    gradient, of_total, has_of_total, x, weight, means, inverses, of_x, of_weight, of_bias, precision, rows, columns, centred, is_aligned
+    gradient,
+    of_total,
+    has_of_total,
+    x,
+    weight,
+    means,
+    inverses,
+    of_x,
+    of_weight,
+    of_bias,
+    precision,
+    rows,
+    columns,
+    centred,
+    is_aligned,
 ):
     """of_weight and of_bias: fp32 [blocks, columns], what each block has of them."""
     words, more, g, normal = (
@@ -165,14 +248,22 @@ def _threads(columns: int) -> int:
 
 
 def norm_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, centred: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
 ) -> tuple[torch.Tensor, ...]:
     """As hpczero_kernels.norm.forward_reference."""
     x, weight, columns = x.contiguous(), weight.contiguous(), x.shape[-1]
     rows = x.numel() // columns
     residual, bias = contiguous(residual), contiguous(bias)
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
-    y, (means, inverses) = torch.empty_like(x), (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    y, (means, inverses) = (
+        torch.empty_like(x),
+        (x.new_empty(rows, dtype=torch.float32) for _ in range(2)),
+    )
     forward.launch(
         (rows, 1), _threads(columns),
         x.data_ptr(), address_of(residual), residual is not None, total.data_ptr(), weight.data_ptr(), address_of(bias), bias is not None,
@@ -187,11 +278,19 @@ def norm_backward(
     centred: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """As hpczero_kernels.norm.backward_reference."""
-    gradient, x, weight, columns = gradient.contiguous(), x.contiguous(), weight.contiguous(), x.shape[-1]
+    gradient, x, weight, columns = (
+        gradient.contiguous(),
+        x.contiguous(),
+        weight.contiguous(),
+        x.shape[-1],
+    )
     of_total = contiguous(of_total)
     rows = x.numel() // columns
     parts = min(rows, _BLOCKS)
-    of_x, of_weight, of_bias = torch.empty_like(x), *(x.new_empty(parts, columns, dtype=torch.float32) for _ in range(2))
+    of_x, of_weight, of_bias = (
+        torch.empty_like(x),
+        *(x.new_empty(parts, columns, dtype=torch.float32) for _ in range(2)),
+    )
     backward.launch(
         (parts, 1), _threads(columns),
         gradient.data_ptr(), address_of(of_total), of_total is not None, x.data_ptr(), weight.data_ptr(), means.data_ptr(), inverses.data_ptr(),

@@ -14,7 +14,9 @@ from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, narrow, put, put_element, whole_number, widen
 
 _EACH = BLOCK // (THREADS * EIGHT)  # vectors of a thread
-_RUNS = 3  # what has arrived from the ranks before one's own piece, that piece, and what comes after it
+_RUNS = (
+    3  # what has arrived from the ranks before one's own piece, that piece, and what comes after it
+)
 _WRAP = 2**64
 
 
@@ -37,14 +39,27 @@ def runs(addresses: Sequence[int]) -> list[Run]:
             last = found[-1]
             stride = (start - last.start) % _WRAP
             if last.pieces == 1 or stride == (last.stride * last.pieces) % _WRAP:
-                found[-1] = Run(last.start, stride if last.pieces == 1 else last.stride, last.pieces + 1)
+                found[-1] = Run(
+                    last.start, stride if last.pieces == 1 else last.stride, last.pieces + 1
+                )
                 continue
         found.append(Run(start, 0, 1))
     return found
 
 
 @inner
-def _distance(number, table, has_table, first_stride, first_count, start, stride, count, last_start, last_stride):
+def _distance(
+    number,
+    table,
+    has_table,
+    first_stride,
+    first_count,
+    start,
+    stride,
+    count,
+    last_start,
+    last_stride,
+):
     """Bytes from the first piece to this one."""
     if has_table:
         return whole_number(table, uint64(number))
@@ -64,17 +79,32 @@ def add(
     out, out_precision, accumulate, squares, has_squares, bad, has_bad, count, is_aligned,
 ):  # fmt: skip
     """Add up pieces that lie in three runs, given by value, or in places that a table gives."""
-    words, numbers, total = cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
+    words, numbers, total = (
+        cuda.local.array(EIGHT, uint32),
+        cuda.local.array(EIGHT, float32),
+        cuda.local.array(EIGHT, float32),
+    )
     square, finite = float32(0.0), True
     for part in range(_EACH):
-        index = uint64(cuda.blockIdx.x) * uint64(BLOCK) + (uint64(part * THREADS) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+        index = uint64(cuda.blockIdx.x) * uint64(BLOCK) + (
+            uint64(part * THREADS) + uint64(cuda.threadIdx.x)
+        ) * uint64(EIGHT)
         if index < count:
             left = count - index
             fetch(words, first, precision, index, left, is_aligned)
             widen(total, words, precision)
             for piece in range(1, pieces):
                 distance = _distance(
-                    piece, table, has_table, first_stride, first_count, start, stride, run_count, last_start, last_stride
+                    piece,
+                    table,
+                    has_table,
+                    first_stride,
+                    first_count,
+                    start,
+                    stride,
+                    run_count,
+                    last_start,
+                    last_stride,
                 )
                 fetch(words, moved(first, distance), precision, index, left, is_aligned)
                 widen(numbers, words, precision)
@@ -99,7 +129,13 @@ def add(
         put_element(bad, FP32, uint64(0), float32(1.0))
 
 
-def sum_pieces(pieces: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool, squares: torch.Tensor | None, bad: torch.Tensor | None) -> None:
+def sum_pieces(
+    pieces: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    accumulate: bool,
+    squares: torch.Tensor | None,
+    bad: torch.Tensor | None,
+) -> None:
     """As hpczero_kernels.reduce.sum_pieces, on a device."""
     count, addresses = out.numel(), [piece.data_ptr() for piece in pieces]
     found = runs(addresses)

@@ -17,4 +17,6 @@ from numba import cuda
 __all__ = ["cuda"]
 
 if not SIMULATED and getattr(cuda, "implementation", "") != "NVIDIA":
-    raise ImportError(f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path")
+    raise ImportError(
+        f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path"
+    )

@@ -18,11 +18,16 @@ def moved(address, distance):
 
 
 def load16(address, offset):
-    return tuple(uint32(word) for word in (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16)))
+    return tuple(
+        uint32(word)
+        for word in (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16))
+    )
 
 
 def store16(address, offset, words):
-    (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16))[:] = [int(word) for word in words]
+    (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16))[:] = [
+        int(word) for word in words
+    ]
 
 
 def load4(address, offset):
@@ -100,7 +105,9 @@ def _of_block(value, combine):
 
 
 def _packed(low, high, dtype):
-    halves = torch.tensor([float(low), float(high)], dtype=torch.float32).to(dtype).view(torch.int16)
+    halves = (
+        torch.tensor([float(low), float(high)], dtype=torch.float32).to(dtype).view(torch.int16)
+    )
     return uint32(int(halves[0]) & 0xFFFF | (int(halves[1]) & 0xFFFF) << 16)
 
 

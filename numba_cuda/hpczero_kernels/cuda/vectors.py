@@ -42,8 +42,16 @@ def fetch(words, address, precision, index, left, aligned):
             words[i] = load4(address, (index + uint64(i)) * size) if uint64(i) < left else uint32(0)
     else:
         for i in range(EIGHT // 2):
-            low = load2(address, (index + uint64(2 * i)) * size) if uint64(2 * i) < left else uint32(0)
-            high = load2(address, (index + uint64(2 * i + 1)) * size) if uint64(2 * i + 1) < left else uint32(0)
+            low = (
+                load2(address, (index + uint64(2 * i)) * size)
+                if uint64(2 * i) < left
+                else uint32(0)
+            )
+            high = (
+                load2(address, (index + uint64(2 * i + 1)) * size)
+                if uint64(2 * i + 1) < left
+                else uint32(0)
+            )
             words[i] = uint32(low | uint32(high << uint32(16)))
 
 
@@ -62,7 +70,11 @@ def put(words, address, precision, index, left, aligned):
     else:
         for i in range(EIGHT):
             if uint64(i) < left:
-                store2(address, (index + uint64(i)) * size, uint32(words[i // 2] >> uint32(16 * (i % 2))))
+                store2(
+                    address,
+                    (index + uint64(i)) * size,
+                    uint32(words[i // 2] >> uint32(16 * (i % 2))),
+                )
 
 
 @inner
@@ -108,7 +120,11 @@ def put_element(address, precision, index, number):
         store4(address, index * uint64(4), bits_of(number))
     else:
         nothing = float32(0.0)
-        store2(address, index * uint64(2), to_bf16x2(number, nothing) if precision == BF16 else to_fp16x2(number, nothing))
+        store2(
+            address,
+            index * uint64(2),
+            to_bf16x2(number, nothing) if precision == BF16 else to_fp16x2(number, nothing),
+        )
 
 
 @inner
@@ -133,13 +149,17 @@ def _high(word):
 # A thread has eight neighbouring columns, so that what belongs to a column (a bias, the sum that is its gradient) stays in its registers.
 _ROWS = 4  # of a block, where nothing is summed over rows
 _MOST = 65535  # blocks along y
-_BLOCKS = 528  # where something is: four for each multiprocessor of the largest GPUs, the same everywhere
+_BLOCKS = (
+    528  # where something is: four for each multiprocessor of the largest GPUs, the same everywhere
+)
 
 
 @inner
 def own_column():
     """The first of a thread's eight columns."""
-    return (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(EIGHT)
+    return (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(
+        EIGHT
+    )
 
 
 def threads_for(columns: int) -> int:
