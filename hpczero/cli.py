@@ -164,7 +164,7 @@ def _render(verbs: argparse._SubParsersAction) -> None:
     verb = _verb(
         verbs,
         "render",
-        "hpczero.commands.jobs:render",
+        "hpczero.commands.render:render",
         "write the batch script of a job, for Slurm or PBS",
     )
     _takes_spec(verb)
@@ -220,7 +220,7 @@ def _submitted(verbs: argparse._SubParsersAction) -> None:
         "take a run's jobs out of the queue, and end those that run",
     )
     cancel.add_argument("run", metavar="RUN", help=which)
-    logs = _verb(verbs, "logs", "hpczero.commands.jobs:logs", "what a run's newest job has printed")
+    logs = _verb(verbs, "logs", "hpczero.commands.logs:logs", "what a run's newest job has printed")
     logs.add_argument("run", metavar="RUN", help=which)
     logs.add_argument(
         "-f",

@@ -37,9 +37,11 @@ def held_on_nodes(world: World) -> list[int] | None:
     same time, as pages are divided among their users.
     """
     give_back_free_memory()
-    world.share(world.collect(0))  # everybody is here: nobody allocates any more, or already
+    world.broadcast_object(
+        world.gather_objects(0)
+    )  # everybody is here: nobody allocates any more, or already
     on_device = world.device.memory()
-    of_ranks = world.collect(on_device.held if on_device else held())
+    of_ranks = world.gather_objects(on_device.held if on_device else held())
     if of_ranks is None:
         return None
     sums = [0] * (max(world.node_of_rank) + 1)
@@ -62,7 +64,7 @@ def summary(
     own = (
         {} if on_device is None else {"device": {"peak": on_device.peak, "total": on_device.total}}
     )
-    ranks = world.collect(
+    ranks = world.gather_objects(
         {"predicted": predicted, "allocated": allocated, "peak_resident": peak} | own
     )
     if ranks is None or growth is None:

@@ -92,7 +92,7 @@ class Bench:
         from hpczero.train.checkpointing import Checkpoints
 
         self.arguments, self.world = arguments, world
-        self.folder = world.share(str(arguments.folder.absolute()))
+        self.folder = world.broadcast_object(str(arguments.folder.absolute()))
         job = job_of(arguments, world)
         saving = job.spec.checkpoint.model_copy(update={"every": 1, "asynchronous": True})
         spec = job.spec.model_copy(
@@ -131,7 +131,7 @@ class Bench:
             for name in order:
                 self.settle()
                 seconds[name].append((wrote[name], self.timed(ways[name][1])))
-        total = sum(self.world.collect(self.bytes) or [0])
+        total = sum(self.world.gather_objects(self.bytes) or [0])
         lines = [
             f"{total / 1e9:.2f} GB of states on {self.world.size} ranks, {self.arguments.rounds} rounds\n"
         ]
@@ -232,7 +232,11 @@ class Bench:
             self.number += 1
             begun = time.perf_counter()
             first.append(self.timed(lambda: self.checkpoints.begin(self.number, ends=False)))
-            while any(self.world.share(self.world.collect(not self.checkpoints.saver.written))):
+            while any(
+                self.world.broadcast_object(
+                    self.world.gather_objects(not self.checkpoints.saver.written)
+                )
+            ):
                 during.append(self.timed(self.ours.step))
             took.append(time.perf_counter() - begun)
             self.checkpoints.conclude()
@@ -255,7 +259,9 @@ class Bench:
         begun = time.perf_counter()
         action()
         return float(
-            self.world.share(max(self.world.collect(time.perf_counter() - begun) or [0.0]))
+            self.world.broadcast_object(
+                max(self.world.gather_objects(time.perf_counter() - begun) or [0.0])
+            )
         )
 
     def clear(self) -> None:

@@ -217,7 +217,7 @@ def main() -> None:
             if world.rank == 0:
                 print("\n".join(lines))
             return
-        join_gloo(world, world.share(folder))
+        join_gloo(world, world.broadcast_object(folder))
         lines = [
             f"{world.library}, {world.size} ranks on {len(set(world.hosts))} host(s), {os.cpu_count()} cores, torch {torch.__version__}",
             "",

@@ -88,7 +88,7 @@ def materialised(spec: Spec, dtype: torch.dtype, kernels: str = "torch") -> nn.M
             values = torch.empty(parameter.shape, dtype=dtype)
             build.initial_values(parameter, spec.seed, 0, values)
             parameters[parameter.name] = nn.Parameter(values)
-    build.adopt(module, parameters)
+    build.install_parameters(module, parameters)
     return module
 
 

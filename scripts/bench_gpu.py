@@ -33,7 +33,7 @@ from hpczero.model import build, shapes  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.parallelize import assemble  # noqa: E402
 from hpczero.spec.schema import Model, Optimizer, Spec, Train, Zero  # noqa: E402
-from hpczero.train.setup import place  # noqa: E402
+from hpczero.train.setup import select_device  # noqa: E402
 from hpczero_kernels.cpu import Pool  # noqa: E402
 
 TOLERANCE = 0.02  # of the loss: roundings to bf16 are at other places
@@ -89,7 +89,7 @@ def main() -> int:
     }
     with World.start() as whole:
         world = whole.part(range(whole.size))
-        spec = place(world, spec)
+        spec = select_device(world, spec)
         text = torch.randint(
             model.vocab,
             (train.micro_batch, model.seq_len + 1),
@@ -177,7 +177,7 @@ def initial_values(model: Model, seed: int) -> dict[str, torch.Tensor]:
 def plain(spec: Spec, world: World, batch: MicroBatch, backend: str = "") -> Iterator[Step]:
     module = build.on_meta(spec.model.model_copy(update={"kernels": "torch"}))
     place = world.device.torch
-    build.adopt(
+    build.install_parameters(
         module,
         {
             name: torch.nn.Parameter(values.to(place, copy=True))

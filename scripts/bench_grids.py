@@ -136,7 +136,7 @@ def measure(spec: Any, world: Any, arguments: argparse.Namespace, seen: Seen) ->
         world.everyone.barrier()
         begun = time.perf_counter()
         losses.append(step(spec, world, way, batches.training(0)))
-        seconds.append(max(world.collect(time.perf_counter() - begun) or [0.0]))
+        seconds.append(max(world.gather_objects(time.perf_counter() - begun) or [0.0]))
     seen.parts = traced(spec, world, way, batches.training(0))
     seen.rounds.append(median(seconds[arguments.warmup :]))
     seen.losses = losses
@@ -168,7 +168,7 @@ def traced(spec: Any, world: Any, way: Any, batches: Any) -> list[dict[str, floa
         step(spec, world, way, batches)
     world.record(Trace())
     happened = [event for kept in recording.steps for event in events(kept.rows, recording.whats)]
-    found = world.collect(trace_file.own_seconds(trace_file.of_step(happened, 1)))
+    found = world.gather_objects(trace_file.own_seconds(trace_file.of_step(happened, 1)))
     return found or []
 
 

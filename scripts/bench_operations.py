@@ -9,7 +9,7 @@ from bench_kernels import Run, Setting, Work
 from torch import Tensor
 
 from hpczero_kernels import dispatch, operations
-from hpczero_kernels.adamw import State, adamw, scalars_of_step
+from hpczero_kernels.adamw import AdamWBuffers, adamw, scalars_of_step
 from hpczero_kernels.cpu import BLOCK
 from hpczero_kernels.elementwise import angles
 from hpczero_kernels.reduce import sum_pieces
@@ -72,7 +72,9 @@ def _sum(setting: Setting) -> Work:
     )
 
 
-def _states(setting: Setting, gradient: torch.dtype, weights: torch.dtype | None) -> list[State]:
+def _states(
+    setting: Setting, gradient: torch.dtype, weights: torch.dtype | None
+) -> list[AdamWBuffers]:
     count, wide = setting.elements, torch.float32
     moments = [
         setting.drawn(count, dtype=wide),
@@ -80,7 +82,7 @@ def _states(setting: Setting, gradient: torch.dtype, weights: torch.dtype | None
     ]
     written = [None] * setting.sets if weights is None else setting.drawn(count, dtype=weights)
     return [
-        State(*each)
+        AdamWBuffers(*each)
         for each in zip(
             setting.drawn(count, dtype=wide),
             *moments,
@@ -91,7 +93,7 @@ def _states(setting: Setting, gradient: torch.dtype, weights: torch.dtype | None
     ]
 
 
-def _steps(setting: Setting, states: Sequence[State]) -> tuple[Run, list[tuple[Any, Any]]]:
+def _steps(setting: Setting, states: Sequence[AdamWBuffers]) -> tuple[Run, list[tuple[Any, Any]]]:
     scalars = scalars_of_step(3, LR, BETAS, EPS, 1.0)
     on_device = type(scalars)(scalars.values.to(setting.device))
     masters = [torch.nn.Parameter(state.master.clone()) for state in states]

@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace, world: Any, micro_batch: int) -> str:
             world.everyone.barrier()
             begun = time.perf_counter()
             part()
-            seconds[name].append(max(world.collect(time.perf_counter() - begun) or [0.0]))
+            seconds[name].append(max(world.gather_objects(time.perf_counter() - begun) or [0.0]))
     begun_in_backward, hidden = traced(world, ours)
     ours.close()
     compute, communication, step = (

@@ -200,14 +200,17 @@ class Bench:
     def _over_ranks(self, values: list[float], combine: Any) -> list[float]:
         """Place by place; on rank 0."""
         return [
-            combine(of_ranks) for of_ranks in zip(*(self.world.collect(values) or []), strict=True)
+            combine(of_ranks)
+            for of_ranks in zip(*(self.world.gather_objects(values) or []), strict=True)
         ]
 
     def _per_node(self, value: int) -> int:
         """The sum over a node's ranks, on the node with most; on rank 0."""
         sums: dict[int, int] = {}
         for node, of_rank in zip(
-            self.world.node_of_rank, self.world.collect(value) or [0] * self.world.size, strict=True
+            self.world.node_of_rank,
+            self.world.gather_objects(value) or [0] * self.world.size,
+            strict=True,
         ):
             sums[node] = sums.get(node, 0) + of_rank
         return max(sums.values())
@@ -253,7 +256,7 @@ def start_gloo(world: Any, address: str) -> None:
         with socket.socket() as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
-    port = world.share(port)
+    port = world.broadcast_object(port)
     variables = {
         "MASTER_ADDR": address,
         "MASTER_PORT": port,

@@ -13,8 +13,8 @@ import pytest
 import xxhash
 
 from hpczero.checkpoint import apart, import_safetensors
-from hpczero.checkpoint.manifest import State
-from hpczero.checkpoint.piece_table import Holding, Table, Tensor, stored
+from hpczero.checkpoint.manifest import TrainingState
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored
 from hpczero.checkpoint.shard_file import BLOCK, SLOTS, Array, bounce, empty_chunks
 from hpczero.model.shapes import ZEROS, Layer, Parameter, layers
 from hpczero.parallel.layout import UnitLayout, unit_layout
@@ -85,9 +85,9 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
             if layer.parameters
         ]
 
-    def holding(rank: int) -> Holding:
+    def holding(rank: int) -> RankShard:
         stage, inside = divmod(rank, grid.data * grid.tensor)
-        return Holding(
+        return RankShard(
             units(stage, inside % grid.tensor), inside // grid.tensor, inside % grid.tensor
         )
 
@@ -108,7 +108,7 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
         range(first, min(first + grid.per_file, grid.ranks))
         for first in range(0, grid.ranks, grid.per_file)
     ]
-    state = State(step=wanted.step, updates=wanted.step, loss_scale=1.0, good_steps=0)
+    state = TrainingState(step=wanted.step, updates=wanted.step, loss_scale=1.0, good_steps=0)
     axes = {"pipeline": grid.pipeline, "data": grid.data, "tensor": grid.tensor}
     return import_safetensors.save(
         checkpoints,

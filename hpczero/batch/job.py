@@ -45,7 +45,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchJob:
     name: str
     site: str  # "perlmutter/gpu"
     facts: Site
@@ -86,14 +86,14 @@ class Job:
         return f"at most {hours:,.4g} node-hours{charged}"
 
 
-def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> Job:
+def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> BatchJob:
     """InputError with everything that is wrong."""
     batch = spec.batch
     name, site, partition = sites.facts(_site(batch, here))
     scheduler = _scheduler(batch, partition, site)
     gpus = 0 if spec.train.device == "cpu" else batch.gpus_per_node or partition.gpus
     per_node = batch.ranks_per_node or gpus or 1
-    job = Job(
+    job = BatchJob(
         name=spec.name,
         site=name,
         facts=site,
@@ -153,7 +153,7 @@ def _scheduler(batch: Batch, partition: Partition, site: Site) -> str:
     return str(named)
 
 
-def _resources(job: Job) -> Iterator[str]:
+def _resources(job: BatchJob) -> Iterator[str]:
     """What a node and a queue of the site can give."""
     part, per_node, cpus, gpus = (
         job.partition,
@@ -191,7 +191,7 @@ def _resources(job: Job) -> Iterator[str]:
         yield "batch.account is missing: this site wants to know who pays"
 
 
-def _words(job: Job) -> Iterator[str]:
+def _words(job: BatchJob) -> Iterator[str]:
     """Keys that this scheduler or launcher has no word for, and paths that a job cannot have."""
     for scheduler, names in _ONLY_FOR.items():
         if scheduler != job.scheduler:
@@ -212,7 +212,7 @@ def _words(job: Job) -> Iterator[str]:
         yield f'batch.venv = {shown(job.environment)}: a job needs the whole path (or "auto")'
 
 
-def _layout(job: Job, spec: Spec) -> Iterator[str]:
+def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
     """Whether the ranks make a grid, and whether what they hold fits the nodes."""
     node_of_rank = [rank // job.ranks_per_node for rank in range(job.ranks)]
     node = hardware(job.batch, job.partition)

@@ -21,7 +21,7 @@ from jinja2.loaders import split_template_path
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpczero import env
-from hpczero.batch.job import Job
+from hpczero.batch.job import BatchJob
 from hpczero.errors import InputError
 from hpczero.spec import site_profile
 from hpczero.spec.schema import PATTERNS, VARIABLE, WORD, Batch
@@ -37,7 +37,7 @@ _LARGEST_POWER = 64
 _LONGEST = 10.0  # seconds that a template may take
 
 
-def render(job: Job) -> str:
+def render(job: BatchJob) -> str:
     profile = profiles()[job.site.partition("/")[0]]
     environment = _Sandbox(
         loader=FunctionLoader(partial(_template, profile)),
@@ -119,11 +119,11 @@ def _no_longer_than(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _first(job: Job) -> list[str]:
+def _first(job: BatchJob) -> list[str]:
     return words(replace(job, arguments=job.first)) if job.first else []
 
 
-def _context(job: Job) -> dict[str, Any]:
+def _context(job: BatchJob) -> dict[str, Any]:
     batch = job.batch
     if job.scheduler == "pbs":
         tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
@@ -149,7 +149,7 @@ def _context(job: Job) -> dict[str, Any]:
     }
 
 
-def _resources(job: Job) -> list[str]:
+def _resources(job: BatchJob) -> list[str]:
     """What PBS calls a resource list: chunks, one for a node, or where a site has none, the sums over all nodes."""
     batch, part = job.batch, job.partition
     cpus = (
@@ -219,7 +219,7 @@ _LOCAL_RANK = {
 }
 
 
-def words(job: Job) -> list[str]:
+def words(job: BatchJob) -> list[str]:
     launcher = {"srun": _srun, "mpirun": _mpirun, "mpiexec": _mpiexec}[job.launcher](job)
     return [
         *launcher,
@@ -233,7 +233,7 @@ def words(job: Job) -> list[str]:
     ]
 
 
-def _srun(job: Job) -> list[str]:
+def _srun(job: BatchJob) -> list[str]:
     """The number of CPUs is said again: srun stopped taking it from the job in 22.05. A rank that is killed ends the others."""
     found = [
         "srun",
@@ -255,7 +255,7 @@ def _srun(job: Job) -> list[str]:
     return found
 
 
-def _mpirun(job: Job) -> list[str]:
+def _mpirun(job: BatchJob) -> list[str]:
     """Open MPI's and MPICH's take nodes and ranks per node from the job. They bind to one core at a time by default, and ranks here have threads."""
     found = ["mpirun", "-n", str(job.ranks)]
     found += (
@@ -264,7 +264,7 @@ def _mpirun(job: Job) -> list[str]:
     return [*found, "--bind-to", "none"]
 
 
-def _mpiexec(job: Job) -> list[str]:
+def _mpiexec(job: BatchJob) -> list[str]:
     found = ["mpiexec", "-n", str(job.ranks), "--ppn", str(job.ranks_per_node)]
     found += ["--depth", str(job.cpus_per_rank)] if job.cpus_per_rank else []
     bind = job.batch.bind
@@ -273,7 +273,7 @@ def _mpiexec(job: Job) -> list[str]:
     return found
 
 
-def _wrapper(job: Job) -> list[str]:
+def _wrapper(job: BatchJob) -> list[str]:
     if not job.gpus_per_node or job.gpu_select != "wrapper":
         return []
     order = " ".join(job.partition.gpu_order or map(str, range(job.gpus_per_node)))
@@ -282,7 +282,7 @@ def _wrapper(job: Job) -> list[str]:
     return ["bash", "-c", script, "one-gpu"]
 
 
-def _container(job: Job) -> list[str]:
+def _container(job: BatchJob) -> list[str]:
     kind, _, image = job.batch.container.partition(":")
     options = job.batch.container_options
     if kind == "apptainer":

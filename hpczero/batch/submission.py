@@ -26,7 +26,7 @@ from pathlib import Path
 
 from hpczero import env, safe_files
 from hpczero.batch import command
-from hpczero.batch.job import Job
+from hpczero.batch.job import BatchJob
 from hpczero.errors import HpczeroError, InputError
 from hpczero.text import shown
 
@@ -224,7 +224,7 @@ _STARTED_BY = {"mpich": ("MPICH", ("pmi2", "cray_shasta")), "openmpi": ("Open MP
 _CHOICE = "SLURM_MPI_TYPE"  # the variable that srun goes by where no option says more
 
 
-def refuse_launcher(job: Job) -> None:
+def refuse_launcher(job: BatchJob) -> None:
     """InputError if every rank would run alone: srun does not speak the MPI's language.
 
     Only a warning where a module or a line of setup may change what srun does.

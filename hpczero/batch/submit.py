@@ -22,7 +22,7 @@ from pathlib import Path
 from hpczero import env
 from hpczero.batch import command, pbs, scheduler, sites, submission
 from hpczero.batch.command import Queued, Transient
-from hpczero.batch.job import Here, Job, plan
+from hpczero.batch.job import BatchJob, Here, plan
 from hpczero.batch.render import render
 from hpczero.batch.submission import Submission, refuse_launcher
 from hpczero.data.supply import look
@@ -124,12 +124,12 @@ def _soon(batch: Batch) -> dict[str, str]:
     return where.probe
 
 
-def _said(record: Submission, job: Job) -> str:
+def _said(record: Submission, job: BatchJob) -> str:
     times = f", {record.chain} jobs one after the other" if record.chain > 1 else ""
     return f"{job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')} for {job.clock}{times}, {job.cost} each"
 
 
-def _ready(job: Job) -> None:
+def _ready(job: BatchJob) -> None:
     """What the job needs is here."""
     program = scheduler.SCHEDULERS[job.scheduler].PROGRAM
     if not command.is_here(program):
@@ -146,7 +146,7 @@ def _ready(job: Job) -> None:
         refuse_launcher(job)
 
 
-def _hand_over_by_pbs(job: Job, handed: Mapping[str, str]) -> None:
+def _hand_over_by_pbs(job: BatchJob, handed: Mapping[str, str]) -> None:
     """Refuse values that would arrive changed, and say that others can read what is handed over."""
     if changed := pbs.changed_values(handed):
         raise InputError(
@@ -219,7 +219,7 @@ def still_living(run: Path) -> bool:
         return True
 
 
-def _write(record: Submission, spec: Spec, job: Job, script: str) -> None:
+def _write(record: Submission, spec: Spec, job: BatchJob, script: str) -> None:
     """The spec with the folder and the site as they were found here: a compute node may find others."""
     placed = spec.model_copy(
         update={

@@ -14,8 +14,15 @@ import numpy as np
 from hpczero import __version__
 from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.load import STRETCH
-from hpczero.checkpoint.manifest import INDEX, Content, IndexFile, RankData, ShardFile, State
-from hpczero.checkpoint.piece_table import Holding, Table, Tensor
+from hpczero.checkpoint.manifest import (
+    INDEX,
+    Content,
+    IndexFile,
+    RankData,
+    ShardFile,
+    TrainingState,
+)
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
 from hpczero.checkpoint.safetensors import BUFFERS, FLOATS, Entry, SafetensorsFile, to_float32
 from hpczero.checkpoint.shard_file import (
     CHUNK,
@@ -38,7 +45,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTensors:
     """A tensor, and the file that it is in."""
 
     file: SafetensorsFile
@@ -50,14 +57,14 @@ class Adoption:
 
     def __init__(self, spec: Spec, files: Sequence[SafetensorsFile]) -> None:
         self.spec = spec
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, FoundTensors] = {}
         for file in files:
             for entry in file.entries:
                 if entry.name in self.found:
                     raise InputError(
                         f"{printable(entry.name, 100)} is in {self.found[entry.name].file.path} and in {file.path}"
                     )
-                self.found[entry.name] = Found(file, entry)
+                self.found[entry.name] = FoundTensors(file, entry)
         buffers = {name for file in files for name in _buffers_of(file)}
         self.buffers = {
             name: one
@@ -78,10 +85,10 @@ class Adoption:
         return sum(one.entry.end - one.entry.begin for one in self.found.values())
 
     def save(self, checkpoints: Path, advance: Advance) -> Path:
-        holding = Holding([unit_layout(layer) for layer in self.layers if layer.parameters], 0)
+        holding = RankShard([unit_layout(layer) for layer in self.layers if layer.parameters], 0)
         table = Table.of([Tensor(p.name, p.shape) for p in self.parameters], 1, lambda _: holding)
         buffers = {name: _whole(one) for name, one in self.buffers.items()}
-        state = State(
+        state = TrainingState(
             step=0,
             updates=0,
             loss_scale=self.spec.train.loss_scale if self.spec.train.precision == "fp16" else 1.0,
@@ -166,7 +173,7 @@ def _buffers_of(file: SafetensorsFile) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _as_layers(found: Mapping[str, Found], buffers: Mapping[str, Any]) -> list[Layer]:
+def _as_layers(found: Mapping[str, FoundTensors], buffers: Mapping[str, Any]) -> list[Layer]:
     """Of a model that is not known without building it: what there is."""
     return [
         Layer(name, (Parameter(name, one.entry.shape, ZEROS),))
@@ -175,7 +182,7 @@ def _as_layers(found: Mapping[str, Found], buffers: Mapping[str, Any]) -> list[L
     ]
 
 
-def _whole(one: Found) -> Array:
+def _whole(one: FoundTensors) -> Array:
     parts = [
         to_float32(v, "BF16") if one.entry.dtype == "BF16" else v
         for v in one.file.stretches(one.entry, STRETCH)
@@ -201,7 +208,7 @@ Read = Callable[
 class Made:
     """All of a checkpoint but its data. `files`: the ranks whose data each shard file has."""
 
-    state: State
+    state: TrainingState
     spec: Mapping[str, Any]
     grid: Mapping[str, int]
     table: Table

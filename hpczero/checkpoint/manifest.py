@@ -198,7 +198,7 @@ class IndexFile(_Part):
     checksum: _Checksum
 
 
-class State(_Part):
+class TrainingState(_Part):
     """What there is besides tensors. `step`: so many steps are done; `updates`: of the weights, which a step with an overflow does not change."""
 
     step: _Count
@@ -223,7 +223,7 @@ class Content(_Part):
     format: int
     hpczero: str
     created: str
-    state: State
+    state: TrainingState
     spec: dict[str, Any]
     grid: dict[str, int]  # axis -> ranks
     ranks: _Count

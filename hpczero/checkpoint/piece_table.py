@@ -22,7 +22,7 @@ _TOO_MANY = 1 << 60  # elements: what 64 bits count stays exact below that
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankShard:
     """The units that a rank has, of which it owns shard `shard`. What is whole on every tensor rank belongs to the first one, and what several
     stages have (`copies`: units by name) to the first of those.
     """
@@ -34,7 +34,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Span:
     """What a rank stores without a gap of a parameter: elements `inside` of the unit's buffer, at `offset` in the rank's datasets, as rectangles."""
 
     unit: int
@@ -44,7 +44,7 @@ class Stretch:
     rectangles: tuple[Slices, ...]
 
 
-def stored(holding: Holding) -> Iterator[Stretch]:
+def stored(holding: RankShard) -> Iterator[Span]:
     """All that a rank stores, in the order of its datasets."""
     offset = 0
     for number, layout in enumerate(holding.units):
@@ -54,7 +54,7 @@ def stored(holding: Holding) -> Iterator[Stretch]:
         for place, part in layout.stretches(own.start, own.stop):
             if place.parameter.split is None and holding.tensor_rank:
                 continue
-            yield Stretch(
+            yield Span(
                 number,
                 place.parameter.name,
                 part,
@@ -100,7 +100,7 @@ class Table:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[Tensor], ranks: int, holding_of: Callable[[int], Holding]
+        cls, tensors: Sequence[Tensor], ranks: int, holding_of: Callable[[int], RankShard]
     ) -> "Table":
         """Of what each of the ranks holds."""
         number = {tensor.name: index for index, tensor in enumerate(tensors)}

@@ -26,21 +26,28 @@ from numpy.lib.stride_tricks import as_strided
 
 from hpczero import __version__
 from hpczero.checkpoint import directory, index, manifest, shard_file
-from hpczero.checkpoint.manifest import INDEX, Content, IndexFile, RankData, ShardFile, State
+from hpczero.checkpoint.manifest import (
+    INDEX,
+    Content,
+    IndexFile,
+    RankData,
+    ShardFile,
+    TrainingState,
+)
 from hpczero.checkpoint.piece_table import Table
 from hpczero.checkpoint.shard_file import (
     SLOTS,
     WIDTH,
     Array,
+    DataSource,
     Extent,
-    Source,
     Writer,
     aligned,
     bounce,
     empty_chunks,
     padded,
 )
-from hpczero.comm.objects import patiently
+from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 from hpczero.safe_files import rename
@@ -53,7 +60,7 @@ class SaveFailed(HpczeroError):
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """What is the same for all checkpoints of a run. `table` is asked for on rank 0 only."""
 
     checkpoints: Path
@@ -78,7 +85,7 @@ class Saver:
     """Of one run, on every rank; at most one save is under way."""
 
     def __init__(
-        self, world: World, job: Job, sources: Sequence[Sequence[Source]], behind: bool
+        self, world: World, job: SaveJob, sources: Sequence[Sequence[DataSource]], behind: bool
     ) -> None:
         """Collective. `sources`: for each slot the elements that this rank owns, as float32, in the order of `table.stored`: each save takes what
         is in that memory then. `behind`: a save may be asynchronous; what it copies into has memory from now on.
@@ -105,7 +112,7 @@ class Saver:
         self._save: _Save | None = None
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """Alike on all ranks."""
         return self._save is not None
 
@@ -119,7 +126,7 @@ class Saver:
         """Bytes of the memory that copies are kept in."""
         return sum(copy.nbytes for copy in self._copies)
 
-    def begin(self, state: State, buffers: Mapping[str, Array], asynchronous: bool) -> None:
+    def begin(self, state: TrainingState, buffers: Mapping[str, Array], asynchronous: bool) -> None:
         """Collective. The sources are copied (or written) when this returns. SaveFailed, on all ranks alike, if it cannot begin."""
         assert self._save is None, "a save is under way"
         copies: list[list[Array]] = []
@@ -135,7 +142,7 @@ class Saver:
         begin = lambda: (  # noqa: E731
             str(directory.begin(self.job.checkpoints, state.step)) if self.world.rank == 0 else ""
         )
-        path = Path(self._together(begin, meanwhile=partial(copy, 0))[0])
+        path = Path(self._run_on_all(begin, meanwhile=partial(copy, 0))[0])
         mine = {
             rank: count
             for rank, (leader, count) in enumerate(self._ranks)
@@ -147,7 +154,7 @@ class Saver:
             if self._writes_file
             else []
         )
-        made = self._together(make, path, partial(copy, 1, 2))
+        made = self._run_on_all(make, path, partial(copy, 1, 2))
         extents = {
             data["rank"]: RankData(**data).extent for of_leader in made for data in of_leader
         }
@@ -171,7 +178,7 @@ class Saver:
         else:
             empty = self._empty_chunks()
             chunks = [bounce(of_slot, empty) for of_slot in self.sources]
-            patiently(self.world, lambda: self._write(save, chunks, buffers, rest=0.0))
+            run_while_polling(self.world, lambda: self._write(save, chunks, buffers, rest=0.0))
 
     def _empty_chunks(self) -> Iterator[Array]:
         """Of the copies' memory, where there is any: its pages were used before. What is behind a copy's elements stays zero."""
@@ -185,13 +192,13 @@ class Saver:
         save, self._save = self._save, None
         assert save is not None, "no save is under way"
         save.hurried.set()
-        patiently(self.world, lambda: save.thread.join() if save.thread else None)
+        run_while_polling(self.world, lambda: save.thread.join() if save.thread else None)
         self._agree(self._gathered(save.error), save.path)
-        own = self._together(
+        own = self._run_on_all(
             lambda: self._finish_file(save) if self._writes_file else None, save.path
         )
         shards = [ShardFile.model_validate_json(made) for made in own if made]
-        size = self._together(
+        size = self._run_on_all(
             lambda: self._commit(save, shards) if self.world.rank == 0 else 0, save.path
         )[0]
         return Saved(save.state.step, save.path, size, time.monotonic() - save.begun)
@@ -275,7 +282,7 @@ class Saver:
         manifest.write(save.path, content)
         return content.size
 
-    def _together(
+    def _run_on_all(
         self,
         action: Callable[[], Any],
         path: Path | None = None,
@@ -284,7 +291,7 @@ class Saver:
         """Every rank's result, of what JSON can carry; what fails on one fails on all."""
         result, error = None, ""
         try:
-            result = patiently(self.world, action, meanwhile)
+            result = run_while_polling(self.world, action, meanwhile)
         except (OSError, RuntimeError, MemoryError, HpczeroError) as problem:  # of HDF5
             where = getattr(problem, "filename", None) or path or self.job.checkpoints
             error = (
@@ -300,7 +307,9 @@ class Saver:
         if not failed:
             return
         self._save = None
-        patiently(self.world, lambda: self._drop(path) if self.world.rank == 0 and path else None)
+        run_while_polling(
+            self.world, lambda: self._drop(path) if self.world.rank == 0 and path else None
+        )
         rank, text = failed[0]
         others = f" (and {len(failed) - 1} other ranks)" if len(failed) > 1 else ""
         raise SaveFailed(
@@ -312,7 +321,7 @@ class Saver:
             directory.remove(path)
 
     def _gathered(self, value: Any) -> list[Any]:
-        found: list[Any] = self.world.share(self.world.collect(value))
+        found: list[Any] = self.world.broadcast_object(self.world.gather_objects(value))
         return found
 
 
@@ -321,7 +330,7 @@ class _Save:
     """One that is under way: what rank writes where, and how far it came."""
 
     path: Path
-    state: State
+    state: TrainingState
     begun: float
     files: Mapping[int, Sequence[Extent]]  # leader -> what is in its file
     extent: Extent
@@ -358,7 +367,7 @@ def _leader(world: World, writers: str) -> int:
     return world.rank if writers == "rank" else world.node_of_rank.index(world.node)
 
 
-def _copy(sources: Sequence[Source], kept: Array) -> Array:
+def _copy(sources: Sequence[DataSource], kept: Array) -> Array:
     """One after the other; the padding behind them stays zero. Of a device in pieces, as what it gives of its memory is a copy already; arrays in
     stretches as long as can be: the C library copies a hundred megabytes past the caches, a fifth faster.
     """
@@ -372,9 +381,9 @@ def _copy(sources: Sequence[Source], kept: Array) -> Array:
     return kept
 
 
-def _joined(sources: Sequence[Source]) -> list[Source]:
+def _joined(sources: Sequence[DataSource]) -> list[DataSource]:
     """Arrays that follow one another in memory as one."""
-    joined: list[Source] = []
+    joined: list[DataSource] = []
     before: Array | None = None
     for source in filter(len, sources):  # where an empty array lies means nothing
         array: Array | None = source if isinstance(source, np.ndarray) else None

@@ -114,7 +114,7 @@ WIDTH = 4  # bytes of an element
 Array = np.ndarray[Any, Any]
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """What elements are taken from, in order: an array, or what makes one of a part of itself."""
 
     def __len__(self) -> int: ...
@@ -285,7 +285,7 @@ def empty_chunks(size: int = CHUNK) -> Iterator[Array]:
     return cycle([aligned(size).view(np.float32) for _ in range(CHUNKS)])
 
 
-def bounce(sources: Iterable[Source], empty: Iterator[Array]) -> Iterator[Array]:
+def bounce(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator[Array]:
     """The elements of the sources, one after the other, in chunks that `Writer` can write."""
     chunk, filled = np.empty(0, np.float32), 0
     for source in sources:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.progress import Limits, Progress
-from hpczero.comm.status import NOWHERE, Place, Signature
+from hpczero.comm.status import NOWHERE, Signature, WaitPoint
 from hpczero.comm.trace import Ledger
 from hpczero.device import CPU, Device, Incoming, InPlace, Outgoing
 
@@ -59,15 +59,15 @@ class Connection:
         highest = communicator.Get_attr(mpi.TAG_UB) if communicator else 0
         self._labels = (min(highest or _LOWEST_LIMIT, _HIGHEST_LIMIT) + 1) // (2 * _NUMBERS)
 
-    def started(self, number: int, signature: Signature) -> Place:
+    def started(self, number: int, signature: Signature) -> WaitPoint:
         """Every collective is to be told, before it sends anything."""
         if self._communicator:
             self.progress.status.started(self._entry, number, signature)
-        return Place(signature.label, self._entry, number)
+        return WaitPoint(signature.label, self._entry, number)
 
-    def message(self, label: str, peer: int, number: int) -> Place:
+    def message(self, label: str, peer: int, number: int) -> WaitPoint:
         """For a message to or from a peer, `number` of those in this direction; it has none among the group's operations."""
-        return Place(
+        return WaitPoint(
             label.encode()[:64],
             number=number,
             ranks=(self.progress.status.ranks_of[self._entry][peer],),

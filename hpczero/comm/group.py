@@ -23,7 +23,7 @@ from hpczero.comm.connection import Connection
 from hpczero.comm.mpi_backend import ByMessages, Carrier, Combine, combine_into, shard
 from hpczero.comm.progress import Steps, Work
 from hpczero.comm.shared_memory import ByWindow
-from hpczero.comm.status import Place, Signature
+from hpczero.comm.status import Signature, WaitPoint
 from hpczero.comm.torch_backend import Native
 from hpczero.comm.trace import evenly
 from hpczero.device import Device, Queue
@@ -209,7 +209,7 @@ class Group:
         return None if self.connection.on_device(tensor) else self.window
 
     def _start_even(
-        self, operation: str, steps: Steps, size: int, place: Place, *tensors: Tensor
+        self, operation: str, steps: Steps, size: int, place: WaitPoint, *tensors: Tensor
     ) -> Work:
         """An operation that sends `size` / N bytes to each of the other ranks."""
         return self._start(
@@ -239,7 +239,7 @@ class Group:
         steps: Steps,
         inside: int,
         between: int,
-        place: Place,
+        place: WaitPoint,
         shared: int = 0,
         far: bool = False,
         tensors: Sequence[Tensor] = (),
@@ -284,7 +284,7 @@ class Group:
 
     def _next(
         self, operation: str, tensor: Tensor | None = None, detail: str = ""
-    ) -> tuple[Place, int]:
+    ) -> tuple[WaitPoint, int]:
         """The place of the next collective, which the ranks of the node see from now on, and the code that all ranks must have for it."""
         self._collectives += 1
         key = (operation, detail, tensor.dtype, tensor.nbytes) if tensor is not None else operation
@@ -298,12 +298,12 @@ class Group:
             signature = self._signatures[key] = Signature.of(operation, detail, what)
         return self.connection.started(self._collectives, signature), signature.code
 
-    def _tag(self, place: Place, code: int) -> int:
+    def _tag(self, place: WaitPoint, code: int) -> int:
         return self.connection.tag(place.number, code, True)
 
     def _next_message(
         self, operation: str, direction: str, peer: int, size: int
-    ) -> tuple[Place, int]:
+    ) -> tuple[WaitPoint, int]:
         number = self._sent[direction, peer] = self._sent.get((direction, peer), 0) + 1
         label = f"{operation} {number} of {size} bytes {direction} rank {self.ranks[peer]} along {self.axis}"
         return self.connection.message(label, peer, number), self.connection.tag(

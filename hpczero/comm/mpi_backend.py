@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hpczero.comm.connection import Connection, slot_bytes, slots_of
 from hpczero.comm.progress import CommunicationError, Steps
-from hpczero.comm.status import Place
+from hpczero.comm.status import WaitPoint
 
 # The local half of a reduction: parts that have arrived, combined in rank order (so the result never depends on arrival).
 _BLOCK = 1 << 16  # elements: accumulator and parts stay in the cache
@@ -66,7 +66,7 @@ _BROADCAST_PIECE = 1 << 20  # bytes: a rank hands a piece on while it receives t
 class Carrier(Protocol):
     """Flat tensors; what the operations mean stands in `group`. `tag` separates operations that do not belong together."""
 
-    def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
+    def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: WaitPoint) -> Steps:
         """`code` and `place`: which operation, and how it is called."""
         ...
 
@@ -108,7 +108,7 @@ class ByMessages:
             (rank + distance) % self.size for distance in range(1, self.size)
         ]  # not all to rank 0 first
 
-    def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
+    def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: WaitPoint) -> Steps:
         """As MPI matches its own collectives without regard to what they are, each rank's values stand behind a stamp."""
         if not self._peers or not tensor.numel():
             return

@@ -22,7 +22,7 @@ from hpczero.comm.connection import BLOCK
 from hpczero.comm.group import Group
 from hpczero.comm.progress import Progress, Steps, Work
 from hpczero.comm.shared_memory import PAGE, SharedBlocks
-from hpczero.comm.status import Place, Status
+from hpczero.comm.status import Status, WaitPoint
 from hpczero.device import CPU
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class NodeGroup:
             "reduce_scatter", self._reduce(tensor, sums, self.group.next_tag()), between, read
         )
 
-    def settle(self) -> Work:
+    def node_barrier(self) -> Work:
         """All of the node have written what they had to write in its memory."""
         return self.group.start_steps("barrier", self._settle(), 0, 0)
 
@@ -348,7 +348,7 @@ class NodeWindow:
         if self.reached(counter, value):
             return
         label = f"counter {counter} of window {self.name} to reach {value}"
-        place = Place(label.encode()[:64], ranks=self._world.numbers(self.ranks))
+        place = WaitPoint(label.encode()[:64], ranks=self._world.numbers(self.ranks))
         self._status.waits(place, lambda: self._world.numbers(self.missing(counter, value)))
         patience = time.monotonic() + _EAGER
         try:

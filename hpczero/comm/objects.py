@@ -14,7 +14,7 @@ _ROUND = 0.2  # seconds between two meetings
 Result = TypeVar("Result")
 
 
-def patiently(
+def run_while_polling(
     world: World, action: Callable[[], Result], meanwhile: Callable[[], object] = lambda: None
 ) -> Result:
     """Collective. What the action returns or raises here; not before it has ended on all ranks. `meanwhile`: work of this rank beside it."""
@@ -37,7 +37,7 @@ def patiently(
         problem = error
     while True:
         wait([done], _ROUND)
-        if all(world.share(world.collect(done.done()))):
+        if all(world.broadcast_object(world.gather_objects(done.done()))):
             if problem:
                 raise problem
             return done.result()

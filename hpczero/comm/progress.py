@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpczero.comm.status import Place, Status
+from hpczero.comm.status import Status, WaitPoint
 from hpczero.comm.trace import Entry, Trace
 from hpczero.device import moved
 from hpczero.errors import HpczeroError
@@ -55,7 +55,7 @@ class Work:
         progress: "Progress",
         steps: Steps,
         entry: Entry,
-        place: Place,
+        place: WaitPoint,
         what: What,
         size: int,
         queue: "Queue | None" = None,
@@ -89,7 +89,7 @@ class Work:
             self._mark.order()
         self._entry.seconds += time.perf_counter() - begun
 
-    def settle(self) -> None:
+    def host_sync(self) -> None:
         """The host waits until it is done."""
         if not self.done:
             self._progress.finish(self, until_done=True)
@@ -145,7 +145,7 @@ class Progress:
         self,
         steps: Steps,
         entry: Entry,
-        place: Place,
+        place: WaitPoint,
         what: What,
         size: int = 0,
         far: bool = False,
@@ -206,7 +206,7 @@ class Progress:
             moved |= work.done
         return moved
 
-    def so_far(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """The host waits until the device has done all operations started before now. To be called before a value is read that they are for:
         that would wait, too, but unseen by the watchdog.
         """
@@ -215,7 +215,7 @@ class Progress:
 
         def settle() -> None:
             for work in started:
-                work.settle()
+                work.host_sync()
 
         return settle
 

@@ -17,7 +17,7 @@ from hpczero import machine
 from hpczero.comm import mpi_backend
 from hpczero.comm.mpi_backend import Combine, shard
 from hpczero.comm.progress import CommunicationError, Steps
-from hpczero.comm.status import Place
+from hpczero.comm.status import WaitPoint
 from hpczero.errors import InputError
 
 PAGE = 4096
@@ -164,7 +164,7 @@ class ByWindow:
     def takes(self, tensor: Tensor) -> bool:
         return 0 < tensor.nbytes <= self._largest
 
-    def all_reduce(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
+    def all_reduce(self, tensor: Tensor, op: str, code: int, place: WaitPoint) -> Steps:
         yield from self._turn()
         everyone, count = range(self.size), tensor.numel()
         slot = yield from self._meet(tensor, code, place)
@@ -178,7 +178,9 @@ class ByWindow:
             self._read_shards(tensor, slot)
         self._ended += 1
 
-    def reduce_scatter(self, tensor: Tensor, combine: Combine, code: int, place: Place) -> Steps:
+    def reduce_scatter(
+        self, tensor: Tensor, combine: Combine, code: int, place: WaitPoint
+    ) -> Steps:
         yield from self._turn()
         slot = yield from self._meet(tensor, code, place)
         own, count = shard(tensor.numel(), self.size, self.rank), tensor.numel()
@@ -187,7 +189,7 @@ class ByWindow:
         combine(slice(0, own.stop - own.start), parts)
         self._ended += 1
 
-    def all_gather(self, output: Tensor, tensor: Tensor, code: int, place: Place) -> Steps:
+    def all_gather(self, output: Tensor, tensor: Tensor, code: int, place: WaitPoint) -> Steps:
         yield from self._turn()
         slot = yield from self._meet(tensor, code, place)
         own = output[shard(output.numel(), self.size, self.rank)]
@@ -201,7 +203,9 @@ class ByWindow:
         while self._ended != number - 1:
             yield ()
 
-    def _meet(self, tensor: Tensor, code: int, place: Place) -> Generator[Sequence[Any], None, int]:
+    def _meet(
+        self, tensor: Tensor, code: int, place: WaitPoint
+    ) -> Generator[Sequence[Any], None, int]:
         """One phase; gives the number of the slots to read."""
         self._phase += 1
         phase, slot = self._phase, self._phase % 2

@@ -54,7 +54,7 @@ class Signature(NamedTuple):
         return cls(int.from_bytes(blake2b(label, digest_size=8).digest(), "little"), label[:64])
 
 
-class Place(NamedTuple):
+class WaitPoint(NamedTuple):
     """Where a rank waits: operation `number` of a group, or something else that the label says, with `ranks`."""
 
     label: bytes
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 
 
 class Wait(NamedTuple):
-    place: Place
+    place: WaitPoint
     since: float
     missing: Callable[[], Sequence[int]] | None  # those that have not come, where that can be asked
 
@@ -120,7 +120,7 @@ class Status:
         name, axis = _ENTRY.unpack_from(self.slot, _entry_at(entry))
         return _text(axis), str(name)
 
-    def in_words(self, place: Place) -> str:
+    def in_words(self, place: WaitPoint) -> str:
         axis = self.group_at(place.entry)[0] if place.entry >= 0 else ""
         return in_words(_text(place.label), axis, place.number)
 
@@ -135,7 +135,7 @@ class Status:
         _RECORD.pack_into(self.slot, at, number, code, history, label)
         _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
 
-    def waits(self, place: Place, missing: Callable[[], Sequence[int]] | None = None) -> None:
+    def waits(self, place: WaitPoint, missing: Callable[[], Sequence[int]] | None = None) -> None:
         now = time.monotonic()
         self.wait = Wait(place, now, missing)
         _WAIT.pack_into(self.slot, _WAIT_AT, now, place.entry, place.number, place.label)
@@ -148,7 +148,7 @@ class Status:
     @contextmanager
     def waiting(self, label: str, ranks: Sequence[int]) -> Iterator[None]:
         """Around a call that returns only once all these ranks have called it."""
-        self.waits(Place(label.encode()[:64], ranks=tuple(ranks)))
+        self.waits(WaitPoint(label.encode()[:64], ranks=tuple(ranks)))
         try:
             yield
         finally:
@@ -164,7 +164,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """A slot as read; ages in seconds."""
 
     pid: int
@@ -184,7 +184,7 @@ class State:
         return self.idle if self.waited is None else self.waited
 
 
-def read(slot: memoryview, now: float, whole: bool = True) -> State:
+def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
     """`whole`: also the operations of every group, of which there are many."""
     pid, namespace, stacks = _PROCESS.unpack_from(slot, 0)
     (step,), (changed,) = _STEP.unpack_from(slot, _STEP_AT), _CHANGED.unpack_from(slot, _CHANGED_AT)
@@ -197,7 +197,7 @@ def read(slot: memoryview, now: float, whole: bool = True) -> State:
     axis = _text(_ENTRY.unpack_from(slot, _entry_at(entry))[1]) if 0 <= entry < _ENTRIES else ""
     place = in_words(_text(label), axis, number)
     waited = now - since if since else None
-    return State(pid, namespace, stacks, step, now - changed, waited, place, started)
+    return RankState(pid, namespace, stacks, step, now - changed, waited, place, started)
 
 
 def _operations(slot: memoryview, entry: int) -> list[Operation]:

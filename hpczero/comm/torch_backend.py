@@ -21,7 +21,7 @@ from hpczero.comm import mpi_backend
 from hpczero.comm.connection import BLOCK, slot_bytes
 from hpczero.comm.mpi_backend import Combine, Order, combine_into, shard
 from hpczero.comm.progress import CommunicationError, RequestFailed, Steps
-from hpczero.comm.status import Place
+from hpczero.comm.status import WaitPoint
 from hpczero.device import Device
 from hpczero.errors import InputError
 
@@ -50,10 +50,10 @@ class Rendezvous:
         if world.rank == 0:
             store = TCPStore("0.0.0.0", 0, None, True, _MEETING, wait_for_workers=False)
             addresses = _addresses(one_host)
-            world.share([addresses, store.port])
-            return world.together(lambda: cls(kind, store, addresses[0], world.device))
-        addresses, port = world.share(None)
-        return world.together(lambda: cls.join(kind, world.device, addresses, port))
+            world.broadcast_object([addresses, store.port])
+            return world.run_on_all(lambda: cls(kind, store, addresses[0], world.device))
+        addresses, port = world.broadcast_object(None)
+        return world.run_on_all(lambda: cls.join(kind, world.device, addresses, port))
 
     @classmethod
     def join(cls, kind: str, device: Device, addresses: Sequence[str], port: int) -> "Rendezvous":
@@ -177,7 +177,7 @@ class Native:
     def takes(self, tensor: Tensor) -> bool:
         return self._device.holds(tensor)
 
-    def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: Place) -> Steps:
+    def all_reduce_tiny(self, tensor: Tensor, op: str, code: int, place: WaitPoint) -> Steps:
         def steps() -> Steps:
             # Made here, in the queue: memory of the computing stream would be given to others as
             # soon as the host is through, while the device still reads it.

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpczero.comm.status import Operation, State
+from hpczero.comm.status import Operation, RankState
 
 HERE, STARTED = (
     "waiting in it",
@@ -31,7 +31,7 @@ class Question:
     missing: Collection[int] | None = None
 
 
-def judge(question: Question, states: Mapping[int, State]) -> dict[int, str]:
+def judge(question: Question, states: Mapping[int, RankState]) -> dict[int, str]:
     """Of every other rank that takes part: HERE, STARTED, DIFFERENT, ABSENT or UNKNOWN."""
     return {
         rank: _judge(question, rank, states.get(rank))
@@ -40,7 +40,7 @@ def judge(question: Question, states: Mapping[int, State]) -> dict[int, str]:
     }
 
 
-def _judge(question: Question, rank: int, state: State | None) -> str:
+def _judge(question: Question, rank: int, state: RankState | None) -> str:
     if question.missing is not None:
         return ABSENT if rank in question.missing else HERE
     if state is None:
@@ -72,7 +72,7 @@ def _agree(our: Operation, their: Operation) -> bool:
 def suspects(
     question: Question,
     judged: Mapping[int, str],
-    states: Mapping[int, State],
+    states: Mapping[int, RankState],
     gone: Collection[int],
 ) -> list[int]:
     """The ranks that the others wait for, in the order of what speaks against them: those `gone`
@@ -98,7 +98,7 @@ def suspects(
     return (_outvoted(here) if len(here) == len(judged) + 1 else []) or _outvoted(everywhere)
 
 
-def _started_instead(question: Question, state: State | None) -> str:
+def _started_instead(question: Question, state: RankState | None) -> str:
     parting = _parting(question.started, state.started.get(question.group, [])) if state else None
     return f"{parting[1].number} {parting[1].label}" if parting else ""
 
@@ -135,7 +135,7 @@ def cause(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
 def account(
     question: Question,
     judged: Mapping[int, str],
-    states: Mapping[int, State],
+    states: Mapping[int, RankState],
     hosts: Mapping[int, str],
     notes: Mapping[int, str],
 ) -> list[str]:
@@ -159,7 +159,7 @@ def account(
 
 
 def _advice(
-    question: Question, judged: Mapping[int, str], states: Mapping[int, State]
+    question: Question, judged: Mapping[int, str], states: Mapping[int, RankState]
 ) -> list[str]:
     """Where ranks wait for different things, and one of these is a layer's parameters."""
     others = [
@@ -179,7 +179,7 @@ def _advice(
     ]
 
 
-def _doing(question: Question, state: State | None, note: str | None) -> str:
+def _doing(question: Question, state: RankState | None, note: str | None) -> str:
     if state is None:
         return ": nothing is known of what it does"
     words = [f"step {state.step}"] if state.step >= 0 else []

@@ -30,7 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.comm import verdict
-from hpczero.comm.status import Operation, State, Status, Wait, in_words, process_namespace, read
+from hpczero.comm.status import (
+    Operation,
+    RankState,
+    Status,
+    Wait,
+    in_words,
+    process_namespace,
+    read,
+)
 from hpczero.comm.verdict import Question
 from hpczero.errors import InputError
 from hpczero.safe_files import own_folder, remove, rename, write_new, write_text
@@ -150,11 +158,11 @@ class Watch:
 
     # ------------------------------------------------------------------------------------------------------ what the ranks do
 
-    def _states_here(self, whole: bool = True) -> dict[int, State]:
+    def _states_here(self, whole: bool = True) -> dict[int, RankState]:
         now = time.monotonic()
         return {rank: read(slot, now, whole) for rank, slot in self._slots.items()}
 
-    def _states(self) -> dict[int, State]:
+    def _states(self) -> dict[int, RankState]:
         """Of this node's ranks, and of those that other nodes have written down."""
         states = self._states_here()
         for node in (
@@ -208,7 +216,7 @@ class Watch:
 
     # -------------------------------------------------------------------------------------------------------------- the stacks
 
-    def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, State]) -> dict[int, str]:
+    def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> dict[int, str]:
         here = [rank for rank in ranks if rank in self._slots][:_ASKED_FOR_STACKS]
         written = _ask_for_stacks([states[rank] for rank in here])
         return {rank: stacks for rank, stacks in zip(here, written, strict=True) if stacks}
@@ -228,7 +236,7 @@ class Watch:
         if self._folder:
             self._write(self._file("txt"), words)
 
-    def _may_speak(self, states: Mapping[int, State]) -> bool:
+    def _may_speak(self, states: Mapping[int, RankState]) -> bool:
         """The first of the node's ranks to lock a file of the lowest one's; where that cannot be reached, every rank speaks."""
         try:
             self._claim = open(_stacks_file(states[min(self._slots)]), "rb")  # noqa: SIM115  # open, and so locked, until the end
@@ -251,7 +259,7 @@ class Watch:
             return True
         return True
 
-    def _try_to_explain(self, wait: Wait, states: Callable[[], Mapping[int, State]]) -> str:
+    def _try_to_explain(self, wait: Wait, states: Callable[[], Mapping[int, RankState]]) -> str:
         """Who does not come; where that fails, at least what this rank waits for."""
         try:
             return self._explain(wait, states())
@@ -260,7 +268,7 @@ class Watch:
             failed = f"for whom cannot be told, as the watchdog failed:\n{traceback.format_exc()}"
             return f"{self._status.in_words(wait.place)}: {waited}; {failed}"
 
-    def _explain(self, wait: Wait, states: Mapping[int, State]) -> str:
+    def _explain(self, wait: Wait, states: Mapping[int, RankState]) -> str:
         question = self._question(wait, states)
         judged = verdict.judge(question, states)
         here = {rank: _process(states[rank]) for rank in self._slots if rank in states}
@@ -286,7 +294,7 @@ class Watch:
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
         return "\n".join(lines)
 
-    def _ended(self, judged: Mapping[int, str], states: Mapping[int, State]) -> list[int]:
+    def _ended(self, judged: Mapping[int, str], states: Mapping[int, RankState]) -> list[int]:
         """Those of this node that have not come and never will."""
         absent = [
             rank for rank, kind in judged.items() if kind == verdict.ABSENT and rank in self._slots
@@ -304,7 +312,7 @@ class Watch:
         }
         return {rank: text for rank, text in written.items() if rank in ranks}
 
-    def _question(self, wait: Wait, states: Mapping[int, State]) -> Question:
+    def _question(self, wait: Wait, states: Mapping[int, RankState]) -> Question:
         place = wait.place
         label = place.label.decode(errors="replace")
         missing = None if wait.missing is None else set(wait.missing())
@@ -321,17 +329,17 @@ def _leave_late() -> None:
     os._exit(1)
 
 
-def _state(facts: dict[str, Any], ago: float) -> State:
+def _state(facts: dict[str, Any], ago: float) -> RankState:
     """As written down so many seconds ago; nothing has happened since, or it would have been written again."""
     started = {
         group: [Operation(**operation) for operation in operations]
         for group, operations in facts["started"].items()
     }
     waited = None if facts["waited"] is None else facts["waited"] + ago
-    return State(**facts | {"started": started, "idle": facts["idle"] + ago, "waited": waited})
+    return RankState(**facts | {"started": started, "idle": facts["idle"] + ago, "waited": waited})
 
 
-def _stacks_file(state: State) -> str:
+def _stacks_file(state: RankState) -> str:
     """Of a process of this node; only if the id still is that process's."""
     path = f"/proc/{state.pid}/fd/{state.stacks}"
     if state.namespace != process_namespace() or _STACKS not in os.readlink(path):
@@ -339,7 +347,7 @@ def _stacks_file(state: State) -> str:
     return path
 
 
-def _ask_for_stacks(states: Sequence[State]) -> list[str]:
+def _ask_for_stacks(states: Sequence[RankState]) -> list[str]:
     """The stacks of all threads of these processes, which are given the same short time to write
     them; "" for one that does not, or cannot be asked.
     """
@@ -349,7 +357,7 @@ def _ask_for_stacks(states: Sequence[State]) -> list[str]:
         return [_read_once_written(*one, deadline) if one else "" for one in asked]
 
 
-def _asked(state: State, files: contextlib.ExitStack) -> tuple[int, int] | None:
+def _asked(state: RankState, files: contextlib.ExitStack) -> tuple[int, int] | None:
     """The descriptor from which its answer can be read, and where that begins."""
     try:
         descriptor = os.open(_stacks_file(state), os.O_RDONLY | os.O_CLOEXEC)
@@ -372,7 +380,7 @@ def _read_once_written(descriptor: int, begin: int, deadline: float) -> str:
     return "\n\n".join(thread for thread in written.split("\n\n") if f'"{__file__}"' not in thread)
 
 
-def _process(state: State) -> str:
+def _process(state: RankState) -> str:
     """What is amiss with a process of this node; "" where nothing is, or it cannot be told."""
     if state.namespace != process_namespace():
         return ""

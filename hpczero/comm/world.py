@@ -20,7 +20,7 @@ from hpczero.comm.mpi_backend import Order
 from hpczero.comm.mpi_library import HEAD_START, library, refuse_foreign_launcher, refuse_unusable
 from hpczero.comm.progress import Limits, Progress, Steps
 from hpczero.comm.shared_memory import SharedBlocks
-from hpczero.comm.status import CLEARED, SLOT, Place, Signature, Status
+from hpczero.comm.status import CLEARED, SLOT, Signature, Status, WaitPoint
 from hpczero.comm.trace import Entry, Ledger, Trace
 from hpczero.comm.watchdog import Member, Watch
 from hpczero.errors import HpczeroError, InputError, Stopped
@@ -84,8 +84,8 @@ class World:
         self._is_part = whole is not None
         self._watch: Watch | None = None
         self._slots: SharedBlocks | None = None
-        described = self.share(
-            self.collect([mpi.Get_processor_name(), self._node_leader(ranks_per_node)])
+        described = self.broadcast_object(
+            self.gather_objects([mpi.Get_processor_name(), self._node_leader(ranks_per_node)])
         )
         nodes = {
             leader: node for node, leader in enumerate(sorted({leader for _, leader in described}))
@@ -198,12 +198,16 @@ class World:
 
     def clock(self) -> Clock:
         """Collective. How this host's clock differs from rank 0's now."""
-        computers = self.share(self.collect(clock.computer(self.hosts[self.rank])))
+        computers = self.broadcast_object(
+            self.gather_objects(clock.computer(self.hosts[self.rank]))
+        )
         compared: dict[int, Clock] = {0: Clock(0, 0)}
         asked = [computers.index(computer) for computer in dict.fromkeys(computers)][1:]
         self._run(clock.compare(self._mpi, self._communicator, asked, compared), "clock")
         mine = str(computers.index(computers[self.rank]))
-        return Clock(*self.share({str(rank): found for rank, found in compared.items()})[mine])
+        return Clock(
+            *self.broadcast_object({str(rank): found for rank, found in compared.items()})[mine]
+        )
 
     @property
     def everyone(self) -> "Group":
@@ -273,7 +277,7 @@ class World:
         if staging:
             self._limits = replace(self._limits, staging=staging)
         self._direct = device.has_queues and all(
-            self.share(self.collect(bool(mpi_library.facts().cuda_aware)))
+            self.broadcast_object(self.gather_objects(bool(mpi_library.facts().cuda_aware)))
         )
         self._rendezvous = (
             Rendezvous.of(self, backend) if backend != "mpi" and self.size > 1 else None
@@ -299,27 +303,27 @@ class World:
             for _, connection, native in self._groups.values()
         )
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value on every rank: what JSON can carry, of any length (a tuple becomes a list)."""
         box = [json.dumps(value).encode() if self.rank == 0 else b""]
         self._run(self._share(box), "share")
         return json.loads(box[0])
 
-    def collect(self, value: Any) -> list[Any] | None:
+    def gather_objects(self, value: Any) -> list[Any] | None:
         """Every rank's value, in rank order, on rank 0; None elsewhere."""
         received: list[bytearray] = []
         self._run(self._collect(json.dumps(value).encode(), received), "collect")
         return [json.loads(text) for text in received] if self.rank == 0 else None
 
-    def together(self, action: Callable[[], Result]) -> Result:
+    def run_on_all(self, action: Callable[[], Result]) -> Result:
         """Runs the action on every rank; where the input is wrong on any of them, all raise the error of the first such rank."""
         result, message = None, None
         try:
             result = action()
         except InputError as error:
             message = str(error)
-        messages = self.collect(message) or []
-        first = self.share(
+        messages = self.gather_objects(message) or []
+        first = self.broadcast_object(
             next(((rank, text) for rank, text in enumerate(messages) if text is not None), None)
         )
         if first:
@@ -404,7 +408,7 @@ class World:
         self.progress.start(
             steps,
             Entry(),
-            Place(signature.label, self._entry, self._number),
+            WaitPoint(signature.label, self._entry, self._number),
             ("world", operation, -1),
         ).wait()
 

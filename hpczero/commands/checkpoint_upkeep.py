@@ -268,7 +268,9 @@ def _folders(world: "World | None", options: Namespace) -> list[Path]:
     """What rank 0 takes the paths for; an incomplete checkpoint has a damage like any other."""
     look = lambda: [str(_folder(Path(path), options.step)) for path in options.checkpoints]  # noqa: E731
     found = (
-        world.share(world.together(lambda: look() if world.rank == 0 else [])) if world else look()
+        world.broadcast_object(world.run_on_all(lambda: look() if world.rank == 0 else []))
+        if world
+        else look()
     )
     return [Path(path) for path in found]
 
@@ -297,9 +299,15 @@ def _verified(world: "World | None", folder: Path) -> dict[str, Any]:
         damages = [Damage(manifest.NAME, str(error).removeprefix(f"{folder / manifest.NAME}: "))]
     listed = [[damage.file, damage.what, list(damage.tensors)] for damage in damages]
     if world:
-        listed = [one for of_rank in world.share(world.collect(listed)) for one in of_rank]
+        listed = [
+            one
+            for of_rank in world.broadcast_object(world.gather_objects(listed))
+            for one in of_rank
+        ]
         unreadable = [
-            text for of_rank in world.share(world.collect(unreadable)) for text in of_rank
+            text
+            for of_rank in world.broadcast_object(world.gather_objects(unreadable))
+            for text in of_rank
         ]
     told = sorted(
         {(file, what, tuple(tensors)) for file, what, tensors in listed},

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.data.build import Listener, Recipe, build_token_file, is_up_to_date
-from hpczero.data.corpus import Found, find
+from hpczero.data.corpus import FoundText, find
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.errors import InputError, Stopped, for_terminal
 from hpczero.safe_files import own_folder, remove_tree
@@ -108,7 +108,7 @@ def _make(work: Path) -> None:
         ) from error
 
 
-def _check_up_to_date(output: Path, found: Found, recipe: Recipe) -> None:
+def _check_up_to_date(output: Path, found: FoundText, recipe: Recipe) -> None:
     try:
         same = is_up_to_date(open_token_file(output), found, recipe)
     except InputError as error:

@@ -127,10 +127,10 @@ def _together(report: Report, clean: bool) -> list[Report] | None:
         )
         if world.local_rank == 0 and world.rank > 0:  # the other nodes'
             facts.look_for_stale_segments(report, clean)
-        world.share(world.collect(0))  # together: everybody has arrived
+        world.broadcast_object(world.gather_objects(0))  # together: everybody has arrived
         now = time.time()
-        report.skew = now - float(world.share(now))
-        collected = world.collect(facts.as_json(report))
+        report.skew = now - float(world.broadcast_object(now))
+        collected = world.gather_objects(facts.as_json(report))
     return [facts.from_json(data) for data in collected] if collected is not None else None
 
 

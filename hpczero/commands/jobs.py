@@ -1,11 +1,9 @@
 """The verbs about a run: status, cancel, logs."""
 
-import codecs
 import json
 import os
 import shlex
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,26 +11,19 @@ from pathlib import Path
 
 from hpczero.batch import run_status, scheduler, submission
 from hpczero.batch.command import Queued
-from hpczero.batch.job import Here, plan
-from hpczero.batch.render import render as script_of
 from hpczero.batch.run_status import Progress
-from hpczero.batch.submit import living_under, still_living
-from hpczero.data.supply import look
-from hpczero.errors import HpczeroError, InputError, log_for_terminal
-from hpczero.safe_files import open_to_read, write_text
-from hpczero.spec import site_profile
+from hpczero.batch.submit import living_under
+from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
-from hpczero.text import counted, listed, printable, shown
+from hpczero.text import listed, printable, shown
 from hpczero.train.run_directory import path_of
 
-_LOOK_EVERY = 1.0  # seconds between two looks at a log
-_PIECE = 1 << 20  # bytes of a log that are printed at a time
 _LONGEST = 400  # characters of a reason
 _LARGE = 1e6  # a loss from which on its digits say nothing
 
 
 def status(options: Namespace) -> int:
-    runs = [_run(options.run)] if options.run else submission.remembered()
+    runs = [run_named(options.run)] if options.run else submission.remembered()
     found, silent = look_at(runs)
     if options.json:
         data = [asdict(one) | {"run": str(one.run)} for one in found]
@@ -102,18 +93,7 @@ def cancel(options: Namespace) -> int:
     return 0
 
 
-def logs(options: Namespace) -> int:
-    if options.rank is not None:
-        print("\n".join(_of_rank(_run(options.run), options.rank)))
-        return 0
-    run = _submitted(options.run)
-    path = _newest_log(run)
-    if path is None and not options.follow:
-        raise InputError(f"{run}: no job has printed anything yet; logs -f waits for it")
-    return _follow(run) if options.follow else _print(path)
-
-
-def _run(name: str) -> Path:
+def run_named(name: str) -> Path:
     """A run's directory by its path, its spec, or its name.
 
     A name is that of a run that was submitted, or that lies in `runs`.
@@ -143,7 +123,7 @@ def _run(name: str) -> Path:
 
 def _submitted(name: str) -> Path:
     """The directory of a run that the batch system knows."""
-    run = _run(name)
+    run = run_named(name)
     if not submission.of_run(run):
         stop = f"touch {shlex.quote(str(run / 'stop'))} stops it with a checkpoint"
         by_hand = "was started by hand, and never submitted: it printed where it was started"
@@ -276,82 +256,6 @@ def _duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def _newest_log(run: Path) -> Path | None:
-    """Not of a job that found nothing left to do."""
-    there = []
-    for record in submission.of_run(run):
-        passed = {number for _, number, event, _ in record.events() if event == "passed"}
-        there += [
-            path
-            for number in record.jobs
-            if number not in passed and (path := record.log(number)).is_file()
-        ]
-    return there[-1] if there else None
-
-
-def _print(path: Path | None) -> int:
-    """Also what PBS said at the job's end, where it ended it."""
-    said = (path, path.with_name(path.name.removeprefix("log-") + ".OU")) if path else ()
-    for one in said:
-        if one.is_file():
-            _show(one, 0, _decoder())
-    return 0
-
-
-def _decoder() -> codecs.IncrementalDecoder:
-    """Return one that waits for the rest of a character that is only begun."""
-    return codecs.getincrementaldecoder("utf-8")("replace")
-
-
-def _show(path: Path, place: int, decoder: codecs.IncrementalDecoder) -> int:
-    """Print what a log has from a byte on, without what a terminal would act on; return its end."""
-    with os.fdopen(open_to_read(path), "rb") as file:
-        file.seek(place)
-        while piece := file.read(_PIECE):
-            sys.stdout.write(log_for_terminal(decoder.decode(piece)))
-            place += len(piece)
-    sys.stdout.flush()
-    return place
-
-
-def _follow(run: Path) -> int:
-    """The newest log, and the next job's when it begins, until no job is left."""
-    path, place, decoder = None, 0, _decoder()
-    while True:
-        alive = still_living(run)
-        newest = _newest_log(run)
-        if newest != path and newest:
-            path, place, decoder = newest, 0, _decoder()
-        if path:
-            place = _show(path, place, decoder)
-        if not alive:
-            return 0
-        time.sleep(_LOOK_EVERY)
-
-
-def _of_rank(run: Path, rank: int) -> list[str]:
-    """What is known of one rank: where it ran, and the lines of the newest log that name it."""
-    starts = [
-        event
-        for event in run_status.lines_of(run / "events.jsonl")
-        if event.get("event") == "start"
-    ]
-    ranks = starts[-1].get("ranks") if starts else None
-    dicts = [place for place in ranks if isinstance(place, dict)] if isinstance(ranks, list) else []
-    places = [place for place in dicts if place.get("rank") == rank]
-    if not places:
-        raise InputError(f"{run}: the run has not started with a rank {rank} yet")
-    where = (printable(str(places[0].get(name)), 100) for name in ("pid", "host"))
-    lines = ["rank {}: process {} on {}".format(rank, *where)]
-    path = _newest_log(run)
-    text = path.read_text(encoding="utf-8", errors="replace").split("\n") if path else []
-    return lines + [
-        log_for_terminal(line)
-        for line in text
-        if f"rank {rank}:" in line or f"rank {rank} " in line or line.startswith(f"{rank}: ")
-    ]
-
-
 # The verb `runs`: all runs below a folder, told from their files, whoever started them.
 _STARTED = ("events.jsonl", "metrics.jsonl", "checkpoints")  # beside spec.toml
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -416,36 +320,3 @@ def _age(seconds: float | None) -> str:
         return "?"
     unit, length = next(((unit, length) for unit, length in _UNITS if seconds >= length), ("s", 1))
     return f"{seconds // length:.0f} {unit}"
-
-
-# The verbs about batch jobs. They run on login nodes: no torch, no mpi4py.
-def render(options: Namespace) -> int:
-    spec = load(options.spec, options.overrides).spec
-    overrides = [word for override in options.overrides for word in ("--set", override)]
-    supply = look(spec)
-    job = plan(spec, Here.now(), ("run", str(Path(options.spec).absolute()), *overrides))
-    script = script_of(job)
-    if options.output:
-        _write(Path(options.output), script)
-    else:
-        print(script, end="")
-    print(
-        f"hpczero: {job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}, {job.cost}",
-        file=sys.stderr,
-    )
-    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
-    for line in site_profile.left_out():
-        print(f"hpczero: {line}", file=sys.stderr)
-    if spec.batch.chain > 1:
-        print(
-            f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one",
-            file=sys.stderr,
-        )
-    return 0
-
-
-def _write(path: Path, script: str) -> None:
-    try:
-        write_text(path, script)
-    except OSError as error:
-        raise InputError(f"{printable(str(path))} cannot be written: {error.strerror}") from None

@@ -22,7 +22,7 @@ import xxhash
 
 from hpczero.data.corpus import (
     FIELD,
-    Found,
+    FoundText,
     Input,
     Section,
     open_text,
@@ -100,7 +100,7 @@ class Noted:
 
 
 @dataclass
-class State:
+class BuildState:
     """How far phase 1 is: the journal's content."""
 
     recipe: dict[str, str | float | int]
@@ -114,7 +114,7 @@ class State:
 
 
 def build_token_file(
-    found: Found,
+    found: FoundText,
     output: Path,
     recipe: Recipe,
     work: Path,
@@ -147,7 +147,7 @@ def build_token_file(
     return open_token_file(output)
 
 
-def build_in_one_go(found: Found, output: Path, recipe: Recipe, listener: Listener) -> bool:
+def build_in_one_go(found: FoundText, output: Path, recipe: Recipe, listener: Listener) -> bool:
     """Makes `output`, and gives nothing a name before: a builder that is killed leaves nothing.
 
     False, and nothing is done, where the file system has no files without a name.
@@ -175,7 +175,7 @@ def build_in_one_go(found: Found, output: Path, recipe: Recipe, listener: Listen
     return True
 
 
-def is_up_to_date(made: TokenFile, found: Found, recipe: Recipe) -> bool:
+def is_up_to_date(made: TokenFile, found: FoundText, recipe: Recipe) -> bool:
     """Whether the file was made by this recipe from files of these names and sizes, none of which is newer."""
     same = (made.tokenizer, made.validation_fraction, made.builder) == (
         recipe.tokenizer,
@@ -254,7 +254,7 @@ class Reader:
             recipe.field,
         )
         resumed = _resumed(inputs, recipe, work, listener) if commit_every else None
-        self.state = resumed or State(asdict(recipe))
+        self.state = resumed or BuildState(asdict(recipe))
         self._digest = _digest(inputs[: self.state.done])
         dtypes = {"tokens": token_dtype(self._tokenizer.vocabulary), "documents": np.dtype("<i8")}
         self.raw = {
@@ -362,7 +362,9 @@ class Reader:
             new.write(json.dumps(asdict(self.state)).encode())
 
 
-def _resumed(inputs: list[Input], recipe: Recipe, work: Path, listener: Listener) -> State | None:
+def _resumed(
+    inputs: list[Input], recipe: Recipe, work: Path, listener: Listener
+) -> BuildState | None:
     """The state to go on from, or None (said, if there was something) to start at the beginning."""
     try:
         content = json.loads((work / "journal.json").read_text(encoding="utf-8"))
@@ -370,7 +372,7 @@ def _resumed(inputs: list[Input], recipe: Recipe, work: Path, listener: Listener
             Noted(**content["replaced"]),
             Noted(**content["unreadable"]),
         )
-        state = State(**content)
+        state = BuildState(**content)
         sizes = {name: (work / name).stat().st_size for name in state.lengths}
     except FileNotFoundError:
         return None
@@ -407,7 +409,7 @@ def _identity(source: Input) -> bytes:
     return os.fsencode(source.path.absolute()) + b"\0%d\0%d\0" % (source.size, source.changed)
 
 
-def _report(reader: Reader, found: Found, listener: Listener) -> None:
+def _report(reader: Reader, found: FoundText, listener: Listener) -> None:
     state = reader.state
     for path in found.unreadable:
         state.unreadable.add(str(path))

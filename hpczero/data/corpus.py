@@ -91,7 +91,7 @@ class Section:
 
 
 @dataclass
-class Found:
+class FoundText:
     inputs: list[Input] = field(default_factory=list)
     unreadable: list[Path] = field(default_factory=list)
     others: int = 0  # files of other kinds inside the folders, left out
@@ -106,12 +106,12 @@ class Found:
         return new
 
 
-def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> Found:
+def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> FoundText:
     """The files under `paths` (files, folders, globs) in the order given, sorted inside each.
 
     Hidden files and folders inside folders are left out, and so are folders with a name in `leave_out`.
     """
-    found = Found()
+    found = FoundText()
     for given in paths:
         matches = [given] if os.path.lexists(given) else sorted(glob.glob(given, recursive=True))
         if not matches:
@@ -137,7 +137,7 @@ def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> Found
     return found
 
 
-def _walk(folder: Path, name: str, leave_out: frozenset[str], found: Found) -> None:
+def _walk(folder: Path, name: str, leave_out: frozenset[str], found: FoundText) -> None:
     """Adds the folder's files, then what is in its folders, each sorted by name."""
     try:
         if not found.first_time(folder.stat()):
@@ -159,7 +159,7 @@ def _walk(folder: Path, name: str, leave_out: frozenset[str], found: Found) -> N
             _walk(entry, f"{name}{entry.name}/", leave_out, found)
 
 
-def _add(path: Path, name: str, found: Found) -> None:
+def _add(path: Path, name: str, found: FoundText) -> None:
     try:
         status = path.stat()
     except OSError:

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpczero import env
 from hpczero.data.build import BUILDER, Recipe, build_in_one_go, build_token_file
-from hpczero.data.corpus import Found, find
+from hpczero.data.corpus import FoundText, find
 from hpczero.data.raw_files import writing
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.errors import HpczeroError, InputError
@@ -24,7 +24,7 @@ from hpczero.safe_files import is_seen, make_folders, open_lock, remove_tree, te
 from hpczero.spec.schema import Spec
 
 
-class Source(Protocol):
+class TokenSource(Protocol):
     """Windows of seq_len + 1 tokens: window w starts at token w * seq_len, so that every token but the first is predicted once."""
 
     vocabulary: int  # ids are 0 .. vocabulary - 1
@@ -40,7 +40,7 @@ class Source(Protocol):
     def describe(self) -> dict[str, Any]: ...
 
 
-def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True) -> Source:
+def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True) -> TokenSource:
     """What `data.source` names, checked against the model.
 
     Every rank calls it. `share(value)` hands every rank the value of the one rank that has `is_builder`; that rank builds
@@ -67,7 +67,7 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     return _checked(open_token_file(path), spec)
 
 
-def _checked(file: TokenFile, spec: Spec) -> Source:
+def _checked(file: TokenFile, spec: Spec) -> TokenSource:
     refuse_unfit(file, spec)
     return FileSource(file, spec.model.seq_len)
 
@@ -234,7 +234,7 @@ def token_file(spec: Spec) -> Path:
     return final
 
 
-def _build_in_a_folder(corpus: Found, final: Path, recipe: Recipe) -> None:
+def _build_in_a_folder(corpus: FoundText, final: Path, recipe: Recipe) -> None:
     with writing(final.parent):
         work = temporary_folder(final.parent, _PREFIX)
     try:

@@ -47,7 +47,7 @@ def from_factory(model: Model, seed: int) -> nn.Module:
     return module
 
 
-def adopt(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
+def install_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
     """Gives the module these parameters in place of its own of the same names; a parameter that it uses twice is replaced in both places."""
     names = {own: name for name, own in module.named_parameters()}
     assert set(names.values()) >= set(parameters), set(parameters) - set(names.values())

@@ -12,7 +12,7 @@ from torch import nn
 from hpczero.model import maps, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
-from hpczero_kernels.dropout import Place
+from hpczero_kernels.dropout import ActivationWindow
 from hpczero_kernels.operations import OPERATIONS
 from hpczero_kernels.random import key_of
 
@@ -52,7 +52,7 @@ class Dropout(nn.Module):
         x: torch.Tensor,
         batch: MicroBatch,
         residual: torch.Tensor | None = None,
-        place: Place | None = None,
+        place: ActivationWindow | None = None,
     ) -> torch.Tensor:
         """The residual stream, if there is one, plus what stays of x."""
         if not self.training or self.probability == 0:

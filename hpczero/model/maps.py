@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Way(Protocol):
+class LinearMaps(Protocol):
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def embedding(self, input: Tensor, weight: Tensor) -> Tensor: ...
 
 
-_way: ContextVar[Way | None] = ContextVar("way", default=None)
+_way: ContextVar[LinearMaps | None] = ContextVar("way", default=None)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,7 +31,7 @@ def embedding(tokens: Tensor, vectors: Tensor) -> Tensor:
 
 
 @contextmanager
-def done_by(way: Way) -> Iterator[None]:
+def done_by(way: LinearMaps) -> Iterator[None]:
     before = _way.set(way)
     try:
         yield

@@ -18,7 +18,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterSlot:
     """A parameter in its unit: `held` is the rectangle of the logical tensor that this tensor rank holds, at elements offset .. stop - 1."""
 
     parameter: Parameter
@@ -49,7 +49,7 @@ class Place:
 @dataclass(frozen=True)
 class UnitLayout:
     name: str
-    places: tuple[Place, ...]
+    slots: tuple[ParameterSlot, ...]
     shards: int
     shard_size: int
 
@@ -60,9 +60,9 @@ class UnitLayout:
     def shard(self, index: int) -> slice:
         return slice(index * self.shard_size, (index + 1) * self.shard_size)
 
-    def stretches(self, start: int, stop: int) -> Iterator[tuple[Place, slice]]:
+    def stretches(self, start: int, stop: int) -> Iterator[tuple[ParameterSlot, slice]]:
         """The parameters that lie in elements start .. stop - 1 of the buffer, each with the elements of the buffer that are its own there."""
-        for place in self.places:
+        for place in self.slots:
             first, last = max(start, place.offset), min(stop, place.stop)
             if first < last:
                 yield place, slice(first, last)
@@ -73,7 +73,9 @@ def unit_layout(
 ) -> UnitLayout:
     places, offset = [], 0
     for parameter in layer.parameters:
-        places.append(Place(parameter, tensor_part(parameter, tensor_ranks, tensor_rank), offset))
+        places.append(
+            ParameterSlot(parameter, tensor_part(parameter, tensor_ranks, tensor_rank), offset)
+        )
         offset += -(-prod(places[-1].shape) // ALIGNMENT) * ALIGNMENT
     shard_size = -(-offset // (shards * ALIGNMENT)) * ALIGNMENT
     return UnitLayout(layer.name, tuple(places), shards, shard_size)

@@ -22,38 +22,38 @@ from hpczero.parallel.pipeline import user_stages
 from hpczero.parallel.pipeline.executor import Pipeline
 from hpczero.parallel.pipeline.partition import Chunks, Tied, apart, chunks_of_stages, handed_on
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.parallel.step import Alone, Staged, Way
+from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
 from hpczero.parallel.tensor.linear import residual_of
 from hpczero.parallel.tensor.plan import PLANS, apply_plan
 from hpczero.parallel.values import OwnValues, no_values
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
-from hpczero.parallel.zero.engine import DTYPES, Engine, Settings
+from hpczero.parallel.zero.engine import DTYPES, Engine, EngineSettings
 from hpczero.spec.schema import Spec
 from hpczero.text import printable
 
 
 @dataclass(frozen=True)
-class Found:
+class UserModel:
     """A module that hpczero has not written, and what this rank's pipeline stage, if there are several, has of it."""
 
     module: nn.Module
     stage: user_stages.Stage | None
 
 
-def find(spec: Spec, world: World, grid: Grid) -> Found:
+def find(spec: Spec, world: World, grid: Grid) -> UserModel:
     """Collective: what model.family makes. InputError on all ranks where it cannot be trained so."""
 
-    def make() -> Found:
+    def make() -> UserModel:
         module = build.from_factory(spec.model, spec.seed)
         cut = spec.parallel.pipeline > 1
-        return Found(
+        return UserModel(
             module,
             user_stages.stage_of(module, spec.parallel, grid.coordinate(world.rank, "pipeline"))
             if cut
             else None,
         )
 
-    found = world.together(make)
+    found = world.run_on_all(make)
     refuse_modules_that_differ(found.module, world)
     return found
 
@@ -64,16 +64,16 @@ def assemble(
     grid: Grid,
     accumulates: bool,
     threads: int = 1,
-    found: Found | None = None,
+    found: UserModel | None = None,
     bare: bool = False,
-) -> Way:
+) -> StepRunner:
     """The model of the spec on this rank, with its initial values, the engine that trains it, and how they run. `found`: if it is known already,
     what model.family has made. `bare`: hpczero's own models without values, to be loaded or made (`Engine.initial_values`).
     """
     if not shapes.known(spec.model):
         found = found or find(spec, world, grid)
         if found.stage is None:
-            return Alone(adopt(found.module, spec, world, grid, accumulates, threads))
+            return SingleStage(build_engine(found.module, spec, world, grid, accumulates, threads))
         return _cut_up(found, spec, world, grid, accumulates, threads)
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
@@ -91,7 +91,7 @@ def assemble(
     settings = settings_of(spec, accumulates, threads, own_model=True)
     values = no_values if bare else None
     if pipeline is None:
-        return Alone(Engine(module, layers, axis, settings, values, tensor))
+        return SingleStage(Engine(module, layers, axis, settings, values, tensor))
     described = [layer for _, layer in layers]
     modules = {layer.name: part for part, layer in layers}
     held = chunks_of_stages(spec, described)[pipeline.rank]
@@ -118,7 +118,7 @@ def assemble(
     )
     shape = handed_on(spec, tensor.rank if tensor else 0)
     stages = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
-    return Staged(
+    return PipelineStage(
         engine,
         stages,
         chunks,
@@ -172,8 +172,8 @@ def _tie_groups(
 
 
 def _cut_up(
-    found: Found, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int
-) -> Way:
+    found: UserModel, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int
+) -> StepRunner:
     """One of the stages of a pipeline."""
     module, own = found.module, found.stage
     assert own is not None
@@ -205,14 +205,14 @@ def _cut_up(
     values.share_rest(set(names), DTYPES[spec.train.precision])
     engine.reduction.names_backwards = names[::-1]
     _tie(engine, ties)
-    return Staged(engine, _pipeline(spec, pipeline, None), chunks, own.calls)
+    return PipelineStage(engine, _pipeline(spec, pipeline, None), chunks, own.calls)
 
 
-def adopt(
+def build_engine(
     module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1
 ) -> Engine:
     """The engine that trains a module which hpczero has not written; on every rank the same but for its values, which become rank 0's."""
-    layers = world.together(lambda: user_module.layers_of(module))
+    layers = world.run_on_all(lambda: user_module.layers_of(module))
     group = _group(world, grid)
     axis = _axis_of_foreign(module, spec, world, group)
     values = OwnValues(module, spec.seed, group)
@@ -227,12 +227,14 @@ def adopt(
 def _axis_of_foreign(module: nn.Module, spec: Spec, world: World, group: Group) -> DataAxis:
     axis = data_axis(spec, world, group)
     if Sharded.at_stage(spec.zero.stage, axis.shared).parameters:
-        world.together(lambda: user_module.refuse_compiled(module))
+        world.run_on_all(lambda: user_module.refuse_compiled(module))
     return axis
 
 
-def settings_of(spec: Spec, accumulates: bool, threads: int, own_model: bool = False) -> Settings:
-    return Settings(
+def settings_of(
+    spec: Spec, accumulates: bool, threads: int, own_model: bool = False
+) -> EngineSettings:
+    return EngineSettings(
         spec.train, spec.optimizer, spec.zero, spec.seed, accumulates, threads, own_model
     )
 
@@ -262,14 +264,14 @@ def refuse_modules_that_differ(module: nn.Module, world: World) -> None:
     """Collective. InputError on all ranks unless all modules are alike but for their values."""
     own = list(_entries(module))
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    digests = world.share(world.collect(digest))
+    digests = world.broadcast_object(world.gather_objects(digest))
     other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
     if other is None:
         return
-    of_rank_0 = world.share(own)
+    of_rank_0 = world.broadcast_object(own)
     message = _difference(of_rank_0, own, other) if world.rank == other else ""
-    messages = world.collect(message) or []
-    raise InputError(world.share(next(filter(None, messages), "")))
+    messages = world.gather_objects(message) or []
+    raise InputError(world.broadcast_object(next(filter(None, messages), "")))
 
 
 def _entries(module: nn.Module) -> Iterator[Entry]:

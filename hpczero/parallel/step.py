@@ -17,7 +17,7 @@ Call = Callable[[Tensor, MicroBatch], Tensor]  # what a layer does
 Later = Callable[[], float]  # a number that the device may not have made yet
 
 
-class Alone:
+class SingleStage:
     """The whole model on this rank."""
 
     def __init__(self, engine: Engine) -> None:
@@ -47,7 +47,7 @@ class Alone:
         return self.engine.memory()
 
 
-class Staged:
+class PipelineStage:
     """One stage; the losses are known on the last one, the others' are zero."""
 
     def __init__(
@@ -118,7 +118,7 @@ def _all(losses: Sequence[Tensor], engine: Engine) -> list[list[float]]:
 
 
 def _later(values: Tensor, engine: Engine) -> Callable[[], list[float]]:
-    read, settle = engine.device.later(values), engine.axis.group.connection.progress.so_far()
+    read, settle = engine.device.later(values), engine.axis.group.connection.progress.snapshot()
 
     def settled() -> list[float]:
         settle()
@@ -127,4 +127,4 @@ def _later(values: Tensor, engine: Engine) -> Callable[[], list[float]]:
     return settled
 
 
-Way = Alone | Staged
+StepRunner = SingleStage | PipelineStage

@@ -80,7 +80,7 @@ class OwnValues:
         self._make_buffers(on_meta[len(self._given) :].tolist())
 
     def __call__(self, layout: UnitLayout) -> Fill:
-        names = [place.parameter.name for place in layout.places]
+        names = [place.parameter.name for place in layout.slots]
         values = {name: self._given.pop(name) for name in names}
         missing = self._on_meta & values.keys()
         if missing:

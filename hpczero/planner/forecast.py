@@ -110,7 +110,7 @@ def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
             "parameters": sum(
                 place.stop - place.offset
                 for unit in units.of([layer for chunk in chunks for layer in chunk])
-                for place in unit.places
+                for place in unit.slots
             ),
         }
         for chunks in chunks_of_stages(spec, layers)

@@ -181,7 +181,7 @@ _MOST_SHOWN = 20  # mistakes in one message
 
 
 @dataclass(frozen=True)
-class Source:
+class Origin:
     """Where a value came from. `text` says it to people: "spec.toml:12", "--set train.steps=5", "default"."""
 
     file: str
@@ -191,7 +191,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Mistake:
-    source: Source
+    source: Origin
     describe: Callable[[], str]  # called for those that are shown: a file of nonsense has thousands
 
 

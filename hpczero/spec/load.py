@@ -13,21 +13,21 @@ from pydantic import ValidationError
 
 from hpczero.errors import InputError
 from hpczero.spec import site_profile
-from hpczero.spec.keys import Mistake, Source, flat, keys, message, not_allowed, tables, unknown
+from hpczero.spec.keys import Mistake, Origin, flat, keys, message, not_allowed, tables, unknown
 from hpczero.spec.reference import to_toml
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Role, Spec
 from hpczero.spec.toml import Layer, read_layers
 
-__all__ = ["Difference", "Given", "Loaded", "Source", "differences", "load", "to_toml"]
+__all__ = ["Difference", "Given", "Loaded", "Origin", "differences", "load", "to_toml"]
 
-DEFAULT = Source("", None, "default")
+DEFAULT = Origin("", None, "default")
 
 
 @dataclass(frozen=True)
 class Given:
     value: Any
-    source: Source
+    source: Origin
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Loaded:
     ]  # "train.steps" -> what each layer said, the default first
 
     @property
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, Origin]:
         return {key: given[-1].source for key, given in self.history.items()}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpczero import safe_files
 from hpczero.errors import InputError
-from hpczero.spec.keys import Mistake, Source, keys
+from hpczero.spec.keys import Mistake, Origin, keys
 from hpczero.text import printable, shown
 
 # On which line of a TOML text each key stands (tomllib reads the values, but does not say where they stood).
@@ -147,13 +147,13 @@ class Layer:
     option: str = ""  # the text after --set
     name: str = ""  # of what is neither
 
-    def source(self, *path: str) -> Source:
+    def source(self, *path: str) -> Origin:
         if self.name:
-            return Source("", None, self.name)
+            return Origin("", None, self.name)
         if not self.file:
-            return Source("", None, f"--set {printable(self.option, 80)}")
+            return Origin("", None, f"--set {printable(self.option, 80)}")
         line = self.lines.get(path) or self.lines.get(path[:1])
-        return Source(self.file, line, printable(self.file) + (f":{line}" if line else ""))
+        return Origin(self.file, line, printable(self.file) + (f":{line}" if line else ""))
 
 
 def read_layers(path: str | Path, overrides: Sequence[str]) -> tuple[list[Layer], list[Mistake]]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hpczero.data import sampler
-from hpczero.data.dataset import Source
+from hpczero.data.dataset import TokenSource
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
 
@@ -18,7 +18,7 @@ class Batches:
     """The same global batches whatever `data_ranks` is; this rank takes the part of `data_rank`."""
 
     spec: Spec
-    source: Source
+    source: TokenSource
     data_rank: int
     data_ranks: int
 

@@ -12,12 +12,12 @@ import torch
 
 from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.load import Checkpoint, Wanted
-from hpczero.checkpoint.manifest import Content, State
-from hpczero.checkpoint.piece_table import Holding, Table, Tensor, stored
-from hpczero.checkpoint.save import Job, Saved, Saver
-from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, Source
+from hpczero.checkpoint.manifest import Content, TrainingState
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored
+from hpczero.checkpoint.save import Saved, SaveJob, Saver
+from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, DataSource
 from hpczero.comm.grid import Grid
-from hpczero.comm.objects import patiently
+from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
@@ -72,10 +72,10 @@ class Checkpoints:
         self.behind = saves_behind(spec)
         self._stages = self._described()
         if spec.checkpoint.every >= 0:
-            world.together(self._refuse_what_cannot_be_saved)
+            world.run_on_all(self._refuse_what_cannot_be_saved)
         self._buffer_shapes = self._shapes_of_buffers()
         sizes = {axis: grid.size(axis) for axis in grid.axes}
-        job = Job(
+        job = SaveJob(
             self.path,
             spec.model_dump(mode="json"),
             sizes,
@@ -96,7 +96,7 @@ class Checkpoints:
         engine, scale = self.engine, self.engine.loss_scale
         missed = self._missed_of_all_stages()
         counts = {"step": step, "updates": engine.updates, "good_steps": scale.good_steps}
-        state = State(**counts, loss_scale=scale.value, missed=missed)
+        state = TrainingState(**counts, loss_scale=scale.value, missed=missed)
         self.saver.begin(state, self._buffers(), self.behind and not ends)
 
     def _missed_of_all_stages(self) -> dict[str, int]:
@@ -104,7 +104,9 @@ class Checkpoints:
         if self.engine.settings.own_model:
             return {}
         own = self.engine.absent.missed if self._speaks_for_stage else {}
-        collected = [own] if self.grid.size("pipeline") == 1 else self.world.collect(own) or []
+        collected = (
+            [own] if self.grid.size("pipeline") == 1 else self.world.gather_objects(own) or []
+        )
         return {name: missed for of_rank in collected for name, missed in of_rank.items()}
 
     def conclude(self) -> tuple[Saved, str]:
@@ -112,10 +114,10 @@ class Checkpoints:
         saved = self.saver.conclude()
         return saved, self._of_first_rank(lambda: self._prune(saved.step))
 
-    def holding(self) -> Holding:
+    def holding(self) -> RankShard:
         engine = self.engine
         copies = {unit.layout.name for unit in engine.copies}
-        return Holding(
+        return RankShard(
             [unit.layout for unit in engine.units],
             engine.axis.rank,
             engine.tensor.rank if engine.tensor else 0,
@@ -183,14 +185,25 @@ class Checkpoints:
     def _of_first_rank(self, action: Callable[[], Any]) -> Any:
         """What rank 0 finds, on all ranks."""
         own = lambda: readable(action) if self.world.rank == 0 else None  # noqa: E731
-        return self.world.share(self.world.together(lambda: patiently(self.world, own)))
+        return self.world.broadcast_object(
+            self.world.run_on_all(lambda: run_while_polling(self.world, own))
+        )
 
     def _load(self, path: Path, only_weights: bool) -> Content:
         """Damaged, on all ranks alike, if it is so on any of them's way: then the engine is in no good state."""
-        problem, content = self.world.together(
-            lambda: patiently(self.world, lambda: readable(lambda: self._tried(path, only_weights)))
+        problem, content = self.world.run_on_all(
+            lambda: run_while_polling(
+                self.world, lambda: readable(lambda: self._tried(path, only_weights))
+            )
         )
-        found = next((text for text in self.world.share(self.world.collect(problem)) if text), "")
+        found = next(
+            (
+                text
+                for text in self.world.broadcast_object(self.world.gather_objects(problem))
+                if text
+            ),
+            "",
+        )
         if found:
             raise Damaged(found)
         assert content
@@ -247,7 +260,7 @@ class Checkpoints:
             {
                 place.parameter.name: place.parameter.shape
                 for unit in self.engine.units
-                for place in unit.layout.places
+                for place in unit.layout.slots
             },
         )
         if self.world.rank == 0:
@@ -266,7 +279,7 @@ class Checkpoints:
             shown = "".join(f"\n  {printable(line)}" for line in wrong[:_SHOWN]) + more
             raise InputError(f"{checkpoint.folder} does not have this model's tensors:{shown}")
 
-    def settle(self) -> None:
+    def refresh_weights(self) -> None:
         """After `resume`: the weights follow the states."""
         self.engine.renew(lambda unit: unit.weights_from_master())
 
@@ -286,7 +299,7 @@ class Checkpoints:
                     unit.layout.name,
                     [
                         [p.parameter.name, p.parameter.shape, p.parameter.split, p.parameter.grain]
-                        for p in unit.layout.places
+                        for p in unit.layout.slots
                     ],
                 ]
                 for unit in self.engine.units
@@ -296,7 +309,7 @@ class Checkpoints:
                 units,
                 sorted(unit.layout.name for unit in self.engine.copies),
             )
-        collected = self.world.collect(own) or []
+        collected = self.world.gather_objects(own) or []
         return [
             (units, copies) for _, units, copies in sorted(found for found in collected if found)
         ]
@@ -313,7 +326,7 @@ class Checkpoints:
         )
         return {
             name: tuple(shape)
-            for of_rank in self.world.collect(own) or []
+            for of_rank in self.world.gather_objects(own) or []
             for name, shape in of_rank.items()
         }
 
@@ -329,7 +342,7 @@ class Checkpoints:
         }
         grid, cut = self.grid, {}
 
-        def holding_of(rank: int) -> Holding:
+        def holding_of(rank: int) -> RankShard:
             stage, tensor_rank = grid.coordinate(rank, "pipeline"), grid.coordinate(rank, "tensor")
             layers, copies = stages[stage]
             if (stage, tensor_rank) not in cut:
@@ -337,7 +350,7 @@ class Checkpoints:
                     unit_layout(layer, grid.size("data"), grid.size("tensor"), tensor_rank)
                     for layer in layers
                 ]
-            return Holding(
+            return RankShard(
                 cut[stage, tensor_rank], grid.coordinate(rank, "data"), tensor_rank, copies
             )
 
@@ -347,7 +360,7 @@ class Checkpoints:
         """Collective; InputError on rank 0."""
         own = _persistent_buffers(self.engine.module) if self._speaks_for_stage else {}
         described = (
-            self.world.collect(
+            self.world.gather_objects(
                 {
                     name: (_dtype_when_saved(buffer), list(buffer.shape))
                     for name, buffer in own.items()
@@ -381,7 +394,7 @@ class Checkpoints:
             else {}
         )
         found: dict[str, Array] = {}
-        for of_rank in self.world.collect(own) or []:
+        for of_rank in self.world.gather_objects(own) or []:
             found |= {
                 name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
                 for name, (text, dtype, shape) in of_rank.items()
@@ -423,11 +436,11 @@ def _layer(name: str, parameters: Sequence[Sequence[Any]]) -> Layer:
     )
 
 
-def _owned(engine: Engine, holding: Holding) -> list[list[Source]]:
-    found: list[list[Source]] = [[] for _ in SLOTS]
+def _owned(engine: Engine, holding: RankShard) -> list[list[DataSource]]:
+    found: list[list[DataSource]] = [[] for _ in SLOTS]
     for stretch in stored(holding):
         unit = engine.units[stretch.unit]
-        own = slice(stretch.inside.start - unit.own.start, stretch.inside.stop - unit.own.start)
+        own = slice(stretch.inside.start - unit.owned.start, stretch.inside.stop - unit.owned.start)
         for of_slot, state in zip(found, _states(unit), strict=True):
             of_slot.append(_of_tensor(state[own]))
     return found
@@ -446,7 +459,7 @@ class _OnDevice:
         return self._values[part].cpu().numpy()
 
 
-def _of_tensor(values: torch.Tensor) -> Source:
+def _of_tensor(values: torch.Tensor) -> DataSource:
     return values.numpy() if values.device.type == "cpu" else _OnDevice(values)
 
 
@@ -457,8 +470,8 @@ def _states(unit: Unit) -> tuple[torch.Tensor, ...]:
 
 def _wanted(unit: Unit) -> Iterator[Wanted]:
     """What the elements that this rank steps are of the tensors."""
-    for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
-        at = part.start - unit.own.start
+    for place, part in unit.layout.stretches(unit.owned.start, unit.owned.stop):
+        at = part.start - unit.owned.start
         for box in place.rectangles(part.start, part.stop):
             yield at, place.parameter.name, box
             at += prod(cut.stop - cut.start for cut in box)

@@ -15,7 +15,7 @@ from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.parallelize import adopt, refuse_modules_that_differ
+from hpczero.parallel.parallelize import build_engine, refuse_modules_that_differ
 from hpczero.parallel.user_module import layers_of
 from hpczero.parallel.zero.engine import DTYPES, Engine, StepResult
 from hpczero.planner.memory import bucket_bytes
@@ -24,7 +24,7 @@ from hpczero.process_memory import keep_free_memory
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import setup
-from hpczero.train.setup import place
+from hpczero.train.setup import select_device
 
 
 def initialize(
@@ -55,13 +55,13 @@ def initialize(
     inner = own or whole
     setup.use_kernels(inner)
     keep_free_memory()
-    spec = place(inner, spec)
+    spec = select_device(inner, spec)
     grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
-    layers = inner.together(lambda: [layer for _, layer in layers_of(module)])
+    layers = inner.run_on_all(lambda: [layer for _, layer in layers_of(module)])
     refuse_modules_that_differ(module, inner)
     given = sum(own.nbytes for own in module.parameters() if not own.is_meta)
     setup.refuse_what_does_not_fit(inner, _counted(spec, inner.size, accumulates), layers, given)
-    engine = adopt(module, spec, inner, grid, accumulates, setup.use_threads(inner))
+    engine = build_engine(module, spec, inner, grid, accumulates, setup.use_threads(inner))
     return Training(engine, spec, (own, whole) if own else ())
 
 
@@ -172,7 +172,7 @@ def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
             return from_dict(spec).spec.model_dump_json()
         return (spec if isinstance(spec, Spec) else load(spec).spec).model_dump_json()
 
-    agreed = Spec.model_validate_json(world.share(world.together(read)))
+    agreed = Spec.model_validate_json(world.broadcast_object(world.run_on_all(read)))
     parallel, family = agreed.parallel, 'with model.family = "package.module:factory"'
     problems = []
     if parallel.tensor > 1:

@@ -16,12 +16,12 @@ from hpczero import process_memory
 from hpczero.comm.grid import Grid
 from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
-from hpczero.data.dataset import Source, open_source
+from hpczero.data.dataset import TokenSource, open_source
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.errors import InputError, Stopped
 from hpczero.model import build, shapes
 from hpczero.model.shapes import Layer
-from hpczero.parallel.parallelize import Found, assemble, find
+from hpczero.parallel.parallelize import UserModel, assemble, find
 from hpczero.parallel.user_module import layers_of
 from hpczero.planner.forecast import sharing_left_out
 from hpczero.planner.memory import bucket_bytes, need, placement
@@ -38,10 +38,10 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
-from hpczero.train.setup import place
+from hpczero.train.setup import select_device
 from hpczero.train.summary import Earlier, LastJob, closing_words, of_run
 from hpczero.train.tracing import NAME, Tracing
-from hpczero.train.trainer import Outcome, Trainer, Voice
+from hpczero.train.trainer import Outcome, Reporter, Trainer
 from hpczero_kernels import dispatch, random
 
 _OR = " or "
@@ -62,27 +62,29 @@ def run(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """What all ranks have agreed on before anything is written."""
 
     spec: Spec
     world: World
     grid: Grid
-    source: Source
+    source: TokenSource
     threads: int
     layers: list[Layer] | None  # of the whole model; None: not known
-    found: Found | None  # what model.family = "package.module:factory" has made
+    found: UserModel | None  # what model.family = "package.module:factory" has made
     no_room_for_copy: bool  # of the states: a checkpoint is saved while training waits
 
 
-def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, RunDirectory | None]:
+def _prepare(
+    world: World, options: argparse.Namespace
+) -> tuple[TrainingJob | None, RunDirectory | None]:
     """Everything up to the claim of the run directory (rank 0 has it); no job if the run is finished already."""
     first = world.rank == 0
     setup.remove_stale_segments(world)
-    text = world.together(
+    text = world.run_on_all(
         lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else ""
     )
-    spec = Spec.model_validate_json(world.share(text))
+    spec = Spec.model_validate_json(world.broadcast_object(text))
     whole, world = (
         world,
         world.part(
@@ -93,16 +95,16 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     )
     setup.use_kernels(world)
     keep_free_memory()
-    spec = place(world, spec)
+    spec = select_device(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     missing = unavailable(spec)
     if missing:
         raise InputError("; ".join(missing))
     if not shapes.known(spec.model):
-        world.together(lambda: build.factory_of(spec.model))  # before data is built
-    source = world.together(lambda: open_source(spec, world.share, first))
-    done = world.share(
-        world.together(
+        world.run_on_all(lambda: build.factory_of(spec.model))  # before data is built
+    source = world.run_on_all(lambda: open_source(spec, world.broadcast_object, first))
+    done = world.broadcast_object(
+        world.run_on_all(
             lambda: run_directory.finished(spec) if first and not options.fresh else None
         )
     )
@@ -119,14 +121,14 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
             sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
         )
         fits = setup.fitting(world, spec, layers, given)
-    world.together(
+    world.run_on_all(
         lambda: look_ahead(spec, identity_of(source.describe()["fingerprint"])) if first else None
     )
-    directory = world.together(
+    directory = world.run_on_all(
         lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None
     )
     whole.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
-    return Job(
+    return TrainingJob(
         fits,
         world,
         grid,
@@ -138,15 +140,17 @@ def _prepare(world: World, options: argparse.Namespace) -> tuple[Job | None, Run
     ), directory
 
 
-def _layers(spec: Spec, found: Found | None) -> list[Layer] | None:
+def _layers(spec: Spec, found: UserModel | None) -> list[Layer] | None:
     if found is None:
         return shapes.layers(spec.model)
     return [layer for _, layer in layers_of(found.module)] if found.stage is None else None
 
 
-def _train(job: Job, directory: RunDirectory | None, progress: str, began: float) -> int:
+def _train(job: TrainingJob, directory: RunDirectory | None, progress: str, began: float) -> int:
     train = job.spec.train
-    voice = Voice(choose(progress, train.steps, train.log_every), directory) if directory else None
+    voice = (
+        Reporter(choose(progress, train.steps, train.log_every), directory) if directory else None
+    )
     try:
         outcome, summary = _carry_out(job, voice, began)
     finally:
@@ -161,10 +165,12 @@ def _train(job: Job, directory: RunDirectory | None, progress: str, began: float
     return Stopped.exit_code if stopped else 0 if outcome.state == "finished" else 1
 
 
-def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, dict[str, Any]]:
+def _carry_out(
+    job: TrainingJob, voice: Reporter | None, began: float
+) -> tuple[Outcome, dict[str, Any]]:
     spec, world = job.spec, job.world
     packages = setup.packages()
-    places = world.collect(
+    places = world.gather_objects(
         {
             "rank": world.rank,
             "host": socket.gethostname(),
@@ -239,8 +245,8 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
         "memory": process_memory.summary(
             world, needed.rank if needed else {}, part.part_of_rank(held), measured
         ),
-        "comm": world.collect(world.ledger.as_dict()),
-        "cores_used": world.collect((time.process_time() - cpu_before) / seconds),
+        "comm": world.gather_objects(world.ledger.as_dict()),
+        "cores_used": world.gather_objects((time.process_time() - cpu_before) / seconds),
     }
     traced = tracing.conclude() if tracing else None
     engine.close()
@@ -256,7 +262,7 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     )
     summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
     summary |= {"wall_seconds": time.perf_counter() - began} | of_ranks
-    kernels = world.collect(dispatch.choices())
+    kernels = world.gather_objects(dispatch.choices())
     if voice:
         summary["kernels"] = _kernels_of_all(kernels or [])
         if several := [
@@ -277,13 +283,13 @@ def _carry_out(job: Job, voice: Voice | None, began: float) -> tuple[Outcome, di
     return outcome, summary
 
 
-def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> tuple[int, Earlier]:
+def _begin_again(checkpoints: Checkpoints, voice: Reporter | None) -> tuple[int, Earlier]:
     """Loads the checkpoint to begin from, or makes the initial values; how many steps are done, and what rank 0 knows of them."""
     resumed = checkpoints.resume()
     if resumed.path:
-        checkpoints.settle()
+        checkpoints.refresh_weights()
     elif shapes.known(checkpoints.spec.model):
-        checkpoints.engine.renew(lambda unit: unit.fill_own(checkpoints.engine.initial_values))
+        checkpoints.engine.renew(lambda unit: unit.fill_owned(checkpoints.engine.initial_values))
     earlier = Earlier()
     if voice:
         own = resumed.path and resumed.path.parent == voice.directory.path / "checkpoints"
@@ -298,7 +304,7 @@ def _begin_again(checkpoints: Checkpoints, voice: Voice | None) -> tuple[int, Ea
     return resumed.step, earlier
 
 
-def _say_layout(voice: Voice, job: Job, batches: Batches, parameters: int) -> None:
+def _say_layout(voice: Reporter, job: TrainingJob, batches: Batches, parameters: int) -> None:
     train = job.spec.train
     count, smallest, largest = micro_batch_sizes(
         train.global_batch, train.micro_batch, batches.data_ranks
@@ -336,7 +342,7 @@ def _kernels_of_all(of_ranks: list[dict[str, str]]) -> dict[str, str]:
     return {what: _OR.join(sorted(names)) for what, names in sorted(found.items())}
 
 
-def _say_trace(voice: Voice, traced: dict[str, Any]) -> None:
+def _say_trace(voice: Reporter, traced: dict[str, Any]) -> None:
     if problem := traced.get("problem"):
         voice.event("WARN", what=problem)
         return
@@ -363,7 +369,7 @@ def _validation(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def _summary(
-    job: Job, outcome: Outcome, figures: dict[str, Any], parameters: int
+    job: TrainingJob, outcome: Outcome, figures: dict[str, Any], parameters: int
 ) -> dict[str, Any]:
     split = "train" if figures["validation_loss"] is None else "validation"
     return {
@@ -379,14 +385,14 @@ def _summary(
     }
 
 
-def _what(job: Job, summary: dict[str, Any]) -> str:
+def _what(job: TrainingJob, summary: dict[str, Any]) -> str:
     family = (
         job.spec.model.family.upper() if shapes.known(job.spec.model) else job.spec.model.family
     )
     return f"{job.spec.name}, a {family} of {summary['parameters']:,} parameters"
 
 
-def _how_it_ended(job: Job, outcome: Outcome) -> list[str]:
+def _how_it_ended(job: TrainingJob, outcome: Outcome) -> list[str]:
     words = [
         f"run:        {run_directory.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)"
     ]

@@ -23,7 +23,7 @@ from hpczero.text import in_bytes
 from hpczero_kernels import dispatch
 
 
-def place(world: World, spec: Spec) -> Spec:
+def select_device(world: World, spec: Spec) -> Spec:
     """Collective, before the world's groups are made. The spec as it is carried out: on GPUs nothing lies in a node's shared memory."""
     own = _device(world, spec.train.device)
     shared = (
@@ -38,7 +38,7 @@ def place(world: World, spec: Spec) -> Spec:
     world.use(own, backend, bucket_bytes(spec.zero, own.kind))
     if not isinstance(own, Cuda):
         return spec
-    world.together(lambda: kernel_cache.of_gpu(own.capability))
+    world.run_on_all(lambda: kernel_cache.of_gpu(own.capability))
     return as_run(spec, own.kind)
 
 
@@ -73,7 +73,7 @@ def _device(world: World, wanted: str) -> Device:
     neighbours = [
         rank for rank, computer in enumerate(computers) if computer == computers[world.rank]
     ]
-    return world.together(
+    return world.run_on_all(
         lambda: device.of_rank(kind, neighbours.index(world.rank), len(neighbours))
     )
 
@@ -97,7 +97,7 @@ def _available(wanted: str, own: Device) -> Collection[str]:
 
 def _together(world: World, value: object) -> list[Any]:
     """Every rank's."""
-    found = world.share(world.collect(value))
+    found = world.broadcast_object(world.gather_objects(value))
     return [tuple(one) if isinstance(one, list) else one for one in found]
 
 
@@ -128,7 +128,7 @@ def use_threads(world: World) -> int:
         "cores": sorted(machine.usable_cores()),
         "quota": machine.cpu_quota(),
     }
-    everyone = world.share(world.collect(mine))
+    everyone = world.broadcast_object(world.gather_objects(mine))
     ranks = [rank for rank, one in enumerate(everyone) if one["computer"] == computer]
     cores = [set(everyone[rank]["cores"]) for rank in ranks]
     threads = machine.threads_per_rank(cores, everyone[ranks[0]]["quota"])[ranks.index(world.rank)]
@@ -152,7 +152,7 @@ def remove_stale_segments(world: World) -> None:
 
 def use_kernels(world: World) -> None:
     """Collective. What the environment asks for is taken from now on, on all ranks; it has to be the same there."""
-    asked = world.share(world.collect(env.forced_kernels()))
+    asked = world.broadcast_object(world.gather_objects(env.forced_kernels()))
 
     def force() -> None:
         if len(set(asked)) > 1:
@@ -164,7 +164,7 @@ def use_kernels(world: World) -> None:
         except ValueError as error:
             raise InputError(f"HPCZERO_KERNELS: {error}") from error
 
-    world.together(force)
+    world.run_on_all(force)
 
 
 def _version(name: str) -> str | None:
@@ -210,8 +210,8 @@ def fitting(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -
 
 def _problem(world: World, spec: Spec, layers: Sequence[Layer], given: int) -> str | None:
     """The same on all ranks."""
-    seen = world.collect(_seen(world, spec, given))
-    problem: str | None = world.share(
+    seen = world.gather_objects(_seen(world, spec, given))
+    problem: str | None = world.broadcast_object(
         refusal(spec, layers, site_of(seen)) if seen is not None else None
     )
     return problem

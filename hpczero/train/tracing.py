@@ -59,7 +59,9 @@ class Tracing:
         world.status.last_words = str
         clock, read = world.clock(), time.perf_counter_ns()
         drift = (clock.ahead - self._clock.ahead) / (read - self._read)
-        sizes = world.share(world.collect([(step.number, step.size) for step in recording.steps]))
+        sizes = world.broadcast_object(
+            world.gather_objects([(step.number, step.size) for step in recording.steps])
+        )
         selection = select([dict(of_rank) for of_rank in sizes], MOST)
         chosen = [step for step in recording.steps if step.number in selection.steps]
         packed = _packed(
@@ -67,10 +69,10 @@ class Tracing:
             recording.whats,
             lambda at: clock.ahead + round(drift * (at - read)),
         )
-        parts = world.collect(
+        parts = world.gather_objects(
             self._described(packed, max(clock.uncertainty, self._clock.uncertainty))
         )
-        figures = world.collect([_figures(step, recording.whats) for step in chosen])
+        figures = world.gather_objects([_figures(step, recording.whats) for step in chosen])
         if parts is None or figures is None:
             return None
         facts = self._facts(selection, parts)

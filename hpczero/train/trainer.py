@@ -15,12 +15,12 @@ import torch
 
 from hpczero import env
 from hpczero.checkpoint.save import SaveFailed
-from hpczero.comm.objects import patiently
+from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
 from hpczero.data.sampler import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.step import Way
+from hpczero.parallel.step import StepRunner
 from hpczero.parallel.zero.engine import StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches, Tally, Validation
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Voice:
+class Reporter:
     """Where rank 0 speaks and writes."""
 
     output: Output
@@ -67,9 +67,9 @@ class Trainer:
         self,
         spec: Spec,
         world: World,
-        way: Way,
+        way: StepRunner,
         batches: Batches,
-        voice: Voice | None,
+        voice: Reporter | None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.spec, self.world, self.batches, self.voice, self.checkpoints = (
@@ -105,7 +105,7 @@ class Trainer:
 
     def _save_estimate(self) -> float:
         """Seconds, from what this node writes: three fp32 numbers a parameter."""
-        own = sum(unit.own.stop - unit.own.start for unit in self.engine.units)
+        own = sum(unit.owned.stop - unit.owned.start for unit in self.engine.units)
         return 12 * own * self.world.local_size / WRITTEN if self.checkpoints else 0.0
 
     def _step(
@@ -161,7 +161,7 @@ class Trainer:
         if checkpoints is None:
             return outcome
         due = outcome.state != "failed" and checkpoints.is_due(outcome.steps, ends)
-        if checkpoints.saver.under_way and (self._all_written or due or outcome.state != "running"):
+        if checkpoints.saver.in_flight and (self._all_written or due or outcome.state != "running"):
             outcome = self._attempted(outcome, self._conclude)
         if due:
             outcome = self._attempted(outcome, self._save)
@@ -196,7 +196,7 @@ class Trainer:
     def _conclude(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
         directory = self.voice.directory if self.voice else None
-        patiently(self.world, lambda: directory.sync() if directory else None)
+        run_while_polling(self.world, lambda: directory.sync() if directory else None)
         saved, left = self.checkpoints.conclude()
         if self.deadline:
             self.deadline.saved(saved.seconds)
@@ -256,7 +256,7 @@ class Trainer:
         ), ""
 
     def _report(
-        self, voice: Voice, metrics: dict[str, Any], result: StepResult, first: bool
+        self, voice: Reporter, metrics: dict[str, Any], result: StepResult, first: bool
     ) -> None:
         voice.directory.metrics(metrics)
         if first:

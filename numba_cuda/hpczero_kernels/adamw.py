@@ -39,7 +39,7 @@ _CHUNK = (
 
 
 @dataclass(frozen=True)
-class Scalars:
+class AdamWScalars:
     """What is the same for all elements in a step: an fp32 buffer on the device of the state, which may compute some of it (`follow`).
 
     [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1, 1 / correction2, skip]
@@ -59,7 +59,7 @@ class Scalars:
 
 
 @dataclass(frozen=True)
-class State:
+class AdamWBuffers:
     """The flat buffers of a stretch of parameters; all of one length."""
 
     master: torch.Tensor
@@ -71,16 +71,16 @@ class State:
 
 def scalars_of_step(
     step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float = 1.0
-) -> Scalars:
+) -> AdamWScalars:
     """`step` counts the updates from 1."""
     (beta1, beta2), correction1, correction2 = betas, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
     of_betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
     values = [gradient_scale, *of_betas, eps, lr, lr / correction1, 1.0 / correction2, 0.0]
-    return Scalars(torch.tensor(values, dtype=torch.float32))
+    return AdamWScalars(torch.tensor(values, dtype=torch.float32))
 
 
 def adamw_reference(
-    state: State, decay: float, scalars: Scalars, zero_gradient: bool = False
+    state: AdamWBuffers, decay: float, scalars: AdamWScalars, zero_gradient: bool = False
 ) -> None:
     gradient_scale, beta1, rest1, beta2, rest2, eps, lr, step, spread, skip = (
         scalars.values.tolist()
@@ -196,7 +196,11 @@ def _adamw(
 
 
 def adamw(
-    state: State, decay: float, scalars: Scalars, pool: Pool = INLINE, zero_gradient: bool = False
+    state: AdamWBuffers,
+    decay: float,
+    scalars: AdamWScalars,
+    pool: Pool = INLINE,
+    zero_gradient: bool = False,
 ) -> None:
     """As adamw_reference, up to the rounding of fp32. `zero_gradient`: in the same pass, also where nothing else changes."""
     count, weights = state.master.numel(), state.weights
@@ -221,7 +225,7 @@ def adamw(
 
 
 def _adamw_of_cpu(
-    state: State, decay: float, scalars: Scalars, pool: Pool, zero_gradient: bool
+    state: AdamWBuffers, decay: float, scalars: AdamWScalars, pool: Pool, zero_gradient: bool
 ) -> None:
     if scalars.values[_SKIP]:
         if zero_gradient:

@@ -31,7 +31,7 @@ from hpczero_kernels.random import block_of_words, words_at
 
 
 @dataclass(frozen=True)
-class Place:
+class ActivationWindow:
     """Where a piece lies in the logical activation."""
 
     all_columns: int
@@ -40,7 +40,11 @@ class Place:
 
 
 def keep_reference(
-    key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place
+    key: int,
+    probability: float,
+    samples: torch.Tensor,
+    shape: Sequence[int],
+    place: ActivationWindow,
 ) -> torch.Tensor:
     """Which elements stay: bool [samples, rows, columns]."""
     _, rows, columns = shape
@@ -62,7 +66,7 @@ class Chosen:
     probability: float
     key: int
     samples: Tensor
-    place: Place
+    place: ActivationWindow
     implementation: str = TORCH
 
     @property
@@ -112,7 +116,10 @@ def chosen_of(
     first_column: int,
 ) -> Chosen:
     return Chosen(
-        probability, signed_key % 2**64, samples, Place(all_columns, first_row, first_column)
+        probability,
+        signed_key % 2**64,
+        samples,
+        ActivationWindow(all_columns, first_row, first_column),
     )
 
 
@@ -157,7 +164,11 @@ def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
 
 
 def keep(
-    key: int, probability: float, samples: torch.Tensor, shape: Sequence[int], place: Place
+    key: int,
+    probability: float,
+    samples: torch.Tensor,
+    shape: Sequence[int],
+    place: ActivationWindow,
 ) -> torch.Tensor:
     """As keep_reference, by the numba kernel."""
     out = np.empty(shape, np.uint8)
@@ -205,7 +216,7 @@ def dropout(
     probability: float,
     key: int,
     samples: Tensor,
-    place: Place | None = None,
+    place: ActivationWindow | None = None,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     implementation: str | None = None,
@@ -220,7 +231,11 @@ def dropout(
     )
     samples = samples.to(x.device, torch.int64).contiguous()
     chosen = Chosen(
-        probability, key, samples, place or Place(all_columns=x.shape[-1]), implementation
+        probability,
+        key,
+        samples,
+        place or ActivationWindow(all_columns=x.shape[-1]),
+        implementation,
     )
     if implementation == CUDA:
         return FusedDropout.apply(x, bias, residual, chosen)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpczero.batch.job import Here, Job, plan
+from hpczero.batch.job import BatchJob, Here, plan
 from hpczero.batch.render import render
 from hpczero.batch.sites import all_names
 from hpczero.spec.load import load
@@ -115,7 +115,7 @@ def kept(case: str, batch: dict[str, Any], folder: Path) -> str:
     return submitted(batch, folder) if case.startswith("submitted-") else script(batch, folder)
 
 
-def _job(batch: dict[str, Any], folder: Path) -> Job:
+def _job(batch: dict[str, Any], folder: Path) -> BatchJob:
     """Of a job with these keys, over the folder's base.toml if there is one; by way of a file, so that the site's profile counts."""
     extends = ['extends = "base.toml"'] if (folder / "base.toml").exists() else []
     keys = [f"batch.{key} = {toml_value(value)}" for key, value in batch.items()]

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpczero.batch import render as header
-from hpczero.batch.job import Here, Job, plan
+from hpczero.batch.job import BatchJob, Here, plan
 from hpczero.batch.render import render, words
 from hpczero.errors import InputError
 from hpczero.spec.load import load
@@ -206,7 +206,9 @@ def expected_directives(batch: dict[str, Any], script: str, scheduler: str) -> N
     assert len(marks) == len(found), "a directive below the first command"
 
 
-def rendered(spec: Path, place: Path, argument: str, output: str) -> tuple[Job | None, str, str]:
+def rendered(
+    spec: Path, place: Path, argument: str, output: str
+) -> tuple[BatchJob | None, str, str]:
     """The job and its script, or the refusal. `output`: of a submitted job, the folder of its run."""
     try:
         job = plan(load(spec).spec, Here(str(place), "/env", ()), ("run", argument))

@@ -80,8 +80,8 @@ def test_a_log_keeps_its_lines_tabs_and_letters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr("hpczero.commands.jobs._PIECE", 3)  # in the middle of a letter
-    monkeypatch.setattr("hpczero.commands.jobs.still_living", lambda run: False)
+    monkeypatch.setattr("hpczero.commands.logs._PIECE", 3)  # in the middle of a letter
+    monkeypatch.setattr("hpczero.commands.logs.still_living", lambda run: False)
     log = "step 1\tloss 2,5\nGröße: 三 €\n" + "x" * 5000 + "\n"
     put(tmp_path / "run", submitted("2026 12 ended 0\n", **{"log-12": log}))
     assert main(["logs", str(tmp_path / "run")]) == 0

@@ -14,7 +14,7 @@ from hpczero import env
 from hpczero.batch import pbs, scheduler, submission, submit
 from hpczero.batch.command import Refused
 from hpczero.cli import main
-from hpczero.commands import jobs
+from hpczero.commands import logs
 from hpczero.errors import HpczeroError
 from tests.batch import fakes
 from tests.batch.conftest import SPEC, record
@@ -283,7 +283,7 @@ def test_the_log_is_followed_from_job_to_job(
         next(happens)()
         scheduler.forget("pbs")
 
-    monkeypatch.setattr(jobs, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(logs, "time", SimpleNamespace(sleep=sleep))
     assert main(["logs", "-f", "a-run"]) == 0
     assert capsys.readouterr().out == "one\ntwo\nthree\n"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpczero_kernels import adamw as module
-from hpczero_kernels.adamw import State, adamw, adamw_reference, scalars_of_step
+from hpczero_kernels.adamw import AdamWBuffers, adamw, adamw_reference, scalars_of_step
 from hpczero_kernels.cpu import BLOCK, Pool
 from tests.kernels.assembly import assembly_of, is_vectorised
 
@@ -23,7 +23,7 @@ def state_of(count, gradient_dtype=torch.float32, weights_dtype=None):
     weights = (
         None if weights_dtype is None else torch.full((count,), float("nan"), dtype=weights_dtype)
     )
-    return State(
+    return AdamWBuffers(
         normal(count, 1),
         normal(count, 2),
         normal(count, 3).square(),
@@ -33,7 +33,9 @@ def state_of(count, gradient_dtype=torch.float32, weights_dtype=None):
 
 
 def part_of(state, part):
-    return State(*(None if buffer is None else buffer[part] for buffer in vars(state).values()))
+    return AdamWBuffers(
+        *(None if buffer is None else buffer[part] for buffer in vars(state).values())
+    )
 
 
 def equal(left, right):
@@ -57,7 +59,7 @@ def test_ten_steps_equal_torch(update, size, lr, betas, decay):
         theirs.grad = gradient.clone()
         optimizer.step()
         update(
-            State(master, moment1, moment2, gradient * 8, None),
+            AdamWBuffers(master, moment1, moment2, gradient * 8, None),
             decay,
             scalars_of_step(step, lr, betas, 1e-8, 1 / 8),
         )
@@ -78,7 +80,7 @@ def test_bad_gradients_go_where_torch_takes_them(update):
     theirs.grad = gradient.clone()
     optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     optimizer.step()
-    state = State(
+    state = AdamWBuffers(
         torch.ones(7),
         torch.zeros(7),
         torch.zeros(7),
@@ -126,8 +128,8 @@ def test_neither_cut_nor_alignment_changes_a_bit(offset):
         state_of(count + 2 * offset, torch.bfloat16, torch.bfloat16),
     )
     untouched = part_of(whole, slice(0, offset)), part_of(whole, slice(offset + count, None))
-    kept = [State(*(buffer.clone() for buffer in vars(edge).values())) for edge in untouched]
-    aligned = State(*(buffer.clone() for buffer in vars(part_of(whole, inside)).values()))
+    kept = [AdamWBuffers(*(buffer.clone() for buffer in vars(edge).values())) for edge in untouched]
+    aligned = AdamWBuffers(*(buffer.clone() for buffer in vars(part_of(whole, inside)).values()))
     adamw(aligned, 0.1, scalars)
     for first, last in (
         (0, BLOCK),
@@ -161,10 +163,12 @@ def test_buffers_that_do_not_fit_together_are_refused():
     for name in vars(state):
         for wrong in (getattr(state, name)[:99], getattr(state, name).repeat(2)[::2]):
             with pytest.raises(AssertionError):
-                adamw(State(**{**vars(state), name: wrong}), 0.1, scalars)
+                adamw(AdamWBuffers(**{**vars(state), name: wrong}), 0.1, scalars)
     with pytest.raises(AssertionError):
         adamw(
-            State(state.master.bfloat16(), state.moment1, state.moment2, state.gradient, None),
+            AdamWBuffers(
+                state.master.bfloat16(), state.moment1, state.moment2, state.gradient, None
+            ),
             0.1,
             scalars,
         )

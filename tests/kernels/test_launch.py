@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpczero_kernels import adamw, cross_entropy, elementwise, norm, reduce
-from hpczero_kernels.adamw import State
+from hpczero_kernels.adamw import AdamWBuffers
 from tests.kernels.device import DEVICE
 from tests.kernels.ptx import missing
 
@@ -67,8 +67,8 @@ def step(
     x: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    state: State,
-    scalars: adamw.Scalars,
+    state: AdamWBuffers,
+    scalars: adamw.AdamWScalars,
 ) -> torch.Tensor:
     """Forward, backward, and an update of what was computed of them alone."""
     normal, _ = norm.add_layer_norm(x, x, weight, weight)
@@ -81,15 +81,21 @@ def step(
     return loss.detach()
 
 
-def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, State, adamw.Scalars]:
+def given() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AdamWBuffers, adamw.AdamWScalars]:
     torch.manual_seed(1)
     x, weight = (
         torch.randn(8, 64, device="cuda", requires_grad=True),
         torch.randn(64, device="cuda"),
     )
-    state = State(*(torch.zeros(512, device="cuda") for _ in range(4)), None)
+    state = AdamWBuffers(*(torch.zeros(512, device="cuda") for _ in range(4)), None)
     scalars = adamw.scalars_of_step(1, 0.01, (0.9, 0.95), 1e-8)
-    return x, weight, torch.arange(8, device="cuda"), state, adamw.Scalars(scalars.values.cuda())
+    return (
+        x,
+        weight,
+        torch.arange(8, device="cuda"),
+        state,
+        adamw.AdamWScalars(scalars.values.cuda()),
+    )
 
 
 @ON_A_GPU

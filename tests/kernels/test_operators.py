@@ -27,7 +27,7 @@ SHAPES = (
     else [*SMALL, (5, 3, 123), (2, 4, 256), (3, 1, 1032), (1, 2, 4096)]
 )
 KEY = 0xFEDCBA9876543210
-PLACE = dropout.Place(all_columns=8200, first_row=3, first_column=8)
+PLACE = dropout.ActivationWindow(all_columns=8200, first_row=3, first_column=8)
 Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 
 

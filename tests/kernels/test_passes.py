@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from hpczero_kernels import adamw, reduce
-from hpczero_kernels.adamw import Scalars, State, adamw_reference, scalars_of_step
+from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw_reference, scalars_of_step
 from hpczero_kernels.cpu import BLOCK
 from hpczero_kernels.reduce import sum_pieces_reference
 from tests.kernels.device import DEVICE, KERNELS, drawn
@@ -77,7 +77,7 @@ def test_a_sum_that_is_not_finite_is_told(value: float) -> None:
 
 def state_of(
     count: int, gradient: torch.dtype, weights: torch.dtype | None, offset: int = 0
-) -> State:
+) -> AdamWBuffers:
     written = (
         None
         if weights is None
@@ -87,7 +87,7 @@ def state_of(
         drawn((count,), 2, torch.float32, offset),
         drawn((count,), 3, torch.float32, offset).square_(),
     )
-    return State(
+    return AdamWBuffers(
         drawn((count,), 1, torch.float32, offset),
         *moments,
         drawn((count,), 4, gradient, offset),
@@ -95,12 +95,14 @@ def state_of(
     )
 
 
-def copy_of(state: State) -> State:
-    return State(*(None if buffer is None else buffer.clone() for buffer in vars(state).values()))
+def copy_of(state: AdamWBuffers) -> AdamWBuffers:
+    return AdamWBuffers(
+        *(None if buffer is None else buffer.clone() for buffer in vars(state).values())
+    )
 
 
-def on_device(scalars: Scalars) -> Scalars:
-    return Scalars(scalars.values.to(DEVICE))
+def on_device(scalars: AdamWScalars) -> AdamWScalars:
+    return AdamWScalars(scalars.values.to(DEVICE))
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -132,7 +134,7 @@ def test_adamw_equals_the_reference(
 
 def test_ten_steps_equal_torchs() -> None:
     count = 123
-    state = State(
+    state = AdamWBuffers(
         drawn((count,), 0, torch.float32),
         *(torch.zeros(count, device=DEVICE) for _ in range(3)),
         None,

@@ -139,7 +139,7 @@ def test_a_forced_sum_and_step_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
     out = torch.zeros(5)
     reduce.sum_pieces([torch.ones(5), torch.ones(5)], out, False, None)
     assert out.eq(2).all()
-    state = adamw.State(*(torch.ones(5) for _ in range(4)), None)
+    state = adamw.AdamWBuffers(*(torch.ones(5) for _ in range(4)), None)
     adamw.adamw(state, 0.0, adamw.scalars_of_step(1, 0.1, (0.9, 0.95), 1e-8, 1.0))
     assert not state.master.eq(1).any()
 

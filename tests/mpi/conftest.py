@@ -220,7 +220,9 @@ def shared_folder(world: World | None) -> Iterator[str]:
     if world is None:  # this rank sits the test out
         yield ""
         return
-    path = world.share(tempfile.mkdtemp(prefix="hpczero-checkpoints-") if world.rank == 0 else "")
+    path = world.broadcast_object(
+        tempfile.mkdtemp(prefix="hpczero-checkpoints-") if world.rank == 0 else ""
+    )
     yield path
     world.everyone.barrier()
     if world.rank == 0:

@@ -197,7 +197,7 @@ def assert_all_ranks_say(world: World, found: Record) -> None:
         for whole in (found.gradients, found.weights)
         for name in sorted(whole)
     ]
-    assert [steps, tensors] == world.share([steps, tensors])
+    assert [steps, tensors] == world.broadcast_object([steps, tensors])
 
 
 def bitwise(one: Record, other: Record) -> bool:

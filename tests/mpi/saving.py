@@ -16,7 +16,7 @@ from hpczero.spec.schema import Checkpoint as Settings
 from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
-from hpczero.train.trainer import Trainer, Voice
+from hpczero.train.trainer import Reporter, Trainer
 from tests.mpi.training import Record
 
 # ranks, parallel, ZeRO; nothing divides
@@ -92,9 +92,9 @@ def trained(world: World, spec: Spec, spoils_gradients: bool = False) -> Record:
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
     checkpoints = Checkpoints(spec, world, grid, way.engine)
-    trainer = Trainer(spec, world, way, batches, Voice(record, record), checkpoints)  # type: ignore[arg-type]
+    trainer = Trainer(spec, world, way, batches, Reporter(record, record), checkpoints)  # type: ignore[arg-type]
     first = checkpoints.resume().step
-    checkpoints.settle()
+    checkpoints.refresh_weights()
     if spoils_gradients:
         finish, bad = way.engine.finish_step, [False] * (spec.train.steps - first - 1) + [True]
         way.engine.finish_step = lambda lr: replace(finish(lr), bad="spoiled" if bad.pop(0) else "")  # type: ignore[method-assign,arg-type]

@@ -75,7 +75,7 @@ class Spoiler:
             and not self.done
             and unit.layout.name == self.seen[self.place]
         ):
-            unit.part(unit.wire, unit.layout.places[0]).view(-1)[0] = float("inf")
+            unit.part(unit.send_buffer, unit.layout.slots[0]).view(-1)[0] = float("inf")
             self.done = True
 
 

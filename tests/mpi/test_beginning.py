@@ -28,7 +28,7 @@ def with_train(spec: Spec, **values: Any) -> Spec:
 
 def begins_at(world: World, spec: Spec, *then: int) -> int:
     """Where the run begins; and then it saves these steps."""
-    world.together(lambda: look_ahead(spec))
+    world.run_on_all(lambda: look_ahead(spec))
     with engine_on(world, spec) as (_, checkpoints):
         found = checkpoints.resume().step
         save_steps(checkpoints, *then)
@@ -122,14 +122,14 @@ def test_weights_only_begin_a_run_of_their_own(world: World, shared_folder: str)
     spec = divided(
         f"{shared_folder}/second", resume=f"{shared_folder}/first/run", weights_only=True
     ).model_copy(update={"seed": 5})
-    world.together(lambda: look_ahead(spec))
+    world.run_on_all(lambda: look_ahead(spec))
     with engine_on(world, spec) as (engine, checkpoints):
         resumed = checkpoints.resume()
         assert (resumed.step, engine.updates) == (0, 0)
         for unit in engine.units:
             own = [
-                (part.start - unit.own.start, part.stop - unit.own.start)
-                for _, part in unit.layout.stretches(unit.own.start, unit.own.stop)
+                (part.start - unit.owned.start, part.stop - unit.owned.start)
+                for _, part in unit.layout.stretches(unit.owned.start, unit.owned.stop)
             ]
             assert all(torch.all(unit.master[start:stop] == 1.0) for start, stop in own)
             assert not unit.moment1.any()

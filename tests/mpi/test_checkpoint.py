@@ -39,8 +39,8 @@ def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
     """Of all states: what this rank steps, and what it ought to be."""
-    for place, part in unit.layout.stretches(unit.own.start, unit.own.stop):
-        here = slice(part.start - unit.own.start, part.stop - unit.own.start)
+    for place, part in unit.layout.stretches(unit.owned.start, unit.owned.stop):
+        here = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
         for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
             whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
             yield (
@@ -67,7 +67,7 @@ def assert_weights(engine: Engine) -> None:
         engine, [parameter for unit in engine.units for parameter in unit.parameters], modify=False
     ):
         for unit in engine.units:
-            for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+            for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 assert torch.equal(
                     parameter,
                     truth(place.parameter.name, 0, place.parameter.shape)[place.held].bfloat16(),
@@ -130,7 +130,7 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
                     for unit in engine.units:
                         for own, values, name in stretches(unit):
                             assert torch.equal(own, values), (writer, reader, name)
-                checkpoints.settle()
+                checkpoints.refresh_weights()
                 assert_weights(engine)
             part.close()
         world.everyone.barrier()
@@ -204,7 +204,7 @@ def test_what_fails_on_one_rank_is_none_on_any(
                 match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes",
             ):
                 saved(2)
-            assert not checkpoints.saver.under_way
+            assert not checkpoints.saver.in_flight
         world.everyone.barrier()
         assert [path.name for path in checkpoints.path.iterdir()] == [directory.name_of(1)]
         world.everyone.barrier()
@@ -227,7 +227,7 @@ def test_hdf5_that_cannot_write_is_a_save_that_failed(
             match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there",
         ):
             checkpoints.begin(1, ends=True)
-        assert not checkpoints.saver.under_way
+        assert not checkpoints.saver.in_flight
         world.everyone.barrier()
         assert not directory.steps(checkpoints.path)
 

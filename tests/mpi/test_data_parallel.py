@@ -118,7 +118,7 @@ def test_a_bad_gradient_is_skipped_on_all_ranks_and_named(
         if unit.layout.name == "blocks.1":
             calls.append(1)
             if world.rank == bad_rank and len(calls) == 2:
-                unit.part(unit.buffer, unit.layout.places[4]).view(-1)[3] = float("inf")
+                unit.part(unit.buffer, unit.layout.slots[4]).view(-1)[3] = float("inf")
         complete(unit)
 
     monkeypatch.setattr(Unit, "complete", spoil)

@@ -253,7 +253,7 @@ def test_a_stage_has_its_own_layers_only(world: World) -> None:
     way = assemble(spec, world, grid, accumulates=True)
     module, own = (
         way.engine.module,
-        {place.parameter.name for unit in way.engine.units for place in unit.layout.places},
+        {place.parameter.name for unit in way.engine.units for place in unit.layout.slots},
     )
     assert {name for name, parameter in module.named_parameters() if not parameter.is_meta} == own
     assert 0 < len(own) < len(list(module.parameters()))

@@ -15,7 +15,7 @@ from hpczero.data.sampler import micro_batch_sizes
 from hpczero.model import shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.parallelize import assemble
-from hpczero.parallel.step import Way
+from hpczero.parallel.step import StepRunner
 from hpczero.planner.memory import need, placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
@@ -37,7 +37,9 @@ class Job:
             spec.train.global_batch, spec.train.micro_batch, grid.size("data")
         )[2]
         self.needed = need(spec, shapes.layers(spec.model), placement(spec, grid, world.rank))
-        self.way: Way = assemble(spec, world, grid, accumulates=len(self.batches.parts()) > 1)
+        self.way: StepRunner = assemble(
+            spec, world, grid, accumulates=len(self.batches.parts()) > 1
+        )
 
     def step(self, number: int) -> list[MicroBatch]:
         micro_batches = self.batches.training(number)

@@ -178,7 +178,7 @@ def test_two_groups_of_the_same_ranks_hand_on_their_operations_in_one_order(
         for length, total, whole in zip(lengths, summed, gathered, strict=True):
             assert_same(total, reduced(everyones(sums, length, torch.float32)))
             assert_same(whole, values(9, length, torch.float32))
-    orders = world.share(world.collect(handed_on))
+    orders = world.broadcast_object(world.gather_objects(handed_on))
     assert all(order == orders[0] for order in orders)
     assert bool(orders[0]) == (part.size > 1)
     part.close()
@@ -216,7 +216,7 @@ def test_a_bad_gradient_is_skipped_and_its_tensor_named(
             calls.append(1)
             if there.rank == there.size - 1 and len(calls) == 2:
                 assert unit.buffer is not None
-                unit.part(unit.buffer, unit.layout.places[4]).view(-1)[3] = float("inf")
+                unit.part(unit.buffer, unit.layout.slots[4]).view(-1)[3] = float("inf")
         complete(unit)
 
     monkeypatch.setattr(Unit, "complete", spoil)

@@ -148,7 +148,7 @@ def test_more_than_there_is_is_refused_by_all(world: World) -> None:
         NodeWindow.allocate(
             world, range(world.size), space.free if world.rank == 0 else 1 << 20, name="weights"
         )
-    assert world.share(1) == 1
+    assert world.broadcast_object(1) == 1
 
 
 @pytest.mark.ranks(2, 3, 4, 6, 8)

@@ -44,7 +44,7 @@ def values_of(model: Model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def serial_model(model: Model, dtype: torch.dtype = torch.float32) -> nn.Module:
     module = build.on_meta(model)
-    build.adopt(
+    build.install_parameters(
         module, {name: nn.Parameter(value) for name, value in values_of(model, dtype).items()}
     )
     return module
@@ -64,7 +64,9 @@ def parallel_model(
         parameter.name: own_part(world, parameter, values[parameter.name])
         for parameter in parameters_of(model)
     }
-    build.adopt(module, {name: nn.Parameter(value.clone()) for name, value in own.items()})
+    build.install_parameters(
+        module, {name: nn.Parameter(value.clone()) for name, value in own.items()}
+    )
     return module
 
 
@@ -109,7 +111,7 @@ def assert_same(
     losses, gradients = trained(serial, *batches)
     own_losses, own_gradients = trained(parallel, *batches)
     assert own_losses == pytest.approx(losses, rel=tolerance)
-    assert own_losses == world.share(own_losses)
+    assert own_losses == world.broadcast_object(own_losses)
     assert (
         own_gradients.keys()
         == gradients.keys()

@@ -57,7 +57,7 @@ def folder(world: World | None, tmp_path: Path) -> Path | None:
     """One for all ranks, with the run's folder in it."""
     if world is None:
         return None
-    shared = Path(world.share(str(tmp_path)))
+    shared = Path(world.broadcast_object(str(tmp_path)))
     (shared / "traced").mkdir(exist_ok=True)
     return shared
 
@@ -79,7 +79,7 @@ def trace_of(world: World, spec: Spec) -> Traced:
     tracing = Tracing(spec, world, Grid.build(spec.parallel, world.node_of_rank))
     record = train(world, spec)
     said = tracing.conclude()
-    world.share(0)  # the file is there
+    world.broadcast_object(0)  # the file is there
     path = Path(spec.output) / spec.name / "trace.json.gz"
     return Traced(
         record,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpczero.comm.objects import patiently
+from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
@@ -29,11 +29,11 @@ def test_simulated_nodes_may_be_of_unequal_size(world: World) -> None:
     ids=lambda value: repr(value)[:12],
 )
 def test_share(world: World, value: object) -> None:
-    assert world.share(value if world.rank == 0 else "not this") == value
+    assert world.broadcast_object(value if world.rank == 0 else "not this") == value
 
 
 def test_collect_keeps_rank_order_and_takes_any_length(world: World) -> None:
-    collected = world.collect(["é" * (world.rank * 100_000), world.rank])
+    collected = world.gather_objects(["é" * (world.rank * 100_000), world.rank])
     expected = [["é" * (rank * 100_000), rank] for rank in range(world.size)]
     assert collected == (expected if world.rank == 0 else None)
 
@@ -41,15 +41,15 @@ def test_collect_keeps_rank_order_and_takes_any_length(world: World) -> None:
 def test_share_of_what_json_cannot_carry_is_an_error(world: World) -> None:
     if world.rank == 0:
         with pytest.raises(TypeError):
-            world.share(object())
-    assert world.share(1 if world.rank == 0 else None) == 1
+            world.broadcast_object(object())
+    assert world.broadcast_object(1 if world.rank == 0 else None) == 1
 
 
 def test_a_part_numbers_its_ranks_in_the_given_order(world: World) -> None:
     order = list(reversed(range(world.size)))
     part = world.part(order)
     assert part.rank == world.size - 1 - world.rank
-    assert part.share(world.rank if part.rank == 0 else None) == world.size - 1
+    assert part.broadcast_object(world.rank if part.rank == 0 else None) == world.size - 1
     part.close()
 
 
@@ -70,10 +70,12 @@ def test_what_fails_beside_work_on_files_leaves_the_ranks_in_step(world: World) 
             raise OSError("nothing of this kind")
 
     try:
-        assert patiently(world, lambda: world.rank + 1, meanwhile=fails) == world.rank + 1 > 1
+        assert (
+            run_while_polling(world, lambda: world.rank + 1, meanwhile=fails) == world.rank + 1 > 1
+        )
     except OSError:
         assert world.rank == 0
-    assert world.share(world.collect(world.rank)) == list(range(world.size))
+    assert world.broadcast_object(world.gather_objects(world.rank)) == list(range(world.size))
 
 
 def test_the_library_is_named(world: World) -> None:

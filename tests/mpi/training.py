@@ -12,13 +12,13 @@ from hpczero.comm.group import Group
 from hpczero.comm.trace import Ledger
 from hpczero.comm.world import World
 from hpczero.data.dataset import SyntheticSource
-from hpczero.parallel.layout import Place
+from hpczero.parallel.layout import ParameterSlot
 from hpczero.parallel.parallelize import assemble
 from hpczero.parallel.zero.unit import Unit
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
-from hpczero.train.trainer import Outcome, Trainer, Voice
+from hpczero.train.trainer import Outcome, Reporter, Trainer
 
 
 @dataclass
@@ -95,7 +95,7 @@ def train(world: World, spec: Spec) -> Record:
         update(unit, scalars)
 
     engine._update = keep_and_update  # type: ignore[method-assign]
-    record.outcome = Trainer(spec, world, way, batches, Voice(record, record)).train()  # type: ignore[arg-type]
+    record.outcome = Trainer(spec, world, way, batches, Reporter(record, record)).train()  # type: ignore[arg-type]
     record.sent = world.ledger.as_dict().get("data", {})
     for unit in engine.units:
         record.weights |= whole(unit, unit.master, group, engine.tensor)
@@ -146,11 +146,11 @@ def whole(
         group.all_gather(flat, own.contiguous())
     return {
         place.parameter.name: logical(place, unit.part(flat, place).clone(), tensor)
-        for place in unit.layout.places
+        for place in unit.layout.slots
     }
 
 
-def logical(place: Place, part: torch.Tensor, tensor: Group | None) -> torch.Tensor:
+def logical(place: ParameterSlot, part: torch.Tensor, tensor: Group | None) -> torch.Tensor:
     if tensor is None:
         return part
     if place.parameter.split is None:

@@ -144,14 +144,14 @@ def test_a_request_to_stop_that_one_rank_gets_stops_all_after_the_same_step(fold
 
 SLOW = """
 import sys, time
-from hpczero.parallel.step import Staged
+from hpczero.parallel.step import PipelineStage
 from hpczero.cli import main
-forward = Staged.forward
+forward = PipelineStage.forward
 def slow(self, chunk, x, batch):
     if self.pipeline.group.rank == 1:
         time.sleep(4)
     return forward(self, chunk, x, batch)
-Staged.forward = slow
+PipelineStage.forward = slow
 sys.exit(main())
 """
 

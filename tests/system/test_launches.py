@@ -14,7 +14,7 @@ from hpczero.comm.world import World
 from hpczero.errors import InputError
 
 with World.start() as world:
-    world.share(None)
+    world.broadcast_object(None)
     if sys.argv[1] == "raise" and world.rank == 1:
         raise ValueError("something broke")
     if sys.argv[1] == "input":
@@ -22,8 +22,8 @@ with World.start() as world:
     if sys.argv[1] == "kill" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[1] != "end":
-        world.share(None)
-        world.collect(None)
+        world.broadcast_object(None)
+        world.gather_objects(None)
         time.sleep(60)
 """
 

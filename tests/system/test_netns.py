@@ -42,7 +42,7 @@ WHERE = """
 import socket
 from hpczero.comm.world import World
 with World.start() as world:
-    places = world.collect([socket.gethostname(), world.node, world.local_size])
+    places = world.gather_objects([socket.gethostname(), world.node, world.local_size])
     if world.rank == 0:
         print(places)
 """

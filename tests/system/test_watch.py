@@ -118,7 +118,7 @@ with World.start(ranks_per_node) as world:
             stuck_here()
         world.group("late", everyone)
     elif case == "share":
-        world.collect(1) if odd else world.share(1)
+        world.gather_objects(1) if odd else world.broadcast_object(1)
 """
 
 

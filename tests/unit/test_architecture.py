@@ -13,140 +13,47 @@ KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
 # room -> what it may import of hpczero, besides itself; a longer name is more precise and wins for that module alone
 ALLOWED = {
     "errors": set(),
-    "env": set(),
+    "text": {"errors"},
     "safe_files": {"errors"},
-    "locations": {"errors"},
+    "env": {"errors", "safe_files"},
     "machine": {"errors", "env", "safe_files"},
     "device": {"errors", "machine"},
     "kernel_cache": {"errors", "env", "safe_files"},
     "lock": {"errors", "env", "machine", "safe_files"},
-    "job_note": {"errors", "env", "safe_files"},
-    "cli": {"errors", "job_note", "locations", ""},
+    "process_memory": {"comm", "env"},
+    "cli": {"errors", "env", ""},
     "__main__": {"cli"},
-    "": {"locations", "kernel_cache", "train.initialize", "comm.world"},
-    "spec": {"errors", "env", "machine", "safe_files"},
-    "spec.site": {"errors", "env", "locations", "safe_files"},
-    "spec.verbs": {
-        "errors",
-        "env",
-        "machine",
-        "safe_files",
-        "comm.grid",
-        "data.sampler",
-        "data.supply",
-        "model.shapes",
-        "planner",
-        "",
-    }
-    | {"batch.sites"},
-    "spec.rules": {"errors", "model.shapes"},
-    "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "job_note"},
+    "": {"env", "kernel_cache", "train.initialize", "comm.world"},
+    "spec": {"errors", "env", "machine", "safe_files", "text"},
+    "spec.rules": {"errors", "text", "model.shapes"},
+    "comm": {"errors", "env", "machine", "device", "spec", "safe_files"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
-    "memory": {"comm", "device", "env"},
-    "planner": {
-        "errors",
-        "spec",
-        "comm.grid",
-        "comm.ledger",
-        "model.shapes",
-        "data.sampler",
-        "memory.gaps",
-    }
-    | {
-        "parallel.layout",
-        "parallel.states",
-        "parallel.schedule",
-        "parallel.messages",
-        "parallel.stages",
-        "parallel.held",
-    },
-    "parallel": {"model", "comm", "memory", "optim", "spec", "hpczero_kernels", "errors", "device"},
+    "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "model.shapes", "data.sampler"}
+    | {"parallel.layout", "parallel.states"}
+    | {"parallel.pipeline.schedule", "parallel.pipeline.partition"},
+    "parallel": {"model", "comm", "optim", "spec", "text"}
+    | {"hpczero_kernels", "errors", "device"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "hdf5": {"errors", "safe_files"},
-    "data": {"errors", "env", "spec", "hdf5", "safe_files"},
-    "checkpoint": {
-        "errors",
-        "env",
-        "spec",
-        "hdf5",
-        "comm.world",
-        "comm.patience",
-        "model.shapes",
-        "parallel.layout",
-        "lock",
-        "safe_files",
-        "",
-    },
-    "train": {
-        "errors",
-        "env",
-        "machine",
-        "device",
-        "kernel_cache",
-        "lock",
-        "locations",
-        "safe_files",
-        "hpczero_kernels",
-        "",
-    }
-    | {"spec", "comm", "model", "parallel", "optim", "data", "memory", "planner", "checkpoint"},
-    "batch": {
-        "errors",
-        "env",
-        "locations",
-        "lock",
-        "safe_files",
-        "spec",
-        "comm.grid",
-        "data.supply",
-        "model.shapes",
-        "planner",
-        "train.rundir",
-        "",
-    },
-    "doctor": {
-        "errors",
-        "env",
-        "machine",
-        "safe_files",
-        "kernel_cache",
-        "comm",
-        "locations",
-        "hpczero_kernels",
-        "",
-    },
+    "data": {"errors", "env", "spec", "text", "hdf5", "safe_files"},
+    "checkpoint": {"errors", "env", "spec", "text", "hdf5", "lock", "safe_files", ""}
+    | {"comm.world", "comm.objects", "model.shapes", "parallel.layout"},
+    "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
+    | {"process_memory", "spec", "comm", "model", "parallel", "optim", "data", "planner"}
+    | {"checkpoint", "hpczero_kernels", ""},
+    "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
+    | {"model.shapes", "planner", "train.run_directory", "train", ""},
+    "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
+    "commands": {"errors", "env", "kernel_cache", "lock", "safe_files", "text", "spec", "batch"}
+    | {"checkpoint", "comm", "data", "doctor", "model.shapes", "planner", "train", ""},
 }
 PURE = (
-    *(
-        "model.shapes",
-        "planner",
-        "comm.grid",
-        "comm.ledger",
-        "memory.gaps",
-        "parallel.layout",
-        "parallel.states",
-    ),
-    *(
-        "parallel.stages",
-        "parallel.held",
-        "parallel.schedule",
-        "parallel.messages",
-        "parallel.simulate",
-    ),
+    *("model.shapes", "planner", "comm.grid", "comm.trace", "parallel.layout", "parallel.states"),
+    *("parallel.pipeline.schedule", "parallel.pipeline.partition", "parallel.pipeline.simulate"),
 )
 WITHOUT_TORCH = (
-    *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli"),
-    *(
-        "errors",
-        "env",
-        "safe_files",
-        "job_note",
-        "kernel_cache",
-        "lock",
-        "locations",
-        "train.start",
-        "",
-    ),
+    *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "text", "commands"),
+    *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
 )
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)
@@ -304,17 +211,14 @@ def is_standard(name: str) -> bool:
     return name.split(".")[0] in sys.stdlib_module_names
 
 
-def test_init_files_are_empty() -> None:
+def test_an_init_file_holds_something() -> None:
     files = [
         path
         for folder in ("hpczero", "numba_cuda")
         for path in (CHECKOUT / folder).rglob("__init__.py")
     ]
-    faces = [
-        CHECKOUT / "hpczero" / "__init__.py",
-        CHECKOUT / "hpczero" / "checkpoint" / "__init__.py",
-    ]
-    assert sorted(path for path in files if path.read_text().strip()) == sorted(faces)
+    assert files
+    assert not [path for path in files if not path.read_text().strip()]
 
 
 def test_numba_cuda_is_no_regular_package() -> None:

@@ -16,7 +16,7 @@ import xxhash
 from hpczero.checkpoint import index
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, RankData, ShardFile
-from hpczero.checkpoint.piece_table import Holding, Table, Tensor
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
 from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.model.shapes import layers, parameter_count
 from hpczero.parallel.layout import UnitLayout, unit_layout
@@ -174,7 +174,7 @@ def test_the_index_of_a_job_with_a_trillion_parameters(tmp_path: Path) -> None:
     per_stage = -(-len(whole) // pipeline)
     cut: dict[tuple[int, int], list[UnitLayout]] = {}
 
-    def holding(rank: int) -> Holding:
+    def holding(rank: int) -> RankShard:
         stage, inside = divmod(rank, tensor * data)
         key = stage, inside % tensor
         if key not in cut:
@@ -182,7 +182,7 @@ def test_the_index_of_a_job_with_a_trillion_parameters(tmp_path: Path) -> None:
             cut[key] = [
                 unit_layout(layer, data, tensor, key[1]) for layer in own if layer.parameters
             ]
-        return Holding(cut[key], inside // tensor, key[1])
+        return RankShard(cut[key], inside // tensor, key[1])
 
     with memory_at_most(200_000_000):
         table = Table.of(

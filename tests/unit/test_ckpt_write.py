@@ -16,9 +16,9 @@ import pytest
 from hpczero.checkpoint import directory
 from hpczero.checkpoint import save as write
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.manifest import State
-from hpczero.checkpoint.piece_table import Holding, Table, Tensor
-from hpczero.checkpoint.save import Job, SaveFailed, Saver
+from hpczero.checkpoint.manifest import TrainingState
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
+from hpczero.checkpoint.save import SaveFailed, SaveJob, Saver
 from hpczero.checkpoint.shard_file import (
     BLOCK,
     SLOTS,
@@ -41,21 +41,21 @@ class Alone:
 
     rank, size, node, node_of_rank, hosts = 0, 1, 0, (0,), ("here",)
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return value
 
-    def collect(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
 
 def table() -> Table:
     layers = parameters(weight=(ELEMENTS,))
-    holding = Holding([unit_layout(layer) for layer in layers], 0)
+    holding = RankShard([unit_layout(layer) for layer in layers], 0)
     return Table.of([Tensor("weight", (ELEMENTS,))], 1, lambda _: holding)
 
 
 def saver(checkpoints: Path, asynchronous: bool = False) -> Saver:
-    job = Job(checkpoints, {"name": "saved"}, {"data": 1}, table, "node")
+    job = SaveJob(checkpoints, {"name": "saved"}, {"data": 1}, table, "node")
     return Saver(
         cast(World, Alone()), job, [[np.zeros(ELEMENTS, np.float32)] for _ in SLOTS], asynchronous
     )
@@ -65,7 +65,7 @@ def save(saver: Saver, step: int, asynchronous: bool = False) -> Path:
     for slot, (source,) in enumerate(saver.sources):
         cast(Array, source).fill(slot + step)
     saver.begin(
-        State(step=step, updates=step, loss_scale=1.0, good_steps=0),
+        TrainingState(step=step, updates=step, loss_scale=1.0, good_steps=0),
         {"seen": np.arange(3)},
         asynchronous,
     )
@@ -85,7 +85,7 @@ def test_a_writer_that_cannot_begin_is_a_save_that_failed(
     monkeypatch.setattr(write, "ThreadPoolExecutor", NoThreads)
     with pytest.raises(SaveFailed, match="can't start new thread"):
         save(own, 1, asynchronous)
-    assert not own.under_way
+    assert not own.in_flight
     assert not directory.steps(tmp_path)
     monkeypatch.undo()
     with Checkpoint.open(save(own, 2, asynchronous)) as checkpoint:

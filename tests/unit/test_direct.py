@@ -83,7 +83,7 @@ def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) ->
     for parameter in net.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(calls.append)
-    with mode.here():
+    with mode.redirect_weight_grads():
         loss = net(tokens)
         mode.backward(loss, torch.ones_like(loss))
     assert len(calls) == len(expected) == len({id(parameter) for parameter in calls}), (
@@ -103,7 +103,10 @@ def test_gradients_are_autograds(dtype: torch.dtype, placed: tuple[str, ...]) ->
 
 def test_without_gradients_nothing_changes() -> None:
     layer = nn.Linear(3, 3)
-    with DirectGradients(set(layer.parameters()), Places([])).here(), torch.no_grad():
+    with (
+        DirectGradients(set(layer.parameters()), Places([])).redirect_weight_grads(),
+        torch.no_grad(),
+    ):
         assert layer(torch.ones(2, 3)).grad_fn is None
-    with DirectGradients(set(), Places([])).here():
+    with DirectGradients(set(), Places([])).redirect_weight_grads():
         assert "Addmm" in type(layer(torch.ones(2, 3)).grad_fn).__name__

@@ -14,7 +14,7 @@ from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.zero import engine as zero  # noqa: E402
 from hpczero.parallel.zero import reduce as reduction  # noqa: E402
 from hpczero.parallel.zero.buffers import Loan, Loans  # noqa: E402
-from hpczero.parallel.zero.engine import Engine, Settings  # noqa: E402
+from hpczero.parallel.zero.engine import Engine, EngineSettings  # noqa: E402
 from hpczero.parallel.zero.unit import Unit  # noqa: E402
 from hpczero.spec.schema import Model, Spec, Train, Zero  # noqa: E402
 
@@ -46,7 +46,7 @@ class NothingUnderWay:
 
     progress = connection
 
-    def so_far(self) -> Any:
+    def snapshot(self) -> Any:
         return lambda: happened.append("settle")
 
 
@@ -104,7 +104,7 @@ def test_every_tensor_of_a_step_is_on_the_device(
     monkeypatch.setattr(zero, "adamw", adamw)
     monkeypatch.setattr(Loans, "lend", lend)
     monkeypatch.setattr(
-        Unit, "fill_own", lambda unit, fill: unit.weights_from_master()
+        Unit, "fill_owned", lambda unit, fill: unit.weights_from_master()
     )  # initial values are made on the CPU
     spec = Spec(model=MODEL, train=Train(precision=precision), zero=Zero(stage=stage))  # type: ignore[arg-type]
     module = build.on_meta(MODEL)
@@ -114,7 +114,7 @@ def test_every_tensor_of_a_step_is_on_the_device(
         module,
         layers,
         OneRank(),
-        Settings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True),
+        EngineSettings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True),
     )  # type: ignore[arg-type]
     text = torch.zeros(2, MODEL.seq_len + 1, dtype=torch.int64)
     for last in (False, True):
@@ -136,7 +136,7 @@ def test_every_tensor_of_a_step_is_on_the_device(
             unit.master,
             unit.moment1,
             unit.squares,
-            unit.summed,
+            unit.reduced_shard,
             *unit.parameters,
         )
     ]

@@ -24,7 +24,7 @@ def held(model: Model, **parallel: int) -> list[list[int]]:
     ]
     return [
         [
-            sum(prod(place.shape) for unit in units.of(stage, rank) for place in unit.places)
+            sum(prod(place.shape) for unit in units.of(stage, rank) for place in unit.slots)
             for rank in range(spec.parallel.tensor)
         ]
         for stage in layers

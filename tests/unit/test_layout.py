@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.checkpoint.piece_table import Holding, stored
+from hpczero.checkpoint.piece_table import RankShard, stored
 from hpczero.model import shapes
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import ALIGNMENT, rectangles, share, stretches_of_part, unit_layout
@@ -59,9 +59,9 @@ def test_units_are_aligned_and_padded(shards, tensor):
     for layer, rank in product(shapes.layers(ODD), range(tensor)):
         layout = unit_layout(layer, shards, tensor, rank)
         assert layout.shard_size % ALIGNMENT == 0
-        assert all(place.offset % ALIGNMENT == 0 for place in layout.places)
-        ends = [place.stop for place in layout.places]
-        assert all(end <= place.offset for end, place in zip(ends, layout.places[1:], strict=False))
+        assert all(place.offset % ALIGNMENT == 0 for place in layout.slots)
+        ends = [place.stop for place in layout.slots]
+        assert all(end <= place.offset for end, place in zip(ends, layout.slots[1:], strict=False))
         assert ends[-1] <= layout.size < ends[-1] + (shards + 1) * ALIGNMENT + shards * ALIGNMENT
 
 
@@ -72,7 +72,7 @@ def test_every_element_is_stored_once_without_gaps(data, tensor):
     for shard, rank in product(range(data), range(tensor)):
         units = [unit_layout(layer, data, tensor, rank) for layer in shapes.layers(ODD)]
         offset = 0
-        for stretch in stored(Holding(units, shard, rank)):
+        for stretch in stored(RankShard(units, shard, rank)):
             assert stretch.offset == offset
             offset += stretch.inside.stop - stretch.inside.start
             found.setdefault(stretch.name, []).extend(
@@ -88,15 +88,15 @@ def test_a_one_element_parameter_lies_on_one_rank():
     layout = unit_layout(
         Layer("unit", (Parameter("scale", (1,), ZEROS), Parameter("scalar", (), ZEROS))), 4
     )
-    names = [[stretch.name for stretch in stored(Holding([layout], shard))] for shard in range(4)]
+    names = [[stretch.name for stretch in stored(RankShard([layout], shard))] for shard in range(4)]
     assert names == [["scale"], ["scalar"], [], []]
 
 
 def test_rectangles_follow_each_other_as_their_elements_lie_in_the_unit():
     for layer, shard in product(shapes.layers(ODD), range(3)):
         layout = unit_layout(layer, 3)
-        place_of = {place.parameter.name: place for place in layout.places}
-        for stretch in stored(Holding([layout], shard)):
+        place_of = {place.parameter.name: place for place in layout.slots}
+        for stretch in stored(RankShard([layout], shard)):
             place = place_of[stretch.name]
             strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
             flat = [
@@ -162,7 +162,7 @@ def test_the_parts_of_the_tensor_ranks_hold_the_whole_parameter(tensor):
         for index, parameter in enumerate(layer.parameters):
             held = []
             for rank in range(tensor):
-                place = unit_layout(layer, 1, tensor, rank).places[index]
+                place = unit_layout(layer, 1, tensor, rank).slots[index]
                 held += [
                     element
                     for part in place.logical(0, prod(place.shape))

@@ -24,7 +24,7 @@ def real(model: Model, seed: int = 1, dtype: torch.dtype = torch.float32) -> tor
             values = torch.empty(parameter.shape, dtype=dtype)
             build.initial_values(parameter, seed, 0, values)
             parameters[parameter.name] = torch.nn.Parameter(values)
-    build.adopt(module, parameters)
+    build.install_parameters(module, parameters)
     return module
 
 

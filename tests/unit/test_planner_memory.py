@@ -181,13 +181,13 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
     """On a model whose units are mostly padding, to the byte, and in blocks of just that size."""
     torch = pytest.importorskip("torch")
     from hpczero.model import build
-    from hpczero.parallel.zero.engine import Engine, Settings
+    from hpczero.parallel.zero.engine import Engine, EngineSettings
 
     spec = job(ODD, stage, precision, accumulates)
     for ranks in (1, 3, 4):
         module = build.on_meta(ODD)
         layers = list(zip(module.layers(), shapes.layers(ODD), strict=True))  # type: ignore[operator]
-        settings = Settings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates)
+        settings = EngineSettings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates)
         engine = Engine(module, layers, Alone(ranks - 1, ranks), settings)  # type: ignore[arg-type]
         kinds = predicted(spec, ranks).rank
         allocated = engine.memory()
@@ -202,7 +202,7 @@ def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
     """A module with parameters beside its parts: they have a place of their own while these are gathered."""
     torch = pytest.importorskip("torch")
     from hpczero.parallel.user_module import layers_of
-    from hpczero.parallel.zero.engine import Engine, Settings
+    from hpczero.parallel.zero.engine import Engine, EngineSettings
 
     class Beside(torch.nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -220,7 +220,7 @@ def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
         module,
         layers,
         Alone(0, 2),
-        Settings(spec.train, spec.optimizer, spec.zero, spec.seed, False),
+        EngineSettings(spec.train, spec.optimizer, spec.zero, spec.seed, False),
     )  # type: ignore[arg-type]
     allocated = engine.memory()
     assert allocated == {kind: kinds[kind] for kind in allocated}

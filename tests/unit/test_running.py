@@ -12,7 +12,7 @@ from hpczero.parallel.step import _sum  # noqa: E402
 
 def test_losses_of_one_element_are_summed_whatever_their_shape() -> None:
     settled: list[bool] = []
-    progress = SimpleNamespace(so_far=lambda: lambda: settled.append(True))
+    progress = SimpleNamespace(snapshot=lambda: lambda: settled.append(True))
     group = SimpleNamespace(connection=SimpleNamespace(progress=progress))
     engine = SimpleNamespace(device=CPU, axis=SimpleNamespace(group=group))
     read = _sum([torch.tensor(1.5), torch.tensor([2.0]), torch.tensor([[3.0]])], engine)  # type: ignore[arg-type]

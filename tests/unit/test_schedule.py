@@ -12,7 +12,7 @@ import pytest
 from hpczero.parallel.pipeline.schedule import (
     KINDS,
     Action,
-    Result,
+    PartResult,
     Schedule,
     Step,
     forward_only,
@@ -195,10 +195,10 @@ class Rendezvous:
         self.begun = (
             [False] * stages
         )  # the action at the position: its receives are started, and what it needs was there
-        self.posted: dict[tuple[int, int], deque[Result]] = {}
-        self.sends: dict[tuple[int, int], deque[Result]] = {}
-        self.under_way: list[deque[Result]] = [deque() for _ in of_stages]
-        self.arrived: list[set[Result]] = [set() for _ in of_stages]
+        self.posted: dict[tuple[int, int], deque[PartResult]] = {}
+        self.sends: dict[tuple[int, int], deque[PartResult]] = {}
+        self.under_way: list[deque[PartResult]] = [deque() for _ in of_stages]
+        self.arrived: list[set[PartResult]] = [set() for _ in of_stages]
 
     def run(self) -> None:
         while any(self.goes_on(stage) for stage in range(len(self.of_stages))):
@@ -293,7 +293,7 @@ def test_steps_say_which_backward_is_a_chunks_last() -> None:
 
 def test_receives_are_started_two_actions_ahead() -> None:
     actions = schedule("1f1b", 2, 1, 4)
-    activations = [Result("output", 0, number) for number in range(4)]
+    activations = [PartResult("output", 0, number) for number in range(4)]
     assert list(sent(actions, 1, 0, 1)) == activations
     assert [step.posts for step in steps(actions, 1, 1, ahead=2)] == [
         (activations[0], activations[1]), (), (activations[2],), (), (activations[3],), (), (), ()
@@ -312,7 +312,7 @@ def test_a_stage_alone_receives_nothing() -> None:
 
 
 def test_an_action_needs_the_result_of_the_neighbouring_part() -> None:
-    assert needs(Action("forward", 1, 5), 0, 4, 2) == Result("output", 3, 5)
-    assert needs(Action("backward", 0, 5), 3, 4, 2) == Result("input gradient", 4, 5)
+    assert needs(Action("forward", 1, 5), 0, 4, 2) == PartResult("output", 3, 5)
+    assert needs(Action("backward", 0, 5), 3, 4, 2) == PartResult("input gradient", 4, 5)
     assert needs(Action("forward", 0, 5), 0, 4, 2) is None
     assert needs(Action("backward", 1, 5), 3, 4, 2) is None

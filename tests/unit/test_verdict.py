@@ -2,7 +2,16 @@
 
 import time
 
-from hpczero.comm.status import SLOT, Operation, Place, Signature, State, Status, identity, read
+from hpczero.comm.status import (
+    SLOT,
+    Operation,
+    RankState,
+    Signature,
+    Status,
+    WaitPoint,
+    identity,
+    read,
+)
 from hpczero.comm.verdict import (
     ABSENT,
     DIFFERENT,
@@ -20,9 +29,11 @@ from hpczero.comm.verdict import (
 GROUP = "77"
 
 
-def state(*started: tuple[int, int], waited: float | None = 5.0, place: str = "somewhere") -> State:
+def state(
+    *started: tuple[int, int], waited: float | None = 5.0, place: str = "somewhere"
+) -> RankState:
     """`started`: (number, code)."""
-    return State(
+    return RankState(
         1,
         1,
         1,
@@ -60,9 +71,9 @@ def test_an_operation_that_is_not_remembered_any_more_is_judged_by_its_number() 
 
 
 def test_ranks_that_parted_before_what_is_remembered_are_told_apart() -> None:
-    def after(history: int) -> State:
+    def after(history: int) -> RankState:
         done = [Operation(number, 10, "operation 10", history + number) for number in (98, 99)]
-        return State(1, 1, 1, 3, 9.0, 5.0, "somewhere", {GROUP: done})
+        return RankState(1, 1, 1, 3, 9.0, 5.0, "somewhere", {GROUP: done})
 
     asked = Question("there", 0, range(3), GROUP, "data", 99, after(500).started[GROUP])
     states = {1: after(500), 2: after(700)}
@@ -79,7 +90,7 @@ def test_the_rank_that_the_others_wait_for_is_the_suspect() -> None:
     own = {0: state((6, 11), place="the place")}
 
     def suspected(
-        first: State, second: State, third: State, gone: tuple[int, ...] = ()
+        first: RankState, second: RankState, third: RankState, gone: tuple[int, ...] = ()
     ) -> list[int]:
         states = own | {1: first, 2: second, 3: third}
         return suspects(asked, judge(asked, states), states, gone)
@@ -133,7 +144,7 @@ def test_an_earlier_operation_that_did_not_fit_is_found() -> None:
 
 
 def test_who_has_started_nothing_there_and_who_is_not_heard_of() -> None:
-    nothing = State(1, 1, 1, -1, 9.0, None, "", {})
+    nothing = RankState(1, 1, 1, -1, 9.0, None, "", {})
     assert judge(question((1, 10), ranks=3), {1: nothing}) == {1: ABSENT, 2: UNKNOWN}
 
 
@@ -156,7 +167,7 @@ def test_the_headline_says_what_is_wrong() -> None:
 
 
 def test_ranks_that_run_different_layers_hear_what_to_do() -> None:
-    def advice(place: str, theirs: State) -> bool:
+    def advice(place: str, theirs: RankState) -> bool:
         ours = [Operation(6, 11, "operation 11")]
         asked = Question(place, 0, range(2), GROUP, "data", 6, ours)
         lines = account(
@@ -202,7 +213,7 @@ def test_what_is_written_to_a_slot_is_read_from_it() -> None:
     for number in range(2, 100):
         status.started(entry, number, signature)
     status.at_step(5)
-    status.waits(Place(signature.label, entry, 99))
+    status.waits(WaitPoint(signature.label, entry, 99))
     seen = read(slot, time.monotonic() + 10)
     assert (seen.step, seen.place) == (
         5,

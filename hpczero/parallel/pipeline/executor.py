@@ -22,7 +22,7 @@ from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.schedule import (
     AHEAD,
-    Result,
+    PartResult,
     Step,
     forward_only,
     receiver,
@@ -175,7 +175,7 @@ class _Pass:
     ) -> None:
         self.pipeline, self.parts, self.batches, self.trains = pipeline, parts, batches, trains
         self.group, self.buffers = pipeline.group, pipeline.buffers
-        self.arrivals: dict[Result, _Arrival] = {}
+        self.arrivals: dict[PartResult, _Arrival] = {}
         self.kept: dict[
             tuple[int, int], tuple[_Arrival | None, Tensor]
         ] = {}  # chunk, micro-batch -> input and output
@@ -233,7 +233,7 @@ class _Pass:
         self._release(gradient)
         self._release(arrival)
 
-    def _post(self, result: Result) -> None:
+    def _post(self, result: PartResult) -> None:
         source, shape = result.part % self.group.size, self._shape(result)
         if shape is None:
             shape = self._receive_header(result, source)
@@ -243,25 +243,25 @@ class _Pass:
             tensor, buffer if self.all_known else None, self.group.start_receive(tensor, source)
         )
 
-    def _shape(self, result: Result) -> tuple[int, ...] | None:
+    def _shape(self, result: PartResult) -> tuple[int, ...] | None:
         made_by = result.part if result.name == "output" else result.part - 1
         return self.pipeline.shape(made_by, self.batches[result.micro_batch])
 
-    def _receive_header(self, result: Result, source: int) -> tuple[int, ...]:
+    def _receive_header(self, result: PartResult, source: int) -> tuple[int, ...]:
         header = torch.empty(1 + _MOST_DIMENSIONS, dtype=torch.int64)
         self.group.start_receive(header, source).wait()
         count, *sizes = header.tolist()
         self.pipeline.told(result.part, self.batches[result.micro_batch], sizes[:count])
         return tuple(sizes[:count])
 
-    def _send_header(self, result: Result, shape: Sequence[int], target: int) -> None:
+    def _send_header(self, result: PartResult, shape: Sequence[int], target: int) -> None:
         self.pipeline.told(result.part, self.batches[result.micro_batch], shape)
         if target != self.group.rank:
             header = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
             header[: 1 + len(shape)] = torch.tensor([len(shape), *shape], dtype=header.dtype)
             self.sends.append((self.group.start_send(header, target), header))
 
-    def _arrived(self, result: Result | None) -> _Arrival | None:
+    def _arrived(self, result: PartResult | None) -> _Arrival | None:
         if result is None:
             return None
         arrival = self.arrivals.pop(result)
@@ -269,7 +269,7 @@ class _Pass:
             arrival.work.wait()
         return arrival
 
-    def _hand_on(self, result: Result, arrival: _Arrival | None, tensor: Tensor) -> None:
+    def _hand_on(self, result: PartResult, arrival: _Arrival | None, tensor: Tensor) -> None:
         """`arrival` is what the tensor was made from, whose buffer is used again."""
         own = arrival.not_here(tensor) if arrival else tensor
         target = receiver(result, self.group.size)
@@ -290,7 +290,7 @@ class _Pass:
         if arrival and arrival.buffer is not None:
             self.buffers.give_back(arrival.buffer)
 
-    def _check(self, result: Result, output: Tensor) -> None:
+    def _check(self, result: PartResult, output: Tensor) -> None:
         known, own = self._shape(result), tuple(output.shape)
         shape = own if known is None else known
         if own != shape or output.dtype is not self.pipeline.dtype:

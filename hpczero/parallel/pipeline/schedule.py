@@ -47,7 +47,7 @@ class Action:
         return f"{self.kind} of micro-batch {self.micro_batch} in chunk {self.chunk}"
 
 
-class Result(NamedTuple):
+class PartResult(NamedTuple):
     """What a part makes of a micro-batch."""
 
     name: str
@@ -99,26 +99,26 @@ def forward_only(actions: Schedule) -> Schedule:
     )
 
 
-def needs(action: Action, stage: int, stages: int, chunks: int) -> Result | None:
+def needs(action: Action, stage: int, stages: int, chunks: int) -> PartResult | None:
     """What an action takes from a neighbouring part; None where there is no neighbour on that side."""
     part = action.chunk * stages + stage
     for name in RESULTS[action.kind]:
         neighbour = part - HANDED_ON.get(name, 0)
         if neighbour != part and 0 <= neighbour < stages * chunks:
-            return Result(name, neighbour, action.micro_batch)
+            return PartResult(name, neighbour, action.micro_batch)
     return None
 
 
-def gives(action: Action, stage: int, stages: int, chunks: int) -> Result | None:
+def gives(action: Action, stage: int, stages: int, chunks: int) -> PartResult | None:
     """What an action hands on to a neighbouring part."""
     part = action.chunk * stages + stage
     for name in RESULTS[action.kind]:
         if name in HANDED_ON and 0 <= part + HANDED_ON[name] < stages * chunks:
-            return Result(name, part, action.micro_batch)
+            return PartResult(name, part, action.micro_batch)
     return None
 
 
-def receiver(result: Result, stages: int) -> int:
+def receiver(result: PartResult, stages: int) -> int:
     """The stage that a result is handed on to."""
     return (result.part + HANDED_ON[result.name]) % stages
 
@@ -154,13 +154,13 @@ class Step:
     """
 
     action: Action
-    posts: tuple[Result, ...]
-    needs: Result | None
-    gives: Result | None
+    posts: tuple[PartResult, ...]
+    needs: PartResult | None
+    gives: PartResult | None
     last: bool
 
 
-def sent(actions: Schedule, chunks: int, source: int, target: int) -> Iterator[Result]:
+def sent(actions: Schedule, chunks: int, source: int, target: int) -> Iterator[PartResult]:
     """All that one stage sends to another one, in order."""
     for action in actions[source]:
         result = gives(action, source, len(actions), chunks)
@@ -174,9 +174,9 @@ def steps(actions: Schedule, chunks: int, stage: int, ahead: int) -> tuple[Step,
     needed = [needs(action, stage, stages, chunks) for action in own]
     sources = {result.part % stages for result in needed if result is not None} - {stage}
     coming = {source: sent(actions, chunks, source, stage) for source in sources}
-    posted: set[Result] = set()
+    posted: set[PartResult] = set()
 
-    def post_until(result: Result | None) -> Iterator[Result]:
+    def post_until(result: PartResult | None) -> Iterator[PartResult]:
         while result is not None and result.part % stages != stage and result not in posted:
             following = next(coming[result.part % stages])
             posted.add(following)

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpczero.errors import HpczeroError
-from hpczero.parallel.pipeline.schedule import ALL_RESULTS, RESULTS, Action, Result, Schedule, needs
+from hpczero.parallel.pipeline.schedule import (
+    ALL_RESULTS,
+    RESULTS,
+    Action,
+    PartResult,
+    Schedule,
+    needs,
+)
 
 _SHOWN = 4  # mistakes written out
 
@@ -103,8 +110,8 @@ def _mistakes(
 def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span, ...], ...]:
     stages = len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
-    made: dict[Result, float] = {}
-    waiting: dict[Result, int] = {}  # for what -> the stage that waits for it
+    made: dict[PartResult, float] = {}
+    waiting: dict[PartResult, int] = {}  # for what -> the stage that waits for it
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
@@ -124,7 +131,7 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
             clock = begin + times.of(action.kind, part)
             spans[stage].append(Span(action, begin, clock))
             for name in RESULTS[action.kind]:
-                result = Result(name, part, action.micro_batch)
+                result = PartResult(name, part, action.micro_batch)
                 made[result] = clock
                 if result in waiting:
                     ready.append(waiting.pop(result))
@@ -138,7 +145,7 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
     return tuple(map(tuple, spans))
 
 
-def _stuck(stage: int, action: Action, needed: Result, stages: int) -> str:
+def _stuck(stage: int, action: Action, needed: PartResult, stages: int) -> str:
     whom = f"the {needed.name} of micro-batch {needed.micro_batch} from chunk {needed.part // stages} of stage {needed.part % stages}"
     return f"deadlock: stage {stage} stands at the {action}, waiting for {whom}"
 

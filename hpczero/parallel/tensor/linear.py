@@ -24,7 +24,7 @@ from torch.nn import functional
 from hpczero.comm.group import Group
 from hpczero.model import maps
 from hpczero.parallel.layout import share
-from hpczero_kernels.dropout import Place
+from hpczero_kernels.dropout import ActivationWindow
 
 # How the residual stream, what layers hand on and add to, lies over the tensor ranks.
 #
@@ -178,7 +178,9 @@ class DropoutOnOwnRows(nn.Module):
 
     def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         return self.serial(
-            x, *arguments, place=Place(all_columns=x.shape[-1], first_row=self._first_row)
+            x,
+            *arguments,
+            place=ActivationWindow(all_columns=x.shape[-1], first_row=self._first_row),
         )
 
 

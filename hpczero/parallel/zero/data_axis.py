@@ -37,7 +37,7 @@ class DataAxis(Protocol):
         gather tensors of different names do not meet.
         """
 
-    def settle(self) -> Work:
+    def node_barrier(self) -> Work:
         """What ranks have written in memory that others see is there."""
 
     def all_gather(self, values: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Messages:
             tensor, tensor[shard(tensor.numel(), self.size, self.rank)], name
         )
 
-    def settle(self) -> Work:
+    def node_barrier(self) -> Work:
         return self.group.start_barrier()
 
     def all_gather(self, values: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class AbsentGradients:
 
     def _names(self) -> set[str]:
         return {
-            unit.layout.places[index].parameter.name
+            unit.layout.slots[index].parameter.name
             for unit, absent in self._now.items()
             for index in absent
         }

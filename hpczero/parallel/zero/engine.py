@@ -34,9 +34,13 @@ from hpczero.parallel.zero.outside import Outside
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import BadGradient, Reduction
 from hpczero.parallel.zero.unit import Fill, Unit, take_moments, take_slots
-from hpczero.parallel.zero.weight_gradients import DirectGradients, StrayGradients, among_ourselves
+from hpczero.parallel.zero.weight_gradients import (
+    DirectGradients,
+    StrayGradients,
+    no_torch_overrides,
+)
 from hpczero.spec.schema import Optimizer, Train, Zero
-from hpczero_kernels.adamw import Scalars, adamw, scalars_of_step
+from hpczero_kernels.adamw import AdamWScalars, adamw, scalars_of_step
 from hpczero_kernels.cpu import Pool
 from hpczero_kernels.dispatch import CUDA, choose
 
@@ -51,7 +55,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """What the engine does with the gradients; `accumulates`: a step has several micro-batches (their sum is kept in fp32).
     `own_model`: the module is one of `hpczero.model`, where a layer's parameters are used while it runs and by nobody else, and linear maps
     whose gradients autograd would make are those of `model.maps`.
@@ -74,7 +78,7 @@ class Engine:
         module: nn.Module,
         layers: Sequence[tuple[nn.Module, shapes.Layer]],
         axis: DataAxis,
-        settings: Settings,
+        settings: EngineSettings,
         values: Callable[[UnitLayout], Fill] | None = None,
         tensor: Group | None = None,
         pipeline: Group | None = None,
@@ -112,8 +116,8 @@ class Engine:
             self._unit_of, self.reduction, watches=not settings.own_model
         )
         self._hooks = [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
-        self.names = [place.parameter.name for unit in self.units for place in unit.layout.places]
-        build.adopt(
+        self.names = [place.parameter.name for unit in self.units for place in unit.layout.slots]
+        build.install_parameters(
             module,
             dict(
                 zip(
@@ -137,7 +141,7 @@ class Engine:
                 for part, layer in layers
             ]
         for unit in self.units:
-            unit.fill_own(values(unit.layout) if values else self.initial_values)
+            unit.fill_owned(values(unit.layout) if values else self.initial_values)
             self._start_arriving(unit)
         self.weights_here()
         self.outside.note()
@@ -191,7 +195,10 @@ class Engine:
         if not self.settings.own_model:
             self.weights_here()
             self.outside.look_once()
-        with self._direct.here(), self.gatherer.forward() if self.gatherer else nullcontext():
+        with (
+            self._direct.redirect_weight_grads(),
+            self.gatherer.forward() if self.gatherer else nullcontext(),
+        ):
             yield
 
     def _sharded_parameters(
@@ -216,7 +223,7 @@ class Engine:
         return [
             unit
             for unit in self.units
-            if any(place.parameter.name in layer.names for place in unit.layout.places)
+            if any(place.parameter.name in layer.names for place in unit.layout.slots)
         ]
 
     def units_named(self, names: Collection[str]) -> list[Unit]:
@@ -263,7 +270,7 @@ class Engine:
         self._had_backward.update(chosen)
         try:
             with (
-                self._direct.here(),
+                self._direct.redirect_weight_grads(),
                 self.gatherer.backward() if self.gatherer else nullcontext(),
                 self._in_this_thread(),
             ):
@@ -289,7 +296,7 @@ class Engine:
         if not self.reduction.is_open:
             self._stray.drop(parameter)
             return
-        with among_ourselves():
+        with no_torch_overrides():
             self.reduction.gradient_ready(
                 parameter, may_be_last=self._direct.is_own()
             )  # in a backward inside ours, autograd calls for each use
@@ -340,7 +347,7 @@ class Engine:
         of_gradient = self._norm() / scale
         read, settle = (
             self.device.later(of_gradient.view(1)),
-            self.axis.group.connection.progress.so_far(),
+            self.axis.group.connection.progress.snapshot(),
         )
         for each in scalars.values():
             each.follow(of_gradient, self.settings.train.grad_clip, scale)
@@ -373,13 +380,13 @@ class Engine:
             total = group.stack(total).sum()
         return total.sqrt()
 
-    def _scalars(self, update: int, lr: float) -> Scalars:
+    def _scalars(self, update: int, lr: float) -> AdamWScalars:
         optimizer = self.settings.optimizer
-        return Scalars(
+        return AdamWScalars(
             self.device.put(scalars_of_step(update, lr, optimizer.betas, optimizer.eps).values)
         )
 
-    def _update(self, unit: Unit, scalars: Mapping[int, Scalars]) -> None:
+    def _update(self, unit: Unit, scalars: Mapping[int, AdamWScalars]) -> None:
         """`scalars`: for parameters that so many updates have left out."""
         missed = self.absent.missed
         for stretch in unit.stepped(self.absent.of(unit)):
@@ -394,7 +401,7 @@ class Engine:
         if self.sharded.optimizer:
             self._arriving[unit] = self.axis.gather(unit.weights)
         elif self.axis.shared:
-            self._arriving[unit] = self.axis.settle()
+            self._arriving[unit] = self.axis.node_barrier()
 
     def _wait_before(self, units: Sequence[Unit], *_: object) -> None:
         if self._arriving:
@@ -412,7 +419,7 @@ class Engine:
             place.parameter.size
             for unit in self.units
             if unit not in self.copies
-            for place in unit.layout.places
+            for place in unit.layout.slots
         )
         return (
             int(self.pipeline.stack(torch.tensor(own, dtype=torch.int64)).sum())
@@ -460,12 +467,12 @@ class Engine:
         """Collective. Parameters and buffers become those that data rank 0 gives, which must be all; the optimizer's moments stay."""
         assert not self._others, "parts of whole tensors are not loaded this way"
         values = state_dict.from_state_dict(self.module, self.names, state, self.axis.group)
-        self.renew(lambda unit: unit.fill_own(values(unit.layout)))
+        self.renew(lambda unit: unit.fill_owned(values(unit.layout)))
 
     def renew(self, change: Callable[[Unit], None]) -> None:
         """Collective. `change` gives the own elements of a unit new master weights and writes them to its weights, which then come to all."""
         self.weights_here()
-        self.axis.settle().wait()  # nobody reads any more what is written now
+        self.axis.node_barrier().wait()  # nobody reads any more what is written now
         for unit in self.units:
             change(unit)
             self._start_arriving(unit)
@@ -492,7 +499,7 @@ class Engine:
     def take_changes(self, copies: Mapping[Unit, torch.Tensor]) -> None:
         """Changed copies of whole weights, equal on all ranks, become the weights. All compare before anybody writes in memory that others see."""
         changed = {unit: unit.changes(copy) for unit, copy in copies.items()}
-        self.axis.settle().wait()
+        self.axis.node_barrier().wait()
         for unit, copy in copies.items():
             unit.take_changes(copy, changed[unit])
             self._start_arriving(unit)

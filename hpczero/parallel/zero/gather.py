@@ -82,7 +82,7 @@ class Gatherer:
         self._outdated: dict[int, Unit] = {}  # by the address of such a storage
         self._warned = False
         for unit in units:
-            self._let_go_of_values(unit)
+            self._release_values(unit)
             for parameter in unit.parameters:
                 assert isinstance(parameter, ShardedParameter)
                 parameter.fetch = partial(self._fetch, unit, parameter)
@@ -195,7 +195,7 @@ class Gatherer:
             if self._pass == "backward":
                 self._keep(unit)
         for unit in units:
-            self.whole(unit)
+            self.ensure_gathered(unit)
 
     def _keep(self, unit: Unit) -> None:
         if unit not in self._kept:
@@ -215,7 +215,7 @@ class Gatherer:
                 "read it with engine.gathered(...), or take zero.stage = 2"
             )
         self._keep(unit)
-        self.whole(unit)
+        self.ensure_gathered(unit)
 
     @undisturbed
     def done(self, units: Sequence[Unit]) -> None:
@@ -223,14 +223,14 @@ class Gatherer:
             self._in_use[unit] -= 1
             if not self._in_use[unit]:
                 del self._in_use[unit]
-                self._let_go_of_values(unit)
+                self._release_values(unit)
 
     def show(self, unit: Unit, whole: torch.Tensor) -> None:
         """The parameters have the values of `whole`, until `done`."""
         self._in_use[unit] = self._in_use.get(unit, 0) + 1
         self._show_values(unit, whole)
 
-    def whole(self, unit: Unit) -> torch.Tensor:
+    def ensure_gathered(self, unit: Unit) -> torch.Tensor:
         """The unit's weights, gathered if they are not there."""
         if unit not in self._whole:
             self._begin(unit)
@@ -281,7 +281,7 @@ class Gatherer:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """The module's hooks lead here when it is copied or pickled."""
-        name = next(iter(self._version)).layout.places[0].parameter.name
+        name = next(iter(self._version)).layout.slots[0].parameter.name
         raise HpczeroError(
             f"the module is copied or pickled, but {name} and its other parameters are in parts on many ranks"
             " (zero.stage = 3): take engine.full_state_dict(), or zero.stage = 2"
@@ -292,7 +292,7 @@ class Gatherer:
         if loan is None:
             if self.loans.still_seen and not self._warned:
                 self._warned = True
-                name = unit.layout.places[0].parameter.name
+                name = unit.layout.slots[0].parameter.name
                 warnings.warn(
                     f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}",
                     stacklevel=2,
@@ -340,7 +340,7 @@ class Gatherer:
     def _evict(self, unit: Unit) -> None:
         if unit in self._arriving:
             self._arriving.pop(unit).wait()
-        self._let_go_of_values(unit)
+        self._release_values(unit)
         loan = self._whole.pop(unit)
         del self._under[loan.storage.data_ptr()]
         self.loans.give_back(loan)
@@ -348,14 +348,14 @@ class Gatherer:
             self._outlived[loan] = unit
 
     def _show_values(self, unit: Unit, buffer: torch.Tensor) -> None:
-        for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+        for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             assert isinstance(parameter, ShardedParameter)
             if parameter.released_as:
                 give_values(parameter, unit.part(buffer, place))
                 parameter.released_as = None
 
-    def _let_go_of_values(self, unit: Unit) -> None:
-        for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+    def _release_values(self, unit: Unit) -> None:
+        for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             assert isinstance(parameter, ShardedParameter)
             give_values(parameter, unit.nothing.expand(place.shape))
             parameter.released_as = place.parameter.name
@@ -372,7 +372,7 @@ class Gatherer:
     def _refuse_outdated(self, tensor: torch.Tensor) -> None:
         unit = self._unit_in(self._outdated, tensor)
         if unit is not None:
-            name = unit.layout.places[0].parameter.name
+            name = unit.layout.slots[0].parameter.name
             raise HpczeroError(
                 f"a view of the layer with {name} was made before the last step, or change, of its"
                 " parameters, and does not follow them (zero.stage = 3): make it anew in every forward,"
@@ -384,12 +384,12 @@ class Gatherer:
         if isinstance(saved, torch.Tensor):
             return saved
         if saved.version != self._version[saved.unit]:
-            name = saved.unit.layout.places[0].parameter.name
+            name = saved.unit.layout.slots[0].parameter.name
             raise HpczeroError(
                 f"this backward is of a forward before the last step, or change, of the parameters of the layer with {name}:"
                 " its gradients would be of other values; run the forward again"
             )
-        return self.whole(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
+        return self.ensure_gathered(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
 
 
 _KEPT = (

@@ -37,7 +37,7 @@ class Outside:
         self.owner = Owner()
         self._module, self._units = module, units
         self._parameters = [own for unit in units for own in unit.parameters]
-        self._names = [place.parameter.name for unit in units for place in unit.layout.places]
+        self._names = [place.parameter.name for unit in units for place in unit.layout.slots]
         for unit in units:
             unit.belongs_to(self.owner)
         self._modules = list(module.modules())

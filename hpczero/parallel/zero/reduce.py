@@ -60,7 +60,7 @@ class Reduction:
     ) -> None:
         """`slots`: where gradients are sharded, what the units gather them in, in turns."""
         self.names_backwards = [
-            place.parameter.name for unit in units for place in unit.layout.places
+            place.parameter.name for unit in units for place in unit.layout.slots
         ][::-1]  # of all parameters that there are
         self.axis, self.sharded, self.pool = axis, sharded, pool
         self.looks_at_once = (
@@ -76,7 +76,7 @@ class Reduction:
         ] = {}  # units that other stages have too, whose sums are added up
         self._everyone = list(reversed(units))  # in the order in which they start
         self._order, self._place_in_order = _ordered(self._everyone)  # of those of this backward
-        self._under_way: deque[tuple[Unit, Work]] = deque()
+        self._in_flight: deque[tuple[Unit, Work]] = deque()
         self._read_by_others: set[Unit] = set()  # whose sum is under way
         self._started = 0  # units whose sum has been started in this backward
         self._sums = 0  # the same since the beginning
@@ -138,7 +138,7 @@ class Reduction:
         """
         if self._reducing:
             self._start_rest()
-        while self._under_way:
+        while self._in_flight:
             self._collect(wait=True)
         for unit in self._everyone:
             unit.drop_gradients()
@@ -184,7 +184,7 @@ class Reduction:
 
     def name_of(self, parameter: torch.Tensor) -> str:
         unit, index = self._place_of[parameter]
-        return unit.layout.places[index].parameter.name
+        return unit.layout.slots[index].parameter.name
 
     def write(self, parameter: torch.Tensor, into: Callable[[torch.Tensor], None]) -> bool:
         """Lets `into` write the gradient of one use of a parameter, in a tensor of its shape, and adds it up where it is summed over the ranks. While
@@ -232,13 +232,15 @@ class Reduction:
         )
         self._started = 0
         self._start_rest()
-        while self._under_way:
+        while self._in_flight:
             self._collect(wait=True)
         for unit, group in self.tied.items():
-            group.all_reduce(unit.summed)
-            sum_pieces([unit.summed], unit.summed, False, unit.squares, self.pool)
+            group.all_reduce(unit.reduced_shard)
+            sum_pieces([unit.reduced_shard], unit.reduced_shard, False, unit.squares, self.pool)
         if not self.sharded.optimizer:
-            for work in [self.axis.gather(unit.wire, copies=True) for unit in self._everyone]:
+            for work in [
+                self.axis.gather(unit.send_buffer, copies=True) for unit in self._everyone
+            ]:
                 work.wait()
         self._reduced.clear()
         if self._completed is not None:
@@ -268,7 +270,9 @@ class Reduction:
         for unit in self._everyone:
             for place, part in unit.layout.stretches(unit.shard.start, unit.shard.stop):
                 if (
-                    not unit.summed[part.start - unit.shard.start : part.stop - unit.shard.start]
+                    not unit.reduced_shard[
+                        part.start - unit.shard.start : part.stop - unit.shard.start
+                    ]
                     .isfinite()
                     .all()
                 ):
@@ -307,7 +311,7 @@ class Reduction:
         if not self._slots:
             return
         if unit not in self._place_in_order:
-            names = first_few([place.parameter.name for place in unit.layout.places])
+            names = first_few([place.parameter.name for place in unit.layout.slots])
             raise HpczeroError(
                 f"a gradient of {names} came in the backward of a part that does not hold it"
             )
@@ -317,7 +321,7 @@ class Reduction:
             self._started <= place < self._started + len(self._slots)
             and slot not in self._slot_of.values()
         ):
-            unit.buffer = unit.wire = self._slots[slot][: unit.layout.size]
+            unit.buffer = unit.send_buffer = self._slots[slot][: unit.layout.size]
             self._slot_of[unit] = slot
 
     def _start(self, unit: Unit) -> None:
@@ -335,19 +339,19 @@ class Reduction:
         self._read_by_others.add(unit)
         accumulate = self.sharded.gradients and unit in self._reduced
         self._reduced.add(unit)
-        self._under_way.append(
-            (unit, self.axis.reduce(unit.wire, GradientSum(self, unit, accumulate)))
+        self._in_flight.append(
+            (unit, self.axis.reduce(unit.send_buffer, GradientSum(self, unit, accumulate)))
         )
 
     def _collect(self, wait: bool = False) -> None:
         """Moves the sums under way, and takes back the slots of those that are done; `wait`: at least of the oldest."""
-        while self._under_way:
-            unit, work = self._under_way[0]
+        while self._in_flight:
+            unit, work = self._in_flight[0]
             if wait:
                 work.wait()
             elif not work.poll():
                 return
-            self._under_way.popleft()
+            self._in_flight.popleft()
             self._read_by_others.discard(unit)
             wait = False
             if self.sharded.gradients:
@@ -390,7 +394,7 @@ class GradientSum:
 
     def into_shard(self, window: slice, parts: list[torch.Tensor], ranks: Sequence[int]) -> None:
         squares = self.unit.squares[window.start // BLOCK : -(-window.stop // BLOCK)]
-        out = self.unit.summed[window]
+        out = self.unit.reduced_shard[window]
         sum_pieces(parts, out, self.accumulate, squares, self.reduction.pool)
         if self.reduction.looks_at_once and not squares.isfinite().all():
             self.reduction.note_bad(

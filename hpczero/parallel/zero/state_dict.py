@@ -52,7 +52,7 @@ def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict
     for unit in units:
         flat = _on_first_rank(unit, axis.group)
         if flat is not None:
-            for own, place in zip(unit.parameters, unit.layout.places, strict=True):
+            for own, place in zip(unit.parameters, unit.layout.slots, strict=True):
                 masters[own] = unit.part(flat, place).clone().cpu()
     if axis.rank:
         return {}
@@ -82,9 +82,9 @@ def from_state_dict(
 def from_first_rank(layout: UnitLayout, values: Mapping[str, torch.Tensor], group: Group) -> Fill:
     """The unit's values as data rank 0 has them, on every rank; whole for as long as they are filled in."""
     flat = torch.zeros(layout.size, dtype=torch.float32)
-    first_of = {place.parameter.name: place.offset for place in layout.places}
+    first_of = {place.parameter.name: place.offset for place in layout.slots}
     if group.rank == 0:
-        for place in layout.places:
+        for place in layout.slots:
             flat[place.offset : place.stop].view(place.shape).copy_(values[place.parameter.name])
     group.broadcast(flat)
 
@@ -115,7 +115,7 @@ def release(engine: "Engine", room: int) -> None:
         here = bool((axis.all_gather(torch.tensor([room - wanted], dtype=torch.int64)) >= 0).all())
     for unit in engine.units:
         weights = unit.weights.clone() if here and axis.shared else unit.weights
-        for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+        for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             if here:
                 handed_back(parameter, unit.part(weights, place))
             else:
@@ -145,7 +145,7 @@ def _hide(engine: "Engine", unit: Unit) -> None:
 
 
 def _give_values(unit: Unit, whole: torch.Tensor) -> None:
-    for place, parameter in zip(unit.layout.places, unit.parameters, strict=True):
+    for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         give_values(parameter, unit.part(whole, place))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hpczero.model import shapes
-from hpczero.parallel.layout import Place, UnitLayout
+from hpczero.parallel.layout import ParameterSlot, UnitLayout
 from hpczero.parallel.states import SLOTS, Sharded
 from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.parameters import (
@@ -18,7 +18,7 @@ from hpczero.parallel.zero.parameters import (
     gradient_left,
     leave_gradient,
 )
-from hpczero_kernels.adamw import State
+from hpczero_kernels.adamw import AdamWBuffers
 from hpczero_kernels.reduce import BLOCK
 
 Fill = Callable[
@@ -35,10 +35,10 @@ _TAKEN = "_hpczero_engine_has_it"  # an attribute of parameters
 
 
 @dataclass(frozen=True)
-class Stepped:
+class SteppedSpan:
     """A stretch of a unit's own elements that is stepped in one go."""
 
-    state: State
+    state: AdamWBuffers
     decays: bool
     name: str  # of the parameter
 
@@ -69,23 +69,23 @@ class Unit:
         dtype, gradient_dtype = dtypes
         self.layout, self.sharded = layout, sharded
         self.shard = layout.shard(rank)
-        self.own = self.shard if sharded.optimizer else slice(0, layout.size)
+        self.owned = self.shard if sharded.optimizer else slice(0, layout.size)
         self.written = written
-        count = self.own.stop - self.own.start
+        count = self.owned.stop - self.owned.start
         self._first = (
-            self.own.start if sharded.parameters else 0
+            self.owned.start if sharded.parameters else 0
         )  # of the elements that `weights` holds
         self.weights = arena.take("weights", count if sharded.parameters else layout.size, dtype)
         self._separate = arena.sizes["master"] > 0
         self.master = (
             arena.take("master", count, torch.float32)
             if self._separate
-            else self._weights_at(self.own)
+            else self._weights_at(self.owned)
         )
         self.nothing = self.weights.new_full(
             (), float("nan")
         )  # what a parameter's values are while they are away
-        self.parameters = [self._parameter(place) for place in layout.places]
+        self.parameters = [self._parameter(place) for place in layout.slots]
         held = arena.take(
             "gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype
         )
@@ -93,41 +93,39 @@ class Unit:
         self._views: dict[
             int, list[torch.Tensor]
         ] = {}  # address of a buffer -> the parameters' parts of it
-        self.wire = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
-        self.summed = held if sharded.gradients else self.wire[self.shard]
+        self.send_buffer = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
+        self.reduced_shard = held if sharded.gradients else self.send_buffer[self.shard]
         self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
         self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
         self.present: set[int] = set()  # which have had a gradient in this step
         self.missing = 0  # how many are still to come in this backward
         self._gaps = _gaps(layout)
-        self._stepped: dict[frozenset[int], list[Stepped]] = {}  # of the last step
+        self._stepped: dict[frozenset[int], list[SteppedSpan]] = {}  # of the last step
 
-    def _parameter(self, place: Place) -> OwnedParameter:
+    def _parameter(self, place: ParameterSlot) -> OwnedParameter:
         """It counts the writes to itself alone: `.data` has a count of its own."""
         if self.sharded.parameters:
             return ShardedParameter(self.nothing.expand(place.shape))
         return OwnedParameter(self.part(self.weights, place).data)
 
     def belongs_to(self, owner: Owner) -> None:
-        for place, parameter in zip(self.layout.places, self.parameters, strict=True):
+        for place, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.known_as, parameter.owner = place.parameter.name, owner
 
     def _weights_at(self, elements: slice) -> torch.Tensor:
         return self.weights[elements.start - self._first : elements.stop - self._first]
 
-    def part(self, buffer: torch.Tensor, place: Place) -> torch.Tensor:
+    def part(self, buffer: torch.Tensor, place: ParameterSlot) -> torch.Tensor:
         return buffer[place.offset : place.stop].view(place.shape)
 
     @property
     def gradient_to_step(self) -> torch.Tensor:
         """The summed gradient of the own elements."""
-        return self.summed if self.sharded.optimizer else self.wire
+        return self.reduced_shard if self.sharded.optimizer else self.send_buffer
 
     def take_over(self, module_parameters: Mapping[str, nn.Parameter]) -> None:
         """The module's own parameters get their memory here, and stay the objects they are; one on meta, which cannot, is replaced."""
-        for index, (place, made) in enumerate(
-            zip(self.layout.places, self.parameters, strict=True)
-        ):
+        for index, (place, made) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
             parameter = module_parameters[place.parameter.name]
             if parameter.is_meta:
                 made.requires_grad_(parameter.requires_grad)
@@ -145,19 +143,19 @@ class Unit:
         for own in self.parameters:
             setattr(own, _TAKEN, False)
 
-    def stepped(self, absent: frozenset[int]) -> list[Stepped]:
+    def stepped(self, absent: frozenset[int]) -> list[SteppedSpan]:
         """The own elements without those of the `absent` parameters."""
         if absent not in self._stepped:
-            names = frozenset(self.layout.places[index].parameter.name for index in absent)
+            names = frozenset(self.layout.slots[index].parameter.name for index in absent)
             self._stepped = {absent: list(self._stretches(names))}
         return self._stepped[absent]
 
-    def _stretches(self, left_out: Container[str]) -> Iterator[Stepped]:
-        first, written = self.own.start, self.written
+    def _stretches(self, left_out: Container[str]) -> Iterator[SteppedSpan]:
+        first, written = self.owned.start, self.written
         for begin, end in (
             (first, written.start),
             (written.start, written.stop),
-            (written.stop, self.own.stop),
+            (written.stop, self.owned.stop),
         ):
             for place, part in self.layout.stretches(begin, end):
                 if place.parameter.name not in left_out:
@@ -167,20 +165,20 @@ class Unit:
                         else None
                     )
                     own = slice(part.start - first, part.stop - first)
-                    state = State(
+                    state = AdamWBuffers(
                         self.master[own],
                         self.moment1[own],
                         self.moment2[own],
                         self.gradient_to_step[own],
                         weights,
                     )
-                    yield Stepped(state, place.parameter.decays, place.parameter.name)
+                    yield SteppedSpan(state, place.parameter.decays, place.parameter.name)
 
-    def fill_own(self, fill: Fill) -> None:
+    def fill_owned(self, fill: Fill) -> None:
         """The own elements get these values of the parameters that lie there."""
         self.master.zero_()
-        for place, part in self.layout.stretches(self.own.start, self.own.stop):
-            start = part.start - self.own.start
+        for place, part in self.layout.stretches(self.owned.start, self.owned.stop):
+            start = part.start - self.owned.start
             for logical in place.logical(part.start - place.offset, part.stop - place.offset):
                 count = logical.stop - logical.start
                 out = self.master[start : start + count]
@@ -195,18 +193,18 @@ class Unit:
         if self._separate:
             self._weights_at(self.written).copy_(
                 self.master[
-                    self.written.start - self.own.start : self.written.stop - self.own.start
+                    self.written.start - self.owned.start : self.written.stop - self.owned.start
                 ]
             )
 
     def changes(self, whole: torch.Tensor) -> torch.Tensor:
         """Which of the own elements differ in `whole`, a changed copy of the weights, to the bit."""
         bits = torch.int32 if whole.dtype == torch.float32 else torch.int16
-        return self._weights_at(self.own).view(bits) != whole[self.own].view(bits)
+        return self._weights_at(self.owned).view(bits) != whole[self.owned].view(bits)
 
     def take_changes(self, whole: torch.Tensor, changed: torch.Tensor) -> None:
         """Of what was not changed the master weights keep their precision."""
-        torch.where(changed, whole[self.own].float(), self.master, out=self.master)
+        torch.where(changed, whole[self.owned].float(), self.master, out=self.master)
         if self._separate:
             self._weights_at(self.written).copy_(whole[self.written])
 
@@ -216,7 +214,7 @@ class Unit:
         for place, part in self.layout.stretches(self.shard.start, self.shard.stop):
             if place.parameter.split is None:
                 total += (
-                    self.summed[part.start - self.shard.start : part.stop - self.shard.start]
+                    self.reduced_shard[part.start - self.shard.start : part.stop - self.shard.start]
                     .double()
                     .square()
                     .sum()
@@ -229,7 +227,7 @@ class Unit:
         views = self._views.get(self.buffer.data_ptr())
         if views is None:
             views = self._views[self.buffer.data_ptr()] = [
-                self.part(self.buffer, place) for place in self.layout.places
+                self.part(self.buffer, place) for place in self.layout.slots
             ]
         return views[index]
 
@@ -265,8 +263,8 @@ class Unit:
             self.buffer[gap].zero_()
         self.present |= self.arrived
         self.arrived.clear()
-        if self.buffer.dtype != self.wire.dtype:
-            _narrow(self.buffer, self.wire)
+        if self.buffer.dtype != self.send_buffer.dtype:
+            _narrow(self.buffer, self.send_buffer)
 
 
 def taken(parameter: torch.Tensor) -> bool:
@@ -275,10 +273,10 @@ def taken(parameter: torch.Tensor) -> bool:
 
 
 def _gaps(layout: UnitLayout) -> list[slice]:
-    starts = [place.offset for place in layout.places[1:]] + [layout.size]
+    starts = [place.offset for place in layout.slots[1:]] + [layout.size]
     return [
         slice(place.stop, start)
-        for place, start in zip(layout.places, starts, strict=True)
+        for place, start in zip(layout.slots, starts, strict=True)
         if place.stop < start
     ]
 
@@ -294,9 +292,13 @@ def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
 def take_moments(units: Sequence[Unit], arena: Arena) -> None:
     """First moments of all units, then the second ones: what a checkpoint copies lies in few long stretches."""
     for unit in units:
-        unit.moment1 = arena.take("moments", unit.own.stop - unit.own.start, torch.float32).zero_()
+        unit.moment1 = arena.take(
+            "moments", unit.owned.stop - unit.owned.start, torch.float32
+        ).zero_()
     for unit in units:
-        unit.moment2 = arena.take("moments", unit.own.stop - unit.own.start, torch.float32).zero_()
+        unit.moment2 = arena.take(
+            "moments", unit.owned.stop - unit.owned.start, torch.float32
+        ).zero_()
 
 
 def take_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:

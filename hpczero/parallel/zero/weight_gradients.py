@@ -45,7 +45,7 @@ _VIEWS = {
 }
 
 
-def among_ourselves() -> AbstractContextManager[None]:
+def no_torch_overrides() -> AbstractContextManager[None]:
     """Inside, no function mode or tensor subclass looks at what is computed: a look takes longer than a small tensor operation. Weights that are
     away are not fetched.
     """
@@ -64,7 +64,7 @@ class DirectGradients:
         self._parameters, self._watches = parameters, watches
         self._task = -1  # autograd's number of the backward that is the engine's own
 
-    def here(self) -> AbstractContextManager[object]:
+    def redirect_weight_grads(self) -> AbstractContextManager[object]:
         return _Watch(self) if self._watches else maps.done_by(self)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -216,7 +216,7 @@ class _Linear(torch.autograd.Function):
         )  # which may be computed again here, in the way that forward went
         in_own_backward = context.way.is_own() and not torch.is_grad_enabled()
         with (
-            among_ourselves()
+            no_torch_overrides()
             if in_own_backward and type(weight) in (Tensor, nn.Parameter)
             else nullcontext()
         ):

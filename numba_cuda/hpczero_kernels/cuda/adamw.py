@@ -2,7 +2,7 @@
 
 from numba import float32, uint32, uint64
 
-from hpczero_kernels.adamw import Scalars, State
+from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars
 from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cuda.intrinsics import inner, load4, number_of, sqrt
 from hpczero_kernels.cuda.launch import (
@@ -96,7 +96,7 @@ def step(
         put(words, weights, weights_precision, index, left, is_aligned)
 
 
-def adamw(state: State, decay: float, scalars: Scalars, zero_gradient: bool) -> None:
+def adamw(state: AdamWBuffers, decay: float, scalars: AdamWScalars, zero_gradient: bool) -> None:
     """As hpczero_kernels.adamw.adamw, on a device."""
     master, moment1, moment2, gradient, weights = (
         state.master,
