@@ -49,7 +49,8 @@ class Group:
         self.rank = rank
         self.size = len(self.ranks)
         self.connection = connection
-        self._messages, self._native = ByMessages(connection, axis, self.ranks, rank), native
+        self.native = native
+        self._messages = ByMessages(connection, axis, self.ranks, rank)
         self._elsewhere = [
             node_of_rank[peer] != node_of_rank[self.ranks[rank]] for peer in self.ranks
         ]
@@ -63,6 +64,17 @@ class Group:
     def device(self) -> Device:
         """Where this rank's tensors live."""
         return self.connection.device
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of the buffers in which pieces arrive that are to be summed."""
+        return self.connection.buffered + (self.native.buffered if self.native else 0)
+
+    def close(self) -> None:
+        """Give back the communicator; nothing may be in flight."""
+        self.connection.close()
+        if self.native:
+            self.native.close()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """Every rank's `tensor` becomes the "sum", "max" or "min" of all, in place."""
@@ -200,7 +212,7 @@ class Group:
     # How each is carried out.
 
     def _carrier(self, tensor: Tensor) -> Carrier:
-        return self._native if self._native and self._native.takes(tensor) else self._messages
+        return self.native if self.native and self.native.takes(tensor) else self._messages
 
     def _window(self, carrier: Carrier, tensor: Tensor) -> ByWindow | None:
         """Return the window if the tensor is short and the ranks share memory."""
@@ -258,8 +270,8 @@ class Group:
         return work
 
     def _queue(self, tensor: Tensor, by_mpi: bool) -> Queue | None:
-        if self._native and not by_mpi and self._native.takes(tensor):
-            return self._native.queue
+        if self.native and not by_mpi and self.native.takes(tensor):
+            return self.native.queue
         return self.connection.queue if self.connection.on_device(tensor) else None
 
     def _flat(self, tensor: Tensor) -> Tensor:

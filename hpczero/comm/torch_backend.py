@@ -11,7 +11,7 @@ import copy
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
@@ -20,13 +20,11 @@ from torch import Tensor
 from hpczero.comm import mpi_backend
 from hpczero.comm.connection import BLOCK, slot_bytes
 from hpczero.comm.mpi_backend import Combine, Order, combine_into, shard
+from hpczero.comm.nodes import Nodes
 from hpczero.comm.progress import CommunicationError, RequestFailed, Steps
 from hpczero.comm.status import WaitPoint
 from hpczero.device import Device
 from hpczero.errors import InputError
-
-if TYPE_CHECKING:
-    from hpczero.comm.world import World
 
 _NEVER = timedelta(days=365)  # the watchdog is earlier, and knows who did not come
 _MEETING = timedelta(seconds=60)
@@ -42,18 +40,18 @@ class Rendezvous:
         self._made: dict[str, int] = {}
 
     @classmethod
-    def of(cls, world: "World", kind: str) -> "Rendezvous":
+    def of(cls, nodes: Nodes, kind: str, device: Device) -> "Rendezvous":
         """Collective; InputError on all ranks where one does not reach rank 0."""
         from torch.distributed import TCPStore
 
-        one_host = len(set(world.hosts)) == 1
-        if world.rank == 0:
+        one_host = len(set(nodes.hosts)) == 1
+        if nodes.rank == 0:
             store = TCPStore("0.0.0.0", 0, None, True, _MEETING, wait_for_workers=False)
             addresses = _addresses(one_host)
-            world.broadcast_object([addresses, store.port])
-            return world.run_on_all(lambda: cls(kind, store, addresses[0], world.device))
-        addresses, port = world.broadcast_object(None)
-        return world.run_on_all(lambda: cls.join(kind, world.device, addresses, port))
+            nodes.broadcast_object([addresses, store.port])
+            return nodes.run_on_all(lambda: cls(kind, store, addresses[0], device))
+        addresses, port = nodes.broadcast_object(None)
+        return nodes.run_on_all(lambda: cls.join(kind, device, addresses, port))
 
     @classmethod
     def join(cls, kind: str, device: Device, addresses: Sequence[str], port: int) -> "Rendezvous":

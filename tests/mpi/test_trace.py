@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpczero.comm import clock
+from hpczero.comm import nodes
 from hpczero.comm.grid import Grid
 from hpczero.comm.trace import ADVANCE, OPERATION, SPAN, WAIT, Event, Recording, Trace, What, events
 from hpczero.comm.world import World
@@ -70,7 +70,7 @@ def apart(world: World | None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
         assert world is not None
         true_time, skew = time.perf_counter_ns, world.rank * FAR
         monkeypatch.setattr(time, "perf_counter_ns", lambda: true_time() + skew)
-        monkeypatch.setattr(clock, "computer", lambda host: str(world.rank))
+        monkeypatch.setattr(nodes, "computer", lambda host: str(world.rank))
 
     return part
 

@@ -47,6 +47,9 @@ class Alone:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
 
 def table() -> Table:
     layers = parameters(weight=(ELEMENTS,))
