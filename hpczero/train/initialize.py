@@ -15,9 +15,10 @@ from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.parallelize import build_engine, refuse_modules_that_differ
-from hpczero.parallel.user_module import layers_of
-from hpczero.parallel.zero.engine import DTYPES, Engine, StepResult
+from hpczero.parallel.parallelize import build_engine
+from hpczero.parallel.user_module import layers_of, refuse_modules_that_differ
+from hpczero.parallel.zero.engine import Engine, StepResult
+from hpczero.parallel.zero.weights import DTYPES
 from hpczero.planner.memory import bucket_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.process_memory import keep_free_memory

@@ -15,7 +15,7 @@ from hpczero.comm.world import World
 from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
-from hpczero.parallel.zero.engine import DTYPES
+from hpczero.parallel.zero.weights import DTYPES
 from hpczero.planner.fit import Bound, Site, refusal
 from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes, saves_behind
 from hpczero.spec.schema import Spec

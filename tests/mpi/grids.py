@@ -9,7 +9,7 @@ import torch
 
 from hpczero.comm.world import World
 from hpczero.device import CPU
-from hpczero.parallel.zero.engine import DTYPES
+from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
 from tests.covering import Case, covering
 from tests.mpi.test_data_parallel import assert_same, distance

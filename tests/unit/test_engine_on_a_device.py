@@ -14,8 +14,9 @@ from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.zero import engine as zero  # noqa: E402
 from hpczero.parallel.zero import reduce as reduction  # noqa: E402
 from hpczero.parallel.zero.buffers import Loan, Loans  # noqa: E402
-from hpczero.parallel.zero.engine import Engine, EngineSettings  # noqa: E402
+from hpczero.parallel.zero.engine import Engine  # noqa: E402
 from hpczero.parallel.zero.unit import Unit  # noqa: E402
+from hpczero.parallel.zero.weights import EngineSettings, ModelParts  # noqa: E402
 from hpczero.spec.schema import Model, Spec, Train, Zero  # noqa: E402
 
 MODEL = Model(layers=2, hidden=24, heads=3, seq_len=33, vocab=61, kernels="torch")
@@ -110,12 +111,9 @@ def test_every_tensor_of_a_step_is_on_the_device(
     module = build.on_meta(MODEL)
     module.register_buffer("kept", torch.zeros(3))
     layers = list(zip(module.layers(), shapes.layers(MODEL), strict=True))
-    engine = Engine(
-        module,
-        layers,
-        OneRank(),
-        EngineSettings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True),
-    )  # type: ignore[arg-type]
+    names = [parameter.name for _, layer in layers for parameter in layer.parameters]
+    settings = EngineSettings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True)
+    engine = Engine(ModelParts(module, layers, None, {}, names), OneRank(), settings)  # type: ignore[arg-type]
     text = torch.zeros(2, MODEL.seq_len + 1, dtype=torch.int64)
     for last in (False, True):
         loss = engine(

@@ -138,6 +138,10 @@ def test_nodes_of_different_sizes() -> None:
     assert nodes[0].node["runtime"] == 2 * RUNTIME
 
 
+def names(layers: Any) -> list[str]:
+    return [parameter.name for _, layer in layers for parameter in layer.parameters]
+
+
 @dataclass
 class Alone:
     """A data axis on which nobody answers: enough to allocate an engine."""
@@ -181,14 +185,16 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
     """On a model whose units are mostly padding, to the byte, and in blocks of just that size."""
     torch = pytest.importorskip("torch")
     from hpczero.model import build
-    from hpczero.parallel.zero.engine import Engine, EngineSettings
+    from hpczero.parallel.zero.engine import Engine
+    from hpczero.parallel.zero.weights import EngineSettings, ModelParts
 
     spec = job(ODD, stage, precision, accumulates)
     for ranks in (1, 3, 4):
         module = build.on_meta(ODD)
         layers = list(zip(module.layers(), shapes.layers(ODD), strict=True))  # type: ignore[operator]
         settings = EngineSettings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates)
-        engine = Engine(module, layers, Alone(ranks - 1, ranks), settings)  # type: ignore[arg-type]
+        parts = ModelParts(module, layers, None, {}, names(layers))
+        engine = Engine(parts, Alone(ranks - 1, ranks), settings)  # type: ignore[arg-type]
         kinds = predicted(spec, ranks).rank
         allocated = engine.memory()
         assert allocated == {kind: kinds[kind] for kind in allocated}
@@ -202,7 +208,8 @@ def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
     """A module with parameters beside its parts: they have a place of their own while these are gathered."""
     torch = pytest.importorskip("torch")
     from hpczero.parallel.user_module import layers_of
-    from hpczero.parallel.zero.engine import Engine, EngineSettings
+    from hpczero.parallel.zero.engine import Engine
+    from hpczero.parallel.zero.weights import EngineSettings, ModelParts
 
     class Beside(torch.nn.Module):  # type: ignore[name-defined, misc]
         def __init__(self) -> None:
@@ -216,12 +223,8 @@ def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
         layer.around for _, layer in layers if any(own.name == "table" for own in layer.parameters)
     ] == [True]
     kinds = need(spec, [layer for _, layer in layers], Placement(2, 1, False)).rank
-    engine = Engine(
-        module,
-        layers,
-        Alone(0, 2),
-        EngineSettings(spec.train, spec.optimizer, spec.zero, spec.seed, False),
-    )  # type: ignore[arg-type]
+    settings = EngineSettings(spec.train, spec.optimizer, spec.zero, spec.seed, False)
+    engine = Engine(ModelParts(module, layers, None, {}, names(layers)), Alone(0, 2), settings)  # type: ignore[arg-type]
     allocated = engine.memory()
     assert allocated == {kind: kinds[kind] for kind in allocated}
     assert allocated["gather slots"] == (3 * 2000 * 64 * 2 if stage == 3 else 0), (

@@ -53,6 +53,16 @@ def apart(chunks: Sequence[Sequence[Layer]], tied: Mapping[str, Parameter]) -> C
     )
 
 
+def stages_of_ties(stages: Sequence[Chunks]) -> dict[str, tuple[int, ...]]:
+    """Return which stages hold each parameter that several of them work with."""
+    holders: dict[str, list[int]] = {}
+    for number, chunks in enumerate(stages):
+        for layer in chain.from_iterable(chunks):
+            if isinstance(layer, Tied):
+                holders.setdefault(layer.name, []).append(number)
+    return {name: tuple(numbers) for name, numbers in holders.items()}
+
+
 def layers_that_run(chunks: Iterable[Sequence[Layer]]) -> list[Layer]:
     """The layers that run."""
     return [layer for chunk in chunks for layer in chunk if not isinstance(layer, Tied)]

@@ -7,7 +7,7 @@ they were complete on the first rank.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,11 +57,15 @@ class Reduction:
         sharded: Sharded,
         slots: Sequence[torch.Tensor],
         pool: Pool,
+        names_backwards: Sequence[str],
+        tied: Mapping[Unit, Group],
     ) -> None:
-        """`slots`: where gradients are sharded, what the units gather them in, in turns."""
-        self.names_backwards = [
-            place.parameter.name for unit in units for place in unit.layout.slots
-        ][::-1]  # of all parameters that there are
+        """`slots`: where gradients are sharded, what the units gather them in, in turns.
+
+        `names_backwards`: all parameters of the model. `tied`: units that other pipeline stages
+        have too, whose sums are added up.
+        """
+        self.names_backwards, self.tied = names_backwards, tied
         self.axis, self.sharded, self.pool = axis, sharded, pool
         self.looks_at_once = (
             not axis.device.has_queues
@@ -71,9 +75,6 @@ class Reduction:
         )  # is told of each unit whose gradients are all there
         self._slots = slots
         self._slot_of: dict[Unit, int] = {}
-        self.tied: dict[
-            Unit, Group
-        ] = {}  # units that other stages have too, whose sums are added up
         self._everyone = list(reversed(units))  # in the order in which they start
         self._order, self._place_in_order = _ordered(self._everyone)  # of those of this backward
         self._in_flight: deque[tuple[Unit, Work]] = deque()

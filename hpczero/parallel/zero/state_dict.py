@@ -1,8 +1,6 @@
 """Whole parameters of a model whose parts lie on many ranks: to be read, to be changed, to be taken home (all collective)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,39 +10,8 @@ from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.zero.data_axis import DataAxis
-from hpczero.parallel.zero.parameters import give_values, given_up, handed_back
 from hpczero.parallel.zero.unit import Fill, Unit
 from hpczero.text import first_few
-
-if TYPE_CHECKING:
-    from hpczero.parallel.zero.engine import Engine
-
-
-@contextmanager
-def gathered(engine: "Engine", parameters: Iterable[torch.Tensor], modify: bool) -> Iterator[None]:
-    """`modify`: everyone has a private copy inside, so that memory that ranks share is written by those who own it, at the end."""
-    wanted = {engine.unit_of(parameter) for parameter in parameters}
-    outside = engine.outside
-    outside.look()
-    copies = (
-        {unit: _copy(engine, unit) for unit in engine.units if unit in wanted}
-        if modify or engine.sharded.parameters
-        else {}
-    )
-    for unit, copy in copies.items():
-        _show(engine, unit, copy)
-    try:
-        with outside.lent(wanted) if modify else nullcontext():
-            yield
-    finally:
-        for unit in copies:
-            _hide(engine, unit)
-    if modify:
-        for copy in copies.values():
-            engine.axis.group.broadcast(copy)
-        engine.take_changes(copies)
-    else:
-        outside.look()
 
 
 def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict[str, torch.Tensor]:
@@ -102,51 +69,6 @@ def from_rank_0(tensor: torch.Tensor, group: Group) -> None:
         group.broadcast(values)
         with torch.no_grad():
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
-
-
-def release(engine: "Engine", room: int) -> None:
-    """Collective. The parameters are ordinary ones again, where the rank has their values; memory that
-    ranks share ends with the engine, so there each gets a copy, if the node has `room` for all of them.
-    Where not, and where values lie on many ranks, to ask for them is an error from now on.
-    """
-    axis, here = engine.axis, not engine.sharded.parameters
-    if here and axis.shared:
-        wanted = axis.neighbours * sum(unit.weights.nbytes for unit in engine.units)
-        here = bool((axis.all_gather(torch.tensor([room - wanted], dtype=torch.int64)) >= 0).all())
-    for unit in engine.units:
-        weights = unit.weights.clone() if here and axis.shared else unit.weights
-        for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-            if here:
-                handed_back(parameter, unit.part(weights, place))
-            else:
-                given_up(parameter, place.parameter.name)
-
-
-def _copy(engine: "Engine", unit: Unit) -> torch.Tensor:
-    if not engine.sharded.parameters:
-        return unit.weights.clone()
-    copy = unit.weights.new_empty(unit.layout.size)
-    engine.start_gather(unit, copy).wait()
-    return copy
-
-
-def _show(engine: "Engine", unit: Unit, copy: torch.Tensor) -> None:
-    if engine.gatherer:
-        engine.gatherer.show(unit, copy)
-    else:
-        _give_values(unit, copy)
-
-
-def _hide(engine: "Engine", unit: Unit) -> None:
-    if engine.gatherer:
-        engine.gatherer.done([unit])
-    else:
-        _give_values(unit, unit.weights)
-
-
-def _give_values(unit: Unit, whole: torch.Tensor) -> None:
-    for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-        give_values(parameter, unit.part(whole, place))
 
 
 def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
