@@ -1,17 +1,20 @@
-"""The grid: every rank has one coordinate along each axis, and talks along it with the ranks that differ in that coordinate only.
+"""The grid: every rank has one coordinate along each axis, and groups along the axes (pure).
 
-Pure arithmetic. Places of the grid are counted with the innermost axis fastest, and given to the ranks sorted by (node, rank):
-neighbours along the innermost axis share a node however the launcher dealt the ranks out, as long as the axis fits there.
+A group along an axis, or along several, holds the ranks that differ in these coordinates only.
+Places of the grid are counted with the innermost axis fastest, and given to the ranks sorted by
+(node, rank): neighbours along the innermost axis share a node however the launcher dealt the ranks
+out, as long as the axis fits there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isqrt, prod
 
 from hpczero.errors import InputError
 from hpczero.spec.rules import AXES, axes_in_order
 from hpczero.spec.schema import Parallel
+from hpczero.text import counted
 
 _SHOWN = 4  # groups, ranks or choices written out before a list is cut short
 
@@ -28,7 +31,11 @@ class Grid:
 
     @classmethod
     def build(cls, parallel: Parallel, node_of_rank: Sequence[int]) -> "Grid":
-        """The order "auto" has to be decided before (`planner.volumes.resolved`), except where no order is better than another."""
+        """Deal the ranks out; the remaining factor is the data axis.
+
+        The order "auto" has to be decided before (`planner.volumes.resolved`), except where no
+        order is better than another.
+        """
         ranks = len(node_of_rank)
         wanted = _wanted(parallel)
         if ranks % prod(wanted.values()):
@@ -40,19 +47,12 @@ class Grid:
             assert order_is_free(size_of, node_of_rank), (
                 'parallel.order = "auto" has not been decided'
             )
-        rank_at_place = sorted(
-            range(ranks), key=node_of_rank.__getitem__
-        )  # stable: by node, then by rank
+        rank_at_place = sorted(range(ranks), key=node_of_rank.__getitem__)  # by node, then by rank
         place_of_rank = [0] * ranks
         for place, rank in enumerate(rank_at_place):
             place_of_rank[rank] = place
-        return cls(
-            axes,
-            tuple(size_of[axis] for axis in axes),
-            tuple(node_of_rank),
-            rank_at_place,
-            place_of_rank,
-        )
+        sizes = tuple(size_of[axis] for axis in axes)
+        return cls(axes, sizes, tuple(node_of_rank), rank_at_place, place_of_rank)
 
     def size(self, axis: str) -> int:
         return self.sizes[self.axes.index(axis)]
@@ -60,68 +60,83 @@ class Grid:
     def coordinate(self, rank: int, axis: str) -> int:
         return self.place_of_rank[rank] // self._stride[axis] % self.size(axis)
 
-    def ranks(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The group of `rank` along the axis, ordered by coordinate."""
-        stride = self._stride[axis]
-        first = self.place_of_rank[rank] - self.coordinate(rank, axis) * stride
-        return tuple(self.rank_at_place[first + step * stride] for step in range(self.size(axis)))
+    def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` along these axes only, innermost axis fastest."""
+        steps = [self.coordinate(rank, axis) * self._stride[axis] for axis in axes]
+        return self._group(self.place_of_rank[rank] - sum(steps), axes)
 
-    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """All groups along the axis, one after the other; together they hold every rank once."""
-        stride, size = self._stride[axis], self.size(axis)
-        for outer in range(0, len(self.rank_at_place), stride * size):
-            for first in range(outer, outer + stride):
-                yield tuple(self.rank_at_place[first : first + stride * size : stride])
+    def groups(self, *axes: str) -> Iterator[tuple[int, ...]]:
+        """Yield all groups along these axes; together they hold every rank once."""
+        for first in self._places(0, [axis for axis in self.axes if axis not in axes]):
+            yield self._group(first, axes)
+
+    def _group(self, first: int, axes: Sequence[str]) -> tuple[int, ...]:
+        return tuple(self.rank_at_place[place] for place in self._places(first, axes))
+
+    def _places(self, first: int, axes: Sequence[str]) -> list[int]:
+        """Return the places along the axes, from the one where their coordinates are all 0."""
+        places = [first]
+        for axis in self.axes:
+            if axis in axes:
+                stride = self._stride[axis]
+                steps = range(0, self.size(axis) * stride, stride)
+                places = [place + step for step in steps for place in places]
+        return places
+
+    def divided(self, axis: str, parts: Mapping[str, int]) -> "Grid":
+        """Return the same ranks on a grid that has these axes, innermost first, in place of one.
+
+        The group along all of them is the group along the axis: "data" may be cut into "shard" and
+        "replica".
+        """
+        assert prod(parts.values()) == self.size(axis), (axis, self.size(axis), parts)
+        at = self.axes.index(axis)
+        return replace(
+            self,
+            axes=(*self.axes[:at], *parts, *self.axes[at + 1 :]),
+            sizes=(*self.sizes[:at], *parts.values(), *self.sizes[at + 1 :]),
+        )
 
     def groups_across_nodes(self, axis: str) -> int:
-        """How many of the groups along the axis have ranks on more than one node."""
+        """Return how many of the groups along the axis have ranks on more than one node."""
         return sum(
             len({self.node_of_rank[rank] for rank in group}) > 1 for group in self.groups(axis)
         )
 
     @cached_property
     def nodes_cut_data_alike(self) -> bool:
-        """Whether nodes divide the data ranks in the same places for all tensor ranks of a stage: then sums node by node are the same sums."""
+        """Whether nodes divide the data ranks at the same places for all tensor ranks of a stage.
+
+        Then sums node by node are the same sums.
+        """
         cuts: dict[int, list[int]] = {}
         for group in self.groups("data") if self.size("tensor") > 1 else ():
             first: dict[int, int] = {}
-            cut = [
-                first.setdefault(self.node_of_rank[rank], place) for place, rank in enumerate(group)
-            ]
+            nodes = [self.node_of_rank[rank] for rank in group]
+            cut = [first.setdefault(node, place) for place, node in enumerate(nodes)]
             if cuts.setdefault(self.coordinate(group[0], "pipeline"), cut) != cut:
                 return False
         return True
 
     def describe(self) -> list[str]:
-        """The layout in lines for people; of many groups the first few."""
+        """Return the layout in lines for people; of many groups the first few."""
         nodes = len(set(self.node_of_rank))
-        product = " x ".join(
-            f"{axis}({size})" for axis, size in zip(self.axes, self.sizes, strict=True)
-        )
-        lines = [
-            f"{_count(len(self.node_of_rank), 'rank')} on {_count(nodes, 'node')}: {product}, innermost axis first"
-        ]
-        return lines + [
-            self._describe_axis(axis, size)
-            for axis, size in zip(self.axes, self.sizes, strict=True)
-            if size > 1
-        ]
+        sizes = list(zip(self.axes, self.sizes, strict=True))
+        product = " x ".join(f"{axis}({size})" for axis, size in sizes)
+        where = f"{counted(len(self.node_of_rank), 'rank')} on {counted(nodes, 'node')}"
+        lines = [self._describe_axis(axis, size) for axis, size in sizes if size > 1]
+        return [f"{where}: {product}, innermost axis first", *lines]
 
     def _describe_axis(self, axis: str, size: int) -> str:
         count, across = len(self.rank_at_place) // size, self.groups_across_nodes(axis)
-        where = (
-            "inside nodes"
-            if not across
-            else "across nodes"
-            if across == count
-            else f"{across:,} of {count:,} across nodes"
-        )
+        where = f"{across:,} of {count:,} across nodes"
+        if across in (0, count):
+            where = "across nodes" if across else "inside nodes"
         groups = self.groups(axis)
         shown = [_span(next(groups)) for _ in range(min(count, _SHOWN))]
         more = f"  … {count - len(shown):,} more" if count > len(shown) else ""
-        return (
-            f"  {axis:<9} {_count(count, 'group')} of {size:,}, {where}:  {'  '.join(shown)}{more}"
-        )
+        sizes = f"{counted(count, 'group')} of {size:,}"
+        return f"  {axis:<9} {sizes}, {where}:  {'  '.join(shown)}{more}"
 
     @cached_property
     def _stride(self) -> dict[str, int]:
@@ -130,12 +145,15 @@ class Grid:
 
 
 def order_is_free(sizes: Mapping[str, int], node_of_rank: Sequence[int]) -> bool:
-    """Whether all orders of the axes send the same: there is one node, or one axis at most that is longer than 1."""
+    """Return True where all orders of the axes send the same: one node, or one axis above 1."""
     return len(set(node_of_rank)) == 1 or sum(size > 1 for size in sizes.values()) < 2
 
 
 def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = None) -> str:
-    """All numbers, and what would work: another number of ranks, or other sizes of the axes (of an axis at most `most`)."""
+    """Say what does not divide, with all numbers, and what would work.
+
+    That is another number of ranks, or other sizes of the axes (of an axis at most `most`).
+    """
     wanted, most = _wanted(parallel), most or {}
     together = prod(wanted.values())
     product = " x ".join(f"{axis}({size})" for axis, size in wanted.items() if size > 1)
@@ -145,17 +163,13 @@ def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = 
     for axis, size in wanted.items():
         others = together // size
         if size > 1 and ranks % others == 0:
-            fixes.append(
-                f"parallel.{axis} = {_alternatives(_nearest_divisors(ranks // others, size, most.get(axis, ranks)))}"
-            )
+            near = _nearest_divisors(ranks // others, size, most.get(axis, ranks))
+            fixes.append(f"parallel.{axis} = {_alternatives(near)}")
     if len(fixes) == 1:
-        fixes.append(
-            " and ".join(
-                f"parallel.{axis} = {size}"
-                for axis, size in _nearest_sizes(wanted, ranks, most).items()
-            )
-        )
-    return f"{product}{equals} does not divide the {_count(ranks, 'rank')} given: use {', or '.join(fixes)}"
+        sizes = _nearest_sizes(wanted, ranks, most).items()
+        fixes.append(" and ".join(f"parallel.{axis} = {size}" for axis, size in sizes))
+    given = f"the {counted(ranks, 'rank')} given"
+    return f"{product}{equals} does not divide {given}: use {', or '.join(fixes)}"
 
 
 def _wanted(parallel: Parallel) -> dict[str, int]:
@@ -165,12 +179,11 @@ def _wanted(parallel: Parallel) -> dict[str, int]:
 def _nearest_sizes(
     wanted: Mapping[str, int], ranks: int, most: Mapping[str, int]
 ) -> dict[str, int]:
-    """One after the other, each axis gets the divisor of what is left of the ranks that is nearest to what was wanted."""
+    """Give each axis in turn the divisor of the remaining ranks that is nearest to the wish."""
     found = {}
     for axis, size in wanted.items():
-        possible = sorted(
-            divisor for divisor in _divisors(ranks) if divisor <= most.get(axis, ranks)
-        )
+        limit = most.get(axis, ranks)
+        possible = sorted(divisor for divisor in _divisors(ranks) if divisor <= limit)
         found[axis] = min(possible, key=lambda divisor: abs(divisor - size))
         ranks //= found[axis]
     return found
@@ -192,12 +205,8 @@ def _alternatives(numbers: list[int]) -> str:
 
 
 def _span(group: tuple[int, ...]) -> str:
-    """[0 2 4 6], or with many ranks [0 2 4 … 98]."""
+    """Return "[0 2 4 6]", or with many ranks "[0 2 4 … 98]"."""
     shown = [str(rank) for rank in group]
     if len(shown) > 2 * _SHOWN:
         shown = [*shown[: _SHOWN - 1], "…", shown[-1]]
     return f"[{' '.join(shown)}]"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -26,7 +26,7 @@ ALLOWED = {
     "": {"env", "kernel_cache", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine", "safe_files", "text"},
     "spec.rules": {"errors", "text", "model.shapes"},
-    "comm": {"errors", "env", "machine", "device", "spec", "safe_files"},
+    "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
     "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "model.shapes", "data.sampler"}
     | {"parallel.layout", "parallel.states"}

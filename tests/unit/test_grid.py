@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from math import prod
 from typing import Any
 
 import pytest
@@ -224,6 +225,43 @@ def test_an_order_that_matters_has_to_be_decided_before() -> None:
 def test_an_impossible_order_lists_the_axes(order: str) -> None:
     with pytest.raises(InputError, match="the axes are tensor, data, pipeline"):
         axes_in_order(Parallel(tensor=2, pipeline=2, order=order))
+
+
+def test_groups_over_several_axes_agree_on_all_small_grids() -> None:
+    for parallel, node_of_rank in small_grids():
+        grid, ranks = Grid.build(parallel, node_of_rank), range(len(node_of_rank))
+        for axes in (("tensor", "data"), ("pipeline", "data"), AXES, ()):
+            others = [axis for axis in AXES if axis not in axes]
+            groups = list(grid.groups(*axes))
+            assert sorted(rank for group in groups for rank in group) == list(ranks)
+            for group in groups:
+                assert len(group) == prod(map(grid.size, axes))
+                assert (
+                    len({tuple(grid.coordinate(rank, axis) for axis in others) for rank in group})
+                    == 1
+                )
+                assert all(grid.ranks(rank, *axes) == group for rank in group)
+                inner_first = [axis for axis in grid.axes[::-1] if axis in axes]
+                coordinates = [
+                    [grid.coordinate(rank, axis) for axis in inner_first] for rank in group
+                ]
+                assert coordinates == sorted(coordinates)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_axis_may_be_divided(order: str) -> None:
+    grid = Grid.build(
+        Parallel(tensor=2, pipeline=3, order=order), [rank // 4 for rank in range(36)]
+    )
+    divided = grid.divided("data", {"shard": 3, "replica": 2})
+    for rank in range(36):
+        shard, replica = divided.coordinate(rank, "shard"), divided.coordinate(rank, "replica")
+        assert grid.coordinate(rank, "data") == 3 * replica + shard
+        assert divided.ranks(rank, "shard", "replica") == grid.ranks(rank, "data")
+        assert divided.ranks(rank, "tensor") == grid.ranks(rank, "tensor")
+        assert set(divided.ranks(rank, "shard")) & set(divided.ranks(rank, "replica")) == {rank}
+    with pytest.raises(AssertionError):
+        grid.divided("data", {"shard": 4, "replica": 2})
 
 
 def test_an_axis_of_size_one_may_be_left_out() -> None:

@@ -73,7 +73,7 @@ class Engine(Weights):
         watches = not settings.own_model
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
         self._had_backward: set[Unit] = set()  # in this step
-        self._stray = StrayGradients(self.reduction.name_of, says=axis.rank == 0)
+        self._stray = StrayGradients(self.reduction.name_of, says=axis.group.rank == 0)
         self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
         self._direct = DirectGradients(self._unit_of, self.reduction, watches)
         self._hooks += [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
@@ -183,7 +183,7 @@ class Engine(Weights):
         counts = self.axis.all_gather(own).flatten().tolist()
         ahead = counts.index(max(counts))
         numbers = torch.zeros(counts[ahead], dtype=torch.int64)
-        if self.axis.rank == ahead:
+        if self.axis.group.rank == ahead:
             numbers.copy_(
                 torch.tensor([self.units.index(unit) for unit in self._gathers], dtype=torch.int64)
             )
@@ -240,7 +240,7 @@ class Engine(Weights):
         own = torch.stack([nothing, *(unit.squares.double().sum() for unit in counted)]).sum()
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
             own -= sum((unit.squares_held_by_all() for unit in counted), torch.zeros_like(own))
-        total = self.axis.all_gather(own).sum()
+        total = self.axis.all_gather(own)[: self.axis.size].sum()  # one of each shard
         for group in self._others:
             total = group.stack(total).sum()
         return total.sqrt()

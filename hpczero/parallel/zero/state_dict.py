@@ -21,7 +21,7 @@ def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict
         if flat is not None:
             for own, place in zip(unit.parameters, unit.layout.slots, strict=True):
                 masters[own] = unit.part(flat, place).clone().cpu()
-    if axis.rank:
+    if axis.group.rank:
         return {}
     tensors = module.state_dict(keep_vars=True).items()
     return {
@@ -76,11 +76,12 @@ def _on_first_rank(unit: Unit, group: Group) -> torch.Tensor | None:
     if unit.master.numel() == unit.layout.size:
         return unit.master if group.rank == 0 else None
     if group.rank:
-        group.send(unit.master.cpu(), 0)
+        if group.rank < unit.layout.shards:  # others have copies of these shards
+            group.send(unit.master.cpu(), 0)
         return None
     flat = torch.empty(unit.layout.size, dtype=torch.float32)
     flat[unit.shard].copy_(unit.master)
-    for rank in range(1, group.size):
+    for rank in range(1, unit.layout.shards):
         group.receive(flat[unit.layout.shard(rank)], rank)
     return flat
 
