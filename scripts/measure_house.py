@@ -3,6 +3,7 @@
 
     python scripts/measure_house.py                 # this checkout
     python scripts/measure_house.py OTHER-CHECKOUT   # that one, beside this one
+    python scripts/measure_house.py --rooms         # what each file is for, by its first line
 
 Counts cover `hpczero/` and `numba_cuda/`. Tokens are Python's own, without comments and line structure.
 """
@@ -135,8 +136,23 @@ def circles(imported: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def rooms(checkout: Path) -> Iterator[str]:
+    """Yield the rooms, each with its files and their first lines."""
+    room = None
+    for path in sorted(path for name in ROOMS for path in (checkout / name).rglob("*.py")):
+        if path.parent != room:
+            room = path.parent
+            yield f"\n{room.relative_to(checkout)}/"
+        words = ast.get_docstring(ast.parse(path.read_text())) or ""
+        yield f"  {path.name:24} {words.splitlines()[0] if words else '?'}"
+
+
 def main() -> None:
-    checkouts = [Path(__file__).resolve().parents[1], *map(Path, sys.argv[1:])]
+    here = Path(__file__).resolve().parents[1]
+    if sys.argv[1:] == ["--rooms"]:
+        print("\n".join(rooms(here)).strip())
+        return
+    checkouts = [here, *map(Path, sys.argv[1:])]
     houses = [measure(checkout) for checkout in checkouts]
     for field in fields(House):
         values = [str(getattr(house, field.name)) for house in houses]
