@@ -47,7 +47,25 @@ make_environment() {
     mkdir -p "$folder"
     echo unfinished >"$note"
     "$python" -m venv "$folder"
-    "$folder/bin/python" -m pip install -qq -c constraints.txt -e ".[$extras]" "$@" ||
+    install_into "$folder" -c constraints.txt -e ".[$extras]" "$@" ||
         fail "pip could not install the packages (its message is above); run this again to retry"
     echo "$state" >"$note"
+}
+
+# install_into FOLDER ARGUMENT...: by uv where it is there, from where pip would take the packages; else, and where uv cannot, by pip.
+install_into() {
+    local folder=$1 python=$1/bin/python
+    shift
+    if command -v uv >/dev/null; then
+        UV_FIND_LINKS=$(pip_setting "$python" find-links) UV_EXTRA_INDEX_URL=$(pip_setting "$python" extra-index-url) \
+            UV_DEFAULT_INDEX=$(pip_setting "$python" index-url) \
+            uv pip install -q --index-strategy unsafe-best-match --python "$python" "$@" && return
+        echo "uv could not install them; pip tries" >&2
+    fi
+    "$python" -m pip install -qq "$@"
+}
+
+# pip_setting PYTHON NAME: from the environment, else from pip's files.
+pip_setting() {
+    "$1" -m pip config get ":env:.$2" 2>/dev/null || "$1" -m pip config get "global.$2" 2>/dev/null || true
 }
