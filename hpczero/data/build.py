@@ -331,7 +331,7 @@ class Reader:
 def _resumed(
     inputs: list[Input], recipe: Recipe, work: Path, listener: Listener
 ) -> BuildState | None:
-    """Return the journal's state, or None if there is none or it cannot be used (with a message)."""
+    """Return the journal's state; None, with a message, if it cannot be used; None without one."""
     try:
         content = json.loads((work / "journal.json").read_text(encoding="utf-8"))
         for name in ("replaced", "unreadable"):

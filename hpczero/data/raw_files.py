@@ -1,7 +1,7 @@
 """Files of a build: append values, rename durably, verify checksums of blocks when they are read.
 
-Errors name the file and its size. Every block of a split's tokens is compared with its checksum when
-it is read for the first time.
+Errors name the file and its size. Every block of a split's tokens is compared with its checksum
+when it is read for the first time.
 """
 
 import contextlib
@@ -121,6 +121,9 @@ def replace_file(temporary: Path, final: Path) -> None:
             os.fsync(file.fileno())
         rename(temporary, final)
         sync(final.parent)
+
+
+# Blocks of tokens in a token file, and their checksums.
 
 
 def checksum(block: bytes) -> int:
