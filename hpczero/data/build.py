@@ -218,7 +218,8 @@ class Reader:
         resumed = _resumed(inputs, recipe, work, listener) if commit_every else None
         self.state = resumed or BuildState(asdict(recipe))
         self._digest = _digest(inputs[: self.state.done])
-        tokens, documents = token_dtype(self._tokenizer.vocabulary), np.dtype("<i8")
+        tokens = token_dtype(self._tokenizer.vocabulary)
+        documents = np.dtype("<i8")
         self.raw = {
             split: {
                 "tokens": self._raw_file(f"{split}.tokens", tokens),
@@ -374,7 +375,8 @@ def _identity(source: Input) -> bytes:
 
 def _report(state: BuildState, corpus: FoundText, listener: Listener) -> None:
     """Tell the listener which files were left out or damaged."""
-    unreadable, replaced = state.unreadable, state.replaced
+    unreadable = state.unreadable
+    replaced = state.replaced
     for path in corpus.unreadable:
         unreadable.add(str(path))
     if corpus.others:

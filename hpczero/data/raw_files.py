@@ -193,7 +193,8 @@ class Blocks:
             yield Looked(content, wrong)
 
     def place_of(self, number: int) -> str:
-        size, width = self._tokens.nbytes, self._tokens.itemsize
+        size = self._tokens.nbytes
+        width = self._tokens.itemsize
         begin, end = number * BLOCK, min((number + 1) * BLOCK, size)
         tokens = f"{self._split} tokens {begin // width:,} to {end // width - 1:,}"
         place = f"bytes {self._offset + begin} to {self._offset + end - 1}"
@@ -207,7 +208,8 @@ class Blocks:
         return checksum(block) != int(self._checksums[number])
 
     def _bytes(self, begin: int, end: int) -> bytes:
-        first, size = self._offset + begin, end - begin
+        first = self._offset + begin
+        size = end - begin
         read = os.pread(self._file.fileno(), size, first)
         if len(read) < size:
             raise InputError(

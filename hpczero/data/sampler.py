@@ -62,7 +62,8 @@ def micro_batch_counts(
 ) -> dict[int, int]:
     """Count the micro-batches of `rank`: size -> how many have it."""
     accumulation, smallest, largest = micro_batch_sizes(global_batch, micro_batch, ranks)
-    slots, first = accumulation * ranks, rank * accumulation
+    slots = accumulation * ranks
+    first = rank * accumulation
     samples = (first + accumulation) * global_batch // slots - first * global_batch // slots
     larger = samples - accumulation * smallest
     counts = {smallest: accumulation - larger}

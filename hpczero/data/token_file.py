@@ -280,7 +280,8 @@ def fill_token_file(
 
     from hpczero.hdf5.in_memory import Pages
 
-    pages, digest = Pages(), xxhash.xxh3_128()
+    pages = Pages()
+    digest = xxhash.xxh3_128()
     total = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values())
     done = 0
     written: list[tuple[int, int]] = []  # ranges of bytes that have values
@@ -289,8 +290,10 @@ def fill_token_file(
     ) as structure:
         offsets = _allocate(structure, encoding.vocabulary, raw)
         for split in SPLITS:
-            dtype, offset = raw[split]["tokens"].dtype, offsets[split, "tokens"]
-            counts, checksums = np.zeros(encoding.vocabulary, np.int64), list[int]()
+            dtype = raw[split]["tokens"].dtype
+            offset = offsets[split, "tokens"]
+            counts = np.zeros(encoding.vocabulary, np.int64)
+            checksums = list[int]()
             for chunk in _chunks(raw[split]["tokens"].path):
                 counts += np.bincount(np.frombuffer(chunk, dtype), minlength=encoding.vocabulary)
                 digest.update(chunk)
@@ -352,7 +355,8 @@ def _allocate(
         datasets["counts"] = vocabulary, np.dtype("<i8")
         datasets[CHECKSUMS] = blocks_of(tokens.length * tokens.dtype.itemsize), np.dtype("<u8")
         for name, (length, dtype) in datasets.items():
-            kind, space = h5py.h5t.py_create(dtype, logical=True), h5py.h5s.create_simple((length,))
+            kind = h5py.h5t.py_create(dtype, logical=True)
+            space = h5py.h5s.create_simple((length,))
             dataset = h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=creation)
             offsets[split, name] = dataset.get_offset() or 0
     return offsets

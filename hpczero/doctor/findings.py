@@ -35,12 +35,12 @@ class Finding:
     fix: str = ""
 
 
-Found = Iterator[tuple[str, ...]]  # verdict, what, and maybe a fix
+Findings = Iterator[tuple[str, ...]]  # verdict, what, and maybe a fix
 
 
 def judge(reports: Sequence[Report]) -> list[Finding]:
     """Return all findings about these ranks, by topic."""
-    topics: dict[str, Callable[[Sequence[Report]], Found]] = {
+    topics: dict[str, Callable[[Sequence[Report]], Findings]] = {
         "Software": _software,
         "MPI": _mpi,
         "Ranks": _ranks,
@@ -50,10 +50,12 @@ def judge(reports: Sequence[Report]) -> list[Finding]:
         "GPUs": _gpus,
         "Files": _files,
     }
-    return [Finding(topic, *found) for topic, judged in topics.items() for found in judged(reports)]
+    return [
+        Finding(topic, *finding) for topic, judged in topics.items() for finding in judged(reports)
+    ]
 
 
-def _software(reports: Sequence[Report]) -> Found:
+def _software(reports: Sequence[Report]) -> Findings:
     first = reports[0]
     installed = {"python": first.python} | {
         name: version for name, version in first.packages.items() if version
@@ -111,7 +113,7 @@ def _install(report: Report, extra: str) -> str:
     return env.install_command(report.executable, report.source, extra)
 
 
-def _mpi(reports: Sequence[Report]) -> Found:
+def _mpi(reports: Sequence[Report]) -> Findings:
     first = reports[0]
     if len(first.wheels) > 1:
         wheels = " and ".join(first.wheels)
@@ -144,17 +146,19 @@ def _mpi(reports: Sequence[Report]) -> Found:
         yield OK, f"MPI {major} has no large counts: {pieces}"
 
 
-def _launch(report: Report) -> Found:
+def _launch(report: Report) -> Findings:
     """Judge the mpirun in use, or the one that would be used: it must belong to the library."""
-    library, launcher = report.library, report.launcher
+    library = report.library
+    launcher = report.launcher
     command = launcher.command if launcher else report.mpirun_on_path
     if library is None or library.mpirun is None:
         return
     if command is None:
         yield OK, f"its mpirun: {library.mpirun}"
         return
-    found, wanted = Path(command), Path(library.mpirun)
-    if found.parent.resolve() == wanted.parent.resolve() or found.name == "srun":
+    used = Path(command)
+    wanted = Path(library.mpirun)
+    if used.parent.resolve() == wanted.parent.resolve() or used.name == "srun":
         yield OK, f"its mpirun is the one {'in use' if launcher else 'on the PATH'}: {command}"
     else:
         role = "the launcher in use" if launcher else "the mpirun on the PATH"
@@ -162,8 +166,9 @@ def _launch(report: Report) -> Found:
         yield WARN, f"{role}, {command}, is not this library's", fix
 
 
-def _ranks(reports: Sequence[Report]) -> Found:
-    first, nodes = reports[0], by_node(reports)
+def _ranks(reports: Sequence[Report]) -> Findings:
+    first = reports[0]
+    nodes = by_node(reports)
     job = f"{counted(len(reports), 'rank')} on {counted(len(nodes), 'node')}"
     if first.library_error and first.under_a_launcher:
         job = "this process only; the other ranks cannot be reached"
@@ -174,7 +179,9 @@ def _ranks(reports: Sequence[Report]) -> Found:
         yield WARN, what, "ask for time synchronisation (NTP) on the nodes"
 
 
-def _each_node(reports: Sequence[Report], judged: Callable[[Sequence[Report]], Found]) -> Found:
+def _each_node(
+    reports: Sequence[Report], judged: Callable[[Sequence[Report]], Findings]
+) -> Findings:
     """Yield the findings about each node.
 
     Of many nodes only those with complaints are shown, a few of them, and the number of the others.
@@ -191,13 +198,14 @@ def _each_node(reports: Sequence[Report], judged: Callable[[Sequence[Report]], F
         yield verdict, f"... and the same kind of finding on {others}", *fix
 
 
-def _cores(reports: Sequence[Report]) -> Found:
-    found = list(_each_node(reports, _cores_of))
-    yield from found or [(OK, "each rank has cores of its own")]
+def _cores(reports: Sequence[Report]) -> Findings:
+    findings = list(_each_node(reports, _cores_of))
+    yield from findings or [(OK, "each rank has cores of its own")]
 
 
-def _cores_of(node: Sequence[Report]) -> Found:
-    first, ranks = node[0], len(node)
+def _cores_of(node: Sequence[Report]) -> Findings:
+    first = node[0]
+    ranks = len(node)
     cores = len({core for report in node for core in report.cores})
     room = cores if first.quota is None else min(cores, first.quota)
     given = first.launcher.cores if first.launcher else 0
@@ -216,11 +224,11 @@ def _cores_of(node: Sequence[Report]) -> Found:
         yield WARN, f"{first.host}: {bound}", f"more ranks, or let them use all cores {_UNBIND}"
 
 
-def _memory(reports: Sequence[Report]) -> Found:
+def _memory(reports: Sequence[Report]) -> Findings:
     return _each_node(reports, _memory_of)
 
 
-def _memory_of(node: Sequence[Report]) -> Found:
+def _memory_of(node: Sequence[Report]) -> Findings:
     first = node[0]
     limit = "no cgroup limit"
     if first.memory_limit is not None:
@@ -234,12 +242,13 @@ def _memory_of(node: Sequence[Report]) -> Found:
         yield OK, what
 
 
-def _shared_memory(reports: Sequence[Report]) -> Found:
+def _shared_memory(reports: Sequence[Report]) -> Findings:
     return _each_node(reports, _shared_memory_of)
 
 
-def _shared_memory_of(node: Sequence[Report]) -> Found:
-    first, needed = node[0], len(node) * _SHM_PER_RANK
+def _shared_memory_of(node: Sequence[Report]) -> Findings:
+    first = node[0]
+    needed = len(node) * _SHM_PER_RANK
     if first.shm is None:
         fix = "mount a tmpfs there (docker: --shm-size=8g)"
         yield FAIL, f"{first.host}: there is no /dev/shm", fix
@@ -254,7 +263,7 @@ def _shared_memory_of(node: Sequence[Report]) -> Found:
     yield from _segments(first)
 
 
-def _segments(report: Report) -> Found:
+def _segments(report: Report) -> Findings:
     if report.removed:
         yield OK, f"{report.host}: removed {_summary(report.removed)} that nobody used any more"
     if not report.stale:
@@ -282,7 +291,7 @@ def _too_old(report: Report) -> bool:
     return bool(report.gpus) and tuple(report.gpu_capability) < OLDEST
 
 
-def _gpus(reports: Sequence[Report]) -> Found:
+def _gpus(reports: Sequence[Report]) -> Findings:
     broken = next((report for report in reports if report.gpu_driver and not report.gpus), None)
     if broken:
         why = broken.gpu_error or "no GPU is visible to this rank"
@@ -312,7 +321,7 @@ def _gpus(reports: Sequence[Report]) -> Found:
             yield WARN, f"{what}: GPU buffers go through the host", fix
 
 
-def _files(reports: Sequence[Report]) -> Found:
+def _files(reports: Sequence[Report]) -> Findings:
     storage = reports[0].storage
     if storage.hdf5 is None:
         python = shlex.quote(reports[0].executable)

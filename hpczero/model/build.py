@@ -61,16 +61,16 @@ def install_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -
                 setattr(submodule, name, new)
 
 
-def move_rest(module: nn.Module, place: torch.device) -> None:
+def move_rest(module: nn.Module, device: torch.device) -> None:
     """Move the module's buffers and the parameters that are not trained to a device."""
     moved: dict[torch.Tensor, torch.Tensor] = {}  # submodules may share a buffer
     for submodule in module.modules():
         for parameter in submodule.parameters(recurse=False):
-            if not parameter.is_meta and parameter.device != place:
-                parameter.data = parameter.data.to(place)
+            if not parameter.is_meta and parameter.device != device:
+                parameter.data = parameter.data.to(device)
         for name, buffer in submodule.named_buffers(recurse=False):
-            if not buffer.is_meta and buffer.device != place:
-                submodule._buffers[name] = moved.setdefault(buffer, buffer.to(place))
+            if not buffer.is_meta and buffer.device != device:
+                submodule._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
 def initial_values(

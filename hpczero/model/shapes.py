@@ -122,7 +122,8 @@ def _gpt_block(name: str, model: Model, normal: Initial) -> Layer:
     grain = head_dim(model)
     inner = model.heads * grain
     into_residual = Initial("normal", normal.std / (2 * model.layers) ** 0.5)
-    attention, feed_forward = f"{name}.attention", f"{name}.feed_forward"
+    attention = f"{name}.attention"
+    feed_forward = f"{name}.feed_forward"
     parameters = (
         *_norm(f"{attention}.norm", hidden),
         Parameter(f"{attention}.qkv.weight", (3, inner, hidden), normal, split=1, grain=grain),

@@ -11,7 +11,8 @@ def learning_rate(spec: Spec, step: int) -> float:
     Warm-up grows linearly and reaches the full rate with step warmup_steps - 1. The shape after it
     ends at min_lr with the last step.
     """
-    schedule, peak = spec.schedule, spec.optimizer.lr
+    schedule = spec.schedule
+    peak = spec.optimizer.lr
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     last = spec.train.steps - 1

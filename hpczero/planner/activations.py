@@ -1,10 +1,10 @@
 """Estimates of activation memory, and of the all-gathers in a step, from the pipeline's schedule.
 
 Activations are the tensors that PyTorch's operations keep for backward in the models of
-`hpczero.model`, plus the temporary ones of each moment that may be the widest, gradients on their
-way into the engine included. Measured peaks of GPTs were 0.85 to 1.2 times this estimate, with an
-allocator that returns freed memory. It leaves out what malloc keeps (up to 0.1 GB on small models)
-and the buffers for messages from other stages, which `arrived` counts.
+`hpczero.model`. The temporary tensors of each moment that may be the widest count too, with
+gradients on their way into the engine. Measured peaks of GPTs were 0.85 to 1.2 times this estimate,
+with an allocator that returns freed memory. It leaves out what malloc keeps (up to 0.1 GB on small
+models) and the buffers for messages from other stages, which `arrived` counts.
 
 All functions are pure. A schedule repeats itself, in its middle, after as many micro-batches as
 there are stages, so only the first few are simulated. One that keeps all micro-batches (GPipe)
@@ -115,7 +115,8 @@ def activations(
 
     `chunks` are the stage's; by default the whole model.
     """
-    parallel, element = spec.parallel, 4 if spec.train.precision == "fp32" else 2
+    parallel = spec.parallel
+    element = 4 if spec.train.precision == "fp32" else 2
     sequence = parallel.sequence_parallel and parallel.tensor > 1
     moments = []
     for chunk in chunks or [layers(spec.model)]:
@@ -153,7 +154,9 @@ def _gpt(model: Model, tokens: int, element: int, part: Part) -> Moments:
     embedding = element * vocab * model.hidden
     # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
-    of_head, forward, backward = 0.0, [kept], [kept]
+    of_head = 0.0
+    forward = [kept]
+    backward = [kept]
     if "head" in part.layers:
         of_head, loss = _loss(part, tokens, element, hidden, vocab)
         logits = element * vocab * tokens
@@ -209,7 +212,8 @@ def gathers_in_step(
 
     `sizes` are those of the units, the layers that have parameters.
     """
-    period, few = parallel.pipeline, looked_at(parallel, micro_batches)
+    period = parallel.pipeline
+    few = looked_at(parallel, micro_batches)
     before = gathers(chunks, sizes, parallel, stage, max(0, few - period))
     counts = gathers(chunks, sizes, parallel, stage, few)
     repeats = (micro_batches - few) // period

@@ -151,7 +151,8 @@ def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
 
 
 def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> str:
-    bound, ranks = load.bound, sum(load.bound.ranks.values())
+    bound = load.bound
+    ranks = sum(load.bound.ranks.values())
     needed = (
         f"needs {in_words(load.size)} {bound.place} ({counted(ranks, 'rank')}), "
         f"where {in_words(bound.free)} are available"
@@ -187,7 +188,8 @@ def _sharding(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
 
 def _one_axis(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
     """Trade data ranks for tensor ranks, or for pipeline stages."""
-    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    tensor = spec.parallel.tensor
+    pipeline = spec.parallel.pipeline
     larger_tensor, larger_pipeline = _larger(spec, site)
     yield _on_grids(spec, site, [(size, pipeline) for size in larger_tensor])
     yield _on_grids(spec, site, [(tensor, size) for size in larger_pipeline])
@@ -253,7 +255,8 @@ def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
 
 def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
     """Yield the stage with the whole micro-batch, half of it, a quarter, ..."""
-    sharded, size = _with(spec, "zero", stage=stage), spec.train.micro_batch
+    sharded = _with(spec, "zero", stage=stage)
+    size = spec.train.micro_batch
     words = [f"zero.stage = {stage}"] if stage != spec.zero.stage else []
     while size:
         smaller = [f"train.micro_batch = {size}"] if size != spec.train.micro_batch else []
@@ -268,7 +271,8 @@ def _fewer_ranks(spec: Spec, site: Site) -> Iterator[Alternative]:
     while max(site.ranks_on_nodes.values()) > 1:
         bounds = tuple(replace(bound, ranks=_half(bound.ranks)) for bound in site.bounds)
         site = replace(site, ranks_on_nodes=_half(site.ranks_on_nodes), bounds=bounds)
-        ranks, nodes = sum(site.ranks_on_nodes.values()), len(site.ranks_on_nodes)
+        ranks = sum(site.ranks_on_nodes.values())
+        nodes = len(site.ranks_on_nodes)
         if ranks % (spec.parallel.tensor * spec.parallel.pipeline) == 0:
             where = f" on the same {nodes} nodes" if nodes > 1 else ""
             yield Alternative(f"mpirun -n {ranks}{where}", spec, site)
@@ -280,7 +284,8 @@ def _half(ranks: Mapping[int, int]) -> Mapping[int, int]:
 
 def _more_nodes(spec: Spec, site: Site) -> Iterator[Alternative]:
     """Yield twice as many such nodes, four times, ..."""
-    nodes, times = len(site.ranks_on_nodes), 2
+    nodes = len(site.ranks_on_nodes)
+    times = 2
     while times <= _MOST_NODES:
         more = {
             node + copy * nodes: count

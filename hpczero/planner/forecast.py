@@ -82,9 +82,10 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
         )
         first = f"about {of_node} on a node of {ranks}{windows}, {of_rank} a rank:"
         return [first, kinds_in_words(memory["rank"])]
-    device, host = memory["device"], memory["host"]
+    device = memory["device"]
+    host = memory["host"]
     sharing = device["ranks_on_gpu"]
-    each = f", {sharing} of which share a GPU" if sharing > 1 else ""
+    shared = f", {sharing} of which share a GPU" if sharing > 1 else ""
     by_whom = "hpczero's kernels" if memory["kernels"] else "PyTorch's operations"
     of_gpu = "; how much a GPU has is not known (batch.site)"
     if device["available"]:
@@ -93,7 +94,7 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
     on_host = in_words(sum(host["node"].values()))
     of_rank = in_words(sum(device["rank"].values()))
     return [
-        f"on GPUs about {of_rank} a rank{each}{of_gpu}:",
+        f"on GPUs about {of_rank} a rank{shared}{of_gpu}:",
         kinds_in_words(device["rank"]),
         f"and about {on_host}{of_node} of the memory of a node of {ranks}; a rank has:",
         kinds_in_words(host["rank"]),
@@ -168,7 +169,7 @@ def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> li
     axes = [axis for axis in _CALLED if sizes[axis] > 1]
     lines = [
         f"node {node['node']}: {_numbers(sorted(node['ranks']), 'rank')}"
-        + "".join(f"  [{_place(place, axes)}]" for place in node["places"] if axes)
+        + "".join(f"  [{_box(box, axes)}]" for box in node["places"] if axes)
         for node in nodes
     ]
     return _cut_short(lines, "nodes")
@@ -195,8 +196,8 @@ def _cut_short(lines: list[str], what: str) -> list[str]:
     return [*lines[: _SHOWN - 2], f"… {len(lines) - _SHOWN + 1:,} more {what}", lines[-1]]
 
 
-def _place(place: dict[str, list[int]], axes: Sequence[str]) -> str:
-    return ", ".join(f"{_CALLED[axis]} {_span(*place[axis])}" for axis in axes)
+def _box(box: dict[str, list[int]], axes: Sequence[str]) -> str:
+    return ", ".join(f"{_CALLED[axis]} {_span(*box[axis])}" for axis in axes)
 
 
 def _numbers(numbers: Sequence[int], noun: str) -> str:

@@ -172,7 +172,8 @@ class NodeNeed:
         """
         if account != "device":
             return sum(of_account(self.node, account).values()) * ranks // self.ranks
-        total, left = 0, ranks
+        total = 0
+        left = ranks
         sizes = [(sum(of_account(part.rank, account).values()), part.ranks) for part in self.parts]
         for size, count in sorted(sizes, reverse=True):
             total += size * min(count, left)
@@ -236,9 +237,12 @@ def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
 def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placement]:
     """Return node -> placement of its ranks in a data group, which has one part of the model."""
     on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
-    part = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
+    part_of_model = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
     shared = shares_nodes(spec.zero, on_nodes.values(), grid.nodes_cut_data_alike)
-    return {node: Placement(len(group), count, shared, *part) for node, count in on_nodes.items()}
+    return {
+        node: Placement(len(group), count, shared, *part_of_model)
+        for node, count in on_nodes.items()
+    }
 
 
 def need(
@@ -269,7 +273,8 @@ class _Parts:
         return self._known[placement]
 
     def _count(self, placement: Placement) -> Need:
-        spec, chunks = self.spec, self.chunks[placement.stage]
+        spec = self.spec
+        chunks = self.chunks[placement.stage]
         micro_batches, _, samples = micro_batch_sizes(
             spec.train.global_batch, spec.train.micro_batch, placement.data_ranks
         )
@@ -281,7 +286,8 @@ class _Parts:
         around = [layer for layer in held if layer.around]
         around_size = sum(unit.size for unit in self.units.of(around, placement.tensor_rank))
         states = state_bytes(units, sharded, precision, placement.shared, around_size)
-        together, windows = {}, 0
+        together = {}
+        windows = 0
         if placement.shared:
             together = {"weights": states["weights"]}
             windows = states["weights"] + states[sharded.read_by_others] * placement.on_node
@@ -308,8 +314,10 @@ class _Parts:
         are not shared, the tensor ranks one, tied embeddings one. On GPUs none is larger than its
         largest tensor needs.
         """
-        spec, platform = self.spec, self.platform
-        ranks, tensor = placement.data_ranks, spec.parallel.tensor
+        spec = self.spec
+        platform = self.platform
+        ranks = placement.data_ranks
+        tensor = spec.parallel.tensor
         bucket = bucket_bytes(spec.zero, platform.device)
         width = 4 if spec.train.precision == "fp32" else 2
         largest = max(unit.size for unit in units) * width
@@ -333,7 +341,8 @@ class _Parts:
         """Return 0 for a user's own model: its activations are not known."""
         if not known(self.spec.model):
             return 0
-        chunks, kernels = self.chunks[stage], self.platform.kernels
+        chunks = self.chunks[stage]
+        kernels = self.platform.kernels
         return activations(self.spec, samples, chunks, stage, micro_batches, kernels)
 
 

@@ -93,7 +93,8 @@ def resolved(spec: Spec, node_of_rank: Sequence[int]) -> Parallel:
     For "auto" it is the one that sends the fewest bytes between nodes. Among equal ones, and for a
     user's own model, it is tensor innermost, then data.
     """
-    parallel, ranks = spec.parallel, len(node_of_rank)
+    parallel = spec.parallel
+    ranks = len(node_of_rank)
     if ranks % (parallel.tensor * parallel.pipeline):
         raise InputError(impossible(parallel, ranks, _most(spec)))
     if parallel.order != "auto":
@@ -194,24 +195,20 @@ class Volumes:
         return sum(total.all.between for totals in operations for total in totals.values())
 
     def _of_group(self, grid: Grid, axis: str, group: Sequence[int]) -> Members:
-        """Return the volumes of a group, computed once for all groups that are alike.
-
-        They depend on the group's coordinates along the other axes and on how many of its ranks,
-        which are ordered by node, each node has.
-        """
-        nodes = [grid.node_of_rank[rank] for rank in group]
+        """Return the volumes of a group, computed once for all groups that are alike."""
+        nodes = [grid.node_of_rank[rank] for rank in group]  # in order
         on_nodes: tuple[int, ...] = (len(nodes),)
         if nodes[0] != nodes[-1]:
             on_nodes = tuple(len(list(same)) for _, same in groupby(nodes))
-        place = partial(grid.coordinate, group[0])
+        coordinate = partial(grid.coordinate, group[0])
         key: tuple[Any, ...] = self._world, on_nodes
         if axis == "data":
             cut_alike = grid.nodes_cut_data_alike
-            key = self._data, place("pipeline"), place("tensor"), on_nodes, cut_alike
+            key = self._data, coordinate("pipeline"), coordinate("tensor"), on_nodes, cut_alike
         elif axis == "tensor":
-            key = self._tensor, place("pipeline"), self._batches(place("data")), on_nodes
+            key = self._tensor, coordinate("pipeline"), self._batches(coordinate("data")), on_nodes
         elif axis == "pipeline":
-            key = self._pipeline, place("tensor"), self._batches(place("data")), on_nodes
+            key = self._pipeline, coordinate("tensor"), self._batches(coordinate("data")), on_nodes
         if key not in self._known:
             compute, *arguments = key
             self._known[key] = Members(compute(*arguments) if len(group) > 1 else [([{}], 1)])
@@ -234,11 +231,13 @@ class Volumes:
         self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
     ) -> Iterator[Alike]:
         shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
-        sharded, ranks = Sharded.at_stage(self.spec.zero.stage, shared), self.data_ranks
-        once = Counter(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
+        sharded = Sharded.at_stage(self.spec.zero.stage, shared)
+        ranks = self.data_ranks
+        sizes = tuple(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
+        once = Counter(sizes)
         sums = self._micro_batches if sharded.gradients else 1
         reduced = {size: times * sums for size, times in once.items()}
-        gathers = self._gathers(stage, tensor_rank) if sharded.parameters else once
+        gathers = self._gathers(stage, sizes) if sharded.parameters else once
         if shared:
             yield from self._node_shared(reduced, gathers, on_nodes)
             return
@@ -256,7 +255,8 @@ class Volumes:
         self, reduced: Mapping[int, int], gathers: Mapping[int, int], on_nodes: Sequence[int]
     ) -> Iterator[Alike]:
         """Yield the volumes of data ranks whose nodes share states (maps: unit's size -> times)."""
-        ranks, others = self.data_ranks, len(on_nodes) - 1
+        ranks = self.data_ranks
+        others = len(on_nodes) - 1
         weights = _sum(
             Sent(0, others * size // ranks * self._width) * times for size, times in gathers.items()
         )
@@ -272,8 +272,7 @@ class Volumes:
                 node.append({"reduce_scatter": Sent(0, sums), "all_gather": gathered})
             yield node, nodes
 
-    def _gathers(self, stage: int, tensor_rank: int) -> Counter[int]:
-        sizes = tuple(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
+    def _gathers(self, stage: int, sizes: tuple[int, ...]) -> Counter[int]:
         key = stage, sizes
         if key not in self._gathers_of:
             self._gathers_of[key] = gathers_in_step(
@@ -303,7 +302,8 @@ class Volumes:
 
         The bytes of an all_reduce count twice, as it sends both ways.
         """
-        model, ranks = self.spec.model, self.spec.parallel.tensor
+        model = self.spec.model
+        ranks = self.spec.parallel.tensor
         tokens = samples * model.seq_len
         kinds = [
             layer.name.partition(".")[0] for layer in partition.layers_that_run(self.chunks[stage])
@@ -326,7 +326,8 @@ class Volumes:
     def _pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]
     ) -> Iterator[Alike]:
-        stages, last = self.spec.parallel.pipeline, self.spec.parallel.pipeline - 1
+        stages = self.spec.parallel.pipeline
+        last = stages - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
         samples = sum(size * times for size, times in batches)
         activation = samples * prod(partition.handed_on(self.spec, tensor_rank)) * self._width
