@@ -59,6 +59,11 @@ class Layer:
         return sum(parameter.size for parameter in self.parameters)
 
     @property
+    def kind(self) -> str:
+        """The name without its number: "blocks" of "blocks.3"."""
+        return self.name.partition(".")[0]
+
+    @property
     def names(self) -> set[str]:
         """Names of all parameters that the layer works with."""
         return {parameter.name for parameter in self.parameters} | set(self.uses)

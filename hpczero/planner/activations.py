@@ -45,6 +45,11 @@ class Moments:
     backward: float  # at the widest moment of its backward
 
 
+def element_bytes(spec: Spec) -> int:
+    """Return the bytes of a number in the model's precision."""
+    return 4 if spec.train.precision == "fp32" else 2
+
+
 def looked_at(parallel: Parallel, micro_batches: int) -> int:
     """Return how many micro-batches to simulate."""
     period = parallel.pipeline
@@ -116,11 +121,11 @@ def activations(
     `chunks` are the stage's; by default the whole model.
     """
     parallel = spec.parallel
-    element = 4 if spec.train.precision == "fp32" else 2
+    element = element_bytes(spec)
     sequence = parallel.sequence_parallel and parallel.tensor > 1
     moments = []
     for chunk in chunks or [layers(spec.model)]:
-        kinds = Counter(layer.name.partition(".")[0] for layer in layers_that_run([chunk]))
+        kinds = Counter(layer.kind for layer in layers_that_run([chunk]))
         part = Part(kinds, parallel.tensor, sequence, parallel.pipeline > 1, kernels)
         tokens = samples * spec.model.seq_len
         moments.append(_FAMILIES[spec.model.family](spec.model, tokens, element, part))

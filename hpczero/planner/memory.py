@@ -25,7 +25,7 @@ from hpczero.model.shapes import Layer, known
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import Tied, Units, chunks_of_stages, handed_on
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
-from hpczero.planner.activations import activations, arrived
+from hpczero.planner.activations import activations, arrived, element_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec, Zero
 
@@ -279,8 +279,7 @@ class _Parts:
             spec.train.global_batch, spec.train.micro_batch, placement.data_ranks
         )
         sharded = Sharded.at_stage(spec.zero.stage, placement.shared)
-        width = 4 if spec.train.precision == "fp32" else 2
-        precision = Precision(width, accumulates=micro_batches > 1)
+        precision = Precision(element_bytes(spec), accumulates=micro_batches > 1)
         held = [layer for chunk in chunks for layer in chunk]
         units = self.units.of(held, placement.tensor_rank)
         around = [layer for layer in held if layer.around]
@@ -319,7 +318,7 @@ class _Parts:
         ranks = placement.data_ranks
         tensor = spec.parallel.tensor
         bucket = bucket_bytes(spec.zero, platform.device)
-        width = 4 if spec.train.precision == "fp32" else 2
+        width = element_bytes(spec)
         largest = max(unit.size for unit in units) * width
 
         def buffer(ranks: int, size: int) -> int:

@@ -43,7 +43,7 @@ from hpczero.errors import InputError
 from hpczero.model.shapes import Layer, known, layer_count, layers
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.planner.activations import gathers_in_step
+from hpczero.planner.activations import element_bytes, gathers_in_step
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 
@@ -165,7 +165,7 @@ class Volumes:
         self.data_ranks = data_ranks
         self.chunks = partition.chunks_of_stages(spec, layers)
         self.units = partition.Units(data_ranks, spec.parallel.tensor)
-        self._width = 4 if spec.train.precision == "fp32" else 2
+        self._width = element_bytes(spec)
         self._batch = spec.train.global_batch, spec.train.micro_batch
         self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
         self._known: dict[object, Members] = {}
@@ -305,9 +305,7 @@ class Volumes:
         model = self.spec.model
         ranks = self.spec.parallel.tensor
         tokens = samples * model.seq_len
-        kinds = [
-            layer.name.partition(".")[0] for layer in partition.layers_that_run(self.chunks[stage])
-        ]
+        kinds = [layer.kind for layer in partition.layers_that_run(self.chunks[stage])]
         table = _TENSOR[model.family]
         forward, backward, norms = (
             sum(table[kind][column] for kind in kinds) * times for column in range(3)
