@@ -1,18 +1,19 @@
-"""Turns the files of a corpus into a token file: streaming, resumable, and the same bytes whatever happens on the way.
+"""Building a token file from the files of a corpus: streaming, resumable, the same bytes each time.
 
-Phase 1: every section of text is encoded and appended to the raw files of its split in the work folder. From time to time they
-are flushed and `journal.json` is replaced: it says how long they were when which inputs were done. Phase 2: the raw files are copied
-into a token file under a temporary name, which is flushed and renamed. A builder that finds a journal cuts the raw
-files to the lengths it gives and goes on from there; where text is assigned depends only on the text before it, so the
-result does not show the interruption.
+Phase 1: every section of text is encoded and appended to the raw files of its split in the work
+folder. From time to time they are flushed and `journal.json` is replaced: it records which inputs
+are done and how long the raw files were then. Phase 2: the raw files are copied into a token file
+under a temporary name, which is flushed and renamed.
+
+A builder that finds a journal truncates the raw files to the lengths given there and resumes. The
+split of a section depends only on the text before it, so an interruption leaves no trace.
 """
 
-import contextlib
-import fcntl
 import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -30,7 +31,7 @@ from hpczero.data.corpus import (
     token_dtype,
     tokenizer,
 )
-from hpczero.data.raw_files import RawFile, replace_file, writing
+from hpczero.data.raw_files import RawFile, only_builder, replace_file, writing
 from hpczero.data.token_file import (
     SPLITS,
     TokenFile,
@@ -38,16 +39,8 @@ from hpczero.data.token_file import (
     open_token_file,
     write_token_file,
 )
-from hpczero.errors import HpczeroError, InputError
-from hpczero.safe_files import (
-    give_name,
-    nameless,
-    open_lock,
-    own_folder,
-    remove_tree,
-    sync,
-    written_durably,
-)
+from hpczero.errors import HpczeroError
+from hpczero.safe_files import give_name, nameless, own_folder, remove_tree, sync, written_durably
 
 BUILDER = 1  # raised when the same text would give another token file
 COMMIT_EVERY = 32 * 2**20  # bytes of text
@@ -55,37 +48,39 @@ COMMIT_EVERY = 32 * 2**20  # bytes of text
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything besides the text that decides what the token file holds."""
+    """Everything besides the text that decides the content of the token file."""
 
     tokenizer: str = "byte"
     validation_fraction: float = 0.05
     builder: int = BUILDER
     field: str = FIELD  # of a line of .jsonl
 
-    def attributes(self) -> dict[str, str | float | int]:
-        """Return what the token file says of it."""
+    def attributes(self, inputs: Sequence[Input]) -> dict[str, str | float | int]:
+        """Return the token file's attributes for this recipe and these inputs."""
         return {
             "tokenizer": self.tokenizer,
             "validation_fraction": self.validation_fraction,
             "builder": self.builder,
+            "inputs": names_digest(inputs, self.field),
         }
 
 
 class Listener(Protocol):
-    """Is told what happens."""
+    """Receives the progress of a build."""
 
-    def said(self, line: str) -> None: ...
+    def said(self, line: str) -> None:
+        """Take a message for the user."""
 
     def advanced(self, done: int, total: int) -> None:
-        """So many bytes of the text are read."""
+        """Take the bytes of text that have been read."""
 
     def copied(self, done: int, total: int) -> None:
-        """So many bytes of tokens are in the token file."""
+        """Take the bytes of tokens that are in the token file."""
 
 
 @dataclass
 class Noted:
-    """Files that something was wrong with."""
+    """The number of files with a problem of one kind, and a few of their names."""
 
     count: int = 0
     examples: list[str] = field(default_factory=list)
@@ -94,14 +89,18 @@ class Noted:
     def add(self, name: str) -> None:
         if name == self.latest:
             return
-        self.count, self.latest = self.count + 1, name
+        self.count += 1
+        self.latest = name
         if len(self.examples) < 5:
             self.examples.append(name)
+
+    def __str__(self) -> str:
+        return ", ".join(self.examples) + (", …" if self.count > len(self.examples) else "")
 
 
 @dataclass
 class BuildState:
-    """How far phase 1 is: the journal's content."""
+    """The progress of phase 1: the journal's content."""
 
     recipe: dict[str, str | float | int]
     done: int = 0  # inputs that are read to the end
@@ -114,152 +113,117 @@ class BuildState:
 
 
 def build_token_file(
-    found: FoundText,
+    corpus: FoundText,
     output: Path,
     recipe: Recipe,
     work: Path,
     listener: Listener,
     commit_every: int = COMMIT_EVERY,
 ) -> TokenFile:
-    """Makes `output` by way of the folder `work`, which is gone afterwards."""
+    """Build `output` by way of the folder `work`, which is removed afterwards."""
     with writing(work):
         own_folder(work)
-    with _only_builder(work, output, listener):
+    with only_builder(work, output, listener.said):
         with (
-            _leaves_nothing_unless_begun(work),
-            contextlib.closing(
-                Reader(found.inputs, recipe, work, listener, commit_every)
-            ) as reader,
+            _removed_unless_begun(work),
+            closing(Reader(corpus.inputs, recipe, work, listener, commit_every)) as reader,
         ):
             reader.read()
-        _report(reader, found, listener)
-        attributes = recipe.attributes() | {"inputs": names_digest(found.inputs, recipe.field)}
-        write_token_file(
-            work / "assembled.h5",
-            tokenizer(recipe.tokenizer),
-            attributes,
-            reader.raw,
-            listener.copied,
-        )
-        replace_file(work / "assembled.h5", output)
-        with contextlib.suppress(OSError):
+        _report(reader.state, corpus, listener)
+        encoding = tokenizer(recipe.tokenizer)
+        attributes = recipe.attributes(corpus.inputs)
+        assembled = work / "assembled.h5"
+        write_token_file(assembled, encoding, attributes, reader.raw, listener.copied)
+        replace_file(assembled, output)
+        with suppress(OSError):
             remove_tree(work)
     return open_token_file(output)
 
 
-def build_in_one_go(found: FoundText, output: Path, recipe: Recipe, listener: Listener) -> bool:
-    """Makes `output`, and gives nothing a name before: a builder that is killed leaves nothing.
+def build_in_one_go(corpus: FoundText, output: Path, recipe: Recipe, listener: Listener) -> bool:
+    """Build `output` in files without a name: a builder that is killed leaves nothing behind.
 
-    False, and nothing is done, where the file system has no files without a name.
+    Return False, with nothing done, if the file system does not support such files.
     """
     with writing(output):
-        made = nameless(output.parent)
-    if made is None:
+        descriptor = nameless(output.parent)
+    if descriptor is None:
         return False
     try:
-        with contextlib.closing(Reader(found.inputs, recipe, output.parent, listener, 0)) as reader:
+        with closing(Reader(corpus.inputs, recipe, output.parent, listener, 0)) as reader:
             reader.read()
-            _report(reader, found, listener)
-            attributes = recipe.attributes() | {"inputs": names_digest(found.inputs, recipe.field)}
+            _report(reader.state, corpus, listener)
             encoding = tokenizer(recipe.tokenizer)
-            fill_token_file(output, made, encoding, attributes, reader.raw, listener.copied)
-        with (
-            writing(output),
-            contextlib.suppress(FileExistsError),
-        ):  # of another one: the same bytes
-            os.fsync(made)
-            give_name(made, output)
+            attributes = recipe.attributes(corpus.inputs)
+            fill_token_file(output, descriptor, encoding, attributes, reader.raw, listener.copied)
+        # A file that another builder has put there meanwhile has the same bytes.
+        with writing(output), suppress(FileExistsError):
+            os.fsync(descriptor)
+            give_name(descriptor, output)
             sync(output.parent)
     finally:
-        os.close(made)
+        os.close(descriptor)
     return True
 
 
-def is_up_to_date(made: TokenFile, found: FoundText, recipe: Recipe) -> bool:
-    """Whether the file was made by this recipe from files of these names and sizes, none of which is newer."""
-    same = (made.tokenizer, made.validation_fraction, made.builder) == (
-        recipe.tokenizer,
-        recipe.validation_fraction,
-        recipe.builder,
-    )
-    newest = max(source.changed for source in found.inputs)
+def is_up_to_date(file: TokenFile, corpus: FoundText, recipe: Recipe) -> bool:
+    """Return True if this recipe made the file from inputs of these names and sizes, none newer."""
+    wanted = recipe.attributes(corpus.inputs)
+    newest = max(source.changed for source in corpus.inputs)
     return (
-        same
-        and made.inputs == names_digest(found.inputs, recipe.field)
-        and newest <= made.path.stat().st_mtime_ns
+        all(getattr(file, name) == value for name, value in wanted.items())
+        and newest <= file.path.stat().st_mtime_ns
     )
 
 
-@contextlib.contextmanager
-def _leaves_nothing_unless_begun(work: Path) -> Iterator[None]:
-    """A build that is refused before its first journal has nothing to go on from."""
+@contextmanager
+def _removed_unless_begun(work: Path) -> Iterator[None]:
+    """Remove the folder of a build that is refused before it writes its first journal."""
     try:
         yield
     except HpczeroError:
         if not (work / "journal.json").exists():
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 remove_tree(work)
         raise
 
 
 def names_digest(inputs: Sequence[Input], field: str = FIELD) -> str:
-    """The default field has no part in it: files of earlier versions are known by their names and sizes alone."""
+    """Digest of the inputs' names and sizes, and of the field if it is not the default.
+
+    Files of earlier versions record their names and sizes alone.
+    """
     digest = xxhash.xxh3_128(b"" if field == FIELD else b"field\0%s\0" % os.fsencode(field))
     for source in inputs:
         digest.update(os.fsencode(source.name) + b"\0%d\0" % source.size)
     return str(digest.hexdigest())
 
 
-@contextlib.contextmanager
-def _only_builder(work: Path, output: Path, listener: Listener) -> Iterator[None]:
-    """One builder per work folder: the kernel frees the lock when its holder ends, however it ends."""
-    path = work / "lock"
-    with writing(path):
-        file = os.fdopen(open_lock(path), "wb")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"another process is building {output} (it holds {path}): wait for it, or choose another output"
-            ) from None
-        except OSError as error:  # some parallel file systems are mounted without locks
-            listener.said(
-                f"WARN {path} cannot be locked ({error.strerror}): nothing keeps a second builder of {output} away"
-            )
-        if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            raise InputError(
-                f"another process has just built {output}"
-            )  # it finished between our open and our lock
-        yield
-
-
 class Reader:
-    """Phase 1: text in, raw files out. `commit_every`: bytes of text; 0: no journal is kept, and the
-    raw files have no names.
+    """Phase 1: text in, raw files out.
+
+    `commit_every`: bytes of text from journal to journal. 0: no journal, raw files without a name.
     """
 
     def __init__(
         self, inputs: list[Input], recipe: Recipe, work: Path, listener: Listener, commit_every: int
     ) -> None:
-        self._inputs, self._work, self._listener, self._commit_every = (
-            inputs,
-            work,
-            listener,
-            commit_every,
-        )
-        self._fraction, self._tokenizer, self._field = (
-            recipe.validation_fraction,
-            tokenizer(recipe.tokenizer),
-            recipe.field,
-        )
+        self._inputs = inputs
+        self._work = work
+        self._listener = listener
+        self._commit_every = commit_every
+        self._fraction = recipe.validation_fraction
+        self._tokenizer = tokenizer(recipe.tokenizer)
+        self._field = recipe.field
         resumed = _resumed(inputs, recipe, work, listener) if commit_every else None
         self.state = resumed or BuildState(asdict(recipe))
         self._digest = _digest(inputs[: self.state.done])
-        dtypes = {"tokens": token_dtype(self._tokenizer.vocabulary), "documents": np.dtype("<i8")}
+        tokens = token_dtype(self._tokenizer.vocabulary)
+        documents = np.dtype("<i8")
         self.raw = {
             split: {
-                kind: self._raw_file(f"{split}.{kind}", dtype) for kind, dtype in dtypes.items()
+                "tokens": self._raw_file(f"{split}.tokens", tokens),
+                "documents": self._raw_file(f"{split}.documents", documents),
             }
             for split in SPLITS
         }
@@ -279,8 +243,9 @@ class Reader:
                 file.close()
 
     def read(self) -> None:
-        state, total = self.state, sum(source.size for source in self._inputs)
-        before = sum(source.size for source in self._inputs[: state.done])
+        state = self.state
+        total = _bytes(self._inputs)
+        before = _bytes(self._inputs[: state.done])
         unsaved = 0
         for source in self._inputs[state.done :]:
             for section in self._sections(source):
@@ -289,14 +254,14 @@ class Reader:
                     continue
                 unsaved += section.resume - state.position
                 state.position = section.resume
-                self._listener.advanced(
-                    min(total, before + min(source.size, state.position)), total
-                )  # a file may grow meanwhile
+                reached = min(source.size, state.position)  # a file may grow meanwhile
+                self._listener.advanced(min(total, before + reached), total)
                 if unsaved >= self._commit_every > 0:
                     self._commit(source)
                     unsaved = 0
             before += source.size
-            state.done, state.position = state.done + 1, 0
+            state.done += 1
+            state.position = 0
             self._digest.update(_identity(source))
         self._listener.advanced(total, total)
         self._commit(None)
@@ -321,11 +286,13 @@ class Reader:
             status = os.fstat(file.fileno())
         if (status.st_size, status.st_mtime_ns) != (source.size, source.changed):
             raise HpczeroError(
-                f"{source.path} changed while the corpus was built: give the command again when the file is complete"
+                f"{source.path} changed while the corpus was built: "
+                "give the command again when the file is complete"
             )
 
     def _take(self, section: Section) -> None:
-        tokens, state = self._tokenizer.encode(section.text), self.state
+        state = self.state
+        tokens = self._tokenizer.encode(section.text)
         split = self._split_for(len(tokens))
         if state.inside and state.inside != split:
             self._end_document(state.inside)
@@ -336,7 +303,7 @@ class Reader:
             state.inside = ""
 
     def _split_for(self, tokens: int) -> str:
-        """Validation, where that brings its share of all tokens closer to what was asked for."""
+        """Return "validation" if that brings its share of all tokens closer to the fraction."""
         train, validation = (self.raw[split]["tokens"].length for split in SPLITS)
         wanted = self._fraction * (train + validation + tokens)
         return "validation" if validation + tokens / 2 < wanted else "train"
@@ -365,13 +332,11 @@ class Reader:
 def _resumed(
     inputs: list[Input], recipe: Recipe, work: Path, listener: Listener
 ) -> BuildState | None:
-    """The state to go on from, or None (said, if there was something) to start at the beginning."""
+    """Return the journal's state; None, with a message, if it cannot be used; None without one."""
     try:
         content = json.loads((work / "journal.json").read_text(encoding="utf-8"))
-        content["replaced"], content["unreadable"] = (
-            Noted(**content["replaced"]),
-            Noted(**content["unreadable"]),
-        )
+        for name in ("replaced", "unreadable"):
+            content[name] = Noted(**content[name])
         state = BuildState(**content)
         sizes = {name: (work / name).stat().st_size for name in state.lengths}
     except FileNotFoundError:
@@ -379,23 +344,22 @@ def _resumed(
     except (OSError, ValueError, TypeError, KeyError) as error:
         listener.said(f"starting over: {work} cannot be used ({error})")
         return None
-    read = inputs[: state.done + bool(state.position)]
+    why = ""
     if state.recipe != asdict(recipe):
-        listener.said(
-            f"starting over: {work} was begun with {state.recipe}, this is {asdict(recipe)}"
-        )
-    elif state.digest != _digest(read).hexdigest():
-        listener.said("starting over: files that were read before have changed")
-    elif any(
-        sizes[name] < length for name, length in state.lengths.items()
-    ):  # a value has one byte at least
-        listener.said(f"starting over: {work} lacks what its journal says")
-    else:
-        listener.said(
-            f"going on after {sum(source.size for source in inputs[: state.done]) + state.position} bytes of text"
-        )
-        return state
-    return None
+        why = f"{work} was begun with {state.recipe}, this is {asdict(recipe)}"
+    elif state.digest != _digest(inputs[: state.done + bool(state.position)]).hexdigest():
+        why = "files that were read before have changed"
+    elif any(sizes[name] < length for name, length in state.lengths.items()):
+        why = f"{work} is shorter than its journal says"  # a value has one byte at least
+    if why:
+        listener.said(f"starting over: {why}")
+        return None
+    listener.said(f"resuming after {_bytes(inputs[: state.done]) + state.position} bytes of text")
+    return state
+
+
+def _bytes(inputs: Sequence[Input]) -> int:
+    return sum(source.size for source in inputs)
 
 
 def _digest(inputs: Sequence[Input]) -> "xxhash.xxh3_128":
@@ -409,21 +373,17 @@ def _identity(source: Input) -> bytes:
     return os.fsencode(source.path.absolute()) + b"\0%d\0%d\0" % (source.size, source.changed)
 
 
-def _report(reader: Reader, found: FoundText, listener: Listener) -> None:
-    state = reader.state
-    for path in found.unreadable:
-        state.unreadable.add(str(path))
-    if found.others:
-        listener.said(f"left out, being of other kinds: {found.others} files")
-    if state.unreadable.count:
+def _report(state: BuildState, corpus: FoundText, listener: Listener) -> None:
+    """Tell the listener which files were left out or damaged."""
+    unreadable = state.unreadable
+    replaced = state.replaced
+    for path in corpus.unreadable:
+        unreadable.add(str(path))
+    if corpus.others:
+        listener.said(f"left out, being of other kinds: {corpus.others} files")
+    if unreadable.count:
+        listener.said(f"WARN left out, cannot be read: {unreadable.count} ({unreadable})")
+    if replaced.count:
         listener.said(
-            f"WARN left out, cannot be read: {state.unreadable.count} ({_named(state.unreadable)})"
+            f"WARN not UTF-8, undecodable bytes became U+FFFD: {replaced.count} files ({replaced})"
         )
-    if state.replaced.count:
-        listener.said(
-            f"WARN not UTF-8, what is not text became U+FFFD: {state.replaced.count} files ({_named(state.replaced)})"
-        )
-
-
-def _named(noted: Noted) -> str:
-    return ", ".join(noted.examples) + (", …" if noted.count > len(noted.examples) else "")

@@ -1,4 +1,8 @@
-"""Where the samples of a run come from: a token file, the stdlib's text, or nothing at all (synthetic)."""
+"""Sources of a run's samples: a token file, the Python library's text, or random tokens.
+
+`data.source = "stdlib"` is the corpus that every machine has: the source text of the running
+Python's library, built into a token file in the cache on first use.
+"""
 
 import contextlib
 import fcntl
@@ -23,28 +27,45 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import is_seen, make_folders, open_lock, remove_tree, temporary_folder
 from hpczero.spec.schema import Spec
 
+_SYNTHETIC_WINDOWS = {"train": 2**31, "validation": 2**20}
+_SYNTHETIC_SALT = {"train": 1 << 63, "validation": 0}  # a seed has 63 bits
+_WORK_PREFIX = ".building-"
+_NEW_FOLDER = 60.0  # seconds: a work folder is made a moment before its lock
+_LEFT_OUT = frozenset[str]().union(
+    ("test", "tests", "idlelib", "lib2to3", "turtledemo"),  # tests, their data, the editor
+    ("site-packages", "dist-packages", "__pycache__", "_bundled"),  # installed, bundled
+)
+
 
 class TokenSource(Protocol):
-    """Windows of seq_len + 1 tokens: window w starts at token w * seq_len, so that every token but the first is predicted once."""
+    """Windows of seq_len + 1 tokens.
+
+    Window w starts at token w * seq_len, so every token but the first is predicted once.
+    """
 
     vocabulary: int  # ids are 0 .. vocabulary - 1
 
-    def windows(self, split: str) -> int: ...
+    def windows(self, split: str) -> int:
+        """Return the number of windows."""
 
     def fill(self, split: str, window: int, out: np.ndarray) -> None:
-        """Writes the window's tokens into `out` (int64 [seq_len + 1]); may be called from any thread."""
+        """Write the window's tokens into `out` (int64 [seq_len + 1]), from any thread."""
 
     def unigram_entropy(self, split: str) -> float:
-        """Nats per token of the split's own distribution of ids: what a model has to beat to have learned anything about order."""
+        """Nats per token of the split's distribution of ids.
 
-    def describe(self) -> dict[str, Any]: ...
+        A model with a lower loss has learned something about the order of tokens.
+        """
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the run's record."""
 
 
 def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True) -> TokenSource:
-    """What `data.source` names, checked against the model.
+    """Open the source that `data.source` names, and check it against the model. Collective.
 
-    Every rank calls it. `share(value)` hands every rank the value of the one rank that has `is_builder`; that rank builds
-    what has to be built, the others wait for its verdict, and all raise the same error if it fails.
+    `share(value)` broadcasts the value of the one rank with `is_builder`. That rank builds the
+    token file if there is none; the others wait, and all raise the same error if it fails.
     """
     if spec.data.source == "synthetic":
         return SyntheticSource(spec.seed, spec.model.vocab, spec.model.seq_len)
@@ -62,7 +83,8 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     path = Path(verdict["path"])
     if not is_seen(path):
         raise InputError(
-            f"{path} was built by rank 0, but is not seen here: set paths.cache to a folder that every node shares"
+            f"{path} was built by rank 0, but is not seen here: "
+            "set paths.cache to a folder that every node shares"
         )
     return _checked(open_token_file(path), spec)
 
@@ -73,25 +95,27 @@ def _checked(file: TokenFile, spec: Spec) -> TokenSource:
 
 
 def refuse_unfit(file: TokenFile, spec: Spec) -> None:
-    """InputError if the model cannot be trained on it."""
+    """Raise InputError if the model cannot be trained on the file."""
     largest = max(split.largest for split in file.splits.values())
     if largest >= spec.model.vocab:
         raise InputError(
             f"model.vocab = {spec.model.vocab} is too small: {file.path} holds token {largest} "
-            f"(tokenizer '{file.tokenizer}', {file.vocabulary} ids): set model.vocab = {file.vocabulary} or more"
+            f"(tokenizer '{file.tokenizer}', {file.vocabulary} ids): "
+            f"set model.vocab = {file.vocabulary} or more"
         )
-    needs = spec.model.seq_len + 1
-    if len(file.splits["train"].tokens) < needs:
-        tokens = len(file.splits["train"].tokens)
+    train, validation = (len(file.splits[split].tokens) for split in ("train", "validation"))
+    needed = spec.model.seq_len + 1
+    needs = f"a sequence needs {needed} (model.seq_len + 1)"
+    if train < needed:
         raise InputError(
-            f"{file.path} has {tokens} tokens to train on, a sequence needs {needs} (model.seq_len + 1): "
+            f"{file.path} has {train} tokens to train on, {needs}: "
             "use more text, or a shorter model.seq_len"
         )
-    if spec.train.eval_batches and len(file.splits["validation"].tokens) < needs:
-        tokens = len(file.splits["validation"].tokens)
+    if spec.train.eval_batches and validation < needed:
         raise InputError(
-            f"{file.path} has {tokens} tokens for validation, a sequence needs {needs} (model.seq_len + 1): "
-            f"build it with a larger validation fraction, or set train.eval_batches = 0 (it is {spec.train.eval_batches})"
+            f"{file.path} has {validation} tokens for validation, {needs}: "
+            "build it with a larger validation fraction, "
+            f"or set train.eval_batches = 0 (it is {spec.train.eval_batches})"
         )
 
 
@@ -99,7 +123,8 @@ class FileSource:
     """The windows of a token file."""
 
     def __init__(self, file: TokenFile, seq_len: int) -> None:
-        self._file, self._seq_len = file, seq_len
+        self._file = file
+        self._seq_len = seq_len
         self._blocks = file.blocks()
         self.vocabulary = file.vocabulary
 
@@ -108,14 +133,13 @@ class FileSource:
 
     def fill(self, split: str, window: int, out: np.ndarray) -> None:
         assert 0 <= window < self.windows(split), (split, window)
-        start, held = window * self._seq_len, self._file.splits[split]
+        start = window * self._seq_len
         out[:] = self._blocks[split].read(start, start + self._seq_len + 1)
-        if (
-            out.max() > held.largest
-        ):  # the file's own counts say otherwise: it would index past the embedding
+        largest = self._file.splits[split].largest
+        if out.max() > largest:  # it would index past the embedding
             raise InputError(
-                f"{self._file.path} is damaged: window {window} of {split} holds token {out.max()}, "
-                f"the counts say {held.largest} at most; build it again"
+                f"{self._file.path} is damaged: window {window} of {split} "
+                f"holds token {out.max()}, the counts say {largest} at most; build it again"
             )
 
     def unigram_entropy(self, split: str) -> float:
@@ -125,15 +149,16 @@ class FileSource:
         return self._file.describe()
 
 
-_SYNTHETIC_WINDOWS = {"train": 2**31, "validation": 2**20}
-_SYNTHETIC_SALT = {"train": 1 << 63, "validation": 0}  # a seed has 63 bits
-
-
 class SyntheticSource:
-    """Uniformly random tokens, each a hash of (seed, split, position): needs no file, and cannot be learned beyond ln(vocab)."""
+    """Uniformly random tokens, each a hash of (seed, split, position).
+
+    It needs no file; no model reaches a loss below ln(vocab).
+    """
 
     def __init__(self, seed: int, vocabulary: int, seq_len: int) -> None:
-        self._seed, self.vocabulary, self._seq_len = seed, vocabulary, seq_len
+        self._seed = seed
+        self.vocabulary = vocabulary
+        self._seq_len = seq_len
 
     def windows(self, split: str) -> int:
         return _SYNTHETIC_WINDOWS[split]
@@ -143,9 +168,8 @@ class SyntheticSource:
         start = window * self._seq_len
         positions = np.arange(start, start + self._seq_len + 1, dtype=np.uint64)
         key = _mix(np.array([self._seed ^ _SYNTHETIC_SALT[split]], dtype=np.uint64))
-        out[:] = (
-            (_mix(positions ^ key) >> np.uint64(32)) * np.uint64(self.vocabulary)
-        ) >> np.uint64(32)
+        halves = _mix(positions ^ key) >> np.uint64(32)
+        out[:] = (halves * np.uint64(self.vocabulary)) >> np.uint64(32)
 
     def unigram_entropy(self, split: str) -> float:
         return math.log(self.vocabulary)
@@ -165,33 +189,19 @@ class SyntheticSource:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's step for 64-bit lanes: one to one and well mixed."""
+    """Map 64-bit values one to one to well-mixed ones: SplitMix64's step."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)
 
 
-# The corpus that every machine has: the text of the running Python's library, built on first use into the cache.
-_PREFIX = ".building-"
-_QUITE_NEW = 60.0  # seconds: a folder is made a moment before its lock
-# not the library proper: tests and their data, what was installed into it, bundled copies, the editor
-_LEFT_OUT = frozenset(
-    [
-        "test",
-        "tests",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "_bundled",
-        "idlelib",
-        "lib2to3",
-        "turtledemo",
-    ]
-)
+# The Python library's text.
 
 
 class Silent:
+    """A `build.Listener` that ignores everything."""
+
     def said(self, line: str) -> None: ...
 
     def advanced(self, done: int, total: int) -> None: ...
@@ -200,27 +210,26 @@ class Silent:
 
 
 def token_file(spec: Spec) -> Path:
-    """The path of the stdlib's token file for this spec; builds it if it is not there yet.
+    """Return the path of the library's token file for this spec; build it if there is none yet.
 
-    Several jobs may build at once: each in files without a name, each puts the same bytes in place.
-    Where the file system has no such files each builds in a folder, which stays, if the builder is
-    killed, until the next one comes.
+    Several jobs may build at once: each works in files without a name, and all put the same bytes
+    in place. If the file system does not support such files, each works in a folder of its own. A
+    killed builder's folder stays until the next builder removes it.
     """
     cache = Path(env.expand(spec.paths.cache)) if spec.paths.cache else env.cache_folder()
     recipe = Recipe(spec.data.tokenizer, spec.data.validation_fraction)
     python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
-    final = (
-        cache.absolute()
-        / f"stdlib-{python}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
-    )
+    name = f"stdlib-{python}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
+    final = cache.absolute() / name
     try:
         if final.exists():
             return final
         make_folders(cache)
-        _remove_left(cache)
+        _remove_abandoned(cache)
     except OSError as error:
         raise InputError(
-            f"the cache folder {cache} cannot be used ({error.strerror}): set paths.cache to a folder that can be written"
+            f"the cache folder {cache} cannot be used ({error.strerror}): "
+            "set paths.cache to a folder that can be written"
         ) from error
     corpus = find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT)
     print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
@@ -236,7 +245,7 @@ def token_file(spec: Spec) -> Path:
 
 def _build_in_a_folder(corpus: FoundText, final: Path, recipe: Recipe) -> None:
     with writing(final.parent):
-        work = temporary_folder(final.parent, _PREFIX)
+        work = temporary_folder(final.parent, _WORK_PREFIX)
     try:
         build_token_file(corpus, final, recipe, work, Silent())
     finally:
@@ -244,11 +253,11 @@ def _build_in_a_folder(corpus: FoundText, final: Path, recipe: Recipe) -> None:
             remove_tree(work)
 
 
-def _remove_left(cache: Path) -> None:
-    """Remove what killed builders left: folders whose lock nobody holds, not quite new."""
-    for work in cache.glob(f"{_PREFIX}*"):
+def _remove_abandoned(cache: Path) -> None:
+    """Remove the folders of killed builders: those that nobody has locked and that are not new."""
+    for work in cache.glob(f"{_WORK_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if work.is_symlink() or time.time() - work.stat().st_mtime < _QUITE_NEW:
+            if work.is_symlink() or time.time() - work.stat().st_mtime < _NEW_FOLDER:
                 continue
             file = open_lock(work / "lock")
             try:

@@ -1,8 +1,9 @@
-"""Which text each rank reads at each step: pure functions of integers, so that neither the layout nor a restart changes the order.
+"""The order of samples, and a thread that reads them ahead.
 
-A *window* is a run of seq_len + 1 tokens of a split. Sample 0, 1, 2, … of a run's whole life are numbered through its global batches:
-position p of step s (counted from 0) is sample s * global_batch + p. `window` says which window a sample reads, `micro_batches_of`
-which positions of the global batch a rank takes, and in which micro-batches.
+The order is a pure function of integers, so neither the layout nor a restart changes it. A *window*
+is a run of seq_len + 1 tokens of a split. Samples are numbered through all global batches of a run:
+position p of step s (counted from 0) is sample s * global_batch + p. `window` maps a sample to its
+window, `micro_batches_of` maps a rank to its positions in the global batch.
 """
 
 import threading
@@ -14,19 +15,18 @@ from typing import Generic, TypeVar
 _MASK = 2**64 - 1
 _ROUNDS = 8
 _SMALLEST_HALF = 2  # bits; below it a Feistel network reaches too few permutations
-_MIXERS = (
-    (30, 0xBF58476D1CE4E5B9),
-    (27, 0x94D049BB133111EB),
-)  # SplitMix64's finalizer (Steele, Lea, Flood 2014)
+# SplitMix64's finalizer (Steele, Lea, Flood 2014)
+_MIXERS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def window(seed: int, windows: int, index: int) -> int:
-    """The window that sample `index` of the run reads: every epoch visits every window once, in an order of its own.
+    """Return the window that sample `index` of the run reads.
 
-    Random access to a pseudo-random permutation: a Feistel network (Luby and Rackoff 1988) over the smallest power of 4 that holds all
-    windows, keyed by (seed, epoch); a result past the last window is sent through again until it falls inside (cycle walking,
-    Black and Rogaway 2002): less than four times on average.
+    Every epoch visits every window once, in its own order: random access to a pseudo-random
+    permutation, keyed by (seed, epoch). It is a Feistel network (Luby and Rackoff 1988) over the
+    smallest power of 4 that holds all windows. A result past the last window is sent through again
+    until it falls inside (cycle walking, Black and Rogaway 2002), less than four times on average.
     """
     assert windows > 0, windows
     assert index >= 0, index
@@ -40,10 +40,11 @@ def window(seed: int, windows: int, index: int) -> int:
 
 
 def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int) -> list[range]:
-    """The positions in the global batch that `rank` takes, one range per micro-batch.
+    """Return the positions in the global batch that `rank` takes, one range per micro-batch.
 
-    Every rank has ceil(global_batch / (micro_batch * ranks)) micro-batches; over all ranks their sizes differ by one sample at most (they
-    are empty where there are more ranks than samples), and so do the ranks' totals.
+    Every rank has ceil(global_batch / (micro_batch * ranks)) micro-batches. Over all ranks their
+    sizes differ by at most one sample, and so do the ranks' totals. With more ranks than samples
+    some are empty.
     """
     assert min(global_batch, micro_batch) > 0, (global_batch, micro_batch)
     assert 0 <= rank < ranks, (rank, ranks)
@@ -59,21 +60,20 @@ def micro_batches_of(rank: int, global_batch: int, micro_batch: int, ranks: int)
 def micro_batch_counts(
     rank: int, global_batch: int, micro_batch: int, ranks: int
 ) -> dict[int, int]:
-    """Of the micro-batches that `rank` takes: size -> how many have it."""
+    """Count the micro-batches of `rank`: size -> how many have it."""
     accumulation, smallest, largest = micro_batch_sizes(global_batch, micro_batch, ranks)
-    slots, first = accumulation * ranks, rank * accumulation
+    slots = accumulation * ranks
+    first = rank * accumulation
     samples = (first + accumulation) * global_batch // slots - first * global_batch // slots
     larger = samples - accumulation * smallest
-    counts = (
-        {smallest: accumulation - larger, largest: larger}
-        if largest > smallest
-        else {smallest: accumulation}
-    )
+    counts = {smallest: accumulation - larger}
+    if largest > smallest:
+        counts[largest] = larger
     return {size: count for size, count in counts.items() if count}
 
 
 def micro_batch_sizes(global_batch: int, micro_batch: int, ranks: int) -> tuple[int, int, int]:
-    """How many micro-batches `micro_batches_of` deals out to every rank, and the sizes of the smallest and the largest of all of them."""
+    """Return the number of micro-batches of a rank, and the smallest and largest size of all."""
     accumulation = _accumulation(global_batch, micro_batch, ranks)
     slots = accumulation * ranks
     return accumulation, global_batch // slots, -(-global_batch // slots)
@@ -97,26 +97,29 @@ def _round_keys(seed: int, epoch: int) -> list[int]:
 
 
 def _mix(value: int) -> int:
-    """64 bits in, 64 well-mixed bits out, one to one."""
+    """Map 64 bits to 64 well-mixed bits, one to one."""
     value = value + _GOLDEN & _MASK
     for shift, factor in _MIXERS:
         value = (value ^ value >> shift) * factor & _MASK
     return value ^ value >> 31
 
 
-# A background reader: while a step computes, the batches of the next ones are read.
+# Reading ahead: while a step computes, a thread reads the batches of the next ones.
 Item = TypeVar("Item")
 
 
 class Prefetcher(Generic[Item]):
-    """Calls `fetch(step)` for step = first, …, last (both included) in a thread that keeps up to `ahead` results waiting.
+    """Call `fetch(step)` for step = first, …, last (both included) in a thread.
 
-    `next` hands them out in order. What `fetch` raises is raised by the `next` that would have handed out its result.
+    Up to `ahead` results wait; `next` returns them in order. An exception of `fetch` is raised by
+    the `next` that would have returned its result.
     """
 
     def __init__(self, fetch: Callable[[int], Item], first: int, last: int, ahead: int) -> None:
         assert ahead >= 1, ahead
-        self._fetch, self._steps, self._ahead = fetch, range(first, last + 1), ahead
+        self._fetch = fetch
+        self._steps = range(first, last + 1)
+        self._ahead = ahead
         self._ready: deque[Item] = deque()
         self._handed_out = 0
         self._failure: BaseException | None = None
@@ -126,7 +129,7 @@ class Prefetcher(Generic[Item]):
         self._thread.start()
 
     def next(self) -> tuple[Item, float]:
-        """The next step's item, and the seconds that the caller had to wait for it."""
+        """Return the next step's item, and the seconds that the caller waited for it."""
         began = time.perf_counter()
         with self._changed:
             assert not self._closed, "next() after close()"
@@ -143,7 +146,7 @@ class Prefetcher(Generic[Item]):
         return item, time.perf_counter() - began
 
     def close(self) -> None:
-        """Ends the thread, after the `fetch` that it is in; harmless when repeated."""
+        """End the thread after its current `fetch`; may be called again."""
         with self._changed:
             self._closed = True
             self._ready.clear()

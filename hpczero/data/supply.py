@@ -1,6 +1,6 @@
-"""The tokens that `data.source` has for a job, counted before it runs.
+"""Counting the tokens that `data.source` has for a job, before it runs.
 
-This is done on login nodes, without torch; numpy is imported for token files only.
+This runs on login nodes, without torch; numpy is imported for token files only.
 """
 
 from dataclasses import asdict, dataclass
@@ -12,12 +12,12 @@ from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, shown
 
-IDS = {"byte": 257}  # of the tokenizers, which need numpy
+IDS = {"byte": 257}  # vocabularies of `corpus.tokenizer`, which needs numpy
 
 
 @dataclass(frozen=True)
 class Supply:
-    """Tokens of a split, 0 where nothing is known; `problem`: why nothing is."""
+    """Tokens of each split, 0 if unknown; `problem` tells why."""
 
     wanted: int  # tokens that the job's steps read
     train: int = 0
@@ -27,7 +27,7 @@ class Supply:
 
     @property
     def epochs(self) -> float | None:
-        """How often the job reads each token."""
+        """Times that the job reads each token; None if unknown."""
         return self.wanted / self.train if self.train else None
 
     def facts(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def look(spec: Spec, must_be_here: bool = False) -> Supply:
 
 
 def _library(spec: Spec, wanted: int) -> Supply:
-    """Refuse what a run would refuse once the file is made."""
+    """Raise the error that a run would raise once the token file is built."""
     needed = IDS[spec.data.tokenizer]
     if spec.model.vocab < needed:
         raise InputError(

@@ -1,8 +1,8 @@
-"""The token file: one HDF5 file that holds a corpus as tokens (docs/data.md describes it for other readers).
+"""Token files: one HDF5 file holds a corpus as tokens (docs/data.md describes the format).
 
-A file may come from anywhere, so `open_token_file` believes nothing in it: types, shapes, places and sizes are checked, and
-nothing outside the file is ever read (no links, no external or virtual storage), nor by the HDF5
-library, which a crafted file can crash. Tokens are memory-mapped where they lie.
+A file may come from anywhere, so `open_token_file` trusts nothing in it. It checks types, shapes,
+offsets and sizes, and reads nothing outside the file (no links, no external or virtual storage). It
+does not use the HDF5 library, which a crafted file can crash. Tokens are memory-mapped.
 """
 
 import os
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 FORMAT = "hpczero-tokens"
 VERSION = 1
 SPLITS = ("train", "validation")
-LIBRARY_VERSIONS = ("earliest", "v110")  # what distributions' own HDF5 tools read
-CHECKSUMS = "checksums"  # of the blocks of a split's tokens; files of older versions have none
+LIBRARY_VERSIONS = ("earliest", "v110")  # readable by the HDF5 tools of Linux distributions
+CHECKSUMS = "checksums"  # dataset: of the blocks of a split's tokens; older files have none
 _LARGEST_VOCABULARY = 2**32
 _LONGEST_TEXT = 100  # characters of an attribute
-_CHUNK = 2**22  # bytes: so many blocks
+_CHUNK = 2**22  # bytes read at a time: many blocks
 _PAGE = 4096
 _STORED_AS = {int: "<i8", float: "<f8"}
 _ATTRIBUTES = {
@@ -49,17 +49,17 @@ _ATTRIBUTES = {
 @dataclass(frozen=True)
 class Split:
     tokens: np.ndarray  # [tokens], memory-mapped
-    counts: np.ndarray  # [vocabulary]: how often each id occurs
-    ends: np.ndarray  # [documents + 1], memory-mapped: where each document begins, and the end
-    largest: int  # the largest id that occurs; -1 where none does
-    checksums: np.ndarray | None  # of the blocks of the tokens (`blocks`)
+    counts: np.ndarray  # [vocabulary]: occurrences of each id
+    ends: np.ndarray  # [documents + 1], memory-mapped: 0, then the end of each document
+    largest: int  # the largest id that occurs; -1 if there are no tokens
+    checksums: np.ndarray | None  # of the blocks of the tokens (`raw_files`)
 
     @property
     def documents(self) -> int:
         return len(self.ends) - 1
 
     def entropy(self) -> float:
-        """Nats per token of the split's own distribution of ids: the loss of a model that knows the frequencies and nothing else."""
+        """Nats per token: the loss of a model that knows the ids' frequencies and nothing else."""
         shares = self.counts[self.counts > 0] / max(1, len(self.tokens))
         return float(-(shares * np.log(shares)).sum()) + 0.0
 
@@ -78,23 +78,26 @@ class TokenFile:
 
     @property
     def has_checksums(self) -> bool:
-        """Return False for a file of an older version: only its fingerprint tells what is in it."""
+        """Return False for a file of an older version, which has only a fingerprint."""
         return all(split.checksums is not None for split in self.splits.values())
 
     def blocks(self) -> dict[str, Blocks]:
-        """The tokens of each split, read with a look at their checksums."""
-        held = self.splits.items()
-        return {name: Blocks(self.path, name, one.tokens, one.checksums) for name, one in held}
+        """Return readers of each split's tokens that verify the checksums."""
+        return {
+            name: Blocks(self.path, name, split.tokens, split.checksums)
+            for name, split in self.splits.items()
+        }
 
     def damages(self) -> Iterator[str]:
-        """Yield what in the file is not as it was written; all of it is read."""
+        """Read the whole file and yield a line for each part that is not as it was written."""
         digest = xxhash.xxh3_128()
         for name, blocks in self.blocks().items():
-            split, counts = self.splits[name], np.zeros(self.vocabulary, np.int64)
-            for some in blocks.damaged(_CHUNK // BLOCK):
-                yield from some.damaged
-                digest.update(some.content)
-                tokens = np.frombuffer(some.content, split.tokens.dtype)
+            split = self.splits[name]
+            counts = np.zeros(self.vocabulary, np.int64)
+            for chunk in blocks.damaged(_CHUNK // BLOCK):
+                yield from chunk.damaged
+                digest.update(chunk.content)
+                tokens = np.frombuffer(chunk.content, split.tokens.dtype)
                 counts += np.bincount(tokens[tokens < self.vocabulary], minlength=self.vocabulary)
             if not np.array_equal(counts, split.counts):
                 yield f"/{name}/counts are not those of its tokens"
@@ -102,11 +105,11 @@ class TokenFile:
                 yield f"/{name}/documents do not end with token {self.end_of_document}"
             blocks.close()
         if digest.hexdigest() != self.fingerprint:
-            found = digest.hexdigest()
-            yield f"the tokens have the fingerprint {found}, and {self.fingerprint} was written"
+            actual = digest.hexdigest()
+            yield f"the tokens have the fingerprint {actual}, and {self.fingerprint} was written"
 
     def _ends_fit(self, split: Split) -> bool:
-        """Return True if each document has its end, and nothing else that means one."""
+        """Return True if the end-of-document token stands at the end of each document only."""
         ends = np.asarray(split.ends)
         if not len(split.tokens):
             return not split.documents
@@ -126,7 +129,10 @@ class TokenFile:
 
 
 def open_token_file(path: Path) -> TokenFile:
-    """The file's facts, its tokens mapped; InputError if it is missing, foreign, newer, truncated or damaged."""
+    """Open a token file and map its tokens.
+
+    InputError if it is missing, of another format or version, truncated or damaged.
+    """
     descriptor = _opened(path)
     try:
         return _read(path, descriptor)
@@ -134,7 +140,8 @@ def open_token_file(path: Path) -> TokenFile:
         size = os.fstat(descriptor).st_size
         if os.pread(descriptor, 4, 0) != b"\x89HDF":
             raise InputError(
-                f"{path} is not a token file (not HDF5, {size} bytes): make one with `hpczero data build -o NAME.h5 TEXT...`"
+                f"{path} is not a token file (not HDF5, {size} bytes): "
+                "make one with `hpczero data build -o NAME.h5 TEXT...`"
             ) from error
         why = printable(str(error))
         raise InputError(
@@ -149,7 +156,7 @@ def open_token_file(path: Path) -> TokenFile:
 
 
 def _opened(path: Path) -> int:
-    """Open a plain file, or a link to one: a pipe would be waited for."""
+    """Open a regular file, or a link to one: opening a pipe would block."""
     try:
         return safe_files.open_to_read(path)
     except OSError as error:
@@ -158,17 +165,16 @@ def _opened(path: Path) -> int:
 
 def _read(path: Path, descriptor: int) -> TokenFile:
     file = PlainFile(descriptor)
-    kind, version = (
-        _attribute(file, name, kind) for name, kind in (("format", str), ("version", int))
-    )
-    if kind != FORMAT:
+    if _attribute(file, "format", str) != FORMAT:
         raise InputError(
-            f"{path} is an HDF5 file, but not a token file (no attribute format = '{FORMAT}'): make one with `hpczero data build`"
+            f"{path} is an HDF5 file, but not a token file (no attribute format = '{FORMAT}'): "
+            "make one with `hpczero data build`"
         )
+    version = _attribute(file, "version", int)
     if version != VERSION:
         raise InputError(
-            f"{path} has version {version} of the token file's format, this hpczero reads version {VERSION}: "
-            "use the hpczero that made it, or build it again"
+            f"{path} has version {version} of the token file's format, "
+            f"this hpczero reads version {VERSION}: use the hpczero that made it, or build it again"
         )
     facts = {name: _attribute(file, name, kind) for name, kind in _ATTRIBUTES.items()}
     missing = [name for name, value in facts.items() if value is None]
@@ -178,21 +184,15 @@ def _read(path: Path, descriptor: int) -> TokenFile:
         raise NotPlain(f"a vocabulary of {facts['vocabulary']} ids")
     if not 0 <= facts["end_of_document"] < facts["vocabulary"]:
         raise NotPlain(f"documents that end with token {facts['end_of_document']}")
-    if long := next(
-        (
-            name
-            for name in ("tokenizer", "inputs", "fingerprint")
-            if len(facts[name]) > _LONGEST_TEXT
-        ),
-        "",
-    ):
-        raise NotPlain(f"attribute {long} has more than {_LONGEST_TEXT} characters")
+    for name in ("tokenizer", "inputs", "fingerprint"):
+        if len(facts[name]) > _LONGEST_TEXT:
+            raise NotPlain(f"attribute {name} has more than {_LONGEST_TEXT} characters")
     splits = {name: _read_split(file, descriptor, name, facts["vocabulary"]) for name in SPLITS}
     return TokenFile(path=path, splits=splits, **facts)
 
 
 def _attribute(file: PlainFile, name: str, kind: type) -> Any:
-    """The attribute's value, or None if it is missing, not a single one, or not of that kind."""
+    """Return the attribute's value, or None if it is missing, an array, or of another type."""
     value = file.attributes.get(name)
     if isinstance(value, str):
         value = printable(value)
@@ -205,39 +205,40 @@ def _read_split(file: PlainFile, descriptor: int, split: str, vocabulary: int) -
     counts = _dataset(file, split, "counts", np.dtype("<i8"))
     if len(documents) == 0 or documents[0] != 0 or documents[-1] != len(tokens):
         raise NotPlain(f"/{split}/documents does not run from 0 to the {len(tokens)} tokens")
-    of_ids = file.values(counts) if counts.size == vocabulary else np.full(1, -1)
-    if (of_ids < 0).any() or _sum(of_ids) != len(tokens):
+    occurrences = file.values(counts) if counts.size == vocabulary else np.full(1, -1)
+    if (occurrences < 0).any() or _sum(occurrences) != len(tokens):
         raise NotPlain(
             f"/{split}/counts does not add up to the {len(tokens)} tokens over {vocabulary} ids"
         )
     checksums = None
     if CHECKSUMS in file.names(split):
-        found = _dataset(file, split, CHECKSUMS, np.dtype("<u8"))
-        if found.size != blocks_of(tokens.nbytes):
+        stored = _dataset(file, split, CHECKSUMS, np.dtype("<u8"))
+        if stored.size != blocks_of(tokens.nbytes):
             raise NotPlain(f"/{split}/{CHECKSUMS} are not those of {tokens.nbytes} bytes")
-        checksums = file.values(found)
-    largest = int(np.flatnonzero(of_ids)[-1]) if len(tokens) else -1
-    return Split(tokens, of_ids, documents, largest, checksums)
+        checksums = file.values(stored)
+    largest = int(np.flatnonzero(occurrences)[-1]) if len(tokens) else -1
+    return Split(tokens, occurrences, documents, largest, checksums)
 
 
 def _sum(counts: np.ndarray) -> int:
-    """Exact, whatever a file says."""
-    high, low = (counts >> 32).sum(dtype=np.int64), (counts & 0xFFFFFFFF).sum(dtype=np.uint64)
+    """Return the exact sum of int64 values that may overflow 64 bits together."""
+    high = (counts >> 32).sum(dtype=np.int64)
+    low = (counts & 0xFFFFFFFF).sum(dtype=np.uint64)
     return (int(high) << 32) + int(low)
 
 
 def _dataset(file: PlainFile, split: str, name: str, dtype: np.dtype) -> Dataset:
-    found = file.dataset(f"{split}/{name}")
-    if len(found.shape) != 1 or found.dtype != dtype:
-        shape = f"shape ({', '.join(map(str, found.shape[:8]))})"
+    dataset = file.dataset(f"{split}/{name}")
+    if len(dataset.shape) != 1 or dataset.dtype != dtype:
+        shape = f"shape ({', '.join(map(str, dataset.shape[:8]))})"
         raise NotPlain(
-            f"/{split}/{name} has type {found.dtype} and {shape}, not {dtype} and one dimension"
+            f"/{split}/{name} has type {dataset.dtype} and {shape}, not {dtype} and one dimension"
         )
-    return found
+    return dataset
 
 
 def _mapped(descriptor: int, dataset: Dataset) -> np.ndarray:
-    """The values where they lie in the file, read-only."""
+    """Map the dataset's values read-only."""
     if not dataset.size:
         return np.empty(0, dataset.dtype)
     with os.fdopen(os.dup(descriptor), "rb") as file:
@@ -251,75 +252,76 @@ def write_token_file(
     raw: dict[str, dict[str, RawFile]],
     copied: Callable[[int, int], None],
 ) -> None:
-    """Makes a token file of the raw files. `copied` is told how many bytes of how many are there."""
+    """Make a token file of the raw files. `copied` receives the bytes done and the total."""
     with writing(path):
         safe_files.remove(path)  # a builder may have been killed
-        made = safe_files.create(path)
+        descriptor = safe_files.create(path)
     try:
-        fill_token_file(path, made, encoding, facts, raw, copied)
+        fill_token_file(path, descriptor, encoding, facts, raw, copied)
     finally:
-        os.close(made)
+        os.close(descriptor)
 
 
 def fill_token_file(
     path: Path,
-    made: int,
+    descriptor: int,
     encoding: Tokenizer,
     facts: dict[str, Any],
     raw: dict[str, dict[str, RawFile]],
     copied: Callable[[int, int], None],
 ) -> None:
-    """Makes a token file of the raw files in an empty file that is open, the one at `path`.
+    """Make a token file of the raw files in an open, empty file; `path` is for messages.
 
-    HDF5 makes the structure in memory: on a disk that fills up it may end the process. The values
-    are written to where they belong by plain writes, counted and hashed on the way. The same
-    values give the same bytes.
+    HDF5 makes the structure in memory: on a disk that fills up it may end the process. Plain writes
+    put the values at the offsets that it allocated, counted and hashed on the way. The same values
+    give the same bytes.
     """
     import h5py
 
     from hpczero.hdf5.in_memory import Pages
 
-    pages, digest = Pages(), xxhash.xxh3_128()
-    total, done = (
-        sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values()),
-        0,
-    )
+    pages = Pages()
+    digest = xxhash.xxh3_128()
+    total = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values())
+    done = 0
     written: list[tuple[int, int]] = []  # ranges of bytes that have values
     with h5py.File(
         pages, "w", libver=LIBRARY_VERSIONS, alignment_threshold=_PAGE, alignment_interval=_PAGE
     ) as structure:
-        places = _allocate(structure, encoding.vocabulary, raw)
+        offsets = _allocate(structure, encoding.vocabulary, raw)
         for split in SPLITS:
-            dtype, place = raw[split]["tokens"].dtype, places[split, "tokens"]
-            counts, checksums = np.zeros(encoding.vocabulary, np.int64), list[int]()
-            for block in _blocks(raw[split]["tokens"].path):
-                counts += np.bincount(np.frombuffer(block, dtype), minlength=encoding.vocabulary)
-                digest.update(block)
-                checksums += [
-                    checksum(block[at : at + BLOCK]) for at in range(0, len(block), BLOCK)
-                ]
-                place = _write(path, made, block, place)
-                done += len(block)
+            dtype = raw[split]["tokens"].dtype
+            offset = offsets[split, "tokens"]
+            counts = np.zeros(encoding.vocabulary, np.int64)
+            checksums = list[int]()
+            for chunk in _chunks(raw[split]["tokens"].path):
+                counts += np.bincount(np.frombuffer(chunk, dtype), minlength=encoding.vocabulary)
+                digest.update(chunk)
+                blocks = (chunk[at : at + BLOCK] for at in range(0, len(chunk), BLOCK))
+                checksums += map(checksum, blocks)
+                offset = _write(path, descriptor, chunk, offset)
+                done += len(chunk)
                 copied(done, total)
-            written.append((places[split, "tokens"], place))
-            place = places[split, "documents"]
-            for block in _blocks(raw[split]["documents"].path):
-                place = _write(path, made, block, place)
-            written.append((places[split, "documents"], place))
+            written.append((offsets[split, "tokens"], offset))
+            offset = offsets[split, "documents"]
+            for chunk in _chunks(raw[split]["documents"].path):
+                offset = _write(path, descriptor, chunk, offset)
+            written.append((offsets[split, "documents"], offset))
             structure[f"{split}/counts"][:] = counts
             structure[f"{split}/{CHECKSUMS}"][:] = np.array(checksums, "<u8")
         _describe(structure, encoding, facts | {"fingerprint": digest.hexdigest()})
     with writing(path):
-        pages.write_to(made, but=written)
+        pages.write_to(descriptor, but=written)
 
 
-def _write(path: Path, file: int, block: bytes, place: int) -> int:
-    """Write a block; return where the next one goes."""
-    end = place + len(block)
+def _write(path: Path, descriptor: int, content: bytes, offset: int) -> int:
+    """Write the content at the offset; return the offset after it."""
+    end = offset + len(content)
     with writing(path):
-        while block:
-            count = os.pwrite(file, block, place)
-            block, place = block[count:], place + count
+        while content:
+            count = os.pwrite(descriptor, content, offset)
+            content = content[count:]
+            offset += count
     return end
 
 
@@ -337,7 +339,7 @@ def _describe(structure: "h5py.File", encoding: Tokenizer, facts: dict[str, Any]
 def _allocate(
     structure: "h5py.File", vocabulary: int, raw: dict[str, dict[str, RawFile]]
 ) -> dict[tuple[str, str], int]:
-    """Every dataset gets its place, unwritten; (split, dataset) -> where it begins."""
+    """Allocate every dataset without writing it; return (split, dataset) -> offset in the file."""
     import h5py
 
     creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -353,13 +355,14 @@ def _allocate(
         datasets["counts"] = vocabulary, np.dtype("<i8")
         datasets[CHECKSUMS] = blocks_of(tokens.length * tokens.dtype.itemsize), np.dtype("<u8")
         for name, (length, dtype) in datasets.items():
-            kind, space = h5py.h5t.py_create(dtype, logical=True), h5py.h5s.create_simple((length,))
+            kind = h5py.h5t.py_create(dtype, logical=True)
+            space = h5py.h5s.create_simple((length,))
             dataset = h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=creation)
             offsets[split, name] = dataset.get_offset() or 0
     return offsets
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
+def _chunks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
-        while block := file.read(_CHUNK):
-            yield block
+        while chunk := file.read(_CHUNK):
+            yield chunk

@@ -1,11 +1,14 @@
-"""What one rank sees: plain data that can be sent to rank 0 as JSON. Nothing is judged here."""
+"""Facts that each rank sees, as plain data that can be sent to rank 0 as JSON, and their table.
+
+Nothing is judged here.
+"""
 
 import fcntl
 import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -26,23 +29,23 @@ class Launcher:
     """The command that started this rank, found among its ancestors."""
 
     command: str
-    cores: int  # that it may use itself: what there is to give to its ranks
+    cores: int  # that it may use itself, and so give to its ranks
 
 
 @dataclass(frozen=True)
 class Storage:
-    """HDF5, and whether file locks work in the working directory ("" if they do)."""
+    """The HDF5 library, and file locks in the working directory."""
 
-    hdf5: str | None
+    hdf5: str | None  # version
     locking: str | None  # HDF5_USE_FILE_LOCKING
-    lock_error: str
+    lock_error: str  # "" if locks work
     directory: str
     file_system: str
 
 
 @dataclass
 class Report:
-    """The facts of one rank; those about the job (`rank`, `node`, `skew`) are entered by whoever asked all ranks."""
+    """Facts of one rank; the caller enters those about the job (`rank`, `node`, `skew`)."""
 
     host: str
     python: str
@@ -67,9 +70,8 @@ class Report:
     storage: Storage
     sees_all: bool
     wheels: list[str]  # PyPI's MPIs in this Python environment
-    stale: list[tuple[str, int, str]] = field(
-        default_factory=list
-    )  # name, bytes, made by; of a node's first rank alone
+    # Segments of shared memory, of a node's first rank only: name, bytes, made by.
+    stale: list[tuple[str, int, str]] = field(default_factory=list)
     removed: list[tuple[str, int, str]] = field(default_factory=list)
     library: Library | None = None
     library_error: str = ""
@@ -80,7 +82,7 @@ class Report:
 
     @property
     def under_a_launcher(self) -> bool:
-        """Whether this is a rank of a job. One task of Slurm's may be no more than a job's shell."""
+        """True for a rank of a job. A single task of Slurm's may be just the job's shell."""
         return any(launcher != "Slurm" or size > 1 for launcher, (_, size) in self.launched.items())
 
 
@@ -128,10 +130,13 @@ def from_json(data: dict[str, Any]) -> Report:
 
 
 def look_for_stale_segments(report: Report, remove: bool) -> None:
-    """Enter this user's segments that nobody uses, and those of them that were removed."""
+    """Enter this user's segments that nobody uses; remove them first if asked to."""
     may_remove = remove and report.sees_all
-    left, gone = machine.remove_stale_segments() if may_remove else (machine.stale_segments(), [])
-    report.stale, report.removed = _described(left), _described(gone)
+    left, removed = (
+        machine.remove_stale_segments() if may_remove else (machine.stale_segments(), [])
+    )
+    report.stale = _described(left)
+    report.removed = _described(removed)
 
 
 def _described(segments: Sequence[machine.Segment]) -> list[tuple[str, int, str]]:
@@ -156,8 +161,9 @@ def _launcher() -> Launcher | None:
 
 
 def _gpus() -> tuple[list[str], str, tuple[int, int]]:
-    """Names of the GPUs that torch offers this rank, what is wrong with them, and the oldest one's compute capability; torch (seconds to import) is
-    asked only where there is a driver.
+    """Return the names of this rank's GPUs, what is wrong with them, and the oldest's capability.
+
+    torch takes seconds to import, so it is asked only if there is a driver.
     """
     if not machine.gpu_driver():
         return [], "", OLDEST
@@ -165,18 +171,12 @@ def _gpus() -> tuple[list[str], str, tuple[int, int]]:
         import torch
 
         visible = range(torch.cuda.device_count())
-        names, capabilities = (
-            map(torch.cuda.get_device_name, visible),
-            map(torch.cuda.get_device_capability, visible),
-        )
-        return (
-            list(names),
-            "" if visible else f"torch {torch.__version__} finds none",
-            min(capabilities, default=OLDEST),
-        )
+        names = list(map(torch.cuda.get_device_name, visible))
+        oldest = min(map(torch.cuda.get_device_capability, visible), default=OLDEST)
+        return names, "" if visible else f"torch {torch.__version__} finds none", oldest
     except (
         Exception
-    ) as error:  # a driver that does not fit can raise anything, and the others' facts still count
+    ) as error:  # a mismatched driver can raise anything; the other facts still count
         return [], f"{type(error).__name__}: {error}", OLDEST
 
 
@@ -198,7 +198,7 @@ def _storage() -> Storage:
 
 
 def _lock_error(directory: Path) -> str:
-    """Why a lock cannot be had in this folder; asked of the folder itself, so that nothing is written."""
+    """Return why the folder cannot be locked, or ""; nothing is written for the test."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -210,3 +210,50 @@ def _lock_error(directory: Path) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def by_node(reports: Sequence[Report]) -> list[list[Report]]:
+    """Return the reports of each node."""
+    nodes: dict[int, list[Report]] = {}
+    for report in reports:
+        nodes.setdefault(report.node, []).append(report)
+    return list(nodes.values())
+
+
+def table(nodes: Sequence[Sequence[Report]], most: int) -> Iterator[str]:
+    """Yield a line for each of the first nodes, under a head, and how many more there are."""
+    rows = [("node", "host", "ranks", "cores", "threads a rank", "memory a rank", "GPUs a rank")]
+    for node in nodes[:most]:
+        first = node[0]
+        cores = [set(report.cores) for report in node]
+        row = (
+            str(first.node),
+            first.host,
+            _ranges([report.rank for report in node]),
+            str(len(set.union(*cores))),
+            _span(machine.threads_per_rank(cores, first.quota)),
+            f"{first.usable / len(node) / (1 << 30):.1f} GiB",
+            _span([len(report.gpus) for report in node]),
+        )
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    if len(nodes) > most:
+        yield f"... and {len(nodes) - most} more nodes"
+
+
+def _span(numbers: Sequence[int]) -> str:
+    first, last = min(numbers), max(numbers)
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """0-3,8 for 0, 1, 2, 3, 8"""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(map(_span, runs))

@@ -1,4 +1,4 @@
-"""What a model is given: one micro-batch, and what its random choices depend on."""
+"""The input of a model: one micro-batch, and what its random choices depend on."""
 
 from dataclasses import dataclass, replace
 
@@ -9,9 +9,9 @@ from hpczero.device import Device
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Legend: [samples, seq] for tokens and targets, [samples] for the positions of the samples in the global batch.
+    """Tokens and targets [samples, seq], and each sample's position in the global batch [samples].
 
-    `by_sample` asks hpczero's own models for a loss of each sample [samples] in place of one of all: what an evaluation wants.
+    `by_sample` asks hpczero's own models for one loss per sample [samples], as evaluations need.
     """
 
     tokens: torch.Tensor

@@ -1,4 +1,4 @@
-"""A model without memory (on torch's meta device), and the values that its parameters begin with."""
+"""Building a model without memory (on torch's meta device), and its parameters' initial values."""
 
 import importlib
 from collections.abc import Callable
@@ -15,19 +15,20 @@ from hpczero_kernels.random import fill_normal, key_of
 
 
 def on_meta(model: Model) -> GPT:
-    """The model with the parameters of shapes.layers(model), holding no memory yet."""
+    """Return the model on the meta device; its parameters are those of shapes.layers(model)."""
     with torch.device("meta"):
         return {"gpt": GPT}[model.family](model)
 
 
 def factory_of(model: Model) -> Callable[[Model], object]:
-    """What model.family = "package.module:factory" names."""
+    """Import the function that model.family = "package.module:factory" names."""
     package, _, name = model.family.partition(":")
     try:
         factory = getattr(importlib.import_module(package), name, None)
     except ImportError as error:
         raise InputError(
-            f'model.family = "{model.family}": {package} cannot be imported ({error}); is it installed, or in PYTHONPATH?'
+            f'model.family = "{model.family}": {package} cannot be imported ({error}); '
+            "is it installed, or in PYTHONPATH?"
         ) from error
     if not callable(factory):
         raise InputError(f'model.family = "{model.family}": {package} has no function {name}')
@@ -35,55 +36,55 @@ def factory_of(model: Model) -> Callable[[Model], object]:
 
 
 def from_factory(model: Model, seed: int) -> nn.Module:
-    """The module that model.family = "package.module:factory" makes; its random values follow from the seed."""
+    """Call the factory of model.family; the module's random values follow from the seed."""
     factory = factory_of(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = factory(model)
     if not isinstance(module, nn.Module):
         raise InputError(
-            f'model.family = "{model.family}" gives a {type(module).__name__}: it must return a torch.nn.Module'
+            f'model.family = "{model.family}" gives a {type(module).__name__}: '
+            "it must return a torch.nn.Module"
         )
     return module
 
 
 def install_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -> None:
-    """Gives the module these parameters in place of its own of the same names; a parameter that it uses twice is replaced in both places."""
-    names = {own: name for name, own in module.named_parameters()}
+    """Replace the module's parameters of these names, each in all places where it is used."""
+    names = {old: name for name, old in module.named_parameters()}
     assert set(names.values()) >= set(parameters), set(parameters) - set(names.values())
-    for part in module.modules():
-        for name, own in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            new = parameters.get(names[own], own)
-            if new is not own:
-                setattr(
-                    part, name, new
-                )  # a recurrent layer has its own list of them, which follows
+    for submodule in module.modules():
+        for name, old in list(submodule.named_parameters(recurse=False, remove_duplicate=False)):
+            new = parameters.get(names[old], old)
+            if new is not old:
+                # Assigning also updates the list of weights that a recurrent layer keeps.
+                setattr(submodule, name, new)
 
 
-def move_rest(module: nn.Module, place: torch.device) -> None:
-    """What the module has beside the parameters that it was given, buffers and parameters that are not trained, goes to the device of this name."""
-    moved: dict[torch.Tensor, torch.Tensor] = {}  # a buffer may be in several places
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            if not parameter.is_meta and parameter.device != place:
-                parameter.data = parameter.data.to(place)
-        for name, buffer in part.named_buffers(recurse=False):
-            if not buffer.is_meta and buffer.device != place:
-                part._buffers[name] = moved.setdefault(buffer, buffer.to(place))
+def move_rest(module: nn.Module, device: torch.device) -> None:
+    """Move the module's buffers and the parameters that are not trained to a device."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}  # submodules may share a buffer
+    for submodule in module.modules():
+        for parameter in submodule.parameters(recurse=False):
+            if not parameter.is_meta and parameter.device != device:
+                parameter.data = parameter.data.to(device)
+        for name, buffer in submodule.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                submodule._buffers[name] = moved.setdefault(buffer, buffer.to(device))
 
 
 def initial_values(
     parameter: shapes.Parameter, seed: int, first: int, out: torch.Tensor, pool: Pool = INLINE
 ) -> None:
-    """Write elements first .. first + out.numel() - 1 of the parameter's flattened initial value into out (contiguous, any float type).
+    """Write elements first .. first + out.numel() - 1 of the flattened initial value into `out`.
 
-    An element depends on (seed, parameter name, element index) only, so each rank fills just what it holds.
+    `out` is contiguous, of any float type. An element depends on (seed, parameter name, element
+    index) only, so each rank fills just what it holds.
     """
     if parameter.initial.kind == "normal":
         values = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32)
-        fill_normal(
-            values, key_of(seed, "initial", parameter.name), first, parameter.initial.std, pool
-        )
+        key = key_of(seed, "initial", parameter.name)
+        fill_normal(values, key, first, parameter.initial.std, pool)
         if values is not out:
             out.copy_(values)
     else:

@@ -1,8 +1,11 @@
-"""GPT (Radford et al. 2019): learned positions, pre-norm blocks, GELU, tied embeddings. Plain PyTorch that knows no parallelism.
+"""GPT (Radford et al. 2019) in plain PyTorch that knows no parallelism.
 
-A model is a list of layers, each called as layer(x, batch); the first makes x from the batch's tokens, the last turns it into the
-summed loss. How many heads and columns a layer has is read off its weights, so a layer that holds a part of them works as it is. What a layout
-may treat in a way of its own is a module with a name.
+Learned positions, pre-norm blocks, GELU, tied embeddings. A model is a list of layers, each called
+as layer(x, batch): the first makes x from the batch's tokens, the last returns the summed loss.
+A layer reads its numbers of heads and columns off its weights, so one that holds a tensor-parallel
+shard of them works unchanged. A layout replaces or redirects modules, so each operation that it
+may treat specially is a module with a name.
+
 Legend: [samples, seq, hidden], heads x head_dim = inner.
 """
 
@@ -32,7 +35,7 @@ class GPT(nn.Module):
         return [self.embedding, *self.blocks, self.head]
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """The summed cross-entropy of the batch's targets, in fp32; of each sample if `batch.by_sample`."""
+        """Return the targets' summed cross-entropy in fp32; one per sample if `batch.by_sample`."""
         x = batch.tokens
         for layer in self.layers():
             x = layer(x, batch)
@@ -44,7 +47,8 @@ class Dropout(nn.Module):
 
     def __init__(self, model: Model, site: str) -> None:
         super().__init__()
-        self.probability, self.site = model.dropout, site
+        self.probability = model.dropout
+        self.site = site
         self.dropout = OPERATIONS[model.kernels].dropout
 
     def forward(
@@ -54,7 +58,7 @@ class Dropout(nn.Module):
         residual: torch.Tensor | None = None,
         place: ActivationWindow | None = None,
     ) -> torch.Tensor:
-        """The residual stream, if there is one, plus what stays of x."""
+        """Return x after dropout, added to the residual stream if there is one."""
         if not self.training or self.probability == 0:
             return x if residual is None else residual + x
         key = key_of(batch.seed, "dropout", self.site, batch.step)
@@ -83,7 +87,10 @@ class Linear(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """Several linear maps of the same input, in one weight [maps, outputs, inputs]: a part of the outputs of all of them is one rectangle."""
+    """Several linear maps of the same input, in one weight [maps, outputs, inputs].
+
+    A range of outputs of all maps is then one rectangle of the weight, which tensor ranks can own.
+    """
 
     def __init__(self, inputs: int, maps: int, outputs: int) -> None:
         super().__init__()
@@ -92,13 +99,12 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., maps, outputs]"""
-        return maps.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(
-            -1, self.bias.shape
-        )
+        stacked = maps.linear(x, self.weight.flatten(0, 1), self.bias.flatten())
+        return stacked.unflatten(-1, self.bias.shape)
 
 
 class Lookup(nn.Module):
-    """The vectors of tokens and of their positions."""
+    """Embeddings of tokens plus embeddings of their positions."""
 
     def __init__(self, vocab: int, seq_len: int, hidden: int) -> None:
         super().__init__()
@@ -110,7 +116,10 @@ class Lookup(nn.Module):
 
 
 class CrossEntropy(nn.Module):
-    """Logits [samples, seq, vocab] and targets [samples, seq] -> the sum over all targets, in fp32; `by_sample`: over each sample's."""
+    """Logits [samples, seq, vocab], targets [samples, seq] -> loss in fp32, summed over targets.
+
+    `by_sample` returns one sum per sample.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -121,8 +130,8 @@ class CrossEntropy(nn.Module):
         self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False
     ) -> torch.Tensor:
         if by_sample:
-            found = [self.cross_entropy(*sample) for sample in zip(logits, targets, strict=True)]
-            return torch.stack(found) if found else logits.new_zeros(0, dtype=torch.float32)
+            losses = [self.cross_entropy(*sample) for sample in zip(logits, targets, strict=True)]
+            return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
         return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
@@ -137,7 +146,7 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """From the residual stream to the residual stream, as the feed-forward part."""
+    """Add attention's result to the residual stream."""
 
     def __init__(self, model: Model, name: str) -> None:
         super().__init__()
@@ -150,15 +159,16 @@ class Attention(nn.Module):
         self.dropout = Dropout(model, f"{name}.attention")
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        heads = self.qkv(self.norm(x)).unflatten(
-            -1, (-1, self.head_dim)
-        )  # [samples, seq, 3, heads, head_dim]
+        # [samples, seq, 3, heads, head_dim]
+        heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
         mixed = self.attention(query, key, value)
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch, x)
 
 
 class FeedForward(nn.Module):
+    """Add the feed-forward network's result to the residual stream."""
+
     def __init__(self, model: Model, name: str) -> None:
         super().__init__()
         self.norm = Norm(model)

@@ -1,5 +1,7 @@
-"""Linear maps and lookups of the models here, which somebody may do in another way for a time: who knows where gradients are to lie
-(`parallel.direct`). Other modules have to be watched for that, at each of their operations.
+"""Linear maps and embeddings of hpczero's own models, which a context can hand to somebody else.
+
+The ZeRO engine uses it to write weight gradients straight into its buffers
+(`parallel.zero.weight_gradients`). In other models it must intercept every torch operation.
 """
 
 from collections.abc import Iterator
@@ -17,23 +19,24 @@ class LinearMaps(Protocol):
     def embedding(self, input: Tensor, weight: Tensor) -> Tensor: ...
 
 
-_way: ContextVar[LinearMaps | None] = ContextVar("way", default=None)
+_redirected: ContextVar[LinearMaps | None] = ContextVar("redirected", default=None)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    way = _way.get()
-    return way.linear(input, weight, bias) if way else functional.linear(input, weight, bias)
+    maps = _redirected.get()
+    return maps.linear(input, weight, bias) if maps else functional.linear(input, weight, bias)
 
 
 def embedding(tokens: Tensor, vectors: Tensor) -> Tensor:
-    way = _way.get()
-    return way.embedding(tokens, vectors) if way else functional.embedding(tokens, vectors)
+    maps = _redirected.get()
+    return maps.embedding(tokens, vectors) if maps else functional.embedding(tokens, vectors)
 
 
 @contextmanager
-def done_by(way: LinearMaps) -> Iterator[None]:
-    before = _way.set(way)
+def done_by(maps: LinearMaps) -> Iterator[None]:
+    """Let `maps` carry out the linear maps and embeddings of this context."""
+    before = _redirected.set(maps)
     try:
         yield
     finally:
-        _way.reset(before)
+        _redirected.reset(before)

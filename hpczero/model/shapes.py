@@ -1,7 +1,7 @@
-"""What a model consists of, as plain data: spec -> layers -> parameters (no torch; the planner and checkpoints live on this).
+"""Layers and parameters of a model as plain data, without torch, for the planner and checkpoints.
 
-The torch models are tested equal to it. Legend: a parameter's `split` is the dimension that tensor-parallel ranks share out among themselves
-(None: every one of them holds it whole).
+Tests hold the torch models equal to it. Legend: a parameter's `split` is the dimension that is
+sharded over tensor-parallel ranks (None: each of them holds the whole parameter).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from hpczero.spec.schema import Model
 
 @dataclass(frozen=True)
 class Initial:
-    """How a parameter begins: "normal" of mean 0 and the given standard deviation, "zeros" or "ones"."""
+    """Initial values of a parameter: "zeros", "ones", or "normal" with mean 0 and deviation std."""
 
     kind: str
     std: float = 0.0
@@ -37,14 +37,16 @@ class Parameter:
 
     @property
     def decays(self) -> bool:
-        """Weight decay is for matrices; biases and norms have none."""
+        """Return True for a matrix: weight decay does not apply to biases and norms."""
         return len(self.shape) > 1
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One entry of the model's list of layers; `uses` names parameters of another layer that it works with (tied embeddings). `around`: some of
-    its parameters are in use while other layers run.
+    """One entry of the model's list of layers.
+
+    `uses` names parameters of another layer that it works with (tied embeddings).
+    `around`: some of its parameters are in use while other layers run.
     """
 
     name: str
@@ -57,8 +59,13 @@ class Layer:
         return sum(parameter.size for parameter in self.parameters)
 
     @property
+    def kind(self) -> str:
+        """The name without its number: "blocks" of "blocks.3"."""
+        return self.name.partition(".")[0]
+
+    @property
     def names(self) -> set[str]:
-        """Of all parameters that it works with."""
+        """Names of all parameters that the layer works with."""
         return {parameter.name for parameter in self.parameters} | set(self.uses)
 
 
@@ -75,12 +82,15 @@ def layers(model: Model) -> list[Layer]:
 
 
 def known(model: Model) -> bool:
-    """A family of hpczero's own; what "package.module:factory" makes is not known without building it."""
+    """Return True for hpczero's own families.
+
+    The layers of "package.module:factory" are not known without building the model.
+    """
     return model.family in _FAMILIES
 
 
 def layer_count(model: Model) -> int:
-    """len(layers(model)): those before and after the blocks do not depend on how many blocks there are."""
+    """Return len(layers(model)) without listing the blocks."""
     return model.layers + len(layers(model.model_copy(update={"layers": 0})))
 
 
@@ -89,7 +99,10 @@ def parameter_count(model: Model) -> int:
 
 
 def _gpt(model: Model) -> list[Layer]:
-    """GPT-2's architecture and initial values: Radford et al. 2019; projections into the residual stream start smaller by 1/sqrt(2 x layers)."""
+    """GPT-2's architecture and initial values (Radford et al. 2019).
+
+    Projections into the residual stream start smaller, by 1/sqrt(2 x layers).
+    """
     normal = Initial("normal", 0.02)
     embedding = Layer(
         "embedding",
@@ -103,49 +116,39 @@ def _gpt(model: Model) -> list[Layer]:
     if model.tied_embeddings:
         head = Layer("head", norm, uses=("embedding.lookup.tokens",))
     else:
-        head = Layer(
-            "head",
-            (*norm, Parameter("head.logits.weight", (model.vocab, model.hidden), normal, split=0)),
-        )
+        logits = Parameter("head.logits.weight", (model.vocab, model.hidden), normal, split=0)
+        head = Layer("head", (*norm, logits))
     return [embedding, *blocks, head]
 
 
 def _gpt_block(name: str, model: Model, normal: Initial) -> Layer:
-    hidden, inner, wide = model.hidden, model.heads * head_dim(model), ffn(model)
+    hidden = model.hidden
+    wide = ffn(model)
+    grain = head_dim(model)
+    inner = model.heads * grain
     into_residual = Initial("normal", normal.std / (2 * model.layers) ** 0.5)
-    return Layer(
-        name,
-        (
-            *_norm(f"{name}.attention.norm", hidden),
-            Parameter(
-                f"{name}.attention.qkv.weight",
-                (3, inner, hidden),
-                normal,
-                split=1,
-                grain=head_dim(model),
-            ),
-            Parameter(
-                f"{name}.attention.qkv.bias", (3, inner), ZEROS, split=1, grain=head_dim(model)
-            ),
-            Parameter(
-                f"{name}.attention.output.weight",
-                (hidden, inner),
-                into_residual,
-                split=1,
-                grain=head_dim(model),
-            ),
-            Parameter(f"{name}.attention.output.bias", (hidden,), ZEROS),
-            *_norm(f"{name}.feed_forward.norm", hidden),
-            Parameter(f"{name}.feed_forward.up.weight", (wide, hidden), normal, split=0),
-            Parameter(f"{name}.feed_forward.up.bias", (wide,), ZEROS, split=0),
-            Parameter(f"{name}.feed_forward.down.weight", (hidden, wide), into_residual, split=1),
-            Parameter(f"{name}.feed_forward.down.bias", (hidden,), ZEROS),
+    attention = f"{name}.attention"
+    feed_forward = f"{name}.feed_forward"
+    parameters = (
+        *_norm(f"{attention}.norm", hidden),
+        Parameter(f"{attention}.qkv.weight", (3, inner, hidden), normal, split=1, grain=grain),
+        Parameter(f"{attention}.qkv.bias", (3, inner), ZEROS, split=1, grain=grain),
+        Parameter(
+            f"{attention}.output.weight", (hidden, inner), into_residual, split=1, grain=grain
         ),
+        Parameter(f"{attention}.output.bias", (hidden,), ZEROS),
+        *_norm(f"{feed_forward}.norm", hidden),
+        Parameter(f"{feed_forward}.up.weight", (wide, hidden), normal, split=0),
+        Parameter(f"{feed_forward}.up.bias", (wide,), ZEROS, split=0),
+        Parameter(f"{feed_forward}.down.weight", (hidden, wide), into_residual, split=1),
+        Parameter(f"{feed_forward}.down.bias", (hidden,), ZEROS),
     )
+    return Layer(name, parameters)
 
 
 def _norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
-    return Parameter(f"{name}.weight", (hidden,), ONES), Parameter(f"{name}.bias", (hidden,), ZEROS)
+    weight = Parameter(f"{name}.weight", (hidden,), ONES)
+    return weight, Parameter(f"{name}.bias", (hidden,), ZEROS)
 
 
 _FAMILIES: dict[str, Callable[[Model], list[Layer]]] = {"gpt": _gpt}

@@ -6,11 +6,13 @@ from hpczero.spec.schema import Spec
 
 
 def learning_rate(spec: Spec, step: int) -> float:
-    """The rate that step `step` (counted from 0) uses.
+    """Return the rate that step `step` (counted from 0) uses.
 
-    Warm-up grows linearly and ends at the full rate with step warmup_steps - 1; the shape after it ends at min_lr with the last step.
+    Warm-up grows linearly and reaches the full rate with step warmup_steps - 1. The shape after it
+    ends at min_lr with the last step.
     """
-    schedule, peak = spec.schedule, spec.optimizer.lr
+    schedule = spec.schedule
+    peak = spec.optimizer.lr
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
     last = spec.train.steps - 1

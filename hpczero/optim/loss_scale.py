@@ -1,4 +1,7 @@
-"""Dynamic loss scaling for fp16: small gradients are kept from vanishing, overflows halve the scale and skip the step (Micikevicius et al. 2018)."""
+"""Dynamic loss scaling for fp16 (Micikevicius et al. 2018).
+
+A large scale keeps small gradients from vanishing. A step that overflows is skipped and halves it.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +12,7 @@ _SMALLEST = 2.0**-14
 
 @dataclass(frozen=True)
 class LossScale:
-    """The scale, and how many steps in a row went well. bf16 and fp32 have the constant scale 1."""
+    """The scale, and the number of steps since it last changed. bf16 and fp32 keep scale 1."""
 
     value: float
     dynamic: bool

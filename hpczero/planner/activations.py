@@ -1,9 +1,14 @@
-"""What a rank holds between forward and backward, estimated from the model's shapes (pure).
+"""Estimates of activation memory, and of the all-gathers in a step, from the pipeline's schedule.
 
-Counted are the tensors that PyTorch's operations keep for their backward in the models of `hpczero.model`, and what comes on top at each of
-the moments that may be the widest, gradients on their way into the engine included. Measured peaks of GPTs were 0.85 to 1.2 times this, with
-an allocator that returns what is freed; what malloc keeps for later (up to 0.1 GB was seen on small models) is not in it. Nor are the buffers in
-which messages of other stages arrive: they are counted for themselves.
+Activations are the tensors that PyTorch's operations keep for backward in the models of
+`hpczero.model`. The temporary tensors of each moment that may be the widest count too, with
+gradients on their way into the engine. Measured peaks of GPTs were 0.85 to 1.2 times this estimate,
+with an allocator that returns freed memory. It leaves out what malloc keeps (up to 0.1 GB on small
+models) and the buffers for messages from other stages, which `arrived` counts.
+
+All functions are pure. A schedule repeats itself, in its middle, after as many micro-batches as
+there are stages, so only the first few are simulated. One that keeps all micro-batches (GPipe)
+keeps proportionally more for every further one.
 """
 
 from collections import Counter
@@ -26,52 +31,54 @@ from hpczero.parallel.pipeline.schedule import (
 from hpczero.parallel.states import SLOTS
 from hpczero.spec.schema import Model, Parallel, Spec
 
+_FP32 = 4
+_LOGITS_BLOCK = 1 << 18  # logits that tensor ranks have in fp32 at a time, twice
+_ONLY_FORWARD = {"embedding"}  # layers whose backward does not need their parameters: lookups
 
-# What a stage of the pipeline keeps at the same time, by its very schedule (pure).
-#
-# In its middle a schedule repeats itself after as many micro-batches as there are stages, so only the first ones are looked at. One that keeps
-# all micro-batches keeps as much more for every further one.
+
 @dataclass(frozen=True)
 class Moments:
-    """Bytes of a micro-batch in one part of the model: what its forward leaves for backward, and the most there is of it in forward, in backward."""
+    """Bytes of a micro-batch in one chunk of the model."""
 
-    kept: float
-    forward: float
-    backward: float
+    kept: float  # from forward to backward
+    forward: float  # at the widest moment of its forward
+    backward: float  # at the widest moment of its backward
+
+
+def element_bytes(spec: Spec) -> int:
+    """Return the bytes of a number in the model's precision."""
+    return 4 if spec.train.precision == "fp32" else 2
 
 
 def looked_at(parallel: Parallel, micro_batches: int) -> int:
+    """Return how many micro-batches to simulate."""
     period = parallel.pipeline
     return min(micro_batches, 3 * period + micro_batches % period)
 
 
 def actions(parallel: Parallel, chunks: int, stage: int, micro_batches: int) -> Sequence[Action]:
-    """On one rank a micro-batch comes after the other, whatever the schedule is."""
-    return _schedule(
-        "1f1b" if parallel.pipeline == 1 else parallel.schedule,
-        parallel.pipeline,
-        chunks,
-        micro_batches,
-    )[stage]
+    """Return the stage's schedule; without a pipeline micro-batches run one after the other."""
+    kind = "1f1b" if parallel.pipeline == 1 else parallel.schedule
+    return _schedule(kind, parallel.pipeline, chunks, micro_batches)[stage]
 
 
-def peak(parallel: Parallel, parts: Sequence[Moments], stage: int, micro_batches: int) -> float:
-    """Bytes at the widest moment of a step; `parts` are those of the stage's chunks."""
+def peak(parallel: Parallel, chunks: Sequence[Moments], stage: int, micro_batches: int) -> float:
+    """Return the bytes at the widest moment of a step, from those of the stage's chunks."""
     few = looked_at(parallel, micro_batches)
     now = most = 0.0
-    for action in actions(parallel, len(parts), stage, few):
-        part = parts[action.chunk]
+    for action in actions(parallel, len(chunks), stage, few):
+        chunk = chunks[action.chunk]
         if action.kind == "forward":
-            most = max(most, now + part.forward)
-            now += part.kept
+            most = max(most, now + chunk.forward)
+            now += chunk.kept
         else:
-            now -= part.kept
-            most = max(most, now + part.backward)
-    return most + (micro_batches - few) * parts[0].kept * _keeps_all(parallel)
+            now -= chunk.kept
+            most = max(most, now + chunk.backward)
+    return most + (micro_batches - few) * chunks[0].kept * _keeps_all(parallel)
 
 
 def arrived(parallel: Parallel, stage: int, micro_batches: int, evaluates: bool) -> int:
-    """Messages that are on their way to the stage, or have arrived and are in use, at the same time."""
+    """Return the most messages to the stage, on their way or in use, at the same time."""
     if parallel.pipeline == 1:
         return 0
     few = looked_at(parallel, micro_batches)
@@ -90,20 +97,14 @@ def _schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> Schedu
     return schedule(kind, stages, chunks, micro_batches) if micro_batches else [()] * stages
 
 
-_FP32 = 4
-_BLOCK = 1 << 18  # logits that tensor ranks have in fp32 at a time, twice
-
-
 @dataclass(frozen=True)
 class Part:
-    """Of the model: so many layers of each kind ("blocks" -> 3), shared by so many tensor ranks; `sequence`: what lies between a layer's products
-    is shared as well; `sends`: there are other parts.
-    """
+    """A chunk's layers by kind ("blocks" -> 3), and how they are sharded."""
 
     layers: Counter[str]
-    tensor: int
-    sequence: bool
-    sends: bool
+    tensor: int  # ranks
+    sequence: bool  # sequence parallelism: activations between the products are sharded too
+    sends: bool  # the pipeline has other stages
     kernels: frozenset[str] = frozenset()  # `Platform.kernels`
 
 
@@ -115,69 +116,59 @@ def activations(
     micro_batches: int = 1,
     kernels: frozenset[str] = frozenset(),
 ) -> int:
-    """Bytes at the widest moment of a step, with micro-batches of so many sequences; `chunks` are the stage's, by default the whole model."""
-    parallel, element = spec.parallel, 4 if spec.train.precision == "fp32" else 2
-    parts = [
-        Part(
-            Counter(layer.name.partition(".")[0] for layer in layers_that_run([chunk])),
-            parallel.tensor,
-            parallel.sequence_parallel and parallel.tensor > 1,
-            parallel.pipeline > 1,
-            kernels,
-        )
-        for chunk in chunks or [layers(spec.model)]
-    ]
-    moments = [
-        _FAMILIES[spec.model.family](spec.model, samples * spec.model.seq_len, element, part)
-        for part in parts
-    ]
+    """Return the bytes at the widest moment of a step with micro-batches of so many samples.
+
+    `chunks` are the stage's; by default the whole model.
+    """
+    parallel = spec.parallel
+    element = element_bytes(spec)
+    sequence = parallel.sequence_parallel and parallel.tensor > 1
+    moments = []
+    for chunk in chunks or [layers(spec.model)]:
+        kinds = Counter(layer.kind for layer in layers_that_run([chunk]))
+        part = Part(kinds, parallel.tensor, sequence, parallel.pipeline > 1, kernels)
+        tokens = samples * spec.model.seq_len
+        moments.append(_FAMILIES[spec.model.family](spec.model, tokens, element, part))
     return int(peak(parallel, moments, stage, micro_batches))
 
 
 def _gpt(model: Model, tokens: int, element: int, part: Part) -> Moments:
-    """A block keeps its input, the residual in its middle, both norms' outputs, query, key and value, attention's result, the wide part
-    before and after its GELU; attention also a number per head, norms two. Dropout keeps nothing: it
-    draws its mask again. PyTorch's cross-entropy goes from logits over fp32 ones to their log-softmax,
-    which it keeps; its backward holds three fp32 tensors of that size. Our kernel keeps the logits and
-    two numbers a token, and writes the gradient over the logits. The gradient of tied embeddings waits for the embedding's own, and autograd adds
-    them into a third. Where a stage ends, its output is kept too, but the input of its first block lies in the buffer in which it came; the last
-    gradient is on its way to the stage before.
-    Tensor ranks share what belongs to heads, to columns of the feed-forward part, to tokens of the vocabulary, of which they keep the logits and
-    write the gradient over them; with sequence parallelism the rest too, but for the input of a product, which is made whole for it.
+    """Count the activations of a GPT.
+
+    A block keeps its input, the residual in its middle, both norms' outputs, query, key and value,
+    attention's result, the wide activations before and after GELU; attention also a number per
+    head, norms two. Dropout keeps nothing: it draws its mask again. A stage keeps its output too;
+    the input of its first block lies in the receive buffer; its last gradient waits to be sent.
+
+    Tensor ranks divide heads, columns of the feed-forward part and the vocabulary. With sequence
+    parallelism they divide the other activations too, but gather the input of each product.
     """
     ranks = part.tensor
     hidden = model.hidden / ranks if part.sequence else model.hidden
-    inner, wide, vocab = (
-        model.heads * head_dim(model) / ranks,
-        ffn(model) / ranks,
-        model.vocab / ranks,
-    )
+    inner = model.heads * head_dim(model) / ranks
+    wide = ffn(model) / ranks
+    vocab = model.vocab / ranks
     norms = 4 / ranks if part.sequence else 4
-    masking = (
-        (2 * element + 1) * hidden if model.dropout else 0
-    )  # a gradient by a mask, in two steps
     block = element * (4 * hidden + 4 * inner + 2 * wide) + _FP32 * (model.heads / ranks + norms)
     kept = part.layers["blocks"] * block * tokens
     if part.sends and "embedding" in part.layers:
         kept += element * hidden * tokens
-    in_flight = (
-        element
-        * tokens
-        * ((hidden if part.sends else 0) + (2 * model.hidden if part.sequence else 0))
-    )
+    sent = hidden if part.sends else 0
+    gathered = 2 * model.hidden if part.sequence else 0
+    in_flight = element * tokens * (sent + gathered)
     embedding = element * vocab * model.hidden
+    # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
-    logits, of_head, forward, backward = element * vocab * tokens, 0.0, [kept], [kept]
+    of_head = 0.0
+    forward = [kept]
+    backward = [kept]
     if "head" in part.layers:
-        by_kernel = "cross_entropy" in part.kernels
-        over_logits = by_kernel or ranks > 1
-        of_head = element * hidden * tokens + (logits if over_logits else _FP32 * vocab * tokens)
-        in_fp32 = 2 * min(_BLOCK, vocab * tokens) if over_logits else 3 * vocab * tokens
-        in_fp32 = 2 * tokens if by_kernel else in_fp32
-        loss = 2 * element * hidden * tokens + (logits if over_logits else 0) + _FP32 * in_fp32
+        of_head, loss = _loss(part, tokens, element, hidden, vocab)
+        logits = element * vocab * tokens
         forward.append(kept + loss)
         backward += [kept + loss, kept + 2 * element * hidden * tokens + logits + embedding]
     if "blocks" in part.layers:
+        masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps
         of_block = element * 2 * (hidden + wide) * tokens + masking * tokens
         backward.append(kept + of_block + element * model.hidden * max(wide, 3 * inner) + waiting)
     if "embedding" in part.layers:
@@ -185,14 +176,35 @@ def _gpt(model: Model, tokens: int, element: int, part: Part) -> Moments:
     return Moments(kept + of_head, max(forward) + in_flight, max(backward) + in_flight)
 
 
+def _loss(
+    part: Part, tokens: int, element: int, hidden: float, vocab: float
+) -> tuple[float, float]:
+    """Return the bytes that the head keeps, and those of its loss at the widest moment.
+
+    PyTorch's cross-entropy goes from logits over fp32 ones to their log-softmax, which it keeps;
+    its backward holds three fp32 tensors of that size. hpczero's kernel, and tensor ranks, keep the
+    logits and write the gradient over them; the kernel also keeps two numbers a token.
+    """
+    by_kernel = "cross_entropy" in part.kernels
+    over_logits = by_kernel or part.tensor > 1
+    logits = element * vocab * tokens
+    kept = element * hidden * tokens + (logits if over_logits else _FP32 * vocab * tokens)
+    in_fp32 = 3 * vocab * tokens
+    if by_kernel:
+        in_fp32 = 2 * tokens
+    elif over_logits:
+        in_fp32 = 2 * min(_LOGITS_BLOCK, vocab * tokens)
+    return kept, 2 * element * hidden * tokens + (logits if over_logits else 0) + _FP32 * in_fp32
+
+
 _FAMILIES: dict[str, Callable[[Model, int, int, Part], Moments]] = {"gpt": _gpt}
 
 
-# How often units are gathered in a step where parameters are sharded (pure): by the rules of `parallel.gather`, as the stage's schedule uses them.
-#
-# There is room for two of the largest units. A unit that is needed and gone is gathered; what was used longest ago makes room for it. A pass is a
-# forward and the backwards until the next one; while it goes the way that the longest one of the step before went, what comes next is gathered ahead.
-_ONLY_FORWARD = {"embedding"}  # layers whose backward does not need their parameters: lookups
+# All-gathers of units in a step where parameters are sharded (ZeRO-3), by the rules of
+# `parallel.zero.gather`. There is room for two of the largest units. A unit that is needed and was
+# released is gathered; the least recently used ones make room for it. A pass is a forward and the
+# backwards until the next one. While it follows the longest pass of the step before, the unit that
+# comes next is gathered ahead.
 
 Use = tuple[int, ...]  # the units that are in use at the same time
 Pass = list[Use]
@@ -201,31 +213,33 @@ Pass = list[Use]
 def gathers_in_step(
     chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int
 ) -> Counter[int]:
-    """Size of a unit -> how often units of this size are gathered; `sizes` are those of the units, the layers that have parameters."""
-    period, few = parallel.pipeline, looked_at(parallel, micro_batches)
-    before, times = (
-        gathers(chunks, sizes, parallel, stage, count) for count in (max(0, few - period), few)
-    )
+    """Return size of a unit -> all-gathers of units of this size.
+
+    `sizes` are those of the units, the layers that have parameters.
+    """
+    period = parallel.pipeline
+    few = looked_at(parallel, micro_batches)
+    before = gathers(chunks, sizes, parallel, stage, max(0, few - period))
+    counts = gathers(chunks, sizes, parallel, stage, few)
     repeats = (micro_batches - few) // period
-    of_size = Counter[int]()
-    for unit, often in times.items():
-        of_size[sizes[unit]] += often + repeats * (often - before[unit])
-    return of_size
+    by_size = Counter[int]()
+    for unit, count in counts.items():
+        by_size[sizes[unit]] += count + repeats * (count - before[unit])
+    return by_size
 
 
 def gathers(
     chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int
 ) -> Counter[int]:
-    """Unit -> how often it is gathered, looking at every micro-batch."""
+    """Return unit -> its all-gathers, simulating every micro-batch."""
     units = [layer for chunk in chunks for layer in chunk if layer.parameters]
     holder = {
         parameter.name: number
         for number, layer in enumerate(units)
         for parameter in layer.parameters
     }
-    forward, backward = (
-        [list(uses(chunk, holder)) for chunk in chunks] for uses in (_forward, _backward)
-    )
+    forward = [list(_forward(chunk, holder)) for chunk in chunks]
+    backward = [list(_backward(chunk, holder)) for chunk in chunks]
     passes: list[Pass] = []
     for action in actions(parallel, len(chunks), stage, micro_batches):
         if action.kind == "forward":
@@ -236,13 +250,13 @@ def gathers(
 
 
 def _forward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
-    """All that a layer works with is whole while it runs."""
+    """Yield the units of each layer: all that it works with are gathered while it runs."""
     for layer in layers_that_run([chunk]):
         yield tuple(sorted({holder[name] for name in layer.names}))
 
 
 def _backward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
-    """One after the other, as autograd asks for them: what a layer shares (the logits' weight) is what its forward uses last."""
+    """Yield unit by unit, as autograd asks for them: a shared one (the logits' weight) first."""
     for layer in reversed(layers_that_run([chunk])):
         if layer.name not in _ONLY_FORWARD:
             for unit in sorted({holder[name] for name in layer.names}):
@@ -250,21 +264,20 @@ def _backward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
 
 
 def gathered(sizes: Sequence[int], passes: Sequence[Pass]) -> Counter[int]:
-    """Unit -> how often, for units of these sizes, in any step but the first."""
-    expected = max(
-        ([unit for unit, _ in _one_by_one(uses)] for uses in passes), key=len, default=[]
-    )
-    room = _Room(sizes)
+    """Return unit -> its all-gathers in any step but the first."""
+    orders = ([unit for unit, _ in _one_by_one(uses)] for uses in passes)
+    expected = max(orders, key=len, default=[])
+    cache = _Cache(sizes)
     for uses in passes:
-        for place, (unit, in_use) in enumerate(_one_by_one(uses)):
-            room.use(unit, in_use)
-            if expected[place : place + 1] == [unit]:
-                room.expect(expected[place + 1 : place + 2], unit, in_use)
-    return room.gathers
+        for index, (unit, in_use) in enumerate(_one_by_one(uses)):
+            cache.use(unit, in_use)
+            if expected[index : index + 1] == [unit]:
+                cache.expect(expected[index + 1 : index + 2], unit, in_use)
+    return cache.gathers
 
 
 def _one_by_one(uses: Iterable[Use]) -> Iterator[tuple[int, Use]]:
-    """What is used, and what is in use meanwhile; the same unit twice in a row is one use."""
+    """Yield each unit used and all in use with it; the same unit twice in a row is one use."""
     before = None
     for use in uses:
         for unit in use:
@@ -273,47 +286,42 @@ def _one_by_one(uses: Iterable[Use]) -> Iterator[tuple[int, Use]]:
             before = unit
 
 
-class _Room:
-    """What is whole now, and where it lies; least recently used first."""
+class _Cache:
+    """The gathered units and their places in memory; least recently used first."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.gathers = Counter[int]()
         self._sizes = sizes
         self._regions = [Gaps(SLOTS * max(sizes))]
-        self._there: dict[int, tuple[Gaps, int]] = {}
+        self._places: dict[int, tuple[Gaps, int]] = {}
 
     def use(self, unit: int, in_use: Use) -> None:
-        if unit not in self._there and not self._gather(unit, in_use):
-            self._regions.append(
-                Gaps(self._sizes[unit])
-            )  # what is in use leaves no gap that is large enough
+        if unit not in self._places and not self._gather(unit, in_use):
+            # The units in use leave no gap that is large enough.
+            self._regions.append(Gaps(self._sizes[unit]))
             self._gather(unit, in_use)
-        self._there[unit] = self._there.pop(unit)
+        self._places[unit] = self._places.pop(unit)
 
     def expect(self, coming: Sequence[int], now: int, in_use: Use) -> None:
         for unit in coming:
-            if unit not in self._there:
+            if unit not in self._places:
                 self._gather(unit, (*in_use, now))
 
     def _gather(self, unit: int, stay: Use) -> bool:
         place = self._free_place(unit)
-        for other in list(self._there):
+        for other in list(self._places):
             if place is None and other not in stay:
-                region, first = self._there.pop(other)
+                region, first = self._places.pop(other)
                 region.give_back(first)
                 place = self._free_place(unit)
         if place is None:
             return False
-        self._there[unit] = place
+        self._places[unit] = place
         self.gathers[unit] += 1
         return True
 
     def _free_place(self, unit: int) -> tuple[Gaps, int] | None:
-        return next(
-            (
-                (region, first)
-                for region in self._regions
-                if (first := region.take(self._sizes[unit])) is not None
-            ),
-            None,
-        )
+        for region in self._regions:
+            if (first := region.take(self._sizes[unit])) is not None:
+                return region, first
+        return None

@@ -1,4 +1,4 @@
-"""Whether a job fits into its nodes, and which settings would (pure)."""
+"""Refusing a job that does not fit into its nodes, and finding settings that would (pure)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,23 +13,25 @@ from hpczero.planner.memory import (
     NodeNeed,
     Platform,
     needs_of_nodes,
+    nodes_of_ranks,
     placements,
     saves_behind,
 )
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
+from hpczero.text import counted
 
 _MOST_NODES = 64  # times as many as there are: more help nobody
-
-_WORTH_SAYING = 50_000  # bytes
+_WORTH_SAYING = 50_000  # bytes of a kind that a message names
 _GB = 10**9
 
 
 @dataclass(frozen=True)
 class Bound:
-    """`free` bytes for these ranks together (node -> how many of its ranks). `windows`: for their shared windows alone; `part`: for "all" that they
-    hold, or what is on the "host" or the "device" where these differ.
+    """`free` bytes for some ranks of some nodes together (node -> number of its ranks).
+
+    `windows`: only their shared windows count; `part`: only this `memory.of_account` counts.
     """
 
     ranks: Mapping[int, int]
@@ -41,7 +43,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Site:
-    """How many ranks each node has, what they must keep within, and on what kind of device they run."""
+    """The number of ranks on each node, their bounds, and the kind of device they run on."""
 
     ranks_on_nodes: Mapping[int, int]
     bounds: tuple[Bound, ...]
@@ -51,9 +53,9 @@ class Site:
     def planned(
         cls, ranks_on_nodes: Mapping[int, int], node: Hardware, platform: Platform
     ) -> "Site":
-        """Return alike nodes, with a bound for each memory whose size is known: maybe none.
+        """Return equal nodes, with a bound for each memory whose size is known: maybe none.
 
-        The ranks of a node are dealt out over its GPUs; of an unknown number each has one of its own.
+        The ranks of a node share its GPUs; if their number is unknown, each rank has its own.
         """
         bounds = []
         if platform.on_gpus and node.gpu_memory_gb:
@@ -81,7 +83,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Load:
-    """What a bound has to carry."""
+    """The bytes that count against a bound."""
 
     bound: Bound
     size: int
@@ -92,26 +94,24 @@ class Load:
 
 
 def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
-    """Why the job does not fit, with all numbers and what would; None if it fits, or nothing binds it."""
+    """Return why the job does not fit, and settings with which it would; None if it fits."""
     if not site.bounds:
         return None
     heaviest = _heaviest(spec, layers, site)
     if heaviest.fits:
         return None
     fitting = _first_of_each(_sharding(spec, site), layers)
-    if not any(
-        _heaviest(_with(spec, "zero", stage=stage), layers, site).fits
-        for stage in range(spec.zero.stage + 1, 4)
-    ):
-        fitting += _first_of_each(_one_axis(spec, site), layers) or _first_of_each(
-            [_both_axes(spec, site)], layers
-        )
+    stages = range(spec.zero.stage + 1, 4)
+    if not any(_heaviest(_with(spec, "zero", stage=stage), layers, site).fits for stage in stages):
+        one_axis = _first_of_each(_one_axis(spec, site), layers)
+        fitting += one_axis or _first_of_each([_both_axes(spec, site)], layers)
     fitting += _first_of_each([_fewer_ranks(spec, site), _more_nodes(spec, site)], layers)
     fitting = fitting or _first_of_each([_strongest(spec, site)], layers)
-    nothing = (
+    way_out = (
         "nothing that can be set would fit here: use nodes with more memory, or a smaller model"
     )
-    way_out = f"would fit: {'; '.join(fitting)}" if fitting else nothing
+    if fitting:
+        way_out = f"would fit: {'; '.join(fitting)}"
     return f"{_complaint(spec, layers, site, heaviest)}; {way_out}"
 
 
@@ -128,7 +128,7 @@ def in_words(size: int) -> str:
 
 
 def kinds_in_words(sizes: Mapping[str, int]) -> str:
-    """weights 1.2 GB, master 2.4 GB, ...: the largest first, without the kinds that there are none of."""
+    """weights 1.2 GB, master 2.4 GB, ...: the largest first, without the negligible ones."""
     return ", ".join(
         f"{kind} {in_words(size)}"
         for kind, size in sorted(sizes.items(), key=lambda item: -item[1])
@@ -137,7 +137,7 @@ def kinds_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
-    """The load of the bound that is exceeded the most, or nearest to it."""
+    """Return the load of the bound that is exceeded the most, or closest to being exceeded."""
     needs = needs_of_nodes(spec, layers, site.ranks_on_nodes, site.platform)
     loads = [Load(bound, _load(bound, needs)) for bound in site.bounds]
     return max(loads, key=lambda load: load.size / max(1, load.bound.free))
@@ -151,19 +151,21 @@ def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
 
 
 def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> str:
-    bound, ranks = load.bound, sum(load.bound.ranks.values())
-    who, free = (
-        (f"{ranks} ranks" if ranks > 1 else "1 rank"),
-        f"{in_words(bound.free)} are available",
+    bound = load.bound
+    ranks = sum(load.bound.ranks.values())
+    needed = (
+        f"needs {in_words(load.size)} {bound.place} ({counted(ranks, 'rank')}), "
+        f"where {in_words(bound.free)} are available"
     )
     if bound.windows:
         gib = -(-load.size // (1 << 30)) + 1
-        larger = f"make it larger (docker: --shm-size={gib}g; else mount -o remount,size={gib}g /dev/shm)"
-        return f"zero.node_shared needs {in_words(load.size)} {bound.place} ({who}), where {free}: {larger}"
+        remount = f"mount -o remount,size={gib}g /dev/shm"
+        larger = f"make it larger (docker: --shm-size={gib}g; else {remount})"
+        return f"zero.node_shared {needed}: {larger}"
     node = next(iter(bound.ranks))
     needs = needs_of_nodes(spec, layers, site.ranks_on_nodes, site.platform)
     kinds = kinds_in_words(needs[node].fullest(bound.part))
-    return f"zero.stage = {spec.zero.stage} needs {in_words(load.size)} {bound.place} ({who}), where {free} (each rank: {kinds})"
+    return f"zero.stage = {spec.zero.stage} {needed} (each rank: {kinds})"
 
 
 def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> Iterator[str]:
@@ -174,7 +176,7 @@ def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> It
 
 
 def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Layer]) -> list[str]:
-    """What can be changed. Of each kind the first that fits is worth saying, so the mildest comes first."""
+    """Return the first alternative of each kind that fits; each yields the mildest change first."""
     return [words for alternatives in kinds for words in islice(_fitting(alternatives, layers), 1)]
 
 
@@ -185,8 +187,9 @@ def _sharding(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
 
 
 def _one_axis(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
-    """More tensor ranks, or more stages of a pipeline, in place of data ranks."""
-    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    """Trade data ranks for tensor ranks, or for pipeline stages."""
+    tensor = spec.parallel.tensor
+    pipeline = spec.parallel.pipeline
     larger_tensor, larger_pipeline = _larger(spec, site)
     yield _on_grids(spec, site, [(size, pipeline) for size in larger_tensor])
     yield _on_grids(spec, site, [(tensor, size) for size in larger_pipeline])
@@ -197,18 +200,17 @@ def _both_axes(spec: Spec, site: Site) -> Iterator[Alternative]:
 
 
 def _larger(spec: Spec, site: Site) -> tuple[range, range]:
-    """Sizes of tensor, whose ranks stay on a node, and of pipeline."""
-    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    """Return larger sizes of the tensor axis, whose ranks stay on a node, and of the pipeline."""
     if not known(spec.model):
         return range(0), range(0)
-    return range(tensor + 1, max(site.ranks_on_nodes.values()) + 1), range(
-        pipeline + 1, layer_count(spec.model) + 1
-    )
+    tensor = range(spec.parallel.tensor + 1, max(site.ranks_on_nodes.values()) + 1)
+    return tensor, range(spec.parallel.pipeline + 1, layer_count(spec.model) + 1)
 
 
 def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Iterator[Alternative]:
-    """Of these sizes of tensor and pipeline those that the ranks and the model allow, each at every stage: with fewer data ranks the buffers of a
-    high one may take more than it saves.
+    """Yield the (tensor, pipeline) sizes that ranks and model allow, each at every ZeRO stage.
+
+    With fewer data ranks the buffers of a high stage may take more than it saves.
     """
     ranks = sum(site.ranks_on_nodes.values())
     for tensor, pipeline in (grid for grid in sizes if ranks % prod(grid) == 0):
@@ -227,15 +229,13 @@ def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Itera
 
 
 def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
-    """Several changes at once, from few to many."""
+    """Yield several changes at once, from few to many."""
+    small = _with(spec, "train", micro_batch=1)
     for stage in range(spec.zero.stage, 4):
-        words, smallest = (
-            f"zero.stage = {stage}, train.micro_batch = 1",
-            _with(_with(spec, "zero", stage=stage), "train", micro_batch=1),
-        )
+        words = f"zero.stage = {stage}, train.micro_batch = 1"
+        smallest = _with(small, "zero", stage=stage)
         for choice in _sharing(smallest, site):
             yield replace(choice, words=f"{words} and {choice.words}")
-    small = _with(spec, "train", micro_batch=1)
     for choice in chain(*_one_axis(small, site), _both_axes(small, site)):
         yield replace(choice, words=f"train.micro_batch = 1 and {choice.words}")
     for choice in chain(_fewer_ranks(smallest, site), _more_nodes(smallest, site)):
@@ -243,50 +243,39 @@ def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
 
 
 def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
-    node_of_rank = [
-        node for node, count in sorted(site.ranks_on_nodes.items()) for _ in range(count)
-    ]
-    places = [
-        place
-        for found in placements(
-            spec, Grid.build(resolved(spec, node_of_rank), node_of_rank)
-        ).values()
-        for place in found
-    ]
+    """Yield the other value of zero.node_shared, if it makes a difference."""
+    node_of_rank = nodes_of_ranks(site.ranks_on_nodes)
+    grid = Grid.build(resolved(spec, node_of_rank), node_of_rank)
+    places = list(chain.from_iterable(placements(spec, grid).values()))
     if not site.platform.on_gpus and any(place.on_node > 1 for place in places):
         shared = not any(place.shared for place in places)
-        yield Alternative(
-            f"zero.node_shared = {str(shared).lower()}",
-            _with(spec, "zero", node_shared=shared),
-            site,
-        )
+        changed = _with(spec, "zero", node_shared=shared)
+        yield Alternative(f"zero.node_shared = {str(shared).lower()}", changed, site)
 
 
 def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
-    """The stage as it is, with half the micro-batch, a quarter, ..."""
-    sharded, size = _with(spec, "zero", stage=stage), spec.train.micro_batch
+    """Yield the stage with the whole micro-batch, half of it, a quarter, ..."""
+    sharded = _with(spec, "zero", stage=stage)
+    size = spec.train.micro_batch
     words = [f"zero.stage = {stage}"] if stage != spec.zero.stage else []
     while size:
         smaller = [f"train.micro_batch = {size}"] if size != spec.train.micro_batch else []
         if words + smaller:
-            yield Alternative(
-                " and ".join(words + smaller), _with(sharded, "train", micro_batch=size), site
-            )
+            changed = _with(sharded, "train", micro_batch=size)
+            yield Alternative(" and ".join(words + smaller), changed, site)
         size //= 2
 
 
 def _fewer_ranks(spec: Spec, site: Site) -> Iterator[Alternative]:
-    """Half of the ranks on every node, a quarter, ..."""
+    """Yield half of the ranks on every node, a quarter, ..."""
     while max(site.ranks_on_nodes.values()) > 1:
         bounds = tuple(replace(bound, ranks=_half(bound.ranks)) for bound in site.bounds)
         site = replace(site, ranks_on_nodes=_half(site.ranks_on_nodes), bounds=bounds)
-        ranks, nodes = sum(site.ranks_on_nodes.values()), len(site.ranks_on_nodes)
+        ranks = sum(site.ranks_on_nodes.values())
+        nodes = len(site.ranks_on_nodes)
         if ranks % (spec.parallel.tensor * spec.parallel.pipeline) == 0:
-            yield Alternative(
-                f"mpirun -n {ranks}" + (f" on the same {nodes} nodes" if nodes > 1 else ""),
-                spec,
-                site,
-            )
+            where = f" on the same {nodes} nodes" if nodes > 1 else ""
+            yield Alternative(f"mpirun -n {ranks}{where}", spec, site)
 
 
 def _half(ranks: Mapping[int, int]) -> Mapping[int, int]:
@@ -294,8 +283,9 @@ def _half(ranks: Mapping[int, int]) -> Mapping[int, int]:
 
 
 def _more_nodes(spec: Spec, site: Site) -> Iterator[Alternative]:
-    """Twice as many such nodes, four times, ..."""
-    nodes, times = len(site.ranks_on_nodes), 2
+    """Yield twice as many such nodes, four times, ..."""
+    nodes = len(site.ranks_on_nodes)
+    times = 2
     while times <= _MOST_NODES:
         more = {
             node + copy * nodes: count

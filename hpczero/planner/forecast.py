@@ -1,4 +1,4 @@
-"""The memory that a job will need, device and host apart, for people and as data (pure)."""
+"""The memory, layout and messages of a job before it runs, for people and as data (pure)."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,13 @@ from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Spec, Zero
 from hpczero.text import counted, in_bytes, shown
 
+_SHOWN = 8  # lines of a list before it is cut short
+_CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis
+
 
 @dataclass(frozen=True)
 class Forecast:
-    """A job on nodes of which some facts are known."""
+    """A job on nodes of which some facts are known, and the memory that it needs there."""
 
     spec: Spec
     grid: Grid
@@ -30,12 +33,12 @@ class Forecast:
     def memory(self, layers: Sequence[Layer]) -> dict[str, Any]:
         """Return bytes by kind on the fullest node: of a rank, of all its ranks, in shared windows.
 
-        On GPUs the accounts are apart: "device" has the fullest rank of all, "host" the fullest node.
-        `available` is 0 where a size is not known.
+        On GPUs "device" has the fullest rank of all nodes and "host" the fullest node, and
+        `available` is 0 if a size is not known.
         """
         needs = needs_on_grid(self.spec, layers, self.grid, self.platform).values()
         fullest = max(needs, key=lambda need: need.of(need.ranks))
-        found: dict[str, Any] = {
+        memory: dict[str, Any] = {
             "ranks_on_node": fullest.ranks,
             "rank": fullest.rank,
             "node": fullest.node,
@@ -43,12 +46,12 @@ class Forecast:
             "on": self.platform.device,
         }
         if self.platform.on_gpus:
-            found |= self._accounts(list(needs), fullest)
-            found["kernels"] = bool(self.platform.kernels)
-        return found
+            memory |= self._accounts(list(needs), fullest)
+            memory["kernels"] = bool(self.platform.kernels)
+        return memory
 
     def refusal(self, layers: Sequence[Layer]) -> str:
-        """Return why the job does not fit into what is known of the nodes; "" where it does."""
+        """Return why the job does not fit into the known sizes of the nodes; "" if it does."""
         site = Site.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
         return final_refusal(self.spec, layers, site) or ""
 
@@ -70,7 +73,7 @@ class Forecast:
 
 
 def in_lines(memory: dict[str, Any]) -> list[str]:
-    """Say what `Forecast.memory` has found."""
+    """Return the lines that tell what `Forecast.memory` returned."""
     ranks = counted(memory["ranks_on_node"], "rank")
     if memory["on"] == "cpu":
         of_node, of_rank = (in_words(sum(memory[part].values())) for part in ("node", "rank"))
@@ -79,16 +82,19 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
         )
         first = f"about {of_node} on a node of {ranks}{windows}, {of_rank} a rank:"
         return [first, kinds_in_words(memory["rank"])]
-    device, host = memory["device"], memory["host"]
+    device = memory["device"]
+    host = memory["host"]
     sharing = device["ranks_on_gpu"]
-    size = in_words(device["available"]) if device["available"] else ""
-    each = f", {sharing} of which share a GPU" if sharing > 1 else ""
+    shared = f", {sharing} of which share a GPU" if sharing > 1 else ""
     by_whom = "hpczero's kernels" if memory["kernels"] else "PyTorch's operations"
-    of_gpu = f"of the {size} of a GPU" if size else "; how much a GPU has is not known (batch.site)"
+    of_gpu = "; how much a GPU has is not known (batch.site)"
+    if device["available"]:
+        of_gpu = f" of the {in_words(device['available'])} of a GPU"
     of_node = f" of {in_words(host['available'])}" if host["available"] else ""
     on_host = in_words(sum(host["node"].values()))
+    of_rank = in_words(sum(device["rank"].values()))
     return [
-        f"on GPUs about {in_words(sum(device['rank'].values()))} a rank{each}{' ' if size else ''}{of_gpu}:",
+        f"on GPUs about {of_rank} a rank{shared}{of_gpu}:",
         kinds_in_words(device["rank"]),
         f"and about {on_host}{of_node} of the memory of a node of {ranks}; a rank has:",
         kinds_in_words(host["rank"]),
@@ -96,55 +102,53 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
     ]
 
 
-# Who holds what, on which node, and what is sent: for people, and as data (pure).
-_SHOWN = 8  # lines of a list before it is cut short
-_CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis
+# The layout: who holds what, on which node, and what is sent.
 
 
 def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """Of each pipeline stage the layers of its chunks, and the parameters of its tensor rank 0, which has the most."""
+    """Return each stage's chunks of layers, and the parameters of its tensor rank 0 (the most)."""
     units = Units(1, spec.parallel.tensor)
-    return [
-        {
-            "chunks": [[layer.name for layer in layers_that_run([chunk])] for chunk in chunks],
-            "parameters": sum(
-                place.stop - place.offset
-                for unit in units.of([layer for chunk in chunks for layer in chunk])
-                for place in unit.slots
-            ),
-        }
-        for chunks in chunks_of_stages(spec, layers)
-    ]
+    described = []
+    for chunks in chunks_of_stages(spec, layers):
+        names = [[layer.name for layer in layers_that_run([chunk])] for chunk in chunks]
+        of_stage = units.of([layer for chunk in chunks for layer in chunk])
+        parameters = sum(slot.stop - slot.offset for unit in of_stage for slot in unit.slots)
+        described.append({"chunks": names, "parameters": parameters})
+    return described
 
 
 def sharing_left_out(zero: Zero, grid: Grid) -> str:
-    """Why the ranks of a node keep no states together where they otherwise would; "" where they do, or have none to keep."""
+    """Return why nodes that would share states do not; "" if they do, or would not."""
     per_node = (
         Counter(grid.node_of_rank[rank] for rank in group).values() for group in grid.groups("data")
     )
     if grid.nodes_cut_data_alike or not any(shares_nodes(zero, counts) for counts in per_node):
         return ""
-    what = f"zero.node_shared = {shown(zero.node_shared)} shares nothing: nodes divide the data ranks of the tensor ranks differently"
-    return f"{what}, which would then round differently; a number of ranks per node that parallel.tensor divides makes it possible"
+    return (
+        f"zero.node_shared = {shown(zero.node_shared)} shares nothing: nodes divide the data ranks "
+        "of the tensor ranks differently, which would then round differently; a number of ranks "
+        "per node that parallel.tensor divides makes it possible"
+    )
 
 
 def nodes(grid: Grid) -> list[dict[str, Any]]:
-    """Of each node its ranks, and the parts of the grid that they are: axis -> first and last coordinate."""
-    shape, axes, found, first = grid.sizes[::-1], grid.axes[::-1], [], 0
+    """Return each node's ranks, and their boxes in the grid: axis -> first and last coordinate."""
+    shape, axes = grid.sizes[::-1], grid.axes[::-1]
+    described = []
+    first = 0
     for node, ranks in groupby(grid.rank_at_place, key=grid.node_of_rank.__getitem__):
         on_node = list(ranks)
-        parts = rectangles(shape, first, first + len(on_node))
         places = [
-            {axis: [part.start, part.stop - 1] for axis, part in zip(axes, rectangle, strict=True)}
-            for rectangle in parts
+            {axis: [span.start, span.stop - 1] for axis, span in zip(axes, box, strict=True)}
+            for box in rectangles(shape, first, first + len(on_node))
         ]
-        found.append({"node": node, "ranks": on_node, "places": places})
+        described.append({"node": node, "ranks": on_node, "places": places})
         first += len(on_node)
-    return found
+    return described
 
 
 def sent(spec: Spec, layers: Sequence[Layer], grid: Grid) -> dict[str, dict[str, Any]]:
-    """axis -> operation -> bytes in a step, inside nodes and between them: by the rank that sends the most, and by all."""
+    """Return axis -> operation -> bytes in a step, of the busiest rank and of all ranks."""
     totals = Volumes(spec, layers, grid.size("data")).totals(grid)
     return {
         axis: {name: asdict(total) for name, total in operations.items()}
@@ -152,26 +156,26 @@ def sent(spec: Spec, layers: Sequence[Layer], grid: Grid) -> dict[str, dict[str,
     }
 
 
-def stages_in_lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    held = ["; ".join(map(_layers, stage["chunks"])) for stage in found]
+def stages_in_lines(stages: Sequence[dict[str, Any]]) -> list[str]:
     lines = [
-        f"{number}: {words} ({stage['parameters']:,} parameters a rank)"
-        for number, (words, stage) in enumerate(zip(held, found, strict=True))
+        f"{number}: {'; '.join(map(_layers, stage['chunks']))} "
+        f"({stage['parameters']:,} parameters a rank)"
+        for number, stage in enumerate(stages)
     ]
     return _cut_short(lines, "stages")
 
 
-def nodes_in_lines(found: Sequence[dict[str, Any]], sizes: dict[str, int]) -> list[str]:
+def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> list[str]:
     axes = [axis for axis in _CALLED if sizes[axis] > 1]
     lines = [
         f"node {node['node']}: {_numbers(sorted(node['ranks']), 'rank')}"
-        + "".join(f"  [{_place(place, axes)}]" for place in node["places"] if axes)
-        for node in found
+        + "".join(f"  [{_box(box, axes)}]" for box in node["places"] if axes)
+        for node in nodes
     ]
     return _cut_short(lines, "nodes")
 
 
-def sent_in_lines(found: dict[str, dict[str, Any]]) -> list[str]:
+def sent_in_lines(sent: dict[str, dict[str, Any]]) -> list[str]:
     head = f"{'':<26}{'a rank: inside':>16}{'between':>11}{'all: inside':>16}{'between':>11}"
     rows = [
         f"{axis:<10}{name:<16}"
@@ -180,7 +184,7 @@ def sent_in_lines(found: dict[str, dict[str, Any]]) -> list[str]:
             for who in ("rank", "all")
             for where, width in (("inside", 16), ("between", 11))
         )
-        for axis, operations in found.items()
+        for axis, operations in sent.items()
         for name, total in operations.items()
     ]
     return [head, *rows] if rows else []
@@ -192,12 +196,12 @@ def _cut_short(lines: list[str], what: str) -> list[str]:
     return [*lines[: _SHOWN - 2], f"… {len(lines) - _SHOWN + 1:,} more {what}", lines[-1]]
 
 
-def _place(place: dict[str, list[int]], axes: Sequence[str]) -> str:
-    return ", ".join(f"{_CALLED[axis]} {_span(*place[axis])}" for axis in axes)
+def _box(box: dict[str, list[int]], axes: Sequence[str]) -> str:
+    return ", ".join(f"{_CALLED[axis]} {_span(*box[axis])}" for axis in axes)
 
 
 def _numbers(numbers: Sequence[int], noun: str) -> str:
-    """rank 3, ranks 0-7, ranks 0 4 8 12, or of many the first and the last."""
+    """rank 3, ranks 0-7, ranks 0 4 8 12; of many, the first ones and the last."""
     runs = [_span(run[0], run[-1]) for run in _runs(numbers)]
     if len(runs) > _SHOWN:
         runs = [*runs[: _SHOWN - 2], "…", runs[-1]]

@@ -1,14 +1,17 @@
-"""What a job needs of memory, before it has any: bytes by kind on each rank and on a node (pure).
+"""Memory that a job will need: bytes by kind on each rank and on a node (pure).
 
-The model's states are what the engine allocates (`parallel.states`), to the byte. Per parameter in half precision, with N data ranks and
-g = 2 bytes of gradient for one micro-batch, 4 (fp32 accumulators) for several, they come close to (ZeRO, Rajbhandari et al. 2020)
+The model's states are what the engine allocates (`parallel.states`), to the byte. Per parameter in
+half precision, with N data ranks and g = 2 bytes of gradient for one micro-batch, 4 (fp32
+accumulators) for several, they come close to (ZeRO, Rajbhandari et al. 2020)
 
-    stage 0: 14 + g      stage 1: 2 + g + 12/N      stage 2: 2 + (g + 12)/N      stage 3: (14 + g)/N
+    stage 0: 14 + g     stage 1: 2 + g + 12/N     stage 2: 2 + (g + 12)/N     stage 3: (14 + g)/N
 
-besides the slots for gradients, or weights, in flight. Where the R data ranks of a node keep the weights together, the 2 of the weights
-becomes 2/R, at stage 3 too. All of it is counted on the layers of the rank's pipeline stage, and of these on the part of its tensor rank.
-Communication buffers, and those of activations and gradients from other stages, are what is made at most. The other kinds are estimates:
-activations (of hpczero's own models), the batches read ahead, Python with its libraries.
+besides the slots for gradients, or weights, in flight. If the R data ranks of a node share the
+weights, their 2 becomes 2/R, at stage 3 too. Counted are the layers of the rank's pipeline stage,
+and of these the shard of its tensor rank.
+
+Buffers for communication and for messages from other stages are upper bounds. The other kinds are
+estimates: activations (of hpczero's own models), batches read ahead, Python with its libraries.
 """
 
 from collections import Counter
@@ -22,33 +25,40 @@ from hpczero.model.shapes import Layer, known
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import Tied, Units, chunks_of_stages, handed_on
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
-from hpczero.planner.activations import activations, arrived
+from hpczero.planner.activations import activations, arrived, element_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec, Zero
 
-# The kind of device that a job runs on, and what a spec leaves to it (pure).
 BUCKET_MB = {"cpu": 4, "cuda": 256}
+BLOCK = 4096  # elements: sums are made in whole blocks
+# Bytes of a rank before it has a model: Python, torch, MPI, numba. Measured with MPICH and
+# Open MPI, 1 to 4 ranks on a node.
+RUNTIME = 250_000_000
+# Kinds that stay in the computer's memory when the others are on a GPU.
+ON_HOST = ("checkpoint copy", "data", "runtime")
+_TOKEN = 8
+_STATES = 12  # bytes of a parameter in a checkpoint: master weight and two moments
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Describe a node as a site's profile does. 0: not known; of `gpus` also: none."""
+    """A node as a site's profile describes it. 0: not known; for `gpus` also: none."""
 
     memory_gb: float = 0
     gpus: int = 0
     gpu_memory_gb: float = 0
 
     def ranks_on_gpu(self, ranks: int) -> int:
-        """Return how many of a node's ranks share a GPU; of an unknown number each has its own."""
+        """Return how many of a node's ranks share a GPU; 1 if the number of GPUs is unknown."""
         return -(-ranks // self.gpus) if self.gpus else 1
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Say where a job's tensors live: on "cpu", where all memory is the computer's, or on "cuda".
+    """The `device` of a job's tensors: "cpu", where all memory is the computer's, or "cuda".
 
     `kernels`: operations that hpczero's own kernels carry out on GPUs; PyTorch does the others.
-    `native`: collectives go by torch.distributed, not by MPI.
+    `native`: collectives use torch.distributed in place of MPI.
     """
 
     device: str = "cpu"
@@ -64,88 +74,71 @@ CPUS = Platform()
 
 
 def device_of(spec: Spec, gpus: int) -> str:
-    """Return "cpu" or "cuda": what `train.device` says, else what the nodes' number of GPUs does."""
+    """Return "cpu" or "cuda": `train.device`, or for "auto" "cuda" if the nodes have GPUs."""
     if spec.train.device != "auto":
         return spec.train.device
     return "cuda" if spec.batch.gpus_per_node or gpus else "cpu"
 
 
 def bucket_bytes(zero: Zero, device: str) -> int:
-    """Return the size of a communication buffer. A round of a reduction has a start and an end to wait
-    for: on GPUs, which are through a small one in microseconds, rounds are few and large.
+    """Return the size of a communication buffer.
+
+    Each round of a reduction has a start and an end to wait for. A GPU is done with a small round
+    in microseconds, so rounds are few and large there.
     """
     return (zero.bucket_mb or BUCKET_MB[device]) << 20
 
 
 def as_run(spec: Spec, device: str) -> Spec:
-    """Return the spec as it is carried out there: on GPUs nothing lies in a node's shared memory."""
+    """Return the spec in effect on this device: on GPUs no states are in shared memory."""
     if device == "cpu":
         return spec
     return spec.model_copy(update={"zero": spec.zero.model_copy(update={"node_shared": False})})
 
 
-RUNTIME = 250_000_000  # a rank before it has a model: Python, torch, MPI, numba; measured with MPICH and Open MPI, 1 to 4 ranks on a node
-ON_HOST = (
-    "checkpoint copy",
-    "data",
-    "runtime",
-)  # kinds that stay in the computer's memory where the rest is on a GPU
-BLOCK = 4096  # elements: what is summed at a time is whole blocks
-_TOKEN = 8
-_STATES = 12  # bytes of a parameter in a checkpoint: master weight and two moments
-
-
 @dataclass(frozen=True)
 class Placement:
-    """How many data ranks there are, how many of them run on the node in question, whether a node's ranks keep the weights together; and which
-    part of the model they have.
-    """
+    """The data ranks of one node that have the same part of the model."""
 
-    data_ranks: int
-    on_node: int
-    shared: bool
+    data_ranks: int  # on all nodes
+    on_node: int  # of them, on this node
+    shared: bool  # a node's ranks share one copy of the weights
     stage: int = 0
     tensor_rank: int = 0
 
     def part_of_rank(self, counted: Mapping[str, int]) -> dict[str, int]:
-        """Of what each rank counts as a whole: of the weights that a node's ranks keep together, an equal part."""
-        return {
-            kind: size // self.on_node if self.shared and kind == "weights" else size
-            for kind, size in counted.items()
-        }
+        """Return a rank's bytes by kind, with an equal part of the weights that a node shares."""
+        sharers = {"weights": self.on_node} if self.shared else {}
+        return {kind: size // sharers.get(kind, 1) for kind, size in counted.items()}
 
 
 @dataclass(frozen=True)
 class Need:
-    """Of the ranks of one node that have the same part of the model, in bytes by kind: what each of these `ranks` holds for itself, and what they
-    hold once for all of them.
-
-    `windows` says how much of it lies in shared windows; the part of one rank in what is held together is an equal one, as the owner of a
-    shard is the first to touch it.
-    """
+    """Bytes by kind of the ranks of one node that have the same part of the model."""
 
     ranks: int
-    each: dict[str, int]
-    together: dict[str, int]
-    windows: int
+    each: dict[str, int]  # private to each of these ranks
+    together: dict[str, int]  # held once for all of them
+    windows: int  # of all this, in shared windows
 
     @property
     def rank(self) -> dict[str, int]:
-        return {
-            kind: size + self.together.get(kind, 0) // self.ranks
-            for kind, size in self.each.items()
-        }
+        """Bytes of one rank, with an equal part of what they share.
+
+        The owner of a shard is the first to touch it, so its pages count as the owner's.
+        """
+        shares = self.together
+        return {kind: size + shares.get(kind, 0) // self.ranks for kind, size in self.each.items()}
 
     @property
     def node(self) -> dict[str, int]:
-        return {
-            kind: size * self.ranks + self.together.get(kind, 0) for kind, size in self.each.items()
-        }
+        shared = self.together
+        return {kind: size * self.ranks + shared.get(kind, 0) for kind, size in self.each.items()}
 
 
 @dataclass(frozen=True)
 class NodeNeed:
-    """Of one node: of each part of the model that its ranks have."""
+    """The need of one node: one entry for each part of the model that its ranks have."""
 
     parts: tuple[Need, ...]
 
@@ -155,7 +148,7 @@ class NodeNeed:
 
     @property
     def rank(self) -> dict[str, int]:
-        """Of a rank that needs the most."""
+        """Bytes by kind of a rank that needs the most."""
         return max((part.rank for part in self.parts), key=lambda kinds: sum(kinds.values()))
 
     @property
@@ -167,29 +160,29 @@ class NodeNeed:
         return sum(part.windows for part in self.parts)
 
     def fullest(self, account: str) -> dict[str, int]:
-        """Return what the rank holds that has the most in this account ("all", "host", "device")."""
+        """Return the bytes of the rank with the most in this account ("all", "host", "device")."""
         counts = [of_account(part.rank, account) for part in self.parts]
         return max(counts, key=lambda kinds: sum(kinds.values()))
 
     def of(self, ranks: int, account: str = "all") -> int:
-        """Bytes of so many of the node's ranks; `account`: of all kinds, or of those on the "host" or
-        the "device" where these differ.
+        """Return the bytes of so many of the node's ranks in an account.
 
-        The computer's memory is the ranks' together, so each counts as the mean. A GPU is that of a
-        few: these may be the ones that hold the most.
+        All ranks share the computer's memory, so each counts as the mean. Few share a GPU: they may
+        be the ones that need the most.
         """
         if account != "device":
             return sum(of_account(self.node, account).values()) * ranks // self.ranks
-        found, left = 0, ranks
+        total = 0
+        left = ranks
         sizes = [(sum(of_account(part.rank, account).values()), part.ranks) for part in self.parts]
-        for size, having in sorted(sizes, reverse=True):
-            found += size * min(having, left)
-            left -= min(having, left)
-        return found
+        for size, count in sorted(sizes, reverse=True):
+            total += size * min(count, left)
+            left -= min(count, left)
+        return total
 
 
 def of_account(kinds: Mapping[str, int], account: str) -> dict[str, int]:
-    """Return the kinds that count in an account: "all", or those on the "host", or the "device"."""
+    """Return the kinds of an account: "all", those on the "host", or those on the "device"."""
     if account == "all":
         return dict(kinds)
     return {kind: size for kind, size in kinds.items() if (kind in ON_HOST) == (account == "host")}
@@ -201,34 +194,40 @@ def needs_of_nodes(
     ranks_on_nodes: Mapping[int, int],
     platform: Platform = CPUS,
 ) -> dict[int, NodeNeed]:
-    """Return the need of every node, from how many ranks it has."""
-    node_of_rank = [node for node, count in sorted(ranks_on_nodes.items()) for _ in range(count)]
+    """Return the need of every node, given how many ranks it has."""
+    node_of_rank = nodes_of_ranks(ranks_on_nodes)
     spec = as_run(spec, platform.device)
     grid = Grid.build(resolved(spec, node_of_rank), node_of_rank)
     return needs_on_grid(spec, layers, grid, platform)
+
+
+def nodes_of_ranks(ranks_on_nodes: Mapping[int, int]) -> list[int]:
+    """Return the node of each rank, with the nodes in order."""
+    return [node for node, count in sorted(ranks_on_nodes.items()) for _ in range(count)]
 
 
 def needs_on_grid(
     spec: Spec, layers: Sequence[Layer], grid: Grid, platform: Platform = CPUS
 ) -> dict[int, NodeNeed]:
     spec = as_run(spec, platform.device)
-    model, made = _Parts(spec, layers, grid.size("data"), platform), dict[object, NodeNeed]()
-    found = {}
+    model = _Parts(spec, layers, grid.size("data"), platform)
+    known_needs: dict[object, NodeNeed] = {}
+    needs = {}
     for node, places in placements(spec, grid).items():
         key = tuple(places)
-        if key not in made:
-            made[key] = NodeNeed(tuple(model.need(place) for place in places))
-        found[node] = made[key]
-    return found
+        if key not in known_needs:
+            known_needs[key] = NodeNeed(tuple(map(model.need, places)))
+        needs[node] = known_needs[key]
+    return needs
 
 
 def placements(spec: Spec, grid: Grid) -> dict[int, list[Placement]]:
-    """Node -> of each part of the model that its ranks have, how they stand among the data ranks that have it too."""
-    found: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
+    """Return node -> one placement for each part of the model that its ranks have."""
+    by_node: dict[int, list[Placement]] = {node: [] for node in sorted(set(grid.node_of_rank))}
     for group in grid.groups("data"):
         for node, place in _on_nodes(spec, grid, group).items():
-            found[node].append(place)
-    return found
+            by_node[node].append(place)
+    return by_node
 
 
 def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
@@ -236,17 +235,23 @@ def placement(spec: Spec, grid: Grid, rank: int) -> Placement:
 
 
 def _on_nodes(spec: Spec, grid: Grid, group: Sequence[int]) -> dict[int, Placement]:
-    """Node -> how its ranks stand among these data ranks, all of which have the same part of the model."""
+    """Return node -> placement of its ranks in a data group, which has one part of the model."""
     on_nodes = Counter(grid.node_of_rank[rank] for rank in group)
-    part = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
+    part_of_model = grid.coordinate(group[0], "pipeline"), grid.coordinate(group[0], "tensor")
     shared = shares_nodes(spec.zero, on_nodes.values(), grid.nodes_cut_data_alike)
-    return {node: Placement(len(group), count, shared, *part) for node, count in on_nodes.items()}
+    return {
+        node: Placement(len(group), count, shared, *part_of_model)
+        for node, count in on_nodes.items()
+    }
 
 
 def need(
     spec: Spec, layers: Sequence[Layer], placement: Placement, platform: Platform = CPUS
 ) -> Need:
-    """Of a node whose ranks all have the largest of the micro-batches; `layers` are those of the whole model."""
+    """Return the need of a node whose ranks all have the largest micro-batch.
+
+    `layers` are those of the whole model.
+    """
     return _Parts(spec, layers, placement.data_ranks, platform).need(placement)
 
 
@@ -268,61 +273,52 @@ class _Parts:
         return self._known[placement]
 
     def _count(self, placement: Placement) -> Need:
-        spec, chunks = self.spec, self.chunks[placement.stage]
-        micro_batches, _, largest = micro_batch_sizes(
+        spec = self.spec
+        chunks = self.chunks[placement.stage]
+        micro_batches, _, samples = micro_batch_sizes(
             spec.train.global_batch, spec.train.micro_batch, placement.data_ranks
         )
         sharded = Sharded.at_stage(spec.zero.stage, placement.shared)
-        precision = Precision(
-            4 if spec.train.precision == "fp32" else 2, accumulates=micro_batches > 1
-        )
+        precision = Precision(element_bytes(spec), accumulates=micro_batches > 1)
         held = [layer for chunk in chunks for layer in chunk]
         units = self.units.of(held, placement.tensor_rank)
-        around = sum(
-            unit.size
-            for unit in self.units.of(
-                [layer for layer in held if layer.around], placement.tensor_rank
-            )
-        )
-        states = state_bytes(units, sharded, precision, placement.shared, around)
-        handed_on_bytes = prod(handed_on(spec, placement.tensor_rank)) * precision.weight
-        together, windows = {}, 0
+        around = [layer for layer in held if layer.around]
+        around_size = sum(unit.size for unit in self.units.of(around, placement.tensor_rank))
+        states = state_bytes(units, sharded, precision, placement.shared, around_size)
+        together = {}
+        windows = 0
         if placement.shared:
-            together, windows = (
-                {"weights": states["weights"]},
-                states["weights"] + states[sharded.read_by_others] * placement.on_node,
-            )
+            together = {"weights": states["weights"]}
+            windows = states["weights"] + states[sharded.read_by_others] * placement.on_node
+        message = samples * prod(handed_on(spec, placement.tensor_rank)) * precision.weight
+        evaluates = spec.train.eval_batches > 0
+        messages = arrived(spec.parallel, placement.stage, micro_batches, evaluates)
+        shards = sum(unit.shard_size for unit in units)
+        tokens = micro_batches * samples * (spec.model.seq_len + 1)
         estimates = {
-            "communication": self._buffers(placement, units, largest),
-            "activations": self._activations(placement.stage, largest, micro_batches),
-            "pipeline": arrived(
-                spec.parallel, placement.stage, micro_batches, spec.train.eval_batches > 0
-            )
-            * largest
-            * handed_on_bytes,
-            "checkpoint copy": _STATES * sum(unit.shard_size for unit in units)
-            if saves_behind(spec)
-            else 0,
-            "data": (spec.data.prefetch + 2)
-            * micro_batches
-            * largest
-            * (spec.model.seq_len + 1)
-            * _TOKEN,
+            "communication": self._buffers(placement, units, samples),
+            "activations": self._activations(placement.stage, samples, micro_batches),
+            "pipeline": messages * message,
+            "checkpoint copy": _STATES * shards if saves_behind(spec) else 0,
+            "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
             "runtime": RUNTIME,
         }
-        return Need(
-            placement.on_node, states | dict.fromkeys(together, 0) | estimates, together, windows
-        )
+        private = states | dict.fromkeys(together, 0) | estimates
+        return Need(placement.on_node, private, together, windows)
 
     def _buffers(self, placement: Placement, units: Sequence[UnitLayout], samples: int) -> int:
-        """Return what is made at most for pieces that are to be summed: of the data ranks where their
-        gradients travel so, two buffers (of torch.distributed one); of the tensor ranks one, and one of
-        what is tied. On GPUs none is larger than its largest tensor needs.
+        """Return the most bytes of communication buffers.
+
+        The data ranks have two (with torch.distributed one) if their gradients leave the node or
+        are not shared, the tensor ranks one, tied embeddings one. On GPUs none is larger than its
+        largest tensor needs.
         """
-        spec, platform = self.spec, self.platform
-        ranks, tensor = placement.data_ranks, spec.parallel.tensor
+        spec = self.spec
+        platform = self.platform
+        ranks = placement.data_ranks
+        tensor = spec.parallel.tensor
         bucket = bucket_bytes(spec.zero, platform.device)
-        width = 4 if spec.train.precision == "fp32" else 2
+        width = element_bytes(spec)
         largest = max(unit.size for unit in units) * width
 
         def buffer(ranks: int, size: int) -> int:
@@ -331,8 +327,8 @@ class _Parts:
             slots = 4 * ranks if platform.native else 2 * (ranks - 1)
             return min(bucket, slots * (-(-size // ranks) + BLOCK * width))
 
-        travels = placement.on_node < ranks if placement.shared else ranks > 1
-        of_data = (1 if platform.native else 2) * buffer(ranks, largest) if travels else 0
+        sends = placement.on_node < ranks if placement.shared else ranks > 1
+        of_data = (1 if platform.native else 2) * buffer(ranks, largest) if sends else 0
         activation = samples * spec.model.seq_len * spec.model.hidden * width
         of_tensor = buffer(tensor, activation) if tensor > 1 else 0
         ties = any(
@@ -341,13 +337,17 @@ class _Parts:
         return of_data + of_tensor + ties * bucket
 
     def _activations(self, stage: int, samples: int, micro_batches: int) -> int:
-        """Return 0 for a model of one's own: what it keeps is not known."""
+        """Return 0 for a user's own model: its activations are not known."""
         if not known(self.spec.model):
             return 0
-        chunks, kernels = self.chunks[stage], self.platform.kernels
+        chunks = self.chunks[stage]
+        kernels = self.platform.kernels
         return activations(self.spec, samples, chunks, stage, micro_batches, kernels)
 
 
 def saves_behind(spec: Spec) -> bool:
-    """Whether a checkpoint is written while training goes on, from a copy of the states; the last one is written at the end."""
+    """Return True if some checkpoint is written while training goes on, from a copy of the states.
+
+    The last one is written at the end of the run.
+    """
     return spec.checkpoint.asynchronous and 0 < spec.checkpoint.every < spec.train.steps

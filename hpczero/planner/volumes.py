@@ -1,22 +1,31 @@
-"""What the ranks send in a step, along which axis, inside nodes and between them, as the ledger of a run counts it (pure; design 7).
+"""Bytes that ranks send in a step, by axis, inside nodes and between them (pure).
 
-Legend: N ranks along the axis; A micro-batches a data rank has in a step; w bytes of a number in the model's precision; S = samples x sequence x
-hidden x w bytes of activations of one micro-batch; all_reduce, reduce_scatter and all_gather of B bytes count 2(N-1)/N B, (N-1)/N B, (N-1)/N B.
+The ledger of a run counts the same. Legend: N ranks along the axis; A micro-batches of a data rank;
+w bytes of a number in the model's precision; S = samples x sequence x hidden x w bytes of a
+micro-batch's activations. An all_reduce of B bytes counts 2(N-1)/N B, a reduce_scatter or an
+all_gather (N-1)/N B.
 
-every axis but the world: all_gather 8 N, the norm.
-data      U: bytes of a unit (a layer of the rank's stage, its part of the tensor split, padded); for every unit
-              stage 0   reduce_scatter U, all_gather U (the sum)              stage 1   reduce_scatter U, all_gather U (the weights)
-              stage 2   A reduce_scatter U, all_gather U                      stage 3   A reduce_scatter U; all_gather U whenever it is used and
-                                                                                        gone (twice a micro-batch, but for what is still there)
-          node-shared: nothing inside the node; between M nodes with R ranks on this one, of every shard that belongs to another node one slice
-          of R (reduce_scatter), and M - 1 times the own shard (all_gather); stage 3 as stage 2.
-tensor    of every micro-batch: a block has two pairs of a column- and a row-parallel layer, of which each has an all_reduce S in forward and one in
-          backward; the embedding one in forward, the head one in backward; the loss an all_reduce of 4 and one of 8 bytes a token.
-          sequence_parallel: for an all_reduce a reduce_scatter and an all_gather (the sequence padded to a multiple of N), in backward one more
-          all_gather for each column-parallel layer, which keeps only its own part of the sequence, and an all_reduce of each norm's gradients.
-pipeline  of every micro-batch: S at each boundary of parts forward, and backward (with sequence_parallel the rank's own part of it). Tied
-          embeddings: the first and the last stage have an all_reduce of the gradient's own shard, once, in fp32 where it is accumulated so.
-world     the loss, whether a save is still being written, and the requests to stop: 56 bytes, summed over all.
+data      for every unit of U bytes (a layer of the stage, its tensor shard, padded):
+              stage 0   reduce_scatter U, all_gather U (the sum)
+              stage 1   reduce_scatter U, all_gather U (the weights)
+              stage 2   A reduce_scatter U, all_gather U
+              stage 3   A reduce_scatter U; all_gather U for each use that finds it released
+                        (at most twice a micro-batch)
+          node_shared: nothing inside the node. Between M nodes, with R ranks on this one: one slice
+          of R of every shard owned by another node (reduce_scatter), and M - 1 times the rank's own
+          shard (all_gather); stage 3 as stage 2.
+tensor    for every micro-batch: a block has two pairs of a column- and a row-parallel layer, each
+          with an all_reduce S in forward and one in backward; the embedding has one in forward,
+          the head one in backward; the loss an all_reduce of 4 and one of 8 bytes a token.
+          sequence_parallel: each all_reduce S becomes a reduce_scatter and an all_gather (the
+          sequence padded to a multiple of N). Backward has one more all_gather for each
+          column-parallel layer, which keeps only its own part of the sequence, and an all_reduce
+          of each norm's gradients.
+pipeline  for every micro-batch: S at each boundary of chunks forward, and backward (with
+          sequence_parallel the rank's part of it). Tied embeddings: the first and the last stage
+          have an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
+world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to stop.
+All axes but world: an all_gather of 8 N, the norm.
 """
 
 from collections import Counter
@@ -25,41 +34,34 @@ from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from itertools import groupby, permutations
 from math import prod
+from typing import Any
 
 from hpczero.comm.grid import Grid, impossible, order_is_free
 from hpczero.comm.trace import evenly
 from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer, known, layer_count, layers
-from hpczero.parallel.pipeline.partition import (
-    Tied,
-    Units,
-    chunks_of_stages,
-    handed_on,
-    layers_that_run,
-)
+from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.planner.activations import gathers_in_step
+from hpczero.planner.activations import element_bytes, gathers_in_step
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Parallel, Spec
 
 _NORM = 8
 _AGREEMENT = 56
-_LOSS = (
-    1,
-    2,
-)  # fp32 numbers of each token that the tensor ranks agree on: the largest logit; the sum of exponentials with the target's logit
-# family -> kind of layer -> sums over tensor ranks in forward, in backward, and norms in it.
+# fp32 numbers of each token that tensor ranks reduce: the largest logit; the sum of exponentials
+# together with the target's logit.
+_LOSS = (1, 2)
+# family -> kind of layer -> all_reduces over tensor ranks in forward, in backward, and norms in it
 _TENSOR = {"gpt": {"embedding": (1, 0, 0), "blocks": (2, 2, 2), "head": (0, 1, 1)}}
 
-Batches = tuple[
-    tuple[int, int], ...
-]  # (samples in a micro-batch, how many such micro-batches) of a data rank
+# Micro-batches of a data rank: (samples in it, number of such micro-batches).
+Batches = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes to ranks of the same node and of others."""
+    """Bytes sent to ranks of the same node (`inside`) and of others (`between`)."""
 
     inside: int = 0
     between: int = 0
@@ -79,17 +81,20 @@ Operations = Mapping[str, Sent]
 
 @dataclass(frozen=True)
 class Total:
-    """Of one operation along one axis: the most that a rank sends inside its node and the most that one sends to others, and all ranks' sum."""
+    """Bytes of one operation along one axis."""
 
-    rank: Sent
-    all: Sent
+    rank: Sent  # the most that a rank sends inside its node, and the most that one sends to others
+    all: Sent  # the sum over all ranks
 
 
 def resolved(spec: Spec, node_of_rank: Sequence[int]) -> Parallel:
-    """`spec.parallel` with an order that is decided: for "auto" that which sends the fewest bytes between nodes; of equal ones that which
-    has tensor innermost, then data. A model that is not known without building it gets the latter.
+    """Return `spec.parallel` with a definite order of the axes.
+
+    For "auto" it is the one that sends the fewest bytes between nodes. Among equal ones, and for a
+    user's own model, it is tensor innermost, then data.
     """
-    parallel, ranks = spec.parallel, len(node_of_rank)
+    parallel = spec.parallel
+    ranks = len(node_of_rank)
     if ranks % (parallel.tensor * parallel.pipeline):
         raise InputError(impossible(parallel, ranks, _most(spec)))
     if parallel.order != "auto":
@@ -105,28 +110,23 @@ def resolved(spec: Spec, node_of_rank: Sequence[int]) -> Parallel:
     if order_is_free(sizes, node_of_rank) or not known(spec.model):
         return candidates[0]
     volumes = Volumes(spec, layers(spec.model), sizes["data"])
-    return min(
-        candidates, key=lambda candidate: volumes.between_nodes(Grid.build(candidate, node_of_rank))
-    )
+    return min(candidates, key=lambda each: volumes.between_nodes(Grid.build(each, node_of_rank)))
 
 
 def _most(spec: Spec) -> dict[str, int]:
-    """What the model allows of the axes."""
+    """Return the largest sizes of the axes that the model allows."""
     if not known(spec.model):
         return {}
-    return {
-        "tensor": spec.model.heads,
-        "pipeline": max(1, layer_count(spec.model) // spec.parallel.chunks),
-    }
+    stages = max(1, layer_count(spec.model) // spec.parallel.chunks)
+    return {"tensor": spec.model.heads, "pipeline": stages}
 
 
-Alike = tuple[
-    Sequence[Operations], int
-]  # what ranks send that follow each other, and how often the same comes again
+# Bytes of consecutive ranks by operation, and how often this sequence of ranks repeats.
+Alike = tuple[Sequence[Operations], int]
 
 
 class Members:
-    """What each rank of a group sends along its axis."""
+    """Bytes that each rank of a group sends along its axis."""
 
     def __init__(self, alike: Iterable[Alike]) -> None:
         self._alike = list(alike)
@@ -149,148 +149,130 @@ class Members:
 
 
 def merged(totals: Iterable[tuple[str, Total]]) -> dict[str, Total]:
-    found: dict[str, Total] = {}
+    """Combine the totals of each operation."""
+    combined: dict[str, Total] = {}
     for name, total in totals:
-        before = found.get(name, Total(Sent(), Sent()))
-        found[name] = Total(before.rank.most(total.rank), before.all + total.all)
-    return found
+        before = combined.get(name, Total(Sent(), Sent()))
+        combined[name] = Total(before.rank.most(total.rank), before.all + total.all)
+    return combined
 
 
 class Volumes:
-    """Of one spec, for any order of the grid's axes."""
+    """Volumes of one spec, for any order of the grid's axes."""
 
     def __init__(self, spec: Spec, layers: Sequence[Layer], data_ranks: int) -> None:
-        self.spec, self.data_ranks = spec, data_ranks
-        self.chunks = chunks_of_stages(spec, layers)
-        self.units = Units(data_ranks, spec.parallel.tensor)
-        self._width = 4 if spec.train.precision == "fp32" else 2
-        self._micro_batches, _, _ = micro_batch_sizes(
-            spec.train.global_batch, spec.train.micro_batch, data_ranks
-        )
+        self.spec = spec
+        self.data_ranks = data_ranks
+        self.chunks = partition.chunks_of_stages(spec, layers)
+        self.units = partition.Units(data_ranks, spec.parallel.tensor)
+        self._width = element_bytes(spec)
+        self._batch = spec.train.global_batch, spec.train.micro_batch
+        self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
         self._known: dict[object, Members] = {}
         self._gathers_of: dict[object, Counter[int]] = {}
 
     def of_rank(self, grid: Grid, rank: int) -> dict[str, dict[str, Sent]]:
-        """axis -> operation -> what this rank sends."""
+        """Return axis -> operation -> bytes that this rank sends."""
         groups = {axis: grid.ranks(rank, axis) for axis in AXES} | {"world": grid.rank_at_place}
-        found = {
-            axis: self._of_group(grid, axis, group).of(group.index(rank))
-            for axis, group in groups.items()
-        }
-        return {
-            axis: sent
-            for axis, operations in found.items()
-            if (sent := {name: sent for name, sent in operations.items() if sent != Sent()})
-        }
+        volumes = {}
+        for axis, group in groups.items():
+            operations = self._of_group(grid, axis, group).of(group.index(rank))
+            volumes[axis] = {name: sent for name, sent in operations.items() if sent != Sent()}
+        return {axis: operations for axis, operations in volumes.items() if operations}
 
     def totals(self, grid: Grid) -> dict[str, dict[str, Total]]:
-        """axis -> operation -> what is sent at most by a rank, and by all."""
+        """Return axis -> operation -> bytes sent, at most by a rank and by all."""
         groups = {axis: grid.groups(axis) for axis in AXES} | {"world": iter([grid.rank_at_place])}
-        found = {
+        volumes = {
             axis: _of_groups(Counter(self._of_group(grid, axis, group) for group in groups[axis]))
             for axis in groups
         }
-        return {axis: totals for axis, totals in found.items() if totals}
+        return {axis: totals for axis, totals in volumes.items() if totals}
 
     def between_nodes(self, grid: Grid) -> int:
-        """What all ranks send to other nodes."""
-        return sum(
-            total.all.between
-            for operations in self.totals(grid).values()
-            for total in operations.values()
-        )
+        """Return the bytes that all ranks send to other nodes."""
+        operations = self.totals(grid).values()
+        return sum(total.all.between for totals in operations for total in totals.values())
 
     def _of_group(self, grid: Grid, axis: str, group: Sequence[int]) -> Members:
-        """It depends on the group's place along the other axes, and on how many of its ranks each node has: they are ordered by node."""
-        nodes = [grid.node_of_rank[rank] for rank in group]
-        on_nodes = (
-            (len(nodes),)
-            if nodes[0] == nodes[-1]
-            else tuple(len(list(same)) for _, same in groupby(nodes))
-        )
-        place = partial(grid.coordinate, group[0])
-        key: tuple[object, ...]
+        """Return the volumes of a group, computed once for all groups that are alike."""
+        nodes = [grid.node_of_rank[rank] for rank in group]  # in order
+        on_nodes: tuple[int, ...] = (len(nodes),)
+        if nodes[0] != nodes[-1]:
+            on_nodes = tuple(len(list(same)) for _, same in groupby(nodes))
+        coordinate = partial(grid.coordinate, group[0])
+        key: tuple[Any, ...] = self._world, on_nodes
         if axis == "data":
-            key = axis, place("pipeline"), place("tensor"), on_nodes, grid.nodes_cut_data_alike
+            cut_alike = grid.nodes_cut_data_alike
+            key = self._data, coordinate("pipeline"), coordinate("tensor"), on_nodes, cut_alike
         elif axis == "tensor":
-            key = axis, place("pipeline"), self._batches(place("data")), on_nodes
+            key = self._tensor, coordinate("pipeline"), self._batches(coordinate("data")), on_nodes
         elif axis == "pipeline":
-            key = axis, place("tensor"), self._batches(place("data")), on_nodes
-        else:
-            key = axis, on_nodes
+            key = self._pipeline, coordinate("tensor"), self._batches(coordinate("data")), on_nodes
         if key not in self._known:
-            carried_out = {
-                "data": self._data,
-                "tensor": self._tensor,
-                "pipeline": self._pipeline,
-                "world": self._world,
-            }[axis]
-            self._known[key] = Members(carried_out(*key[1:]) if len(group) > 1 else [([{}], 1)])  # type: ignore[operator]
+            compute, *arguments = key
+            self._known[key] = Members(compute(*arguments) if len(group) > 1 else [([{}], 1)])
         return self._known[key]
 
     def _batches(self, data_rank: int) -> Batches:
-        train = self.spec.train
-        return tuple(
-            sorted(
-                micro_batch_counts(
-                    data_rank, train.global_batch, train.micro_batch, self.data_ranks
-                ).items()
-            )
-        )
+        counts = micro_batch_counts(data_rank, *self._batch, self.data_ranks)
+        return tuple(sorted(counts.items()))
 
     def _layers(self, stage: int) -> list[Layer]:
         return [layer for chunk in self.chunks[stage] for layer in chunk]
 
     def _world(self, on_nodes: Sequence[int]) -> Iterator[Alike]:
         ranks = sum(on_nodes)
-        for count, nodes in _in_a_row(on_nodes):
-            yield (
-                [{"all_reduce": Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))}],
-                count * nodes,
-            )
+        for count, nodes in _runs(on_nodes):
+            agreement = Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))
+            yield [{"all_reduce": agreement}], count * nodes
 
     def _data(
         self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
     ) -> Iterator[Alike]:
         shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
-        sharded, ranks = Sharded.at_stage(self.spec.zero.stage, shared), self.data_ranks
-        once = Counter(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
-        reduced = {
-            size: times * (self._micro_batches if sharded.gradients else 1)
-            for size, times in once.items()
-        }
-        gathers = self._gathers(stage, tensor_rank) if sharded.parameters else once
-        for count, nodes in _in_a_row(on_nodes):
-            elsewhere = ranks - count
-            norm = self._norm(ranks, elsewhere)
-            if not shared:
-                sums = _sum(
-                    Sent(*evenly(size * self._width, ranks, elsewhere)) * times
-                    for size, times in reduced.items()
-                )
-                weights = _sum(
-                    Sent(*evenly(size * self._width, ranks, elsewhere)) * times
-                    for size, times in gathers.items()
-                )
-                yield [{"reduce_scatter": sums, "all_gather": weights + norm}], count * nodes
-                continue
-            weights = _sum(
-                Sent(0, (len(on_nodes) - 1) * size // ranks * self._width) * times
-                for size, times in gathers.items()
-            )
-            of_node: list[Operations] = []
-            for index in range(count):
-                slices = (
-                    (_slice(size // ranks, count, index), times) for size, times in reduced.items()
-                )
-                sums = _sum(
-                    Sent(0, elsewhere * length * self._width) * times for length, times in slices
-                )
-                of_node.append({"reduce_scatter": sums, "all_gather": weights + norm})
-            yield of_node, nodes
-
-    def _gathers(self, stage: int, tensor_rank: int) -> Counter[int]:
+        sharded = Sharded.at_stage(self.spec.zero.stage, shared)
+        ranks = self.data_ranks
         sizes = tuple(layout.size for layout in self.units.of(self._layers(stage), tensor_rank))
+        once = Counter(sizes)
+        sums = self._micro_batches if sharded.gradients else 1
+        reduced = {size: times * sums for size, times in once.items()}
+        gathers = self._gathers(stage, sizes) if sharded.parameters else once
+        if shared:
+            yield from self._node_shared(reduced, gathers, on_nodes)
+            return
+        for count, nodes in _runs(on_nodes):
+            elsewhere = ranks - count
+            sent = {size: Sent(*evenly(size * self._width, ranks, elsewhere)) for size in once}
+            weights = _sum(sent[size] * times for size, times in gathers.items())
+            operations = {
+                "reduce_scatter": _sum(sent[size] * times for size, times in reduced.items()),
+                "all_gather": weights + _norm(ranks, elsewhere),
+            }
+            yield [operations], count * nodes
+
+    def _node_shared(
+        self, reduced: Mapping[int, int], gathers: Mapping[int, int], on_nodes: Sequence[int]
+    ) -> Iterator[Alike]:
+        """Yield the volumes of data ranks whose nodes share states (maps: unit's size -> times)."""
+        ranks = self.data_ranks
+        others = len(on_nodes) - 1
+        weights = _sum(
+            Sent(0, others * size // ranks * self._width) * times for size, times in gathers.items()
+        )
+        for count, nodes in _runs(on_nodes):
+            elsewhere = ranks - count
+            gathered = weights + _norm(ranks, elsewhere)
+            node: list[Operations] = []
+            for index in range(count):
+                sums = 0
+                for size, times in reduced.items():
+                    length = _slice(size // ranks, count, index)
+                    sums += elsewhere * length * self._width * times
+                node.append({"reduce_scatter": Sent(0, sums), "all_gather": gathered})
+            yield node, nodes
+
+    def _gathers(self, stage: int, sizes: tuple[int, ...]) -> Counter[int]:
         key = stage, sizes
         if key not in self._gathers_of:
             self._gathers_of[key] = gathers_in_step(
@@ -305,25 +287,25 @@ class Volumes:
             for samples, times in batches
             for message in self._tensor_messages(stage, samples, times)
         ]
-        for count, nodes in _in_a_row(on_nodes):
-            operations = {"all_gather": self._norm(ranks, ranks - count)}
+        for count, nodes in _runs(on_nodes):
+            elsewhere = ranks - count
+            operations = {"all_gather": _norm(ranks, elsewhere)}
             for operation, size, times in messages:
-                operations[operation] = (
-                    operations.get(operation, Sent())
-                    + Sent(*evenly(size, ranks, ranks - count)) * times
-                )
+                sent = Sent(*evenly(size, ranks, elsewhere)) * times
+                operations[operation] = operations.get(operation, Sent()) + sent
             yield [operations], count * nodes
 
     def _tensor_messages(
         self, stage: int, samples: int, times: int
     ) -> Iterator[tuple[str, int, int]]:
-        """Of so many micro-batches of so many samples: operation, bytes (of an all_reduce twice, as it goes both ways), how often."""
-        model, ranks, tokens = (
-            self.spec.model,
-            self.spec.parallel.tensor,
-            samples * self.spec.model.seq_len,
-        )
-        kinds = [layer.name.partition(".")[0] for layer in layers_that_run(self.chunks[stage])]
+        """Yield operation, bytes, and how often, for `times` micro-batches of so many samples.
+
+        The bytes of an all_reduce count twice, as it sends both ways.
+        """
+        model = self.spec.model
+        ranks = self.spec.parallel.tensor
+        tokens = samples * model.seq_len
+        kinds = [layer.kind for layer in partition.layers_that_run(self.chunks[stage])]
         table = _TENSOR[model.family]
         forward, backward, norms = (
             sum(table[kind][column] for kind in kinds) * times for column in range(3)
@@ -342,38 +324,36 @@ class Volumes:
     def _pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]
     ) -> Iterator[Alike]:
-        stages, last = self.spec.parallel.pipeline, self.spec.parallel.pipeline - 1
+        stages = self.spec.parallel.pipeline
+        last = stages - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
-        size = (
-            sum(samples * times for samples, times in batches)
-            * prod(handed_on(self.spec, tensor_rank))
-            * self._width
-        )
+        samples = sum(size * times for size, times in batches)
+        activation = samples * prod(partition.handed_on(self.spec, tensor_rank)) * self._width
+        ends_apart = nodes[0] != nodes[last]
         for stage, chunks in enumerate(self.chunks):
-            onward = _directly(
-                size * (len(chunks) - (stage == last)), nodes[stage] != nodes[(stage + 1) % stages]
-            )
-            back = _directly(size * (len(chunks) - (stage == 0)), nodes[stage] != nodes[stage - 1])
-            operations = {"send": onward + back}
-            operations["all_reduce"] = _sum(
-                Sent(*evenly(2 * size, 2, nodes[0] != nodes[last]))
-                for size in self._tied(stage, tensor_rank)
-            )
-            operations["all_gather"] = self._norm(stages, stages - on_nodes[nodes[stage]])
+            node = nodes[stage]
+            onward = activation * (len(chunks) - (stage == last))
+            back = activation * (len(chunks) - (stage == 0))
+            sent = _directly(onward, node != nodes[(stage + 1) % stages])
+            tied = self._tied(stage, tensor_rank)
+            operations = {
+                "send": sent + _directly(back, node != nodes[stage - 1]),
+                "all_reduce": _sum(Sent(*evenly(2 * size, 2, ends_apart)) for size in tied),
+                "all_gather": _norm(stages, stages - on_nodes[node]),
+            }
             yield [operations], 1
 
     def _tied(self, stage: int, tensor_rank: int) -> Iterator[int]:
-        """Bytes of the own shards of what the first and the last stage have both, as their gradients are accumulated."""
+        """Yield the bytes of each tied parameter's gradient shard."""
         sharded = Sharded.at_stage(self.spec.zero.stage, node_shared=False)
         width = 4 if sharded.gradients and self._micro_batches > 1 else self._width
-        for layout in self.units.of(
-            [layer for layer in self._layers(stage) if isinstance(layer, Tied)], tensor_rank
-        ):
+        tied = [layer for layer in self._layers(stage) if isinstance(layer, partition.Tied)]
+        for layout in self.units.of(tied, tensor_rank):
             yield layout.shard_size * width
 
-    @staticmethod
-    def _norm(ranks: int, elsewhere: int) -> Sent:
-        return Sent(*evenly(_NORM * ranks, ranks, elsewhere))
+
+def _norm(ranks: int, elsewhere: int) -> Sent:
+    return Sent(*evenly(_NORM * ranks, ranks, elsewhere))
 
 
 def _of_groups(groups: Mapping[Members, int]) -> dict[str, Total]:
@@ -385,8 +365,8 @@ def _of_groups(groups: Mapping[Members, int]) -> dict[str, Total]:
     return {name: total for name, total in merged(counted).items() if total.all != Sent()}
 
 
-def _in_a_row(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(ranks, how many nodes that follow each other have so many)."""
+def _runs(on_nodes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (ranks on a node, number of consecutive nodes with as many)."""
     for count, nodes in groupby(on_nodes):
         yield count, len(list(nodes))
 
@@ -400,6 +380,9 @@ def _directly(size: int, elsewhere: bool) -> Sent:
 
 
 def _slice(length: int, parts: int, index: int) -> int:
-    """Elements of slice `index` of a shard, in whole cache lines, as `comm.node` cuts it."""
+    """Return the elements of slice `index` of a shard, as `comm.node_group` cuts it.
+
+    A slice has whole cache lines.
+    """
     step = -(-length // (parts * 64)) * 64
     return min((index + 1) * step, length) - min(index * step, length)

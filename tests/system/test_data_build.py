@@ -109,7 +109,7 @@ def test_killed_by_the_system_the_same_command_goes_on_to_the_same_bytes(folder:
     assert killed >= 2  # on a busy machine the last ones may come too late
     finished = data("build", "-o", "killed.h5", "text", folder=folder)
     assert finished.code == 0, finished
-    assert "going on after" in said + finished.out
+    assert "resuming after" in said + finished.out
     assert (folder / "killed.h5").read_bytes() == (folder / "whole.h5").read_bytes()
     assert not partial.exists()
 

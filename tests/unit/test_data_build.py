@@ -168,7 +168,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(
         assert not output.exists()
         again = Heard()
         make(text, output, again, commit_every=commit_every)
-        resumed += any("going on after" in line for line in again.lines)
+        resumed += any("resuming after" in line for line in again.lines)
         assert output.read_bytes() == whole
         assert not (tmp_path / "killed.h5.partial").exists()
         output.unlink()
@@ -211,7 +211,7 @@ def test_killed_while_the_file_is_put_together_it_goes_on(
         assert os.WTERMSIG(in_child(lambda: make(text, tmp_path / "a.h5"))) == signal.SIGKILL
     heard = Heard()
     make(text, tmp_path / "a.h5", heard)
-    assert heard.lines[0].startswith("going on after")
+    assert heard.lines[0].startswith("resuming after")
     assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 

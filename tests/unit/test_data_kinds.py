@@ -81,7 +81,7 @@ def test_a_build_that_was_interrupted_inside_goes_on(tmp_path: Path) -> None:
         found, tmp_path / "made.h5", recipe, tmp_path / "work", Hears(), commit_every=100_000
     )
     whole = build_token_file(found, tmp_path / "whole.h5", recipe, tmp_path / "work", Silent())
-    assert said[0].startswith("going on after ")
+    assert said[0].startswith("resuming after ")
     assert made.fingerprint == whole.fingerprint
 
 
