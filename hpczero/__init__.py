@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hpczero.train.initialize import initialize
 
 __all__ = ["World", "__version__", "initialize"]
-__version__ = "0.1.0.dev0"
+__version__ = env.VERSION
 
 env.make_kernels_importable()
 

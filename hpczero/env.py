@@ -15,6 +15,8 @@ from urllib.parse import unquote, urlsplit
 from hpczero import safe_files
 from hpczero.errors import HpczeroError
 
+VERSION = "0.1.0.dev0"
+
 # name of the launcher -> (variable with the rank, variable with the number of ranks)
 _LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
