@@ -15,7 +15,7 @@ env.make_kernels_importable()
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch or MPI is imported when it is asked for."""
+    """Import what needs torch or MPI when it is first used."""
     if name == "initialize":
         return kernel_cache.load("hpczero.train.initialize").initialize
     if name == "World":
