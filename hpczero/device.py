@@ -234,7 +234,9 @@ class Outgoing:
     """A message sent from the device, done when MPI has sent all of it."""
 
     def __init__(self, device: Device, queue: Queue, tensor: Tensor, post: Post) -> None:
-        self._device, self._queue, self._post = device, queue, post
+        self._device = device
+        self._queue = queue
+        self._post = post
         self._left = _pieces(tensor)
         self._copied: deque[tuple[Mark, Tensor]] = deque()
         self._sent: deque[tuple[Any, Tensor]] = deque()
@@ -258,7 +260,9 @@ class Incoming:
     """A message to the device; done when its copies are queued: later work in the queue sees it."""
 
     def __init__(self, device: Device, queue: Queue, tensor: Tensor, post: Post) -> None:
-        self._device, self._queue, self._post = device, queue, post
+        self._device = device
+        self._queue = queue
+        self._post = post
         self._left = _pieces(tensor)
         self._posted: deque[tuple[Any, Tensor, Tensor]] = deque()
         self.Test()
@@ -278,7 +282,8 @@ class InPlace:
     """A message in the device's own memory, posted once the queue has come to it."""
 
     def __init__(self, queue: Queue, post: Callable[[], Sequence[Any]]) -> None:
-        self._mark, self._post = queue.mark(), post
+        self._mark = queue.mark()
+        self._post = post
         self._requests: Sequence[Any] | None = None
         self.Test()
 

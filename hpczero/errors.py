@@ -31,10 +31,10 @@ def escaped(line: str) -> str:
     return line if line.isprintable() else "".join(map(_escaped_character, line))
 
 
-def _escaped_character(one: str) -> str:
-    if one.isprintable():
-        return one
-    return one.encode("unicode_escape", "surrogatepass").decode("ascii")
+def _escaped_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 class HpczeroError(Exception):

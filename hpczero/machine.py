@@ -312,7 +312,9 @@ def sees_all_users_of(folder: Path = ROOT / "dev/shm", proc: Path = ROOT / "proc
     return folder.is_dir() and (pid == _FIRST_PID_NAMESPACE or ipc != _FIRST_IPC_NAMESPACE)
 
 
-_FIRST_PID_NAMESPACE, _FIRST_IPC_NAMESPACE = 4026531836, 4026531839  # constants of the kernel
+# constants of the kernel
+_FIRST_PID_NAMESPACE = 4026531836
+_FIRST_IPC_NAMESPACE = 4026531839
 
 
 def _namespace(proc: Path, kind: str) -> int:

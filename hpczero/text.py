@@ -121,8 +121,8 @@ def _three_digits(figure: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return h:mm:ss."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    total = round(seconds)
+    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
 
 
 # ------------------------------------------- durations as specs write them and schedulers read them

@@ -95,8 +95,8 @@ def nearest(name: str, among: Iterable[str]) -> str | None:
 
 def _initials(word: str) -> str:
     """Return "lr" for "learning_rate"; "" for a single word."""
-    words = [part for part in word.replace("-", "_").split("_") if part]
-    return "".join(part[0] for part in words) if len(words) > 1 else ""
+    words = [piece for piece in word.replace("-", "_").split("_") if piece]
+    return "".join(piece[0] for piece in words) if len(words) > 1 else ""
 
 
 def _leaf(name: str) -> str:

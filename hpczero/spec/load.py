@@ -71,7 +71,8 @@ def from_dict(tree: Mapping[str, Any]) -> Loaded:
 
 
 def differences(old: Spec, new: Spec) -> list[Difference]:
-    before, after = flat(old), flat(new)
+    before = flat(old)
+    after = flat(new)
     return [
         Difference(name, before[name], after[name], key.role)
         for name, key in keys().items()

@@ -36,7 +36,8 @@ def unavailable(spec: Spec) -> list[str]:
 
 def without_effect(spec: Spec) -> list[str]:
     """Return the settings that are allowed, and change nothing next to the others."""
-    train, parallel = spec.train, spec.parallel
+    train = spec.train
+    parallel = spec.parallel
     notes = []
     if train.precision != "fp16" and train.loss_scale != type(train)().loss_scale:
         notes.append(
@@ -75,8 +76,12 @@ def axes_in_order(parallel: Parallel) -> tuple[str, ...] | None:
 
 
 def _schedule(spec: Spec) -> Iterator[Contradiction]:
-    schedule, steps, lr = spec.schedule, spec.train.steps, spec.optimizer.lr
-    warmup, decay, name = schedule.warmup_steps, schedule.decay_steps, schedule.name
+    schedule = spec.schedule
+    steps = spec.train.steps
+    lr = spec.optimizer.lr
+    warmup = schedule.warmup_steps
+    decay = schedule.decay_steps
+    name = schedule.name
     if warmup > steps:
         yield Contradiction(
             ("schedule.warmup_steps", "train.steps"),
@@ -110,7 +115,8 @@ def _schedule(spec: Spec) -> Iterator[Contradiction]:
 
 
 def _evaluation(spec: Spec) -> Iterator[Contradiction]:
-    train, data = spec.train, spec.data
+    train = spec.train
+    data = spec.data
     if train.eval_every and not train.eval_batches:
         yield Contradiction(
             ("train.eval_batches", "train.eval_every"),
@@ -144,7 +150,8 @@ def _order(spec: Spec) -> Iterator[Contradiction]:
 
 def _tensor(spec: Spec) -> Iterator[Contradiction]:
     """Every tensor rank has at least one head, and with sequence_parallel one position."""
-    ranks, model = spec.parallel.tensor, spec.model
+    ranks = spec.parallel.tensor
+    model = spec.model
     if ranks > model.heads and known(model):
         yield Contradiction(
             ("parallel.tensor", "model.heads"),
@@ -164,7 +171,8 @@ def _tensor(spec: Spec) -> Iterator[Contradiction]:
 
 def _chunks(spec: Spec) -> Iterator[Contradiction]:
     """Only the interleaved schedule has several parts of the model on a stage."""
-    chunks, schedule = spec.parallel.chunks, spec.parallel.schedule
+    chunks = spec.parallel.chunks
+    schedule = spec.parallel.schedule
     if chunks > 1 and schedule != "interleaved":
         yield Contradiction(
             ("parallel.chunks", "parallel.schedule"),
@@ -181,7 +189,9 @@ def _chunks(spec: Spec) -> Iterator[Contradiction]:
 
 def _pipeline(spec: Spec) -> Iterator[Contradiction]:
     """Every part of a stage has at least one layer."""
-    model, stages, chunks = spec.model, spec.parallel.pipeline, spec.parallel.chunks
+    model = spec.model
+    stages = spec.parallel.pipeline
+    chunks = spec.parallel.chunks
     parts = stages * chunks
     layers = layer_count(model) if known(model) else parts
     if parts <= layers:
@@ -219,7 +229,8 @@ def _checkpoint(spec: Spec) -> Iterator[Contradiction]:
 
 
 def _device(spec: Spec) -> Iterator[Contradiction]:
-    device, backend = spec.train.device, spec.comm.backend
+    device = spec.train.device
+    backend = spec.comm.backend
     for name, needed in (("nccl", "cuda"), ("gloo", "cpu")):
         if backend == name and device not in ("auto", needed):
             yield Contradiction(

@@ -234,7 +234,7 @@ class Comm(Table):
 
 
 class Checkpoint(Table):
-    """What a run saves, and where it resumes."""
+    """The checkpoints of a run: saving them, and resuming from one."""
 
     every: int = key(
         1000,

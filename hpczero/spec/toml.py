@@ -23,7 +23,7 @@ from hpczero.text import printable, shown
 
 _LARGEST_FILE = 100_000  # bytes: many times those of any spec
 _LONG_NUMBER = re.compile(r"[\d_]{4300,}")
-_PLACE = re.compile(r" ?\(at (?:line (\d+), column \d+|end of document)\)$")
+_POSITION = re.compile(r" ?\(at (?:line (\d+), column \d+|end of document)\)$")
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,9 @@ def _parse(path: str, text: str) -> Layer:
 
 def _syntax_problem(text: str, problem: str) -> str:
     """Return tomllib's message after the line; it quotes nothing of the file but a key's name."""
-    if place := _PLACE.search(problem):
-        line = int(place[1]) if place[1] else text.count("\n") + 1
-        return f"{line}: not valid TOML: {printable(problem[: place.start()], 100)}"
+    if position := _POSITION.search(problem):
+        line = int(position[1]) if position[1] else text.count("\n") + 1
+        return f"{line}: not valid TOML: {printable(problem[: position.start()], 100)}"
     number = _LONG_NUMBER.search(text)
     line = text.count("\n", 0, number.start() if number else 0) + 1
     return f"{line}: not valid TOML: a number of too many digits"
@@ -213,7 +213,8 @@ def locate(text: str) -> dict[tuple[str, ...], int]:
     Keys inside arrays have no line of their own.
     """
     scan = _Scan()
-    position, line = 0, 1
+    position = 0
+    line = 1
     while token := _TOKEN.match(text, position):
         scan.see(token.lastgroup or "", token.group(), line)
         line += token.group().count("\n")
