@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from hpczero.train.initialize import initialize
 
 __all__ = ["World", "__version__", "initialize"]
-__version__ = "0.1.0.dev0"
+__version__ = env.VERSION
 
 env.make_kernels_importable()
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch or MPI is imported when it is asked for."""
+    """Import what needs torch or MPI when it is first used."""
     if name == "initialize":
         return kernel_cache.load("hpczero.train.initialize").initialize
     if name == "World":

@@ -1,8 +1,15 @@
-"""Where a rank's tensors live: all that the program knows of GPUs (docs/gpu.md).
+"""The device that holds a rank's tensors, CPU or GPU: all that hpczero knows of GPUs (docs/gpu.md).
 
-A GPU does what it is asked for later, in the order of a stream. Work beside the computing, copies and messages, goes through a `Queue`, a stream of
-its own: `begins` puts what follows there behind all that was asked for so far, a `Mark` says how far it came and puts what is computed
-from then on behind it. The CPU has done everything when a call returns; its queue and marks do nothing, and it is the base of the others.
+A GPU runs its work later, in the order of a stream. Copies and messages beside the computation go
+through a `Queue`, a stream of its own. `begins` orders the queue's next work after all the work
+submitted so far. A `Mark` tells how far the queue has come, and orders later computation after it.
+The CPU has finished when a call returns: its queue and marks do nothing, and it is the base class
+of the others.
+
+`Outgoing` and `Incoming` carry a GPU's tensors in MPI's messages through pinned memory of the host,
+`InPlace` from the GPU's own memory where MPI can read it. To MPI's requests these are more of the
+same: `Test()` moves what can move. A message goes in pieces of constant size, two at a time: while
+one is sent the next is copied. MPI is given nothing before the queue has come to it.
 """
 
 from collections import deque
@@ -19,26 +26,28 @@ from hpczero.errors import InputError
 
 
 class Mark:
-    """A place in a queue."""
+    """A point in a queue, as an event in a CUDA stream."""
 
-    def Test(self) -> bool:  # as a request of MPI, which it is waited for together with
-        """Whether the device has come there."""
+    def Test(self) -> bool:  # named as that of MPI's requests, to be waited for with them
+        """Return True if the device has come to this point."""
         return True
 
     def order(self) -> None:
-        """What is asked of the device from now on comes after it."""
+        """Let all work submitted to the device from now on wait for this point."""
 
 
 class Queue:
+    """Work of the device beside the computation, in order."""
+
     def begins(self) -> None:
-        """What follows here comes after all that has been asked of the device so far."""
+        """Let the queue's next work wait for all work submitted to the device so far."""
 
     def running(self) -> AbstractContextManager[object]:
-        """What is asked of the device inside goes here."""
+        """Submit the work inside the context to this queue."""
         return nullcontext()
 
     def copy(self, output: Tensor, tensor: Tensor) -> None:
-        """Here, inside `running` or not; between the device and pinned memory too."""
+        """Copy in this queue, also between the device and pinned memory; needs no `running`."""
         output.copy_(tensor)
 
     def mark(self) -> Mark:
@@ -47,22 +56,22 @@ class Queue:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a device's own memory: `total`, `free` of it now, `held` by this process's tensors, and the most of these so far."""
+    """Bytes of a device's own memory."""
 
     total: int
     free: int
-    held: int
-    peak: int
+    held: int  # by this process's tensors
+    peak: int  # the largest `held` so far
 
 
 class Device:
-    """The CPU."""
+    """The CPU, and the base class of GPUs."""
 
     kind = "cpu"
     name = "the CPU"
-    identity = ""  # equal on ranks that share a device; "" where the memory is the computer's own
+    identity = ""  # equal on ranks that share a device; "" where its memory is the host's
     torch = torch.device("cpu")
-    has_queues = False  # whether what is asked of it is done later
+    has_queues = False  # True if work is done after the call that submits it returns
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.torch.type
@@ -71,19 +80,22 @@ class Device:
         return Queue()
 
     def pinned(self, size: int) -> Tensor:
-        """Bytes of the computer's memory that the device reads and writes beside the computing."""
+        """Allocate bytes of host memory that the device reads and writes while it computes."""
         return torch.empty(size, dtype=torch.uint8)
 
     def put(self, tensor: Tensor) -> Tensor:
-        """A tensor of the computer's, on the device."""
+        """Return a tensor of the host on the device."""
         return tensor
 
     def later(self, values: Tensor) -> Callable[[], list[float]]:
-        """Reads what has been asked of the device: it is waited for when this is called, and what is asked of it after them is not."""
+        """Return a function that reads the values once they are computed.
+
+        It waits for the work submitted before this call, and not for later work.
+        """
         return values.tolist
 
     def memory(self) -> Memory | None:
-        """None: its memory is the computer's."""
+        """Return the figures of its memory; None if it has none but the host's."""
         return None
 
 
@@ -104,9 +116,8 @@ class _CudaMark(Mark):
 
 class _CudaQueue(Queue):
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(
-            device, priority=-1
-        )  # ahead of the computing, which waits for what it brings
+        # before the computation, which waits for what the queue brings
+        self._stream = torch.cuda.Stream(device, priority=-1)
 
     def begins(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -123,7 +134,7 @@ class _CudaQueue(Queue):
 
 
 class Cuda(Device):
-    """One GPU of this computer, by its number among those that this process sees. (AMD's are called cuda by PyTorch, too.)"""
+    """A GPU, by its number among those that this process sees (PyTorch calls AMD's cuda, too)."""
 
     kind = "cuda"
     has_queues = True
@@ -131,13 +142,12 @@ class Cuda(Device):
     def __init__(self, number: int) -> None:
         self.torch = torch.device("cuda", number)
         torch.cuda.set_device(self.torch)
-        torch.empty(
-            1, dtype=torch.float32, device=self.torch
-        )  # from now on what CUDA itself takes of its memory is not free
-        found = torch.cuda.get_device_properties(self.torch)
-        self.name = f"{found.name} (cuda:{number})"
-        self.capability = found.major, found.minor
-        self.identity = str(getattr(found, "uuid", number))
+        # the first tensor starts CUDA: from now on the memory that it takes itself is not free
+        torch.empty(1, dtype=torch.float32, device=self.torch)
+        properties = torch.cuda.get_device_properties(self.torch)
+        self.name = f"{properties.name} (cuda:{number})"
+        self.capability = properties.major, properties.minor
+        self.identity = str(getattr(properties, "uuid", number))
 
     def queue(self) -> Queue:
         return _CudaQueue(self.torch)
@@ -149,59 +159,61 @@ class Cuda(Device):
         return tensor.pin_memory().to(self.torch, non_blocking=True)
 
     def later(self, values: Tensor) -> Callable[[], list[float]]:
-        here = torch.empty_like(values, device="cpu", pin_memory=True)
-        here.copy_(values, non_blocking=True)
-        made = torch.cuda.Event()
-        made.record()
+        on_host = torch.empty_like(values, device="cpu", pin_memory=True)
+        on_host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
 
         def read() -> list[float]:
-            made.synchronize()
-            return here.tolist()
+            copied.synchronize()
+            return on_host.tolist()
 
         return read
 
     def memory(self) -> Memory | None:
         free, total = torch.cuda.mem_get_info(self.torch)
-        return Memory(
-            total,
-            free,
-            torch.cuda.memory_allocated(self.torch),
-            torch.cuda.max_memory_allocated(self.torch),
-        )
+        held = torch.cuda.memory_allocated(self.torch)
+        return Memory(total, free, held, torch.cuda.max_memory_allocated(self.torch))
 
 
 def visible() -> int:
-    """GPUs that this process may use; PyTorch is asked only where there is a driver, as it may have something to say where there is none."""
+    """Return the number of GPUs that this process may use.
+
+    PyTorch is asked only where there is a driver, as it may print warnings where there is none.
+    """
     return torch.cuda.device_count() if machine.gpu_driver() and torch.cuda.is_available() else 0
 
 
 def agreed(wanted: str, seen: Sequence[int], hosts: Sequence[str]) -> str:
-    """What `train.device` (auto, cpu, cuda) means for ranks that see so many GPUs each: "cpu" or "cuda" for all of them (pure)."""
+    """Return "cpu" or "cuda" for all ranks, from `train.device` and the GPUs each one sees (pure).
+
+    InputError: some ranks see a GPU and some see none, or all of them see none and "cuda" is set.
+    """
     if wanted == "cpu" or (wanted == "auto" and not any(seen)):
         return "cpu"
     if all(seen):
         return "cuda"
     without = [rank for rank, count in enumerate(seen) if not count]
-    shown = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in without[:4]) + (
-        f" and {len(without) - 4} more" if len(without) > 4 else ""
-    )
-    drivers = (
-        "a driver (nvidia-smi), a PyTorch built for it, and gpus in the batch system's request"
-    )
-    way_out = f'give every rank one ({drivers}), or set train.device = "cpu"'
+    shown = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in without[:4])
+    if len(without) > 4:
+        shown += f" and {len(without) - 4} more"
     raise InputError(
-        f'train.device = "{wanted}": {len(without)} of {len(seen)} ranks see no GPU: {shown}; {way_out}'
+        f'train.device = "{wanted}": {len(without)} of {len(seen)} ranks see no GPU: {shown}; '
+        "give every rank one (a driver (nvidia-smi), a PyTorch built for it, and gpus in the batch "
+        'system\'s request), or set train.device = "cpu"'
     )
 
 
-def of_rank(kind: str, place: int, ranks: int) -> Device:
-    """The device of a rank that is number `place` of so many on its computer: where ranks see all its GPUs they are dealt out in blocks, so that
-    neighbours are neighbours; with more ranks than GPUs, several have one together.
+def of_rank(kind: str, local_rank: int, ranks: int) -> Device:
+    """Return the device of the rank with this number among the ranks of its node.
+
+    Ranks that see all GPUs of the node take them in order, so that neighbours are neighbours; if
+    there are more ranks than GPUs, consecutive ranks share one.
     """
     if kind == "cpu":
         return CPU
     count = visible()
-    number = place * count // ranks if ranks > count else place
+    number = local_rank * count // ranks if ranks > count else local_rank
     try:
         return Cuda(number)
     except RuntimeError as error:
@@ -210,19 +222,21 @@ def of_rank(kind: str, place: int, ranks: int) -> Device:
         ) from error
 
 
-# A GPU's tensors in MPI's messages: through pinned memory of the computer, or as they are where MPI knows the GPU's memory.
-#
-# To MPI's requests these are more of the same: `Test()` moves what can move. A message goes in pieces of constant size, of which two are under
-# way: while one is sent the next is copied. MPI is given nothing before the queue has come to it.
-PIECE = 4 << 20  # bytes
-_AHEAD = 2  # pieces
+# -------------------------------------------------------------- messages of a GPU's tensors by MPI
 
-Post = Callable[[Tensor], Any]  # starts a message of bytes in the computer's memory
+PIECE = 4 << 20  # bytes
+_AHEAD = 2  # pieces in flight
+
+Post = Callable[[Tensor], Any]  # starts a message of bytes in host memory
 
 
 class Outgoing:
+    """A message sent from the device, done when MPI has sent all of it."""
+
     def __init__(self, device: Device, queue: Queue, tensor: Tensor, post: Post) -> None:
-        self._device, self._queue, self._post = device, queue, post
+        self._device = device
+        self._queue = queue
+        self._post = post
         self._left = _pieces(tensor)
         self._copied: deque[tuple[Mark, Tensor]] = deque()
         self._sent: deque[tuple[Any, Tensor]] = deque()
@@ -243,10 +257,12 @@ class Outgoing:
 
 
 class Incoming:
-    """Done when all of it is on its way to the device: what follows in the queue finds it there."""
+    """A message to the device; done when its copies are queued: later work in the queue sees it."""
 
     def __init__(self, device: Device, queue: Queue, tensor: Tensor, post: Post) -> None:
-        self._device, self._queue, self._post = device, queue, post
+        self._device = device
+        self._queue = queue
+        self._post = post
         self._left = _pieces(tensor)
         self._posted: deque[tuple[Any, Tensor, Tensor]] = deque()
         self.Test()
@@ -263,10 +279,11 @@ class Incoming:
 
 
 class InPlace:
-    """A message of the device's own memory: posted once the queue has come there."""
+    """A message in the device's own memory, posted once the queue has come to it."""
 
     def __init__(self, queue: Queue, post: Callable[[], Sequence[Any]]) -> None:
-        self._mark, self._post = queue.mark(), post
+        self._mark = queue.mark()
+        self._post = post
         self._requests: Sequence[Any] | None = None
         self.Test()
 
@@ -279,11 +296,11 @@ class InPlace:
 
 
 def moved(requests: Sequence[Any]) -> bool:
-    """Moves every one of them, and says whether all are done."""
+    """Let every request make progress; return True if all are done."""
     done = [request.Test() for request in requests]
     return all(done)
 
 
 def _pieces(tensor: Tensor) -> deque[Tensor]:
-    """Equal for sender and receiver; none of an empty tensor."""
+    """Cut a tensor into bytes, equally for sender and receiver; an empty tensor has no piece."""
     return deque(piece for piece in tensor.view(-1).view(torch.uint8).split(PIECE) if piece.numel())

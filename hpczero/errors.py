@@ -1,27 +1,25 @@
-"""What can go wrong, and the exit code that each kind of failure ends the program with."""
+"""The kinds of failure with their exit codes, and text that is safe to show on a terminal."""
 
 import re
 
 _LONG = re.compile(r"\S{501,}")
 _LONGEST_LINE = 4000  # characters
-_ACTED_ON = re.compile(r"[^\t\n -~]")  # or not: what is no ASCII may well be printable
+_MAYBE_UNPRINTABLE = re.compile(r"[^\t\n -~]")  # `escaped` keeps those that are printable
 
 
 def for_terminal(text: str) -> str:
-    """Lines that a terminal shows as they are, whatever a file's names and values have in them.
+    """Return lines that are safe on a terminal, whatever a file's names and values hold.
 
-    What it would act on is written as an escape; a value of more than 500 characters is cut.
+    Control characters are `escaped`; words of more than 500 characters and lines of more than
+    4000 are cut.
     """
-    cut = _LONG.sub(lambda found: found.group()[:499] + "…", text)
+    cut = _LONG.sub(lambda match: match.group()[:499] + "…", text)
     return "\n".join(map(_line_for_terminal, cut.split("\n")))
 
 
 def log_for_terminal(text: str) -> str:
-    """Return the text of a log with its lines and tabs as they are, and nothing left out.
-
-    What else a terminal would act on is written as an escape.
-    """
-    return _ACTED_ON.sub(lambda found: escaped(found.group()), text.replace("\r\n", "\n"))
+    """Return the whole text of a log, `escaped` but for its line ends and tabs."""
+    return _MAYBE_UNPRINTABLE.sub(lambda match: escaped(match.group()), text.replace("\r\n", "\n"))
 
 
 def _line_for_terminal(line: str) -> str:
@@ -29,20 +27,18 @@ def _line_for_terminal(line: str) -> str:
 
 
 def escaped(line: str) -> str:
-    """Write whatever a terminal would act on as an escape.
+    """Replace control characters, line ends and right-to-left marks by escapes as in "\\x1b"."""
+    return line if line.isprintable() else "".join(map(_escaped_character, line))
 
-    That is control characters, line ends and right-to-left marks.
-    """
-    if line.isprintable():
-        return line
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for one in line
-    )
+
+def _escaped_character(character: str) -> str:
+    if character.isprintable():
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 class HpczeroError(Exception):
-    """A failure with one clear message: all the numbers, and the way out."""
+    """A failure with one clear message: every number, and what to do about it."""
 
     exit_code = 1
 
@@ -57,6 +53,6 @@ class InputError(HpczeroError):
 
 
 class Stopped(HpczeroError):
-    """Stopped on request, with a checkpoint: to be continued."""
+    """The run stopped on request, with a checkpoint, and can be resumed."""
 
     exit_code = 75

@@ -1,9 +1,12 @@
-"""Where compiled kernels lie: compiled once per computer, by the first process that needs them; the others wait, and load.
+"""Compiled kernels: compiled once per computer by the first process that needs them.
 
-numba compiles when a module of kernels is imported, which takes seconds, and keeps what it made in a folder. That is one on the computer itself
-(in $TMPDIR, else /tmp), of this user alone, so that a thousand ranks do not read it over the network. It is filled from the user's cache
-(~/.cache/hpczero), if that has the same, else compiled, and then put there for the next computer, the next job. Folders are named by what the
-machine code depends on: processor, versions, the kernels' sources. NUMBA_CACHE_DIR, where set, is used as it is.
+The other processes wait, and load them. numba compiles when a module of kernels is imported, which
+takes seconds, and keeps the result in a folder. That folder lies on the computer itself (in
+$TMPDIR, else /tmp), for this user alone, so that a thousand ranks do not read it over the network.
+It is filled from the user's cache (~/.cache/hpczero) if that has the same kernels. Else they are
+compiled, and copied to the cache for the next computer and the next job. Folders are named by what
+the machine code depends on: processor, versions, the kernels' sources. NUMBA_CACHE_DIR, where set,
+is used as it is.
 """
 
 import fcntl
@@ -22,26 +25,24 @@ from types import ModuleType
 from hpczero import env, safe_files
 from hpczero.errors import InputError
 
-_USERS = "hpczero.train.run"  # imports every kernel that training needs on CPUs
+_USERS = "hpczero.train.run"  # imports all kernels that training needs on CPUs
 
 
 def load(module: str) -> ModuleType:
-    """Imports a module that needs kernels."""
+    """Import a module that needs kernels."""
     if "numba" not in sys.modules and find_spec("llvmlite"):
-        given, key = env.numba_cache(), _key()
-        kept = env.cache_folder() / "kernels" / key
-        folder = Path(given) if given else _own_folder(key) or kept
+        given = env.numba_cache()
+        key = _key()
+        in_cache = env.cache_folder() / "kernels" / key
+        folder = Path(given) if given else _own_folder(key) or in_cache
+        kept = None if given or folder == in_cache else in_cache
         env.use_numba_cache(folder)
-        once(
-            folder,
-            f"complete-{key}",
-            lambda: _fill(folder, None if given or folder == kept else kept),
-        )
+        once(folder, f"complete-{key}", lambda: _fill(folder, kept))
     return importlib.import_module(module)
 
 
 def of_gpu(capability: tuple[int, int]) -> None:
-    """Those for the GPU that this process has made its own, unless PyTorch does all their work."""
+    """Compile or load the kernels for this process's GPU, unless PyTorch does all their work."""
     registry = importlib.import_module("hpczero_kernels.dispatch")
     if not registry.on_gpus():
         return
@@ -49,28 +50,27 @@ def of_gpu(capability: tuple[int, int]) -> None:
     try:
         launch = importlib.import_module("hpczero_kernels.cuda.launch")
         if folder:
-            name = f"cuda-{capability[0]}{capability[1]}"
-            once(
-                Path(folder),
-                name,
-                lambda: _fill_for_gpu(
-                    Path(folder),
-                    name,
-                    lambda: [kernel.compile() for kernel in launch.all_kernels()],
-                ),
-            )
-    except (
-        Exception
-    ) as error:  # whatever lacks: packages, the toolkit's libraries, a driver that fits
-        way_out = "numba-cuda wants CUDA's compiler (a toolkit that CUDA_HOME names, or pip install 'numba-cuda[cu13]', of the driver's release)"
+            _once_for_gpu(Path(folder), f"cuda-{capability[0]}{capability[1]}", launch)
+    except Exception as error:  # missing packages, libraries of the toolkit, an unfit driver
         raise InputError(
-            f"the kernels for GPUs cannot be compiled: {error}; {way_out}; HPCZERO_KERNELS=torch does without them"
+            f"the kernels for GPUs cannot be compiled: {error}; numba-cuda wants CUDA's compiler "
+            "(a toolkit that CUDA_HOME names, or pip install 'numba-cuda[cu13]', of the driver's "
+            "release); HPCZERO_KERNELS=torch does without them"
         ) from error
 
 
+def _once_for_gpu(folder: Path, name: str, launch: ModuleType) -> None:
+    def compile_all() -> None:
+        for kernel in launch.all_kernels():
+            kernel.compile()
+
+    once(folder, name, lambda: _fill_for_gpu(folder, name, compile_all))
+
+
 def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
-    """The first process on this computer to come here carries the action out, others wait for it; whether this is it. `name`: of the file that says
-    that it was done.
+    """Carry out the action in the first process on this computer to come here; return True there.
+
+    The others wait for it. The file `name` in the folder records that it was done.
     """
     if safe_files.is_seen(folder / name):
         return False
@@ -85,38 +85,35 @@ def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
 
 
 def _fill(folder: Path, kept: Path | None) -> None:
-    """`kept`: the same in the user's cache."""
-    if kept and safe_files.is_seen(kept):
-        with suppress(OSError):
-            _copy_missing(kept, folder)
-            return
-    importlib.import_module(_USERS)
-    _keep(folder, kept)
+    """Fill a folder with the kernels for CPUs; `kept` is the same folder in the user's cache."""
+    _copy_or_make(folder, kept, lambda: importlib.import_module(_USERS))
 
 
 def _fill_for_gpu(folder: Path, name: str, compile_all: Callable[[], object]) -> None:
-    """As _fill, while others may read what is there already."""
-    kept = (
-        env.cache_folder() / "kernels" / f"{folder.name}-{name}"
-        if folder.parent == env.node_folder()
-        else None
-    )
+    """Add the kernels for a GPU to a folder that other processes may be reading."""
+    kept = None
+    if folder.parent == env.node_folder():
+        kept = env.cache_folder() / "kernels" / f"{folder.name}-{name}"
+    _copy_or_make(folder, kept, compile_all)
+
+
+def _copy_or_make(folder: Path, kept: Path | None, compile_all: Callable[[], object]) -> None:
     if kept and safe_files.is_seen(kept):
         with suppress(OSError):
             _copy_missing(kept, folder)
             return
     compile_all()
-    _keep(folder, kept)
-
-
-def _keep(folder: Path, kept: Path | None) -> None:
     if kept:
-        made = kept.with_name(f".{kept.name}-{os.uname().nodename}-{os.getpid()}")
-        with suppress(OSError):  # no room there, or another computer was faster
-            _copy_missing(folder, made)
-            safe_files.rename(made, kept)
-        with suppress(OSError):
-            safe_files.remove_tree(made)
+        _keep(folder, kept)
+
+
+def _keep(folder: Path, kept: Path) -> None:
+    copied = _temporary(kept)
+    with suppress(OSError):  # no space there, or another computer was faster
+        _copy_missing(folder, copied)
+        safe_files.rename(copied, kept)
+    with suppress(OSError):
+        safe_files.remove_tree(copied)
 
 
 def _copy_missing(source: Path, target: Path) -> None:
@@ -124,53 +121,49 @@ def _copy_missing(source: Path, target: Path) -> None:
         copy = target / path.relative_to(source)
         if not copy.exists():
             safe_files.make_folders(copy.parent)
-            made = copy.with_name(f".{copy.name}-{os.uname().nodename}-{os.getpid()}")
-            safe_files.remove(made)
-            safe_files.copy(path, made)
-            safe_files.rename(made, copy)
+            written = _temporary(copy)
+            safe_files.remove(written)
+            safe_files.copy(path, written)
+            safe_files.rename(written, copy)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}-{os.uname().nodename}-{os.getpid()}")
 
 
 def _own_folder(key: str) -> Path | None:
-    """On this computer. Code is loaded from there: None if it could be anybody else's."""
-    whole = env.node_folder()
+    """Make the folder on this computer; None if others could put code in it."""
+    parent = env.node_folder()
     try:
-        safe_files.own_folder(whole, mode=0o700)
-        found = whole.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        safe_files.own_folder(parent, mode=0o700)
+        facts = parent.lstat()
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
             return None
-        safe_files.own_folder(whole / key)
+        safe_files.own_folder(parent / key)
     except (OSError, InputError):
         return None
-    return whole / key
+    return parent / key
 
 
 def _key() -> str:
-    """Names the machine code."""
-    binding, sources = (
-        importlib.import_module("llvmlite.binding"),
-        importlib.import_module("hpczero_kernels.cpu"),
-    )
-    facts = blake2b(digest_size=8)
-    versions = [
-        metadata.version(name)
-        for name in ("numba", "numba-cuda")
-        if any(metadata.distributions(name=name))
-    ]
-    for part in (
+    """Return the name of the machine code: a digest of what it depends on."""
+    binding = importlib.import_module("llvmlite.binding")
+    sources = importlib.import_module("hpczero_kernels.cpu")
+    packages = [name for name in ("numba", "numba-cuda") if any(metadata.distributions(name=name))]
+    facts = [
         sys.version,
         binding.get_host_cpu_name(),
         binding.get_host_cpu_features().flatten(),
-        *versions,
-    ):
-        facts.update(part.encode())
-    facts.update(str(Path(str(sources.__file__)).parent).encode())  # numba's own names have it, too
-    facts.update(sources.stamp().encode())
-    return facts.hexdigest()
+        *map(metadata.version, packages),
+        str(Path(str(sources.__file__)).parent),  # which is in numba's own names, too
+        sources.stamp(),
+    ]
+    return blake2b("".join(facts).encode(), digest_size=8).hexdigest()
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Where no lock can be had, everybody compiles."""
+    """Hold a lock; without one where the file system has none, so that every process compiles."""
     try:
         handle = safe_files.open_lock(path)
     except OSError:

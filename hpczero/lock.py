@@ -1,15 +1,19 @@
-"""One writer per run directory: the file `<run>/lock` names who holds it.
+"""One writer per run directory: the file `<run>/lock` names the process that holds it.
 
 Protocol:
-1. Open `lock`, creating it, and take the kernel's lock on it (flock). It dies with its process, so nothing is ever left to clean by hand.
-   Refused: somebody on this computer, or on any computer where the file system's locks reach, is writing.
-2. The file may have been removed between opening and locking: if the path no longer leads to what was locked, begin again.
-3. On a local file system the kernel's word is final. On a shared one its locks may end at the computer's edge (Lustre `localflock`)
-   or not exist: then the record in the file counts too. A holder on this computer lives if its process does (same number, same
-   start time); one elsewhere lives if the file was touched within `STALE_AFTER` seconds, which a thread of the holder does, whatever
-   that itself is busy with.
-4. Write the own record. Where the kernel's word is not final, wait for `SETTLE` seconds and read it back: of two computers that
-   got here at once the last one to write has won, the other one gives up.
+1. Open `lock`, creating it, and take the kernel's lock on it (flock). That lock dies with its
+   process, so nothing is ever left to clean by hand. Refused: another process is writing, on this
+   computer or on any computer that the file system's locks reach.
+2. The file may have been removed between opening and locking: if the path no longer leads to the
+   locked file, begin again.
+3. On a local file system the kernel's answer is final. On a shared one its locks may end at the
+   computer's edge (Lustre `localflock`) or not exist: then the record in the file counts too.
+   A holder on this computer lives if its process does (same number, same start time). One elsewhere
+   lives if the file was touched within `STALE_AFTER` seconds: a thread of the holder does that,
+   whatever the holder itself is busy with.
+4. Write this process's record. Where the kernel's answer is not final, wait for `SETTLE` seconds
+   and read it back: of two computers that got here at once the last one to write has won, and the
+   other one gives up.
 5. Release: remove the file while it is still locked, then close it.
 
 The descriptor is closed on exec and in forked children, so that no child keeps a dead run's lock.
@@ -38,30 +42,30 @@ from hpczero import env, machine
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import open_lock, open_to_read, remove
 
-_LONGEST_TEXT = 500  # characters of a value in a record
-STALE_AFTER = (
-    600.0  # seconds without a beat after which a holder on another computer counts as dead
-)
+# in seconds
+STALE_AFTER = 600.0  # without a beat; then a holder on another computer counts as dead
 BEAT_EVERY = TOUCH_EVERY = 15.0
 SETTLE = 1.0
-PATIENCE = STALE_AFTER + 2 * BEAT_EVERY  # seconds that a batch job waits for a holder
+PATIENCE = STALE_AFTER + 2 * BEAT_EVERY  # of a batch job that waits for a holder
 LOOK_EVERY = 5.0
-_LAST_MOMENTS = 30.0  # seconds before a job's end in which it waits no longer
-_NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_LAST_MOMENTS = 30.0  # of a job, in which it waits no longer
+
+_LONGEST_TEXT = 500  # characters of a value in a record
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class Held(InputError):
-    """Somebody else writes there."""
+    """Another process writes in the run directory."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, as written in its file."""
+    """The process that holds a lock, as written in its file."""
 
     host: str
-    kernel: str  # the boot's identity: tells two computers of the same name apart
+    kernel: str  # identity of the boot: differs between two computers of the same name
     pid: int
-    process_start: float  # tells a living process from another one that got its number
+    process_start: float  # differs between two processes that had the same number
     user: str
     since: str
     job: str | None
@@ -69,28 +73,27 @@ class Holder:
     @classmethod
     def this_process(cls) -> "Holder":
         process = psutil.Process()
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         return cls(
-            socket.gethostname(),
-            machine.boot_identity(),
-            process.pid,
-            process.create_time(),
-            _user(),
-            now,
-            env.batch_job(),
+            host=socket.gethostname(),
+            kernel=machine.boot_identity(),
+            pid=process.pid,
+            process_start=process.create_time(),
+            user=_user(),
+            since=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            job=env.batch_job(),
         )
 
     @classmethod
     def parse(cls, text: str) -> "Holder | None":
-        """The record in a lock file; None for an empty file or anything that no version of hpczero wrote."""
+        """Return the record in a lock file; None if it is empty, or not written by hpczero."""
         try:
-            found = cls(**json.loads(text))
+            holder = cls(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             return None
-        return found if found._is_a_record() else None
+        return holder if holder._is_plausible() else None
 
-    def _is_a_record(self) -> bool:
-        """Return False if anything but a process could have been written so."""
+    def _is_plausible(self) -> bool:
+        """Return True if the values can be those of a process."""
         texts = [self.host, self.kernel, self.user, self.since, self.job or ""]
         if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in texts):
             return False
@@ -104,9 +107,8 @@ class Holder:
                 return abs(psutil.Process(self.pid).create_time() - self.process_start) < 1
             except psutil.Error:
                 return False
-        return (
-            abs(seconds_since_beat) < STALE_AFTER
-        )  # a beat from the future is none: clocks differ
+        # clocks differ: a beat from the far future is none
+        return abs(seconds_since_beat) < STALE_AFTER
 
     def __str__(self) -> str:
         job = f", batch job {self.job}" if self.job else ""
@@ -114,7 +116,7 @@ class Holder:
 
 
 class RunLock:
-    """Holds the directory from `take` to `release`, or as a context; `beat` now and then makes sure of it."""
+    """Hold the directory from `take` to `release`, or as a context; call `beat` now and then."""
 
     def __init__(self, run_directory: Path | str) -> None:
         self.path = Path(run_directory) / "lock"
@@ -136,7 +138,8 @@ class RunLock:
         A holder on a node that was cut off counts as dead after `STALE_AFTER` seconds without a
         beat. One that lives on is a failure of this job (HpczeroError), and no wrong input.
         """
-        began, said = time.time(), False
+        began = time.time()
+        said = False
         until = min(began + PATIENCE, (env.deadline() or math.inf) - _LAST_MOMENTS)
         while True:
             try:
@@ -153,7 +156,7 @@ class RunLock:
                 time.sleep(min(LOOK_EVERY, max(0.0, until - time.time())))
 
     def _keep_touched(self) -> None:
-        """In a thread. What fails is tried again: whether the lock is still held is for `beat` to say."""
+        """Touch the file in a thread, in spite of failures: `beat` notices if the lock is lost."""
         while not self._released.wait(TOUCH_EVERY):
             descriptor = self._descriptor
             with contextlib.suppress(OSError):
@@ -172,7 +175,10 @@ class RunLock:
         self.release()
 
     def beat(self) -> None:
-        """Take the lock again if its file was removed (looks at most every `BEAT_EVERY` seconds: call it freely)."""
+        """Take the lock again if its file was removed.
+
+        Call it freely: it looks at the file at most every `BEAT_EVERY` seconds.
+        """
         if self._descriptor is None or time.monotonic() - self._beaten < BEAT_EVERY:
             return
         if self._leads_here(self._descriptor):
@@ -182,9 +188,7 @@ class RunLock:
             self._forget()
             try:
                 self._take()
-            except (
-                InputError
-            ) as error:  # no longer a mistake in the input: this run has been writing
+            except InputError as error:  # no wrong input any more: this run has been writing
                 raise HpczeroError(str(error)) from error
 
     def release(self) -> None:
@@ -192,9 +196,8 @@ class RunLock:
         if self._descriptor is None:
             return
         if self._leads_here(self._descriptor):
-            with contextlib.suppress(
-                OSError
-            ):  # a directory made read-only meanwhile: a record without a living holder holds nothing
+            # The directory may have become read-only: the record of a dead process holds nothing.
+            with contextlib.suppress(OSError):
                 remove(self.path)
         self._forget()
 
@@ -220,12 +223,13 @@ class RunLock:
         try:
             return open_lock(self.path)
         except OSError as error:
-            raise InputError(
-                f"cannot write in the run directory {self.path.parent}: {error.strerror}"
-            ) from error
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> InputError:
+        return InputError(f"cannot write in the run directory {self.path.parent}: {error.strerror}")
 
     def _locked(self, descriptor: int) -> bool:
-        """Take the kernel's lock; InputError if another one has it."""
+        """Take the kernel's lock; return False if the file is gone, raise Held if it is taken."""
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -233,41 +237,40 @@ class RunLock:
                 raise self._held(self._record(descriptor)) from None
             return False
         except OSError as error:
-            if error.errno not in _NO_LOCKS_HERE:
+            if error.errno not in _NO_LOCKS:
                 raise InputError(f"cannot lock {self.path}: {error.strerror}") from error
         return True
 
     def _claim(self, descriptor: int, final: bool) -> None:
-        """Make the record ours, unless its holder may be alive where the kernel's lock does not reach."""
+        """Write this process's record, unless a holder beyond the kernel's lock may be alive."""
         if not final:
             before = _read(descriptor)
             silence = time.time() - os.fstat(descriptor).st_mtime
             if before is not None and before.lives(silence):
                 raise self._held(before, silence)
-        own = Holder.this_process()
-        text = json.dumps(asdict(own)).encode() + b"\n"
+        this = Holder.this_process()
+        text = json.dumps(asdict(this)).encode() + b"\n"
         try:
             os.pwrite(descriptor, text, 0)
             os.ftruncate(descriptor, len(text))
         except OSError as error:
             remove(self.path)
-            raise InputError(
-                f"cannot write in the run directory {self.path.parent}: {error.strerror}"
-            ) from error
+            raise self._cannot_write(error) from error
         if not final:
             time.sleep(SETTLE)
             after = _read(descriptor) if self._leads_here(descriptor) else None
-            if after != own:
+            if after != this:
                 raise self._held(after)
 
     def _leads_here(self, descriptor: int) -> bool:
+        """Return True if the path still leads to the open file."""
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(descriptor))
         except (FileNotFoundError, NotADirectoryError):
             return False
 
     def _record(self, descriptor: int) -> Holder | None:
-        """The holder's record; it may be a moment away from being written."""
+        """Return the holder's record, which may be written a moment after its lock is taken."""
         for _ in range(20):
             record = _read(descriptor)
             if record is not None:
@@ -276,23 +279,26 @@ class RunLock:
         return None
 
     def _held(self, holder: Holder | None, silence: float | None = None) -> Held:
-        who = (
-            str(holder) if holder is not None else "another process that has not yet said who it is"
+        who = "another process that has not yet said who it is" if holder is None else str(holder)
+        message = (
+            f"the run directory {self.path.parent} is in use by {who}: "
+            "wait for it or stop it, or give this run another name"
         )
-        message = f"the run directory {self.path.parent} is in use by {who}: wait for it or stop it, or give this run another name"
         if holder is not None and silence is not None and holder.kernel != machine.boot_identity():
             message += (
-                f" (its last sign of life was {silence:.0f} s ago; after {STALE_AFTER:.0f} s it counts as dead; "
+                f" (its last sign of life was {silence:.0f} s ago; "
+                f"after {STALE_AFTER:.0f} s it counts as dead; "
                 f"if you know that it has ended, remove {self.path})"
             )
         return Held(message)
 
 
 def living_holder(run_directory: Path) -> Holder | None:
-    """Who writes there now, by the record in the lock's file; takes nothing."""
+    """Return the process that writes there now, by the lock's file alone, without locking it."""
     try:
         with os.fdopen(open_to_read(run_directory / "lock"), "rb") as file:
-            silence, holder = time.time() - os.fstat(file.fileno()).st_mtime, _read(file.fileno())
+            silence = time.time() - os.fstat(file.fileno()).st_mtime
+            holder = _read(file.fileno())
     except OSError:
         return None
     return holder if holder and holder.lives(silence) else None

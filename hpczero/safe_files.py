@@ -1,14 +1,14 @@
 """The only module that opens files for writing, and makes, renames and removes files and folders.
 
-Others may be able to write where runs, token files and caches lie, and the names there can be
+Other users may be able to write where runs, token files and caches lie, and the names there can be
 guessed. Hence four rules:
 
-1. No link is followed at the end of a path. What is opened is a plain file: no pipe, no device.
-2. A new file is new (O_EXCL): what a predictable temporary name led to is removed, never written
-   to.
-3. A folder that is found where one would be made belongs to this user, or is refused.
-4. What lies in a folder is removed by way of a descriptor of that folder: what is put in its place
-   meanwhile stays.
+1. No link is followed at the end of a path. Only plain files are opened: no pipe, no device.
+2. A new file is new (O_EXCL): a file or link with a predictable temporary name is removed, never
+   written to.
+3. A folder that exists where one would be made belongs to this user, or is refused.
+4. The files in a folder are removed through a descriptor of that folder: a folder that is put in
+   its place meanwhile is left alone.
 
 `open_to_read` is here too, for files that a stranger names: a pipe or a device does not hang it.
 """
@@ -46,12 +46,12 @@ def open_for_writing(path: Path, flags: int = os.O_WRONLY) -> int:
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
         raise OSError(errno.EINVAL, _REFUSED[errno.ENXIO], str(path))
-    os.set_blocking(file, True)  # so that a pipe could not hold up the opening
+    os.set_blocking(file, True)  # O_NONBLOCK was for the opening: a pipe would hold it up
     return file
 
 
 def open_to_read(path: Path) -> int:
-    """Return a descriptor of a plain file, also by a link; OSError at once for anything else."""
+    """Return a descriptor of a plain file, also through a link; OSError for anything else."""
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -60,7 +60,7 @@ def open_to_read(path: Path) -> int:
 
 
 def is_seen(path: Path) -> bool:
-    """Return True if there is such a file or folder; False also where it cannot be looked for."""
+    """Return True if there is such a file or folder; False also where that cannot be found out."""
     try:
         return path.exists()
     except OSError:
@@ -73,34 +73,34 @@ def create(path: Path) -> int:
 
 
 def _open(path: str, flags: int) -> int:
-    """Open as the `opener` of a file that keeps its name, for what is said of it."""
+    """Serve as the `opener` of `open`, so that the file knows its name."""
     return open_for_writing(Path(path), flags)
 
 
 def open_lock(path: Path) -> int:
-    """Return a descriptor for a lock: of the file that has this name, else of a new, empty one."""
+    """Return a descriptor for a lock: of the file with this name, else of a new, empty one."""
     return open_for_writing(path, os.O_RDWR | os.O_CREAT)
 
 
 def append_to(path: Path) -> TextIO:
-    """Open a text file to write behind its end; it is made where it is missing."""
+    """Open a text file for appending; create it if it is missing."""
     return open(path, "a", encoding="utf-8", opener=_open)
 
 
 def touch(path: Path) -> None:
-    """Make an empty file where none has this name."""
+    """Create an empty file if there is none of this name."""
     os.close(open_for_writing(path, os.O_WRONLY | os.O_CREAT))
 
 
-# ------------------------------------------------------------------------------- whole or not
+# ------------------------------------------------------------------------- files in one piece
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Give the name to what is written inside once all of it is.
+    """Write a file under a temporary name inside the context, and give it its name at the end.
 
-    What had the name keeps it until then.
-    A link that has the name is replaced, not followed; a pipe, a device or a folder is an OSError.
+    An older file keeps the name until then. A link of that name is replaced, not followed; a pipe,
+    a device or a folder is an OSError.
     """
     with _written(path, durably=False) as file:
         yield file
@@ -108,7 +108,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def written_durably(path: Path) -> Iterator[BinaryIO]:
-    """Do as `written_whole`; the name is not given before the content is on the disk."""
+    """Write as `written_whole` does; the content is on the disk before it gets the name."""
     with _written(path, durably=True) as file:
         yield file
 
@@ -119,29 +119,29 @@ def _written(path: Path, durably: bool) -> Iterator[BinaryIO]:
     _refuse_special(path)
     remove(temporary)
     descriptor = create(temporary)
-    made = os.fstat(descriptor)
+    created = os.fstat(descriptor)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             if durably:
                 os.fsync(file.fileno())
-        if not _has_name(made, temporary):
+        if not _has_name(created, temporary):
             raise OSError(errno.EBUSY, "another process writes it at the same time", str(path))
         os.replace(temporary, path)
         if durably:
             sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            if _has_name(made, temporary):
+            if _has_name(created, temporary):
                 remove(temporary)
         raise
 
 
-def _has_name(made: os.stat_result, path: Path) -> bool:
-    """Return False if another file has got the name of one that this process has made."""
+def _has_name(created: os.stat_result, path: Path) -> bool:
+    """Return False if another file has taken the name of one that this process has created."""
     try:
-        return os.path.samestat(made, os.lstat(path))
+        return os.path.samestat(created, os.lstat(path))
     except FileNotFoundError:
         return False
 
@@ -154,13 +154,13 @@ def _refuse_special(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole, in place of the one that has the name."""
+    """Write a text file in one piece; it replaces the one that has the name."""
     with written_whole(path) as file:
         file.write(text.encode())
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that did not exist; FileExistsError if the name is taken."""
+    """Write a text file that did not exist; FileExistsError if the name is taken."""
     descriptor = create(path)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -171,9 +171,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 def nameless(folder: Path) -> int | None:
-    """Return a descriptor of a new file without a name, which is gone with its process.
+    """Return a descriptor of a new file without a name, which disappears with its process.
 
-    None where the file system has no such files, as NFS and Lustre. `give_name` makes it stay.
+    `give_name` makes it stay. None: the file system has no such files, as NFS and Lustre.
     """
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
@@ -189,12 +189,12 @@ def give_name(file: int, path: Path) -> None:
 
 
 def place_of(file: int) -> Path:
-    """Return a path that leads to an open file of this process, whatever its name is."""
+    """Return a path in /proc that leads to an open file of this process, whatever its name."""
     return Path(f"/proc/self/fd/{file}")
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file's content to a name that nothing has."""
+    """Copy a file's content to a file that did not exist."""
     with source.open("rb") as read, os.fdopen(create(target), "wb") as written:
         shutil.copyfileobj(read, written)
 
@@ -205,7 +205,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Bring to the disk what a folder lists."""
+    """Flush a folder's list of names to the disk (fsync)."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -222,39 +222,40 @@ def make_folder(path: Path) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make the folder, and those above it, where it is missing; what is found may be anybody's."""
+    """Make the folder and its parents where they are missing; those that exist may be anybody's."""
     path.mkdir(parents=True, exist_ok=True)
 
 
 def own_folder(path: Path, mode: int = 0o777) -> bool:
-    """Make the folder, and those above it, where it is missing; return True if it is new.
+    """Make the folder and its parents where they are missing; return True if the folder is new.
 
-    InputError: what is there is no folder, or belongs to another user, who could change all that
-    is written in it. A link counts if this user or root made it, and what it leads to as well.
+    InputError: the name is taken by something else, or by a folder of another user, who could
+    change all that is written in it. A link must belong to this user or root, like its target.
     """
     make_folders(path.parent)
     try:
         os.mkdir(path, mode)
         return True
     except FileExistsError:
-        found = [os.lstat(path)]
-    if stat.S_ISLNK(found[0].st_mode):
-        found.append(os.stat(path))
-    if not stat.S_ISDIR(found[-1].st_mode):
+        existing = [os.lstat(path)]
+    if stat.S_ISLNK(existing[0].st_mode):
+        existing.append(os.stat(path))
+    if not stat.S_ISDIR(existing[-1].st_mode):
         raise InputError(f"{path} exists and is no folder: move it away, or choose another name")
-    for one in found:
-        if one.st_uid not in (os.geteuid(), 0) and one.st_uid != _owner_of_what_is_made_in(path):
-            what = "a link that" if stat.S_ISLNK(one.st_mode) else "a folder that"
+    for facts in existing:
+        owner = facts.st_uid
+        if owner not in (os.geteuid(), 0) and owner != _owner_of_what_is_made_in(path):
+            kind = "a link" if stat.S_ISLNK(facts.st_mode) else "a folder"
             raise InputError(
-                f"{path} exists and is {what} belongs to {_user(one.st_uid)}, not to"
-                f" {_user(os.geteuid())}: nothing is written there; choose another name, or"
-                " another folder"
+                f"{path} exists and is {kind} that belongs to {_user(owner)}, not to "
+                f"{_user(os.geteuid())}: nothing is written there; choose another name, or "
+                "another folder"
             )
     return False
 
 
 def _owner_of_what_is_made_in(folder: Path) -> int:
-    """Return whose files this process makes there: file servers may know root by another number."""
+    """Return the owner of new files there: a file server may know root by another number."""
     probe = folder / f".hpczero-{secrets.token_hex(8)}"
     try:
         file = create(probe)
@@ -275,13 +276,13 @@ def _user(number: int) -> str:
 
 
 def owner_if_another(path: Path) -> str:
-    """Return who else the file, folder, or a link to it belongs to; "" for this user or root."""
+    """Return the owner of the file, folder or a link to it; "" for this user or root."""
     owners = {os.lstat(path).st_uid, os.stat(path).st_uid} - {os.geteuid(), 0}
     return _user(min(owners)) if owners else ""
 
 
 def temporary_folder(parent: Path, prefix: str) -> Path:
-    """Make a folder for this user alone, of a name that nobody can guess."""
+    """Make a folder for this user alone, with a name that nobody can guess."""
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
@@ -289,18 +290,18 @@ def temporary_folder(parent: Path, prefix: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a link and not what it leads to; a name that nothing has is no error."""
+    """Remove a file, or a link but not its target; a name that does not exist is no error."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def remove_empty(path: Path) -> None:
-    """Remove a folder in which nothing is; OSError if something is, or it is a link."""
+    """Remove an empty folder; OSError if it is not empty, or a link."""
     os.rmdir(path)
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all that is in it, or a link and nothing of what it leads to."""
+    """Remove a folder with its contents, or a link but not its target."""
     if path.is_symlink():
         remove(path)
     elif os.path.lexists(path):
@@ -309,21 +310,21 @@ def remove_tree(path: Path) -> None:
 
 
 def identity(path: Path) -> Identity:
-    """Return what tells a file or folder from another one that gets its name; of a link itself."""
-    found = os.lstat(path)
-    return found.st_dev, found.st_ino
+    """Return the identity of a file, folder or link: another one of the same name differs."""
+    facts = os.lstat(path)
+    return facts.st_dev, facts.st_ino
 
 
 class OpenFolder:
-    """A folder held by a descriptor: what gets its name meanwhile is not looked at or changed."""
+    """A folder held by a descriptor: another folder that gets its name is not read or changed."""
 
     def __init__(self, path: Path, known_as: Identity | None = None) -> None:
-        """OSError: it is a link, no folder, or not the one that had this identity."""
+        """Open the folder; OSError if it is a link, no folder, or not the one of this identity."""
         self.path = path
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags)
-        found = os.fstat(self._descriptor)
-        if known_as not in (None, (found.st_dev, found.st_ino)):
+        facts = os.fstat(self._descriptor)
+        if known_as not in (None, (facts.st_dev, facts.st_ino)):
             os.close(self._descriptor)
             raise OSError(errno.ESTALE, "another folder has got its name meanwhile", str(path))
 
@@ -336,7 +337,7 @@ class OpenFolder:
         return True
 
     def remove_files(self, first: str, is_known: Callable[[str], object]) -> None:
-        """Remove `first`, durably, then the files that are known, then the folder if empty."""
+        """Remove `first`, durably, then the files of known names, then the folder if empty."""
         if self.holds(first):
             os.unlink(first, dir_fd=self._descriptor)
             os.fsync(self._descriptor)

@@ -1,4 +1,7 @@
-"""Values, names and sizes as messages show them: one line, no control characters, no longer than a reader wants."""
+"""Values, names, sizes and durations as text: for messages, log lines and schedulers.
+
+What a message shows of a value is one line, has no control characters, and is cut where it is long.
+"""
 
 import datetime
 import re
@@ -13,13 +16,13 @@ _FEW = 5
 
 
 def printable(text: str, longest: int = 500) -> str:
-    """The text, cut and `escaped`, as one line of a message."""
+    """Return the text as one line of a message: cut and `escaped`."""
     safe = escaped(text if len(text) <= longest else text[: longest - 1] + "…")
     return safe if len(safe) <= longest else safe[: longest - 1] + "…"
 
 
 def shown(value: Any) -> str:
-    """A value from a spec, much as TOML writes it."""
+    """Return a value of a spec, much as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -41,39 +44,42 @@ def shown(value: Any) -> str:
 
 
 def listed(words: list[str], last: str = "and") -> str:
-    """a, b and c"""
+    """Return "a, b and c"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
 
 def first_few(words: Sequence[str], between: str = ", ") -> str:
-    """a, b, c, d, e and 3 more"""
+    """Return "a, b, c, d, e and 3 more"."""
     more = f" and {len(words) - _FEW:,} more" if len(words) > _FEW else ""
     return between.join(words[:_FEW]) + more
 
 
 def counted(count: int, what: str) -> str:
-    """ "1 rank", "2,000 ranks" """
+    """Return "1 rank" or "2,000 ranks"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def in_bytes(size: int) -> str:
-    """Three digits."""
+    """Return a number of bytes with three significant digits, as in "4.57 GB"."""
     if size < 1000:
         return f"{size} B"
-    amount, units = float(size), iter(("kB", "MB", "GB", "TB", "PB", "EB"))
+    units = iter(("kB", "MB", "GB", "TB", "PB", "EB"))
+    amount = float(size)
     unit = ""
     while amount >= 999.5:
-        amount, unit = amount / 1000, next(units, "000 EB")
-    return f"{amount:.{max(0, 2 - (amount >= 9.995) - (amount >= 99.95))}f} {unit}"
+        amount /= 1000
+        unit = next(units, "000 EB")
+    return f"{_three_digits(amount)} {unit}"
 
 
 def line(event: str, values: Mapping[str, object]) -> str:
+    """Return a line of a log: time in UTC, event, key=value for each value."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return " ".join([stamp, event, *(f"{key}={value(item)}" for key, item in values.items())])
 
 
 def value(item: object) -> str:
-    """A value on one line: quoted where it holds spaces or quotes, everything unprintable escaped."""
+    """Return a value of a log line: escaped, and quoted where it has spaces, quotes or "="."""
     if isinstance(item, bool) or item is None:
         return str(item).lower()
     if isinstance(item, float):
@@ -82,18 +88,10 @@ def value(item: object) -> str:
         item = ",".join(f"{key}:{entry}" for key, entry in item.items())
     elif isinstance(item, (list, tuple)):
         item = ",".join(map(str, item))
-    text = "".join(_printable(character) for character in str(item))
+    text = escaped(str(item).replace("\\", "\\\\"))
     if text and not any(character in text for character in ' "='):
         return text
     return '"' + text.replace('"', '\\"') + '"'
-
-
-def _printable(character: str) -> str:
-    if character == "\\":
-        return "\\\\"
-    if character.isprintable():
-        return character
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def loss(figure: float | None) -> str:
@@ -101,7 +99,7 @@ def loss(figure: float | None) -> str:
 
 
 def number(figure: float | None) -> str:
-    """Three significant digits, as people read them: 0.0123, 4.57, 18.2k, 1.20M; small ones as 3.00e-04."""
+    """Return three significant digits: 0.0123, 4.57, 18.2k, 1.20M; small ones as 3.00e-04."""
     if figure is None:
         return "?"
     size = abs(figure)
@@ -117,41 +115,31 @@ def number(figure: float | None) -> str:
 
 def _three_digits(figure: float) -> str:
     size = abs(figure)
-    digits = (
-        0
-        if size >= 99.95
-        else 1
-        if size >= 9.995
-        else 2
-        if size >= 0.9995
-        else 3
-        if size >= 0.09995 or not size
-        else 4
-    )
+    digits = 4 - sum(size >= limit for limit in (0.09995, 0.9995, 9.995, 99.95)) if size else 3
     return f"{figure:.{digits}f}"
 
 
 def duration(seconds: float) -> str:
-    """h:mm:ss"""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    """Return h:mm:ss."""
+    total = round(seconds)
+    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
 
 
-# Durations as a spec writes them, and as schedulers want them (pure).
+# ------------------------------------------- durations as specs write them and schedulers read them
+
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 def seconds(text: str) -> int:
-    """Of "1h30m", "12:00:00" or "1-12:00:00" (schema.WALLTIME)."""
+    """Return the seconds in "1h30m", "12:00:00" or "1-12:00:00" (schema.WALLTIME)."""
     if ":" not in text:
-        return sum(
-            int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text)
-        )
+        parts = re.findall(r"(\d+)([dhms])", text)
+        return sum(int(count) * _SECONDS[unit] for count, unit in parts)
     days, _, clock = text.rpartition("-")
-    hours, minutes, rest = map(int, clock.split(":"))
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + rest
+    hours, minutes, over = map(int, clock.split(":"))
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + over
 
 
 def clock(duration: int) -> str:
-    """hh:mm:ss, hours past 24 included: what both Slurm and PBS read."""
+    """Return hh:mm:ss, hours past 24 included: a form that both Slurm and PBS read."""
     return f"{duration // 3600:02d}:{duration // 60 % 60:02d}:{duration % 60:02d}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero import __version__
+from hpczero import env
 from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.load import STRETCH
 from hpczero.checkpoint.manifest import (
@@ -233,7 +233,7 @@ def save(checkpoints: Path, made: Made, read: Read) -> Path:
         }
         index.write(path / INDEX, made.table, shards, made.buffers, attributes)
         content = Content(
-            format=made.state.format, hpczero=__version__, created=datetime.now(UTC).isoformat(timespec="seconds"),
+            format=made.state.format, hpczero=env.VERSION, created=datetime.now(UTC).isoformat(timespec="seconds"),
             state=made.state, spec=dict(made.spec), grid=dict(made.grid), ranks=len(elements),
             index=IndexFile(**_sealed(path / INDEX, "checksum", ())), shards=shards,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from hpczero import __version__
+from hpczero import env
 from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.manifest import (
     INDEX,
@@ -276,7 +276,7 @@ class Saver:
         rename(save.path / f"{INDEX}.new", save.path / INDEX)
         created = datetime.now(UTC).isoformat(timespec="seconds")
         content = Content(
-            format=save.state.format, hpczero=__version__, created=created, state=save.state, spec=dict(self.job.spec), grid=dict(self.job.grid),
+            format=save.state.format, hpczero=env.VERSION, created=created, state=save.state, spec=dict(self.job.spec), grid=dict(self.job.grid),
             ranks=self.world.size, index=save.index, shards=list(shards),
         )  # fmt: skip
         manifest.write(save.path, content)

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from hpczero import __version__, env, machine
+from hpczero import env, machine
 from hpczero.comm.mpi_library import Library, installed_wheels
 from hpczero_kernels.table import OLDEST, available
 
@@ -95,7 +95,7 @@ def report() -> Report:
         python=".".join(map(str, sys.version_info[:3])),
         executable=sys.executable,
         source=env.source(),
-        packages={"hpczero": __version__, **{name: _version(name) for name in PACKAGES}},
+        packages={"hpczero": env.VERSION, **{name: _version(name) for name in PACKAGES}},
         launched={name: list(task) for name, task in env.launched_tasks().items()},
         launcher=_launcher(),
         mpirun_on_path=shutil.which("mpirun"),

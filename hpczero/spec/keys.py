@@ -1,4 +1,7 @@
-"""What the schema says of each key, in words: the source of error messages, `check --explain`, `init` and the reference page."""
+"""The facts of every key in words, and the mistakes in a spec as one message.
+
+Error messages, `check --explain`, `init` and the reference page are made from these facts.
+"""
 
 import functools
 import inspect
@@ -17,6 +20,8 @@ from hpczero.text import listed, printable, shown
 
 @dataclass(frozen=True)
 class Key:
+    """A key of the spec, as the schema describes it."""
+
     table: str  # "" for the keys above all tables
     leaf: str
     allowed: str  # "a whole number >= 1"
@@ -33,33 +38,32 @@ class Key:
 
 @functools.cache
 def tables() -> dict[str, dict[str, Key]]:
-    """Table -> key -> what the schema says of it; "" are the keys above all tables."""
-    found: dict[str, dict[str, Key]] = {"": {}}
+    """Return table -> name -> Key; "" is the table of the keys above all tables."""
+    by_table: dict[str, dict[str, Key]] = {"": {}}
     for name, field in Spec.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found[name] = {
-                leaf: _key(name, leaf, inner)
-                for leaf, inner in field.annotation.model_fields.items()
-            }
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            fields = kind.model_fields.items()
+            by_table[name] = {leaf: _key(name, leaf, inner) for leaf, inner in fields}
         else:
-            found[""][name] = _key("", name, field)
-    return found
+            by_table[""][name] = _key("", name, field)
+    return by_table
 
 
 @functools.cache
 def keys() -> dict[str, Key]:
-    """ "train.steps" -> Key, in the order of the schema."""
+    """Return "train.steps" -> Key, in the order of the schema."""
     return {key.name: key for table in tables().values() for key in table.values()}
 
 
 def about(table: str) -> str:
-    """The schema's line on a table."""
+    """Return the schema's description of a table."""
     annotation = Spec.model_fields[table].annotation if table else Spec
     return inspect.cleandoc(getattr(annotation, "__doc__", "") or "")
 
 
 def flat(spec: Spec) -> dict[str, Any]:
-    """ "train.steps" -> value, in the order of the schema."""
+    """Return "train.steps" -> value, in the order of the schema."""
     return {
         name: getattr(getattr(spec, key.table) if key.table else spec, key.leaf)
         for name, key in keys().items()
@@ -67,39 +71,32 @@ def flat(spec: Spec) -> dict[str, Any]:
 
 
 def nearest(name: str, among: Iterable[str]) -> str | None:
-    """The known name that an unknown one was probably meant to be.
+    """Return the known name that an unknown one was probably meant to be.
 
-    That is its word in another table, its initials, a slip of the pen, or a part of its word.
+    Tried in this order: the same word in another table, its initials, a misspelling, a part of it.
     """
-    import difflib  # wanted only where something is wrong
+    import difflib  # needed only after a mistake
+
+    def alike(word: str, possible: list[str], least: float) -> list[str]:
+        return difflib.get_close_matches(word, possible, 1, least)
 
     wanted = name[:100].lower()
     word = _leaf(wanted)
     candidates = list(among)
-    same_word = [candidate for candidate in candidates if _leaf(candidate) == word]
-    same_word = same_word or [
-        candidate for candidate in candidates if _leaf(candidate) == _initials(word)
-    ]
-    close = difflib.get_close_matches(wanted, same_word, 1, 0.0) or difflib.get_close_matches(
-        wanted, candidates, 1, 0.75
-    )
-    close = close or [
-        candidate
-        for candidate in candidates
-        if difflib.get_close_matches(word, [_leaf(candidate)], 1, 0.75)
-    ]
-    close = close or [
-        candidate
-        for candidate in candidates
-        if len(word) > 3 and (word in _leaf(candidate) or _leaf(candidate) in word)
-    ]
+    same_word = [known for known in candidates if _leaf(known) == word]
+    same_word = same_word or [known for known in candidates if _leaf(known) == _initials(word)]
+    close = alike(wanted, same_word, 0.0) or alike(wanted, candidates, 0.75)
+    close = close or [known for known in candidates if alike(word, [_leaf(known)], 0.75)]
+    if not close and len(word) > 3:
+        leaves = [(known, _leaf(known)) for known in candidates]
+        close = [known for known, leaf in leaves if word in leaf or leaf in word]
     return close[0] if close else None
 
 
 def _initials(word: str) -> str:
-    """ "learning_rate" -> "lr"; of one word nothing."""
-    words = [part for part in word.replace("-", "_").split("_") if part]
-    return "".join(part[0] for part in words) if len(words) > 1 else ""
+    """Return "lr" for "learning_rate"; "" for a single word."""
+    words = [piece for piece in word.replace("-", "_").split("_") if piece]
+    return "".join(piece[0] for piece in words) if len(words) > 1 else ""
 
 
 def _leaf(name: str) -> str:
@@ -176,17 +173,18 @@ def _text_limits(metadata: list[Any]) -> str:
     return f" ({', '.join(limits)})" if limits else ""
 
 
-# What is wrong with a spec, in words: one line a mistake, in the order in which they stand in the files.
+# ------------------------------------------------------- mistakes in a spec, one line for each
+
 _MOST_SHOWN = 20  # mistakes in one message
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from. `text` says it to people: "spec.toml:12", "--set train.steps=5", "default"."""
+    """The place that a value came from."""
 
     file: str
     line: int | None
-    text: str
+    text: str  # "spec.toml:12", "--set train.steps=5", "default"
 
 
 @dataclass(frozen=True)
@@ -196,12 +194,13 @@ class Mistake:
 
 
 def message(path: str, files: list[str], mistakes: list[Mistake]) -> str:
-    """`files`: the order in which they are reported (the command line, which has no file, comes last)."""
-    order = {file: place for place, file in enumerate(dict.fromkeys(files)) if file}
-    mistakes = sorted(
-        mistakes,
-        key=lambda mistake: (order.get(mistake.source.file, len(order)), mistake.source.line or 0),
-    )
+    """Return the mistakes as one message, in the order of `files` and lines; others come last."""
+    order = {file: number for number, file in enumerate(dict.fromkeys(files)) if file}
+
+    def position(mistake: Mistake) -> tuple[int, int]:
+        return order.get(mistake.source.file, len(order)), mistake.source.line or 0
+
+    mistakes = sorted(mistakes, key=position)
     lines = [f"{mistake.source.text}: {mistake.describe()}" for mistake in mistakes[:_MOST_SHOWN]]
     if len(mistakes) == 1:
         return lines[0]
@@ -215,36 +214,38 @@ def not_allowed(name: str, value: Any) -> str:
 
 
 def unknown(table: str, leaf: str, value: Any) -> str:
+    """Describe a key or table that no spec has."""
     if not table and leaf in tables():
-        how = (
-            f"once, as [{leaf}], not [[{leaf}]]"
-            if isinstance(value, list)
-            else f"as [{leaf}], with its keys below"
-        )
-        return f"{leaf} = {shown(value)}: {leaf} is a table: write it {how}"
-    name = printable(f"{table}.{leaf}" if table else leaf, 100)
-    others = [known for known in tables() if known]
+        form = f"as [{leaf}], with its keys below"
+        if isinstance(value, list):
+            form = f"once, as [{leaf}], not [[{leaf}]]"
+        return f"{leaf} = {shown(value)}: {leaf} is a table: write it {form}"
+    full_name = f"{table}.{leaf}" if table else leaf
+    name = printable(full_name, 100)
     if not table and isinstance(value, dict):
-        close = nearest(leaf, others)
-        return f"[{name}]: unknown table; " + (
-            f"did you mean [{close}]?" if close else f"the tables are {listed(others)}"
-        )
-    close = nearest(f"{table}.{leaf}" if table else leaf, [*keys(), "extends"])
+        known_tables = [known for known in tables() if known]
+        close = nearest(leaf, known_tables)
+        hint = f"did you mean [{close}]?" if close else f"the tables are {listed(known_tables)}"
+        return f"[{name}]: unknown table; {hint}"
+    close = nearest(full_name, [*keys(), "extends"])
     if close:
-        return f"{name}: unknown key; did you mean {close}{_place(close, table)}?"
-    here = f"the keys of [{table}] are" if table else "the keys above all tables are extends,"
-    return f"{name}: unknown key; {here} {listed(list(tables()[table]))}"
+        return f"{name}: unknown key; did you mean {close}{_other_table(close, table)}?"
+    known = f"the keys of [{table}] are" if table else "the keys above all tables are extends,"
+    return f"{name}: unknown key; {known} {listed(list(tables()[table]))}"
 
 
 def no_such_key(name: str) -> str:
     if name in tables():
-        return f"{name} is a table; its keys are {listed([key.name for key in tables()[name].values()])}"
+        names = [key.name for key in tables()[name].values()]
+        return f"{name} is a table; its keys are {listed(names)}"
     close = nearest(name, keys())
-    return f"{printable(name, 100)} is no key of the spec; " + (
-        f"did you mean {close}?" if close else "hpczero spec prints them all"
-    )
+    hint = f"did you mean {close}?" if close else "hpczero spec prints them all"
+    return f"{printable(name, 100)} is no key of the spec; {hint}"
 
 
-def _place(name: str, table: str) -> str:
-    there = name.rpartition(".")[0]
-    return "" if there == table else f" (under [{there}])" if there else " (above all tables)"
+def _other_table(name: str, table: str) -> str:
+    """Return where a key stands, if not in this table."""
+    its_table = name.rpartition(".")[0]
+    if its_table == table:
+        return ""
+    return f" (under [{its_table}])" if its_table else " (above all tables)"

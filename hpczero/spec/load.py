@@ -1,6 +1,7 @@
-"""From TOML to a `Spec`: layers are merged, every value remembers where it came from, all mistakes are reported at once (design §3).
+"""From TOML files to a `Spec`, with the origin of every value and all mistakes at once.
 
-Precedence, lowest first: defaults, the profile of the site, the chain of `extends`, the spec, each `--set`. Tables merge, arrays replace.
+Precedence, lowest first: defaults, the profile of the site, the chain of `extends`, the spec, each
+`--set`. Tables merge, arrays replace.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,16 +27,18 @@ DEFAULT = Origin("", None, "default")
 
 @dataclass(frozen=True)
 class Given:
+    """A value of a key, and where it came from."""
+
     value: Any
     source: Origin
 
 
 @dataclass(frozen=True)
 class Loaded:
+    """A spec, and the history of each key: "train.steps" -> its values, the default first."""
+
     spec: Spec
-    history: dict[
-        str, tuple[Given, ...]
-    ]  # "train.steps" -> what each layer said, the default first
+    history: dict[str, tuple[Given, ...]]
 
     @property
     def sources(self) -> dict[str, Origin]:
@@ -54,46 +57,22 @@ class Difference:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a spec, its parents, its site's profile and `overrides` ("train.steps=5").
+
+    InputError lists every mistake found in them.
+    """
     layers, mistakes = read_layers(path, overrides)
-    return _judged(str(path), [*site_profile.layers(layers), *layers], mistakes)
+    return _merge(str(path), [*site_profile.layers(layers), *layers], mistakes)
 
 
 def from_dict(tree: Mapping[str, Any]) -> Loaded:
-    """The spec that a file with these tables would make."""
-    return _judged("the spec", [Layer(dict(tree), name="the dictionary given")], [])
-
-
-def _judged(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
-    history = {name: [Given(key.default, DEFAULT)] for name, key in keys().items()}
-    for layer in layers:
-        for table, leaf, value in _entries(layer):
-            if key := tables()[table].get(leaf):
-                before = history[key.name][-1].value
-                whole = (
-                    {**before, **value}
-                    if isinstance(before, dict) and isinstance(value, dict)
-                    else value
-                )
-                history[key.name].append(Given(whole, layer.source(*_path(table, leaf))))
-            else:
-                mistakes.append(
-                    Mistake(layer.source(*_path(table, leaf)), partial(unknown, table, leaf, value))
-                )
-    spec, invalid = _validate(
-        {name: given[-1].value for name, given in history.items() if len(given) > 1}
-    )
-    mistakes += [
-        Mistake(history[name][-1].source, partial(not_allowed, name, history[name][-1].value))
-        for name in invalid
-    ]
-    mistakes += _contradictions(spec, history, invalid, certain=not mistakes)
-    if mistakes:
-        raise InputError(message(name, [layer.file for layer in layers], mistakes))
-    return Loaded(spec, {name: tuple(given) for name, given in history.items()})
+    """Return the spec that a file with these tables would make."""
+    return _merge("the spec", [Layer(dict(tree), name="the dictionary given")], [])
 
 
 def differences(old: Spec, new: Spec) -> list[Difference]:
-    before, after = flat(old), flat(new)
+    before = flat(old)
+    after = flat(new)
     return [
         Difference(name, before[name], after[name], key.role)
         for name, key in keys().items()
@@ -101,8 +80,44 @@ def differences(old: Spec, new: Spec) -> list[Difference]:
     ]
 
 
+def _merge(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
+    history, unknown_keys = _history(layers)
+    last = {key: given[-1] for key, given in history.items() if len(given) > 1}
+    spec, invalid = _validate({key: given.value for key, given in last.items()})
+    mistakes += unknown_keys
+    mistakes += [
+        Mistake(last[key].source, partial(not_allowed, key, last[key].value)) for key in invalid
+    ]
+    stated = [key for key in last if key not in invalid]
+    mistakes += _contradictions(spec, history, stated, certain=not mistakes)
+    if mistakes:
+        raise InputError(message(name, [layer.file for layer in layers], mistakes))
+    return Loaded(spec, {key: tuple(given) for key, given in history.items()})
+
+
+def _history(layers: list[Layer]) -> tuple[dict[str, list[Given]], list[Mistake]]:
+    """Return the values of each key, the default first, and the keys that no spec has."""
+    history = {name: [Given(key.default, DEFAULT)] for name, key in keys().items()}
+    mistakes = []
+    for layer in layers:
+        for table, leaf, value in _entries(layer):
+            source = layer.source(*((table, leaf) if table else (leaf,)))
+            key = tables()[table].get(leaf)
+            if key is None:
+                mistakes.append(Mistake(source, partial(unknown, table, leaf, value)))
+                continue
+            before = history[key.name][-1].value
+            if isinstance(before, dict) and isinstance(value, dict):
+                value = {**before, **value}
+            history[key.name].append(Given(value, source))
+    return history, mistakes
+
+
 def _entries(layer: Layer) -> Iterator[tuple[str, str, Any]]:
-    """(table, key, value); table is "" for what stands above all tables, and for what should have been a table and is none."""
+    """Yield (table, key, value).
+
+    The table is "" for the keys above all tables, and for tables given as something else.
+    """
     for name, value in layer.tree.items():
         if name and name in tables() and isinstance(value, dict):
             yield from ((name, leaf, inner) for leaf, inner in value.items())
@@ -110,12 +125,11 @@ def _entries(layer: Layer) -> Iterator[tuple[str, str, Any]]:
             yield "", name, value
 
 
-def _path(table: str, leaf: str) -> tuple[str, ...]:
-    return (table, leaf) if table else (leaf,)
-
-
 def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
-    """The spec that the values make, and the keys whose value is not allowed (the spec then has their default)."""
+    """Return the spec that the values make, and the keys whose value is not allowed.
+
+    The spec has the default of such a key.
+    """
     tree: dict[str, Any] = {}
     for name, value in values.items():
         table, _, leaf = name.rpartition(".")
@@ -123,36 +137,29 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
     try:
         return Spec.model_validate(tree), []
     except ValidationError as error:
-        found = [
-            ".".join(map(str, problem["loc"][:2]))
-            for problem in error.errors(
-                include_url=False, include_input=False, include_context=False
-            )
-        ]
-    invalid = list(dict.fromkeys(found))
-    return _validate({name: value for name, value in values.items() if name not in invalid})[
-        0
-    ], invalid
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+    names = (".".join(map(str, problem["loc"][:2])) for problem in problems)
+    invalid = list(dict.fromkeys(names))
+    spec, _ = _validate({name: value for name, value in values.items() if name not in invalid})
+    return spec, invalid
 
 
 def _contradictions(
-    spec: Spec, history: dict[str, list[Given]], invalid: list[str], certain: bool
+    spec: Spec, history: dict[str, list[Given]], stated: list[str], certain: bool
 ) -> list[Mistake]:
-    """Where other mistakes are, only what was really given is held against each other, not defaults that stand in for it."""
-    found = []
+    """Return the contradictions of keys; `stated` are those that have an allowed value.
+
+    Next to other mistakes (not `certain`), only stated values count: a default may stand in for
+    a value that is not allowed.
+    """
+    mistakes = []
     for contradiction in contradictions(spec):
-        given = [
-            name for name in contradiction.keys if len(history[name]) > 1 and name not in invalid
-        ]
+        given = [name for name in contradiction.keys if name in stated]
         if not (certain and given) and len(given) < len(contradiction.keys):
             continue
-        rest = [
-            f"{name}: {history[name][-1].source.text}"
-            for name in contradiction.keys
-            if name != given[0]
-        ]
-        where = f" ({', '.join(rest)})" if rest else ""
-        found.append(
-            Mistake(history[given[0]][-1].source, partial(str, contradiction.text + where))
-        )
-    return found
+        last = {name: history[name][-1].source for name in contradiction.keys}
+        source = last.pop(given[0])
+        others = [f"{name}: {other.text}" for name, other in last.items()]
+        where = f" ({', '.join(others)})" if others else ""
+        mistakes.append(Mistake(source, partial(str, contradiction.text + where)))
+    return mistakes

@@ -1,5 +1,6 @@
 """Values that are each allowed, but not together: pure rules over a whole spec."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpczero.errors import InputError
@@ -7,11 +8,8 @@ from hpczero.model.shapes import known, layer_count
 from hpczero.spec.schema import Parallel, Spec
 from hpczero.text import listed, shown
 
-AXES = (
-    "tensor",
-    "data",
-    "pipeline",
-)  # "data" is what remains; every other axis is a key of [parallel]
+# Every axis but "data" is a key of [parallel]; "data" takes the ranks that the others leave.
+AXES = ("tensor", "data", "pipeline")
 _SHOWN = 4  # choices written out before a list is cut short
 
 
@@ -22,183 +20,232 @@ class Contradiction:
 
 
 def contradictions(spec: Spec) -> list[Contradiction]:
-    return [
-        found
-        for rule in (
-            _schedule,
-            _evaluation,
-            _model,
-            _order,
-            _tensor,
-            _pipeline,
-            _checkpoint,
-            _device,
-        )
-        for found in rule(spec)
-    ]
+    return [contradiction for rule in _RULES for contradiction in rule(spec)]
 
 
 def unavailable(spec: Spec) -> list[str]:
-    """What the spec may say, but this version cannot run yet."""
-    missing = []
-    if spec.parallel.tensor > 1 and not known(spec.model):
-        plan = "nothing says how the layers of a model of one's own are shared out; set it to 1 (parallel.pipeline and zero.stage cut it up too)"
-        missing.append(
-            f'parallel.tensor = {spec.parallel.tensor} with model.family = "{spec.model.family}": {plan}'
-        )
-    return missing
+    """Return the settings that the spec may have, but that this version cannot run yet."""
+    if spec.parallel.tensor == 1 or known(spec.model):
+        return []
+    return [
+        f"parallel.tensor = {spec.parallel.tensor} with model.family = "
+        f'"{spec.model.family}": nothing says how the layers of a model of one\'s own are shared '
+        "out; set it to 1 (parallel.pipeline and zero.stage cut it up too)"
+    ]
 
 
 def without_effect(spec: Spec) -> list[str]:
-    """Settings that are allowed, and change nothing next to the others."""
-    train, parallel, found = spec.train, spec.parallel, []
+    """Return the settings that are allowed, and change nothing next to the others."""
+    train = spec.train
+    parallel = spec.parallel
+    notes = []
     if train.precision != "fp16" and train.loss_scale != type(train)().loss_scale:
-        found.append(
-            f"train.loss_scale = {shown(train.loss_scale)} has no effect with train.precision = {shown(train.precision)}"
+        notes.append(
+            f"train.loss_scale = {shown(train.loss_scale)} has no effect with "
+            f"train.precision = {shown(train.precision)}"
         )
     if parallel.sequence_parallel and parallel.tensor == 1:
-        found.append(
-            "parallel.sequence_parallel = true has no effect with parallel.tensor = 1: there is nobody to share the sequence with"
+        notes.append(
+            "parallel.sequence_parallel = true has no effect with parallel.tensor = 1: "
+            "there is nobody to share the sequence with"
         )
     if parallel.schedule != type(parallel)().schedule and parallel.pipeline == 1:
-        found.append(
-            f"parallel.schedule = {shown(parallel.schedule)} has no effect with parallel.pipeline = 1: there is one stage"
+        notes.append(
+            f"parallel.schedule = {shown(parallel.schedule)} has no effect with "
+            "parallel.pipeline = 1: there is one stage"
         )
-    return found
+    return notes
 
 
 def axes_in_order(parallel: Parallel) -> tuple[str, ...] | None:
-    """The axes from innermost to outermost; those that `order` leaves out come last, which is allowed only where they have size 1. None: "auto"."""
+    """Return the axes from innermost to outermost; None for "auto".
+
+    Axes that `order` leaves out come last; only axes of size 1 may be left out.
+    """
     if parallel.order == "auto":
         return None
     named = [name.strip() for name in parallel.order.split(",")]
     needed = {"data"} | {axis for axis in AXES if axis != "data" and getattr(parallel, axis) > 1}
     if len(set(named)) < len(named) or not needed <= set(named) <= set(AXES):
         raise InputError(
-            f"parallel.order = {shown(parallel.order)}: must name each axis once, from the innermost to the outermost, separated by commas; "
+            f"parallel.order = {shown(parallel.order)}: must name each axis once, from the "
+            "innermost to the outermost, separated by commas; "
             f'the axes are {", ".join(AXES)}; or "auto"'
         )
     return tuple(named) + tuple(axis for axis in AXES if axis not in named)
 
 
-def _schedule(spec: Spec) -> list[Contradiction]:
-    schedule, steps, lr, found = spec.schedule, spec.train.steps, spec.optimizer.lr, []
-    if schedule.warmup_steps > steps:
-        text = f"schedule.warmup_steps = {schedule.warmup_steps} is more than train.steps = {steps}: at most {steps}, or more steps"
-        found.append(Contradiction(("schedule.warmup_steps", "train.steps"), text))
-    elif schedule.name == "wsd" and schedule.warmup_steps + schedule.decay_steps > steps:
-        sizes = f"schedule.warmup_steps = {schedule.warmup_steps} and schedule.decay_steps = {schedule.decay_steps}"
-        text = f"{sizes} make {schedule.warmup_steps + schedule.decay_steps}, more than train.steps = {steps}"
-        found.append(
-            Contradiction(("schedule.decay_steps", "schedule.warmup_steps", "train.steps"), text)
+def _schedule(spec: Spec) -> Iterator[Contradiction]:
+    schedule = spec.schedule
+    steps = spec.train.steps
+    lr = spec.optimizer.lr
+    warmup = schedule.warmup_steps
+    decay = schedule.decay_steps
+    name = schedule.name
+    if warmup > steps:
+        yield Contradiction(
+            ("schedule.warmup_steps", "train.steps"),
+            f"schedule.warmup_steps = {warmup} is more than train.steps = {steps}: "
+            f"at most {steps}, or more steps",
         )
-    if schedule.decay_steps and schedule.name != "wsd":
-        text = f'schedule.decay_steps = {schedule.decay_steps} is for "wsd" only, and schedule.name = {shown(schedule.name)}: set it to 0'
-        found.append(Contradiction(("schedule.decay_steps", "schedule.name"), text))
+    elif name == "wsd" and warmup + decay > steps:
+        yield Contradiction(
+            ("schedule.decay_steps", "schedule.warmup_steps", "train.steps"),
+            f"schedule.warmup_steps = {warmup} and schedule.decay_steps = {decay} make "
+            f"{warmup + decay}, more than train.steps = {steps}",
+        )
+    if decay and name != "wsd":
+        yield Contradiction(
+            ("schedule.decay_steps", "schedule.name"),
+            f'schedule.decay_steps = {decay} is for "wsd" only, and schedule.name = {shown(name)}: '
+            "set it to 0",
+        )
     if schedule.min_lr > lr:
-        text = f"schedule.min_lr = {schedule.min_lr} is more than optimizer.lr = {lr}, the learning rate at its highest"
-        found.append(Contradiction(("schedule.min_lr", "optimizer.lr"), text))
-    if schedule.min_lr and schedule.name == "constant":
-        text = f'schedule.min_lr = {schedule.min_lr}, but schedule.name = "constant" never gets there: set it to 0, or take another'
-        found.append(Contradiction(("schedule.min_lr", "schedule.name"), text))
-    return found
+        yield Contradiction(
+            ("schedule.min_lr", "optimizer.lr"),
+            f"schedule.min_lr = {schedule.min_lr} is more than optimizer.lr = {lr}, "
+            "the learning rate at its highest",
+        )
+    if schedule.min_lr and name == "constant":
+        yield Contradiction(
+            ("schedule.min_lr", "schedule.name"),
+            f'schedule.min_lr = {schedule.min_lr}, but schedule.name = "constant" never gets '
+            "there: set it to 0, or take another",
+        )
 
 
-def _device(spec: Spec) -> list[Contradiction]:
-    device, backend, found = spec.train.device, spec.comm.backend, []
-    for name, needed in (("nccl", "cuda"), ("gloo", "cpu")):
-        if backend == name and device not in ("auto", needed):
-            text = f'comm.backend = "{name}" carries tensors on {needed}, and train.device = "{device}": take another of the two'
-            found.append(Contradiction(("comm.backend", "train.device"), text))
-    if device == "cuda" and spec.zero.node_shared is True:
-        text = 'zero.node_shared = true keeps weights in the memory of the node\'s CPUs, and train.device = "cuda": set it to "auto" or false'
-        found.append(Contradiction(("zero.node_shared", "train.device"), text))
-    return found
-
-
-def _evaluation(spec: Spec) -> list[Contradiction]:
-    train, data, found = spec.train, spec.data, []
+def _evaluation(spec: Spec) -> Iterator[Contradiction]:
+    train = spec.train
+    data = spec.data
     if train.eval_every and not train.eval_batches:
-        text = f"train.eval_batches = 0 means no evaluation, train.eval_every = {train.eval_every} asks for some: set eval_every to 0"
-        found.append(Contradiction(("train.eval_batches", "train.eval_every"), text))
+        yield Contradiction(
+            ("train.eval_batches", "train.eval_every"),
+            f"train.eval_batches = 0 means no evaluation, train.eval_every = {train.eval_every} "
+            "asks for some: set eval_every to 0",
+        )
     if train.eval_batches and data.source == "stdlib" and data.validation_fraction == 0:
-        text = f"data.validation_fraction = 0 leaves no text for train.eval_batches = {train.eval_batches}: set that to 0"
-        found.append(Contradiction(("data.validation_fraction", "train.eval_batches"), text))
-    return found
+        yield Contradiction(
+            ("data.validation_fraction", "train.eval_batches"),
+            "data.validation_fraction = 0 leaves no text for "
+            f"train.eval_batches = {train.eval_batches}: set that to 0",
+        )
 
 
-def _model(spec: Spec) -> list[Contradiction]:
+def _model(spec: Spec) -> Iterator[Contradiction]:
     model = spec.model
     if model.heads > model.hidden and not model.head_dim:
-        text = f"model.heads = {model.heads} is more than model.hidden = {model.hidden}: fewer heads, or say their width with model.head_dim"
-        return [Contradiction(("model.heads", "model.hidden"), text)]
-    return []
+        yield Contradiction(
+            ("model.heads", "model.hidden"),
+            f"model.heads = {model.heads} is more than model.hidden = {model.hidden}: "
+            "fewer heads, or say their width with model.head_dim",
+        )
 
 
-def _order(spec: Spec) -> list[Contradiction]:
+def _order(spec: Spec) -> Iterator[Contradiction]:
     try:
         axes_in_order(spec.parallel)
     except InputError as error:
-        return [Contradiction(("parallel.order",), str(error))]
-    return []
+        yield Contradiction(("parallel.order",), str(error))
 
 
-def _tensor(spec: Spec) -> list[Contradiction]:
-    """Every tensor rank has a head at least, and with sequence_parallel a position."""
-    ranks, model, found = spec.parallel.tensor, spec.model, []
+def _tensor(spec: Spec) -> Iterator[Contradiction]:
+    """Every tensor rank has at least one head, and with sequence_parallel one position."""
+    ranks = spec.parallel.tensor
+    model = spec.model
     if ranks > model.heads and known(model):
-        fixes = (
-            f"{_smaller('parallel.tensor', ranks, model.heads)}, or at least model.heads = {ranks}"
+        yield Contradiction(
+            ("parallel.tensor", "model.heads"),
+            f"parallel.tensor = {ranks} is more than model.heads = {model.heads}, and every tensor "
+            f"rank needs a head: {_smaller('parallel.tensor', ranks, model.heads)}, "
+            f"or at least model.heads = {ranks}",
         )
-        text = f"parallel.tensor = {ranks} is more than model.heads = {model.heads}, and every tensor rank needs a head: {fixes}"
-        found.append(Contradiction(("parallel.tensor", "model.heads"), text))
     if ranks > model.seq_len and spec.parallel.sequence_parallel:
-        fixes = f"{_smaller('parallel.tensor', ranks, model.seq_len)}, or parallel.sequence_parallel = false"
-        text = f"parallel.tensor = {ranks} ranks cannot share model.seq_len = {model.seq_len} positions (parallel.sequence_parallel = true): {fixes}"
-        found.append(
-            Contradiction(("parallel.tensor", "model.seq_len", "parallel.sequence_parallel"), text)
+        yield Contradiction(
+            ("parallel.tensor", "model.seq_len", "parallel.sequence_parallel"),
+            f"parallel.tensor = {ranks} ranks cannot share model.seq_len = {model.seq_len} "
+            "positions (parallel.sequence_parallel = true): "
+            f"{_smaller('parallel.tensor', ranks, model.seq_len)}, "
+            "or parallel.sequence_parallel = false",
         )
-    return found
 
 
-def _pipeline(spec: Spec) -> list[Contradiction]:
-    """Every part of a stage has a layer at least; several parts are for the interleaved schedule, and it is for several parts."""
-    parallel, model, found = spec.parallel, spec.model, []
-    stages, chunks, schedule = parallel.pipeline, parallel.chunks, parallel.schedule
+def _chunks(spec: Spec) -> Iterator[Contradiction]:
+    """Only the interleaved schedule has several parts of the model on a stage."""
+    chunks = spec.parallel.chunks
+    schedule = spec.parallel.schedule
     if chunks > 1 and schedule != "interleaved":
-        text = f'parallel.chunks = {chunks} is for "interleaved" only, and parallel.schedule = {shown(schedule)}: set it to 1, or take that schedule'
-        found.append(Contradiction(("parallel.chunks", "parallel.schedule"), text))
-    if chunks == 1 and schedule == "interleaved" and stages > 1:
-        text = 'parallel.schedule = "interleaved" is for several parallel.chunks on a stage, and there is 1: set it to 2 or more, or take "1f1b"'
-        found.append(Contradiction(("parallel.schedule", "parallel.chunks"), text))
-    layers = layer_count(model) if known(model) else stages * chunks
-    if stages * chunks > layers:
-        parts = f"parallel.pipeline = {stages}" + (
-            f" x parallel.chunks = {chunks} makes {stages * chunks} parts," if chunks > 1 else " is"
+        yield Contradiction(
+            ("parallel.chunks", "parallel.schedule"),
+            f'parallel.chunks = {chunks} is for "interleaved" only, and '
+            f"parallel.schedule = {shown(schedule)}: set it to 1, or take that schedule",
         )
-        have = f"{layers} layers of the model (model.layers = {model.layers}, and those before and after them)"
-        fixes = (
-            [_smaller("parallel.pipeline", stages, layers // chunks)] if chunks <= layers else []
+    if chunks == 1 and schedule == "interleaved" and spec.parallel.pipeline > 1:
+        yield Contradiction(
+            ("parallel.schedule", "parallel.chunks"),
+            'parallel.schedule = "interleaved" is for several parallel.chunks on a stage, and '
+            'there is 1: set it to 2 or more, or take "1f1b"',
         )
-        fixes += (
-            [f"parallel.chunks = {layers // stages} or less"]
-            if chunks > 1 and layers >= 2 * stages
-            else []
-        )
-        fixes.append(f"at least model.layers = {model.layers + stages * chunks - layers}")
-        text = f"{parts} more than the {have}: {', or '.join(fixes)}"
-        found.append(Contradiction(("parallel.pipeline", "parallel.chunks", "model.layers"), text))
-    return found
+
+
+def _pipeline(spec: Spec) -> Iterator[Contradiction]:
+    """Every part of a stage has at least one layer."""
+    model = spec.model
+    stages = spec.parallel.pipeline
+    chunks = spec.parallel.chunks
+    parts = stages * chunks
+    layers = layer_count(model) if known(model) else parts
+    if parts <= layers:
+        return
+    said = f"parallel.pipeline = {stages} is"
+    fixes = []
+    if chunks <= layers:
+        fixes.append(_smaller("parallel.pipeline", stages, layers // chunks))
+    if chunks > 1:
+        said = f"parallel.pipeline = {stages} x parallel.chunks = {chunks} makes {parts} parts,"
+        if layers >= 2 * stages:
+            fixes.append(f"parallel.chunks = {layers // stages} or less")
+    fixes.append(f"at least model.layers = {model.layers + parts - layers}")
+    yield Contradiction(
+        ("parallel.pipeline", "parallel.chunks", "model.layers"),
+        f"{said} more than the {layers} layers of the model (model.layers = {model.layers}, "
+        f"and those before and after them): {', or '.join(fixes)}",
+    )
 
 
 def _smaller(key: str, asked: int, most: int) -> str:
-    """What fits the numbers of ranks that the size asked for does, and what is possible at all."""
+    """Return sizes up to `most` that divide the size asked for, so that the ranks still fit."""
     fitting = [str(size) for size in range(most, 0, -1) if asked % size == 0][:_SHOWN]
     return f"{key} = {listed(fitting, 'or')} (for the same ranks), at most {most}"
 
 
-def _checkpoint(spec: Spec) -> list[Contradiction]:
-    if not spec.checkpoint.weights_only or spec.checkpoint.resume not in ("auto", "never"):
-        return []
-    text = f"checkpoint.weights_only = true, and checkpoint.resume = {shown(spec.checkpoint.resume)} names no checkpoint: name its folder there"
-    return [Contradiction(("checkpoint.weights_only", "checkpoint.resume"), text)]
+def _checkpoint(spec: Spec) -> Iterator[Contradiction]:
+    resume = spec.checkpoint.resume
+    if spec.checkpoint.weights_only and resume in ("auto", "never"):
+        yield Contradiction(
+            ("checkpoint.weights_only", "checkpoint.resume"),
+            f"checkpoint.weights_only = true, and checkpoint.resume = {shown(resume)} names no "
+            "checkpoint: name its folder there",
+        )
+
+
+def _device(spec: Spec) -> Iterator[Contradiction]:
+    device = spec.train.device
+    backend = spec.comm.backend
+    for name, needed in (("nccl", "cuda"), ("gloo", "cpu")):
+        if backend == name and device not in ("auto", needed):
+            yield Contradiction(
+                ("comm.backend", "train.device"),
+                f'comm.backend = "{name}" carries tensors on {needed}, and '
+                f'train.device = "{device}": take another of the two',
+            )
+    if device == "cuda" and spec.zero.node_shared is True:
+        yield Contradiction(
+            ("zero.node_shared", "train.device"),
+            "zero.node_shared = true keeps weights in the memory of the node's CPUs, and "
+            'train.device = "cuda": set it to "auto" or false',
+        )
+
+
+_RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
+    *(_schedule, _evaluation, _model, _order, _tensor, _chunks, _pipeline, _checkpoint, _device),
+)

@@ -1,8 +1,8 @@
-"""The job spec: one frozen model per table, one description and one role per key (design §3).
+"""The job spec: one frozen model per table, one role and one description per key.
 
-A role says what a change of the key means for a run that already exists: `identity` makes it another run (refused on
-resume), `changeable` is logged, `site` says only where things lie and how the job is started. Every key here works: what a later
-version brings is not accepted before.
+A role says what a change of the key means for a run that already exists: `identity` makes it
+another run (refused on resume), `changeable` is logged, `site` only says where things lie and how
+the job is started. Every key here works: a key of a later version is not accepted before.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,15 +16,17 @@ PATH = r"^[^\x00-\x1f\x7f-\x9f]*$"
 FACTORY = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 WORD = r"^([A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]{0,254})?$"
 SITE = r"^(auto|[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,63})?)$"
-WALLTIME = r"^([0-9]{1,4}-[0-9]{1,2}:[0-9]{2}:[0-9]{2}|[0-9]{1,5}:[0-9]{2}:[0-9]{2}|([0-9]{1,4}d)?([0-9]{1,5}h)?([0-9]{1,6}m)?([0-9]{1,8}s)?)$"
+WALLTIME = (
+    r"^([0-9]{1,4}-[0-9]{1,2}:[0-9]{2}:[0-9]{2}|[0-9]{1,5}:[0-9]{2}:[0-9]{2}"
+    r"|([0-9]{1,4}d)?([0-9]{1,5}h)?([0-9]{1,6}m)?([0-9]{1,8}s)?)$"
+)
 MEMORY = r"^([1-9][0-9]{0,8}[MGT])?$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 DIRECTIVE = r"^-{1,2}[A-Za-z][^\x00-\x1f\x7f-\x9f]{0,999}$"
 CONTAINER = r"^((apptainer|shifter):[^\x00-\x1f\x7f-\x9f]{1,4000})?$"
-LARGEST = (
-    10**15
-)  # bound of the counts that have no natural one: sums and products of them stay exact everywhere
-# Patterns that a text may be held to, and what they mean in words.
+# Bound of the counts that have no natural one: their sums and products stay exact everywhere.
+LARGEST = 10**15
+# pattern of a text -> its meaning in words
 PATTERNS = {
     NAME: 'at most 100 letters, digits, ".", "_", "-", the first a letter or digit',
     PATH: "no control characters",
@@ -40,7 +42,7 @@ PATTERNS = {
 
 
 def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
-    """A key of the spec: its default, its role, one line about it, and pydantic's limits (gt, ge, le, ...)."""
+    """Describe a key of the spec; the limits are those of pydantic (gt, ge, le, ...)."""
     return Field(
         default=default, description=description, json_schema_extra={"role": role}, **limits
     )
@@ -49,9 +51,10 @@ def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
 _Factory = Annotated[str, Field(pattern=FACTORY, max_length=200)]
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _Word = Annotated[str, Field(pattern=WORD, min_length=1)]
+_Text = Annotated[str, Field(pattern=PATH, max_length=4096)]
 _Line = Annotated[str, Field(pattern=PATH, min_length=1, max_length=4096)]
 _Variable = Annotated[str, Field(pattern=VARIABLE)]
-_Text = Annotated[str, Field(pattern=PATH, max_length=4096)]
+_Site = Annotated[str, Field(pattern=SITE)]
 _Directive = Annotated[str, Field(pattern=DIRECTIVE)]
 
 
@@ -60,12 +63,10 @@ class Table(BaseModel):
 
 
 class Model(Table):
-    """What is trained."""
+    """The model to train."""
 
     family: Literal["gpt"] | _Factory = key(
-        "gpt",
-        "identity",
-        "kind of model, or the function (importable by this name) that makes a torch.nn.Module from this table",
+        "gpt", "identity", "gpt, or a factory that takes this table and returns a torch.nn.Module"
     )
     layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
     hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
@@ -77,19 +78,11 @@ class Model(Table):
         0, "identity", "width inside the feed-forward part; 0: 4 x hidden", ge=0, le=100_000_000
     )
     vocab: int = key(
-        257,
-        "identity",
-        "number of different tokens; the byte tokenizer has 257",
-        ge=1,
-        le=1_000_000_000,
+        257, "identity", "vocabulary size; the byte tokenizer has 257", ge=1, le=1_000_000_000
     )
     seq_len: int = key(128, "identity", "tokens in a sequence", ge=1, le=100_000_000)
     dropout: float = key(
-        0.0,
-        "identity",
-        "probability to drop a value (after the embedding, attention and feed-forward)",
-        ge=0,
-        lt=1,
+        0.0, "identity", "dropout after the embedding, attention and feed-forward", ge=0, lt=1
     )
     tied_embeddings: StrictBool = key(True, "identity", "the head uses the embedding's weight")
     kernels: Literal["auto", "torch"] = key(
@@ -98,51 +91,37 @@ class Model(Table):
 
 
 class Data(Table):
-    """What it is trained on."""
+    """The text to train on."""
 
-    source: str = key(
+    source: _Line = key(
         "stdlib",
         "identity",
-        '"stdlib" (text of the running Python\'s library), "synthetic", or the path of a token file',
-        min_length=1,
-        max_length=4096,
-        pattern=PATH,
+        '"stdlib" (text of Python\'s library), "synthetic", or a token file\'s path',
     )
     tokenizer: Literal["byte"] = key(
         "byte", "identity", "how text becomes tokens, when hpczero builds the file"
     )
     validation_fraction: float = key(
-        0.05,
-        "identity",
-        "share of the text kept for validation, when hpczero builds the file",
-        ge=0,
-        lt=1,
+        0.05, "identity", "share kept for validation, when hpczero builds the file", ge=0, lt=1
     )
     prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
 
 
 class Train(Table):
-    """How long, how much at once, how precisely."""
+    """Length, batch and precision of the training."""
 
     steps: int = key(100, "changeable", "optimizer steps", ge=1, le=LARGEST)
     global_batch: int = key(
         16, "changeable", "sequences in a step, over all ranks", ge=1, le=1_000_000_000
     )
     micro_batch: int = key(
-        8,
-        "changeable",
-        "sequences that a rank takes through the model at once, at most",
-        ge=1,
-        le=1_000_000,
+        8, "changeable", "most sequences that a rank computes at once", ge=1, le=1_000_000
     )
     precision: Literal["bf16", "fp16", "fp32"] = key(
         "bf16", "changeable", "number format of the model; half formats keep fp32 master weights"
     )
     loss_scale: float = key(
-        65536.0,
-        "changeable",
-        "fp16 only: the first loss scale; it then follows the overflows",
-        gt=0,
+        65536.0, "changeable", "fp16 only: initial loss scale; it then follows the overflows", gt=0
     )
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto", "site", "where the tensors live; auto: on GPUs where there are any"
@@ -158,15 +137,15 @@ class Train(Table):
         8, "site", "global batches in an evaluation; 0: no evaluation", ge=0, le=1_000_000
     )
     trace: StrictBool = key(
-        False, "site", "write what happened when on every rank, for Perfetto or chrome://tracing"
+        False, "site", "write a timeline of every rank, for Perfetto or chrome://tracing"
     )
 
 
 class Optimizer(Table):
-    """How the weights follow the gradient."""
+    """The update of the weights."""
 
-    name: Literal["adamw"] = key("adamw", "changeable", "the rule")
-    lr: float = key(3e-4, "changeable", "learning rate at its highest", gt=0)
+    name: Literal["adamw"] = key("adamw", "changeable", "the update rule")
+    lr: float = key(3e-4, "changeable", "peak learning rate", gt=0)
     betas: tuple[_Decay, _Decay] = key(
         (0.9, 0.95), "changeable", "decay of the first and second moment", strict=False
     )
@@ -180,9 +159,7 @@ class Schedule(Table):
     """The learning rate over the steps."""
 
     name: Literal["constant", "linear", "cosine", "wsd"] = key(
-        "cosine",
-        "changeable",
-        "shape after the warm-up: wsd keeps the rate, then decays it over the last decay_steps",
+        "cosine", "changeable", "shape after the warm-up; wsd: constant, then decay_steps of decay"
     )
     warmup_steps: int = key(0, "changeable", "steps of linear growth from 0", ge=0, le=LARGEST)
     decay_steps: int = key(
@@ -192,19 +169,21 @@ class Schedule(Table):
 
 
 class Parallel(Table):
-    """How the ranks are laid out; the data axis is what remains of them."""
+    """The layout of the ranks; the data axis takes those that the other axes leave."""
 
     tensor: int = key(1, "changeable", "ranks that share each layer", ge=1, le=1_000_000)
     pipeline: int = key(1, "changeable", "stages that the layers are cut into", ge=1, le=1_000_000)
     sequence_parallel: StrictBool = key(
         False,
         "changeable",
-        "tensor ranks also share the sequence between their products: less activation memory, a quarter more bytes",
+        "tensor ranks also share the sequence between their products: "
+        "less activation memory, a quarter more bytes",
     )
     schedule: Literal["1f1b", "gpipe", "interleaved"] = key(
         "1f1b",
         "changeable",
-        "order of forwards and backwards in the pipeline; interleaved: each stage has several parts of the model",
+        "order of forwards and backwards in the pipeline; "
+        "interleaved: each stage has several parts of the model",
     )
     chunks: int = key(
         1, "changeable", "interleaved only: parts of the model on each stage", ge=1, le=10_000
@@ -212,18 +191,17 @@ class Parallel(Table):
     order: str = key(
         "auto",
         "changeable",
-        'axes from the innermost (neighbouring ranks) to the outermost, as in "tensor,data,pipeline"; "auto": fewest bytes between nodes',
+        "axes from the innermost (neighbouring ranks) to the outermost, "
+        'as in "tensor,data,pipeline"; "auto": fewest bytes between nodes',
         max_length=100,
     )
 
 
 class Zero(Table):
-    """Which of the model states are cut into shards over the data ranks, and where they lie."""
+    """The model states that are sharded over the data ranks, and where they lie."""
 
     stage: Literal[0, 1, 2, 3] = key(
-        1,
-        "changeable",
-        "sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters",
+        1, "changeable", "sharded: 0 none, 1 optimizer states, 2 also gradients, 3 also parameters"
     )
     bucket_mb: int = key(
         0,
@@ -239,31 +217,24 @@ class Zero(Table):
 
 
 class Comm(Table):
-    """How the ranks talk."""
+    """The communication between ranks."""
 
     backend: Literal["auto", "mpi", "nccl", "gloo"] = key(
         "auto",
         "site",
-        "what carries collectives: MPI, or torch.distributed (nccl on GPUs, gloo on CPUs); auto: nccl where each rank has a GPU",
+        "what carries collectives: MPI, or torch.distributed (nccl on GPUs, gloo on CPUs); "
+        "auto: nccl where each rank has a GPU",
     )
     ranks_per_node: int = key(
-        0,
-        "site",
-        "try out a node layout: so many ranks count as a node; 0: as it is",
-        ge=0,
-        le=1_000_000,
+        0, "site", "test a layout: so many ranks are a node; 0: the real one", ge=0, le=1_000_000
     )
     timeout_s: float = key(
-        600.0,
-        "site",
-        "seconds that a rank waits for the others before the job ends with an error",
-        gt=0,
-        le=1e9,
+        600.0, "site", "seconds to wait for other ranks before the job fails", gt=0, le=1e9
     )
 
 
 class Checkpoint(Table):
-    """What is kept of a run on disk, and where it begins again."""
+    """The checkpoints of a run: saving them, and resuming from one."""
 
     every: int = key(
         1000,
@@ -274,31 +245,22 @@ class Checkpoint(Table):
     )
     keep: int = key(2, "changeable", "newest checkpoints that are kept; 0: all", ge=0, le=LARGEST)
     keep_every: int = key(
-        0,
-        "changeable",
-        "checkpoints of steps that this divides are kept for good; 0: none",
-        ge=0,
-        le=LARGEST,
+        0, "changeable", "keep for good those of steps that this divides; 0: none", ge=0, le=LARGEST
     )
     asynchronous: StrictBool = key(
         True,
         "site",
-        "save behind the training, from a copy of the states (12 bytes a parameter over all data ranks)",
+        "save in the background, from a copy of the states "
+        "(12 bytes a parameter over all data ranks)",
     )
     writers: Literal["node", "rank"] = key(
         "node", "site", "who writes a file: a node, or each rank"
     )
-    resume: str = key(
-        "auto",
-        "site",
-        'where to begin: "auto", the newest complete one; "never"; or its folder',
-        max_length=4096,
-        pattern=PATH,
+    resume: _Text = key(
+        "auto", "site", 'where to begin: "auto", the newest complete one; "never"; or its folder'
     )
     weights_only: StrictBool = key(
-        False,
-        "site",
-        "take nothing but the weights from the checkpoint that resume names: a run of its own, from step 0",
+        False, "site", "load only the weights of the checkpoint in resume: a new run, from step 0"
     )
     on_error: Literal["stop", "continue"] = key(
         "stop", "site", "what a run does that cannot save a checkpoint"
@@ -306,25 +268,18 @@ class Checkpoint(Table):
 
 
 class Paths(Table):
-    """Where files lie; $SCRATCH, $USER and ~ are expanded."""
+    """Locations of files; $SCRATCH, $USER and ~ are expanded."""
 
-    cache: str = key(
-        "",
-        "site",
-        "folder for what can be built again (token files); empty: ~/.cache/hpczero",
-        max_length=4096,
-        pattern=PATH,
+    cache: _Text = key(
+        "", "site", "folder for what can be built again (token files); empty: ~/.cache/hpczero"
     )
 
 
 class Batch(Table):
-    """How the job runs under a batch system: `hpczero render`, `hpczero submit`."""
+    """The job under a batch system: `hpczero render`, `hpczero submit`."""
 
-    site: str = key(
-        "auto",
-        "site",
-        '"site" or "site/partition" (hpczero site list); "auto": found by host name',
-        pattern=SITE,
+    site: _Site = key(
+        "auto", "site", '"site" or "site/partition" (hpczero site list); "auto": by host name'
     )
     scheduler: Literal["auto", "slurm", "pbs"] = key(
         "auto", "site", "the batch system; auto: the site's, or the one that is installed here"
@@ -342,17 +297,14 @@ class Batch(Table):
         0, "site", "ranks on each; 0: one for each GPU, or one", ge=0, le=100_000
     )
     cpus_per_rank: int = key(
-        0,
-        "site",
-        "as the scheduler counts them; 0: a node's share, where the site says how many it has",
-        ge=0,
-        le=100_000,
+        0, "site", "as the scheduler counts; 0: a share of the node, if known", ge=0, le=100_000
     )
     gpus_per_node: int = key(0, "site", "0: all that the site's partition has", ge=0, le=1000)
     gpu_select: Literal["auto", "visible", "wrapper", "closest"] = key(
         "auto",
         "site",
-        "visible: a rank sees all and takes its own; wrapper: it sees its own only; closest: Slurm gives it the nearest",
+        "visible: a rank sees all and takes its own; wrapper: it sees only its own; "
+        "closest: Slurm gives it the nearest",
     )
     bind: str = key(
         "auto",
@@ -361,14 +313,14 @@ class Batch(Table):
         pattern=WORD,
         min_length=1,
     )
-    mem: str = key("", "site", "memory of a node; empty: not asked for", pattern=MEMORY)
+    mem: str = key("", "site", "memory of a node; empty: not requested", pattern=MEMORY)
     walltime: str = key("1h", "site", "how long a job may take", pattern=WALLTIME, min_length=1)
-    account: str = key("", "site", "who pays", pattern=WORD)
+    account: str = key("", "site", "account that pays for the job", pattern=WORD)
     queue: str = key("", "site", "queue or partition", pattern=WORD)
     qos: str = key("", "site", "Slurm: quality of service", pattern=WORD)
     constraint: str = key("", "site", "Slurm: features of the nodes", pattern=WORD)
     reservation: str = key("", "site", "Slurm: reservation", pattern=WORD)
-    exclude: str = key("", "site", "Slurm: nodes to keep away from", pattern=WORD)
+    exclude: str = key("", "site", "Slurm: nodes to avoid", pattern=WORD)
     pbs_chunk: str = key(
         "", "site", 'PBS: more resources of each chunk, as in "system=polaris"', pattern=WORD
     )
@@ -377,27 +329,19 @@ class Batch(Table):
         (), "site", 'PBS: more resources of the job, as in ["filesystems=home:eagle"]', strict=False
     )
     chain: int = key(
-        1,
-        "site",
-        "jobs that are submitted, one after the other, until the run is finished",
-        ge=1,
-        le=1000,
+        1, "site", "jobs to submit, one after the other, until the run is finished", ge=1, le=1000
     )
     max_stalled: int = key(
         3, "site", "jobs of a chain without a new checkpoint after which it ends", ge=1, le=1000
     )
     after: str = key("", "site", "number of a job that must have ended first", pattern=WORD)
     begin: str = key("", "site", "not before this time, as the scheduler writes it", pattern=WORD)
-    mail: str = key("", "site", "address that is told of the job's end", pattern=WORD)
+    mail: str = key("", "site", "address that gets a message at the job's end", pattern=WORD)
     modules: tuple[_Word, ...] = key(
         (), "site", "environment modules that the job loads", strict=False
     )
-    venv: str = key(
-        "auto",
-        "site",
-        'virtual environment; "auto": the one that renders, if it is one; empty: none',
-        max_length=4096,
-        pattern=PATH,
+    venv: _Text = key(
+        "auto", "site", 'virtual environment; "auto": the one that renders, if any; empty: none'
     )
     setup: tuple[_Line, ...] = key(
         (), "site", "lines of shell that the job runs before it starts the ranks", strict=False
@@ -408,19 +352,16 @@ class Batch(Table):
     env_pass: tuple[_Variable, ...] = key(
         (),
         "site",
-        "names of variables handed over as they are at submission; no value is written, "
+        "names of variables that the job gets from the submission; no value is written, "
         "but PBS shows them to every user",
         strict=False,
     )
     env_inherit: StrictBool = key(
-        False, "site", "hand over the whole environment of the submission"
+        False, "site", "give the job the whole environment of the submission"
     )
     container: str = key("", "site", "image that the ranks run in", pattern=CONTAINER)
     container_options: tuple[_Line, ...] = key(
-        (),
-        "site",
-        'more words for the container\'s command, as in ["--bind", "/scratch"]',
-        strict=False,
+        (), "site", 'more words for its command, as in ["--bind", "/scratch"]', strict=False
     )
     extra_directives: tuple[_Directive, ...] = key(
         (), "site", "more directives, without #SBATCH or #PBS", strict=False
@@ -428,18 +369,11 @@ class Batch(Table):
 
 
 class Spec(Table):
-    """A job: what to train, on what, how."""
+    """A job: the model, its data, its training."""
 
     name: str = key("run", "identity", "name of the run, and of its folder", pattern=NAME)
-    seed: int = key(1, "identity", "everything random follows from it", ge=0, le=2**63 - 1)
-    output: str = key(
-        "runs",
-        "site",
-        "folder that holds the runs' folders",
-        min_length=1,
-        max_length=4096,
-        pattern=PATH,
-    )
+    seed: int = key(1, "identity", "seed of all random numbers", ge=0, le=2**63 - 1)
+    output: _Line = key("runs", "site", "folder that holds the runs' folders")
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()

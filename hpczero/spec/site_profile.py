@@ -1,7 +1,8 @@
-"""Where the profile of a site lies, and the layer of a spec that it makes.
+"""The profile of a site: its file, and the layer of a spec that it makes.
 
-A profile is a TOML file `<site>.toml` in one of `folders()`: facts for `hpczero.batch.sites`, and under [spec] and [partitions.<name>.spec] values
-for the keys of a spec whose role is `site`. They hold where the spec itself says nothing. The first partition is the default one.
+A profile is a TOML file `<site>.toml` in one of `folders()`. It has facts for
+`hpczero.batch.sites`, and under [spec] and [partitions.<name>.spec] values for keys whose role is
+`site`. They hold where the spec itself says nothing. The first partition is the default one.
 """
 
 import fnmatch
@@ -18,29 +19,32 @@ from hpczero.spec.keys import keys
 from hpczero.spec.toml import Layer, read_file, read_limited
 from hpczero.text import listed, printable
 
-_HERE = Path("sites")
+_LOCAL = Path("sites")  # in the current folder
 
 
 def folders() -> list[Path]:
-    """The first that has a site's profile wins."""
-    return [_HERE, env.config_folder() / "sites", *env.site_folders(), env.shared_folder("sites")]
+    """Return the folders of profiles; the first that has a site's profile wins."""
+    return [_LOCAL, env.config_folder() / "sites", *env.site_folders(), env.shared_folder("sites")]
 
 
 def profiles() -> dict[str, Path]:
-    """Site -> its file. A folder that cannot be looked into, as a home that is not mounted here, has none (`left_out`)."""
-    return _looked_for()[0]
+    """Return site -> its file.
+
+    A folder that cannot be read, as a home that is not mounted here, has none (see `left_out`).
+    """
+    return _search()[0]
 
 
 def left_out() -> list[str]:
-    """Folders of profiles that cannot be looked into, and why."""
+    """Return the folders and profiles that are not used, and why."""
     return [
-        f"no profile of a site is taken from {folder}: {problem}"
-        for folder, problem in _looked_for()[1].items()
+        f"no profile of a site is taken from {path}: {problem}"
+        for path, problem in _search()[1].items()
     ]
 
 
-def _looked_for() -> tuple[dict[str, Path], dict[Path, str]]:
-    found: dict[str, Path] = {}
+def _search() -> tuple[dict[str, Path], dict[Path, str]]:
+    files: dict[str, Path] = {}
     problems: dict[Path, str] = {}
     for folder in folders():
         try:
@@ -54,79 +58,86 @@ def _looked_for() -> tuple[dict[str, Path], dict[Path, str]]:
             if problem := _another_users(path):
                 problems[path] = problem
             else:
-                found.setdefault(path.stem, path)
-    return dict(sorted(found.items())), problems
+                files.setdefault(path.stem, path)
+    return dict(sorted(files.items())), problems
 
 
 def _another_users(path: Path) -> str:
-    """Return why a profile in ./sites is not trusted: jobs carry out what it says, and another user
-    may have put it where this one happens to work. Other folders were chosen by this user.
+    """Return why a profile in ./sites is not trusted; "" if it is.
+
+    Jobs carry out what it says, and another user may have put it where this one happens to work.
+    Other folders were chosen by this user.
     """
     try:
-        if _HERE not in path.parents or _HERE.samefile(env.shared_folder("sites")):
+        if _LOCAL not in path.parents or _LOCAL.samefile(env.shared_folder("sites")):
             return ""
-        way = [path, *(parent for parent in path.parents if parent.is_relative_to(_HERE))]
-        owner = next(filter(None, map(safe_files.owner_if_another, way)), "")
+        chain = [path, *(parent for parent in path.parents if parent.is_relative_to(_LOCAL))]
+        owner = next(filter(None, map(safe_files.owner_if_another, chain)), "")
     except OSError as error:
         return error.strerror or str(error)
-    ways = "to trust it, name its folder in $HPCZERO_SITES"
-    return f"it belongs to {owner}, and jobs would carry out what it says; {ways}" if owner else ""
+    way_out = "to trust it, name its folder in $HPCZERO_SITES"
+    if not owner:
+        return ""
+    return f"it belongs to {owner}, and jobs would carry out what it says; {way_out}"
 
 
 def template(path: Path) -> str:
-    """Return the text of a template beside a profile. InputError: it is no file, or not trusted."""
+    """Return the text of a template beside a profile; InputError if it is not trusted."""
     if problem := _another_users(path):
         raise InputError(f"{printable(str(path))} is not taken: {problem}")
     return read_limited(str(path), "template").decode(errors="replace")
 
 
 def read(name: str) -> tuple[str, str, Layer]:
-    """Of "site" or "site/partition": the site, the partition, the file."""
+    """Return the site, the partition and the file for "site" or "site/partition"."""
     site, _, partition = name.partition("/")
     known = profiles()
     if site not in known:
-        there = f"there are {listed(list(known))}; hpczero site new makes one"
-        raise InputError(
-            "; ".join([f'there is no site "{printable(site, 100)}"', there, *left_out()])
-        )
+        missing = f'there is no site "{printable(site, 100)}"'
+        others = f"there are {listed(list(known))}; hpczero site new makes one"
+        raise InputError("; ".join([missing, others, *left_out()]))
     layer = read_file(str(known[site]))
     partitions = layer.tree.get("partitions")
-    if (
-        not isinstance(partitions, dict)
-        or not partitions
-        or not all(isinstance(part, dict) for part in partitions.values())
-    ):
+    if not isinstance(partitions, dict):
+        partitions = {}
+    if not partitions or not all(isinstance(table, dict) for table in partitions.values()):
         raise InputError(
             f"{layer.file}: a site's profile needs a table [partitions.<name>] at least"
         )
     partition = partition or next(iter(partitions))
     if partition not in partitions:
         raise InputError(
-            f'the site "{site}" has no partition "{printable(partition, 100)}"; it has {listed(list(partitions))} ({layer.file})'
+            f'the site "{site}" has no partition "{printable(partition, 100)}"; '
+            f"it has {listed(list(partitions))} ({layer.file})"
         )
     return site, partition, layer
 
 
 def here() -> str | None:
-    """The site that this computer belongs to, by its name or a variable that the site sets."""
+    """Return this computer's site, by the host name or a variable that the site sets."""
     host = socket.gethostname()
     for name, path in profiles().items():
-        tree = _quickly(path, path.stat().st_mtime_ns)
-        hosts, variables = tree.get("hosts", []), tree.get("variables", {})
-        if isinstance(hosts, list) and any(
+        tree = _tables(path, path.stat().st_mtime_ns)
+        hosts = tree.get("hosts")
+        by_name = isinstance(hosts, list) and any(
             fnmatch.fnmatchcase(host, str(pattern)) for pattern in hosts
-        ):
-            return name
-        if isinstance(variables, dict) and any(
+        )
+        variables = tree.get("variables")
+        by_variable = isinstance(variables, dict) and any(
             env.variable(variable) == value for variable, value in variables.items()
-        ):
+        )
+        if by_name or by_variable:
             return name
     return None
 
 
 @functools.cache
-def _quickly(path: Path, changed: int) -> dict[str, Any]:
-    """The tables of a profile (as it was last changed) without their lines; what is wrong with it is said as for any file."""
+def _tables(path: Path, changed: int) -> dict[str, Any]:
+    """Return the tables of a profile without their lines, which is quick.
+
+    `changed` is the time of the file's last change, for the cache. What is not TOML raises
+    InputError, as any file does.
+    """
     try:
         return tomllib.loads(read_limited(str(path)).decode())
     except (InputError, ValueError):
@@ -134,14 +145,11 @@ def _quickly(path: Path, changed: int) -> dict[str, Any]:
 
 
 def layers(of_spec: Sequence[Layer]) -> list[Layer]:
-    """What the site's profile says, below the layers of a spec. None where the spec leaves nothing open, as the copy in a run's directory does."""
-    given = {
-        f"{table}.{leaf}"
-        for layer in of_spec
-        for table, inner in layer.tree.items()
-        if isinstance(inner, dict)
-        for leaf in inner
-    }
+    """Return the layers of the site's profile, which go below those of a spec.
+
+    There are none if the spec has every key, as the copy in a run's directory does.
+    """
+    given = {name for layer in of_spec for name in _names(layer.tree) if "." in name}
     if {name for name in keys() if "." in name} <= given:
         return []
     named = [
@@ -152,41 +160,43 @@ def layers(of_spec: Sequence[Layer]) -> list[Layer]:
     name = named[-1] if named else "auto"
     if name == "auto":
         name = here()
-    if not isinstance(name, str) or not name:  # not a text: said by the schema
+    if not isinstance(name, str) or not name:  # the schema refuses what is not a text
         return []
     site, partition, profile = read(name)
     chosen = Layer(
         {"batch": {"site": f"{site}/{partition}"}}, name=f"the host name ({profile.file})"
     )
-    of_site = _part(profile, profile.tree, ("spec",))
-    of_partition = _part(
-        profile, profile.tree["partitions"][partition], ("partitions", partition, "spec")
-    )
+    partitions = profile.tree["partitions"]
+    of_site = _spec_in(profile, profile.tree, ("spec",))
+    of_partition = _spec_in(profile, partitions[partition], ("partitions", partition, "spec"))
     return [chosen, of_site, of_partition]
 
 
-def _part(profile: Layer, tree: Mapping[str, Any], path: tuple[str, ...]) -> Layer:
+def _spec_in(profile: Layer, tree: Mapping[str, Any], path: tuple[str, ...]) -> Layer:
+    """Return the table [spec] of a part of the profile as a layer."""
     values = tree.get("spec", {})
     if not isinstance(values, dict):
         raise InputError(f"{profile.file}: [{'.'.join(path)}] must be a table")
-    named = [name for name, inner in values.items() if not isinstance(inner, dict)]
-    named += [
-        f"{table}.{leaf}"
-        for table, inner in values.items()
-        if isinstance(inner, dict)
-        for leaf in inner
-    ]
-    if wrong := next((name for name in named if not _may_say(name)), ""):
-        may = "a profile gives keys whose role is site (hpczero spec)"
-        raise InputError(f"{profile.file}: [{'.'.join(path)}] says {printable(wrong, 100)}: {may}")
+    if wrong := next((name for name in _names(values) if not _may_set(name)), ""):
+        rule = "a profile gives keys whose role is site (hpczero spec)"
+        raise InputError(f"{profile.file}: [{'.'.join(path)}] says {printable(wrong, 100)}: {rule}")
     lines = {
-        place[len(path) :]: line
-        for place, line in profile.lines.items()
-        if place[: len(path)] == path and len(place) > len(path)
+        key[len(path) :]: line
+        for key, line in profile.lines.items()
+        if key[: len(path)] == path and len(key) > len(path)
     }
     return Layer(values, profile.file, lines)
 
 
-def _may_say(name: str) -> bool:
+def _names(tree: Mapping[str, Any]) -> list[str]:
+    """Return the full names of the keys in a tree: those above all tables come first."""
+    names = [name for name, value in tree.items() if not isinstance(value, dict)]
+    for table, inner in tree.items():
+        if isinstance(inner, dict):
+            names += [f"{table}.{leaf}" for leaf in inner]
+    return names
+
+
+def _may_set(name: str) -> bool:
     key = keys().get(name)
     return key is not None and key.role == "site" and name != "batch.site"

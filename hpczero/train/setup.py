@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hpczero import __version__, device, env, kernel_cache, machine, process_memory
+from hpczero import device, env, kernel_cache, machine, process_memory
 from hpczero.comm.world import World
 from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
@@ -106,7 +106,7 @@ _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
 
 
 def packages() -> dict[str, str | None]:
-    return {"python": sys.version.split()[0], "hpczero": __version__} | {
+    return {"python": sys.version.split()[0], "hpczero": env.VERSION} | {
         name: _version(name) for name in _PACKAGES
     }
 

@@ -337,7 +337,7 @@ def test_check_as_data(hpczero: Hpczero, tmp_path: Path) -> None:
 
 
 def test_the_reference(hpczero: Hpczero) -> None:
-    assert "learning rate at its highest" in hpczero("spec").stdout
+    assert "peak learning rate" in hpczero("spec").stdout
     assert "| `lr` | `0.0003` | a number > 0 |" in hpczero("spec", "--markdown").stdout
     assert any(
         entry["key"] == "optimizer.lr" for entry in json.loads(hpczero("spec", "--json").stdout)
