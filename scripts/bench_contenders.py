@@ -18,7 +18,7 @@ from torch import nn
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.model import build, shapes
+from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.parallelize import assemble
 from hpczero.spec.schema import Spec
@@ -83,7 +83,7 @@ def materialised(spec: Spec, dtype: torch.dtype, kernels: str = "torch") -> nn.M
     """The model with its initial values, in plain memory of its own."""
     module = build.on_meta(spec.model.model_copy(update={"kernels": kernels}))
     parameters = {}
-    for layer in shapes.layers(spec.model):
+    for layer in families.layers(spec.model):
         for parameter in layer.parameters:
             values = torch.empty(parameter.shape, dtype=dtype)
             build.initial_values(parameter, spec.seed, 0, values)

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from hpczero.comm.grid import Grid  # noqa: E402
 from hpczero.comm.world import World  # noqa: E402
 from hpczero.errors import InputError  # noqa: E402
-from hpczero.model import build, shapes  # noqa: E402
+from hpczero.model import build, families  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.parallelize import assemble  # noqa: E402
 from hpczero.spec.schema import Model, Optimizer, Spec, Train, Zero  # noqa: E402
@@ -77,7 +77,7 @@ def main() -> int:
     )
     spec = Spec(model=model, train=train, optimizer=Optimizer(lr=1e-4), zero=Zero(stage=0))
     products = (
-        shapes.parameter_count(model)
+        families.parameter_count(model)
         - model.hidden * model.seq_len
         - (0 if model.tied_embeddings else model.hidden * model.vocab)
     )
@@ -103,7 +103,7 @@ def main() -> int:
             spec.seed,
         ).on(world.device)
         print(
-            f"{world.device.name}, torch {torch.__version__}, {shapes.parameter_count(model):,} parameters, {batch.token_count} tokens a step"
+            f"{world.device.name}, torch {torch.__version__}, {families.parameter_count(model):,} parameters, {batch.token_count} tokens a step"
         )
         losses = [
             measured(name, way, (spec, world, batch), arguments, flops)
@@ -166,7 +166,7 @@ def ours(spec: Spec, world: World, batch: MicroBatch) -> Iterator[Step]:
 
 @lru_cache
 def initial_values(model: Model, seed: int) -> dict[str, torch.Tensor]:
-    parameters = [parameter for layer in shapes.layers(model) for parameter in layer.parameters]
+    parameters = [parameter for layer in families.layers(model) for parameter in layer.parameters]
     made = {parameter.name: torch.empty(parameter.shape) for parameter in parameters}
     with Pool(len(os.sched_getaffinity(0))) as pool:
         for parameter in parameters:

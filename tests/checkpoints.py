@@ -16,7 +16,8 @@ from hpczero.checkpoint import apart, import_safetensors
 from hpczero.checkpoint.manifest import TrainingState
 from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored
 from hpczero.checkpoint.shard_file import BLOCK, SLOTS, Array, bounce, empty_chunks
-from hpczero.model.shapes import ZEROS, Layer, Parameter, layers
+from hpczero.model.families import layers
+from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.spec.schema import Model, Spec
 

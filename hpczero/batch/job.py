@@ -11,7 +11,7 @@ from hpczero.batch import sites
 from hpczero.batch.sites import Partition, Site, gigabytes, hardware
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
-from hpczero.model.shapes import known, layers
+from hpczero.model.families import known, layers
 from hpczero.planner import fit
 from hpczero.planner.memory import as_run
 from hpczero.planner.volumes import resolved

@@ -36,7 +36,8 @@ from hpczero.checkpoint.shard_file import (
     empty_chunks,
 )
 from hpczero.errors import InputError
-from hpczero.model.shapes import ZEROS, Layer, Parameter, known, layers
+from hpczero.model.families import known, layers
+from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import unit_layout
 from hpczero.spec.schema import Spec
 from hpczero.text import printable

@@ -128,7 +128,7 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         )
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
-    from hpczero.model.shapes import known, layers
+    from hpczero.model.families import known, layers
     from hpczero.planner import forecast
     from hpczero.planner import forecast as topology
     from hpczero.planner.volumes import resolved
@@ -208,7 +208,7 @@ def _uneven_heads(spec: Spec) -> list[str]:
 
 def _parameters(spec: Spec) -> int | None:
     """None: not known without building the model."""
-    from hpczero.model.shapes import known, parameter_count
+    from hpczero.model.families import known, parameter_count
 
     return parameter_count(spec.model) if known(spec.model) else None
 
@@ -287,7 +287,7 @@ def _dealt_out(layout: Layout) -> str:
 
 def _without_ranks(spec: Spec) -> list[str]:
     """What can be said of the layout while nobody knows how many ranks there are."""
-    from hpczero.model.shapes import known, layers
+    from hpczero.model.families import known, layers
     from hpczero.planner.forecast import stages, stages_in_lines
 
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline

@@ -2,22 +2,34 @@
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from hpczero.errors import InputError
 from hpczero.model import shapes
-from hpczero.model.gpt import GPT
+from hpczero.model.families import FAMILIES
+from hpczero.model.shapes import Family
 from hpczero.spec.schema import Model
 from hpczero_kernels.cpu import INLINE, Pool
 from hpczero_kernels.random import fill_normal, key_of
 
 
-def on_meta(model: Model) -> GPT:
+def _class_of(family: Family) -> Callable[[Model], Any]:
+    module, _, name = family.model.partition(":")
+    made: Callable[[Model], Any] = getattr(importlib.import_module(module), name)
+    return made
+
+
+# Imported at once: what compiles kernels beforehand imports this module.
+_CLASSES = {name: _class_of(family) for name, family in FAMILIES.items()}
+
+
+def on_meta(model: Model) -> Any:
     """Return the model on the meta device; its parameters are those of shapes.layers(model)."""
     with torch.device("meta"):
-        return {"gpt": GPT}[model.family](model)
+        return _CLASSES[model.family](model)
 
 
 def factory_of(model: Model) -> Callable[[Model], object]:

@@ -4,7 +4,8 @@ Tests hold the torch models equal to it. Legend: a parameter's `split` is the di
 sharded over tensor-parallel ranks (None: each of them holds the whole parameter).
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -46,13 +47,15 @@ class Layer:
     """One entry of the model's list of layers.
 
     `uses` names parameters of another layer that it works with (tied embeddings).
-    `around`: some of its parameters are in use while other layers run.
+    `around`: some of its parameters are in use while other layers run. `only_forward`: its backward
+    needs none of its parameters (a lookup).
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     uses: tuple[str, ...] = ()
     around: bool = False
+    only_forward: bool = False
 
     @property
     def size(self) -> int:
@@ -77,78 +80,39 @@ def ffn(model: Model) -> int:
     return model.ffn or 4 * model.hidden
 
 
-def layers(model: Model) -> list[Layer]:
-    return _FAMILIES[model.family](model)
+@dataclass(frozen=True)
+class Moments:
+    """Bytes of a micro-batch in one chunk of the model."""
+
+    kept: float  # from forward to backward
+    forward: float  # at the widest moment of its forward
+    backward: float  # at the widest moment of its backward
 
 
-def known(model: Model) -> bool:
-    """Return True for hpczero's own families.
+@dataclass(frozen=True)
+class ChunkLayout:
+    """A chunk's layers by kind ("blocks" -> 3), and how they are sharded."""
 
-    The layers of "package.module:factory" are not known without building the model.
+    layers: Counter[str]
+    tensor: int  # ranks
+    sequence: bool  # sequence parallelism: activations between the products are sharded too
+    sends: bool  # the pipeline has other stages
+    kernels: frozenset[str] = frozenset()  # `Platform.kernels`
+
+
+@dataclass(frozen=True)
+class Family:
+    """All that hpczero knows of a family of models before it builds one.
+
+    A plan names modules ("*" is any one part of a name) and their role among tensor ranks
+    (`parallel.tensor.plan.ROLES`).
     """
-    return model.family in _FAMILIES
 
-
-def layer_count(model: Model) -> int:
-    """Return len(layers(model)) without listing the blocks."""
-    return model.layers + len(layers(model.model_copy(update={"layers": 0})))
-
-
-def parameter_count(model: Model) -> int:
-    return sum(layer.size for layer in layers(model))
-
-
-def _gpt(model: Model) -> list[Layer]:
-    """GPT-2's architecture and initial values (Radford et al. 2019).
-
-    Projections into the residual stream start smaller, by 1/sqrt(2 x layers).
-    """
-    normal = Initial("normal", 0.02)
-    embedding = Layer(
-        "embedding",
-        (
-            Parameter("embedding.lookup.tokens", (model.vocab, model.hidden), normal, split=0),
-            Parameter("embedding.lookup.positions", (model.seq_len, model.hidden), normal),
-        ),
-    )
-    blocks = [_gpt_block(f"blocks.{index}", model, normal) for index in range(model.layers)]
-    norm = _norm("head.norm", model.hidden)
-    if model.tied_embeddings:
-        head = Layer("head", norm, uses=("embedding.lookup.tokens",))
-    else:
-        logits = Parameter("head.logits.weight", (model.vocab, model.hidden), normal, split=0)
-        head = Layer("head", (*norm, logits))
-    return [embedding, *blocks, head]
-
-
-def _gpt_block(name: str, model: Model, normal: Initial) -> Layer:
-    hidden = model.hidden
-    wide = ffn(model)
-    grain = head_dim(model)
-    inner = model.heads * grain
-    into_residual = Initial("normal", normal.std / (2 * model.layers) ** 0.5)
-    attention = f"{name}.attention"
-    feed_forward = f"{name}.feed_forward"
-    parameters = (
-        *_norm(f"{attention}.norm", hidden),
-        Parameter(f"{attention}.qkv.weight", (3, inner, hidden), normal, split=1, grain=grain),
-        Parameter(f"{attention}.qkv.bias", (3, inner), ZEROS, split=1, grain=grain),
-        Parameter(
-            f"{attention}.output.weight", (hidden, inner), into_residual, split=1, grain=grain
-        ),
-        Parameter(f"{attention}.output.bias", (hidden,), ZEROS),
-        *_norm(f"{feed_forward}.norm", hidden),
-        Parameter(f"{feed_forward}.up.weight", (wide, hidden), normal, split=0),
-        Parameter(f"{feed_forward}.up.bias", (wide,), ZEROS, split=0),
-        Parameter(f"{feed_forward}.down.weight", (hidden, wide), into_residual, split=1),
-        Parameter(f"{feed_forward}.down.bias", (hidden,), ZEROS),
-    )
-    return Layer(name, parameters)
-
-
-def _norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
-    weight = Parameter(f"{name}.weight", (hidden,), ONES)
-    return weight, Parameter(f"{name}.bias", (hidden,), ZEROS)
-
-
-_FAMILIES: dict[str, Callable[[Model], list[Layer]]] = {"gpt": _gpt}
+    model: str  # "module:class" of the torch model
+    layers: Callable[[Model], list[Layer]]
+    operations: Callable[[Model], list[int]]  # of one sequence in each layer, and its backward
+    activations: Callable[[Model, int, int, ChunkLayout], Moments]  # tokens, bytes of a number
+    # kind of layer -> sums over tensor ranks in forward, in backward, and norms in it
+    tensor_sums: Mapping[str, tuple[int, int, int]]
+    tensor_plan: Mapping[str, str]
+    sequence_plan: Mapping[str, str]  # with sequence parallelism, too

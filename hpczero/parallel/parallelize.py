@@ -14,7 +14,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.group import Group
 from hpczero.comm.node_group import NodeGroup
 from hpczero.comm.world import World
-from hpczero.model import build, shapes
+from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel import user_module
 from hpczero.parallel.pipeline import user_stages
@@ -30,7 +30,7 @@ from hpczero.parallel.pipeline.partition import (
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
 from hpczero.parallel.tensor.linear import residual_of
-from hpczero.parallel.tensor.plan import PLANS, apply_plan
+from hpczero.parallel.tensor.plan import apply_plan
 from hpczero.parallel.user_module import Layers
 from hpczero.parallel.values import OwnValues, no_values
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
@@ -109,7 +109,7 @@ def assemble(
     without values, to be loaded or made (`Engine.initial_values`).
     """
     site = Site(spec, world, grid, accumulates, threads)
-    if shapes.known(spec.model):
+    if families.known(spec.model):
         return _own_model(site, bare)
     found = found or find(spec, world, grid)
     if found.stage is None:
@@ -130,12 +130,12 @@ def build_engine(
 def _own_model(site: Site, bare: bool) -> StepRunner:
     spec = site.spec
     module = build.on_meta(spec.model)
-    layers = list(zip(module.layers(), shapes.layers(spec.model), strict=True))
+    layers = list(zip(module.layers(), families.layers(spec.model), strict=True))
     tensor, pipeline = site.group_if_cut("tensor"), site.group_if_cut("pipeline")
     if tensor:
         parallel = spec.parallel.sequence_parallel
         residual = residual_of(tensor, parallel, spec.model.seq_len)
-        apply_plan(layers, PLANS[spec.model.family], residual)
+        apply_plan(layers, families.family(spec.model), residual)
     described = [layer for _, layer in layers]
     stages = chunks_of_stages(spec, described)
     held = stages[pipeline.rank if pipeline else 0]

@@ -12,11 +12,11 @@ keeps proportionally more for every further one.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from hpczero.model.shapes import Layer, ffn, head_dim, layers
+from hpczero.model.families import family, layers
+from hpczero.model.shapes import ChunkLayout, Layer, Moments
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
@@ -29,20 +29,7 @@ from hpczero.parallel.pipeline.schedule import (
     steps,
 )
 from hpczero.parallel.states import SLOTS
-from hpczero.spec.schema import Model, Parallel, Spec
-
-_FP32 = 4
-_LOGITS_BLOCK = 1 << 18  # logits that tensor ranks have in fp32 at a time, twice
-_ONLY_FORWARD = {"embedding"}  # layers whose backward does not need their parameters: lookups
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Bytes of a micro-batch in one chunk of the model."""
-
-    kept: float  # from forward to backward
-    forward: float  # at the widest moment of its forward
-    backward: float  # at the widest moment of its backward
+from hpczero.spec.schema import Parallel, Spec
 
 
 def element_bytes(spec: Spec) -> int:
@@ -97,17 +84,6 @@ def _schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> Schedu
     return schedule(kind, stages, chunks, micro_batches) if micro_batches else [()] * stages
 
 
-@dataclass(frozen=True)
-class Part:
-    """A chunk's layers by kind ("blocks" -> 3), and how they are sharded."""
-
-    layers: Counter[str]
-    tensor: int  # ranks
-    sequence: bool  # sequence parallelism: activations between the products are sharded too
-    sends: bool  # the pipeline has other stages
-    kernels: frozenset[str] = frozenset()  # `Platform.kernels`
-
-
 def activations(
     spec: Spec,
     samples: int,
@@ -126,78 +102,11 @@ def activations(
     moments = []
     for chunk in chunks or [layers(spec.model)]:
         kinds = Counter(layer.kind for layer in layers_that_run([chunk]))
-        part = Part(kinds, parallel.tensor, sequence, parallel.pipeline > 1, kernels)
+        sends = parallel.pipeline > 1
+        part = ChunkLayout(kinds, parallel.tensor, sequence, sends, kernels)
         tokens = samples * spec.model.seq_len
-        moments.append(_FAMILIES[spec.model.family](spec.model, tokens, element, part))
+        moments.append(family(spec.model).activations(spec.model, tokens, element, part))
     return int(peak(parallel, moments, stage, micro_batches))
-
-
-def _gpt(model: Model, tokens: int, element: int, part: Part) -> Moments:
-    """Count the activations of a GPT.
-
-    A block keeps its input, the residual in its middle, both norms' outputs, query, key and value,
-    attention's result, the wide activations before and after GELU; attention also a number per
-    head, norms two. Dropout keeps nothing: it draws its mask again. A stage keeps its output too;
-    the input of its first block lies in the receive buffer; its last gradient waits to be sent.
-
-    Tensor ranks divide heads, columns of the feed-forward part and the vocabulary. With sequence
-    parallelism they divide the other activations too, but gather the input of each product.
-    """
-    ranks = part.tensor
-    hidden = model.hidden / ranks if part.sequence else model.hidden
-    inner = model.heads * head_dim(model) / ranks
-    wide = ffn(model) / ranks
-    vocab = model.vocab / ranks
-    norms = 4 / ranks if part.sequence else 4
-    block = element * (4 * hidden + 4 * inner + 2 * wide) + _FP32 * (model.heads / ranks + norms)
-    kept = part.layers["blocks"] * block * tokens
-    if part.sends and "embedding" in part.layers:
-        kept += element * hidden * tokens
-    sent = hidden if part.sends else 0
-    gathered = 2 * model.hidden if part.sequence else 0
-    in_flight = element * tokens * (sent + gathered)
-    embedding = element * vocab * model.hidden
-    # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
-    waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
-    of_head = 0.0
-    forward = [kept]
-    backward = [kept]
-    if "head" in part.layers:
-        of_head, loss = _loss(part, tokens, element, hidden, vocab)
-        logits = element * vocab * tokens
-        forward.append(kept + loss)
-        backward += [kept + loss, kept + 2 * element * hidden * tokens + logits + embedding]
-    if "blocks" in part.layers:
-        masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps
-        of_block = element * 2 * (hidden + wide) * tokens + masking * tokens
-        backward.append(kept + of_block + element * model.hidden * max(wide, 3 * inner) + waiting)
-    if "embedding" in part.layers:
-        backward.append(embedding + 2 * waiting + element * 2 * hidden * tokens)
-    return Moments(kept + of_head, max(forward) + in_flight, max(backward) + in_flight)
-
-
-def _loss(
-    part: Part, tokens: int, element: int, hidden: float, vocab: float
-) -> tuple[float, float]:
-    """Return the bytes that the head keeps, and those of its loss at the widest moment.
-
-    PyTorch's cross-entropy goes from logits over fp32 ones to their log-softmax, which it keeps;
-    its backward holds three fp32 tensors of that size. hpczero's kernel, and tensor ranks, keep the
-    logits and write the gradient over them; the kernel also keeps two numbers a token.
-    """
-    by_kernel = "cross_entropy" in part.kernels
-    over_logits = by_kernel or part.tensor > 1
-    logits = element * vocab * tokens
-    kept = element * hidden * tokens + (logits if over_logits else _FP32 * vocab * tokens)
-    in_fp32 = 3 * vocab * tokens
-    if by_kernel:
-        in_fp32 = 2 * tokens
-    elif over_logits:
-        in_fp32 = 2 * min(_LOGITS_BLOCK, vocab * tokens)
-    return kept, 2 * element * hidden * tokens + (logits if over_logits else 0) + _FP32 * in_fp32
-
-
-_FAMILIES: dict[str, Callable[[Model, int, int, Part], Moments]] = {"gpt": _gpt}
 
 
 # All-gathers of units in a step where parameters are sharded (ZeRO-3), by the rules of
@@ -258,7 +167,7 @@ def _forward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
 def _backward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
     """Yield unit by unit, as autograd asks for them: a shared one (the logits' weight) first."""
     for layer in reversed(layers_that_run([chunk])):
-        if layer.name not in _ONLY_FORWARD:
+        if not layer.only_forward:
             for unit in sorted({holder[name] for name in layer.names}):
                 yield (unit,)
 

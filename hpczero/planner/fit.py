@@ -6,7 +6,8 @@ from itertools import chain, islice, product
 from math import prod
 
 from hpczero.comm.grid import Grid
-from hpczero.model.shapes import Layer, known, layer_count
+from hpczero.model.families import known, layer_count
+from hpczero.model.shapes import Layer
 from hpczero.planner.memory import (
     CPUS,
     Hardware,

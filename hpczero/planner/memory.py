@@ -21,7 +21,8 @@ from math import prod
 
 from hpczero.comm.grid import Grid
 from hpczero.data.sampler import micro_batch_sizes
-from hpczero.model.shapes import Layer, known
+from hpczero.model.families import known
+from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import Tied, Units, chunks_of_stages, handed_on
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes

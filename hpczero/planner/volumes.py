@@ -40,7 +40,8 @@ from hpczero.comm.grid import Grid, impossible, order_is_free
 from hpczero.comm.trace import evenly
 from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
-from hpczero.model.shapes import Layer, known, layer_count, layers
+from hpczero.model.families import family, known, layer_count, layers
+from hpczero.model.shapes import Layer
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers_in_step
@@ -52,8 +53,6 @@ _AGREEMENT = 56
 # fp32 numbers of each token that tensor ranks reduce: the largest logit; the sum of exponentials
 # together with the target's logit.
 _LOSS = (1, 2)
-# family -> kind of layer -> all_reduces over tensor ranks in forward, in backward, and norms in it
-_TENSOR = {"gpt": {"embedding": (1, 0, 0), "blocks": (2, 2, 2), "head": (0, 1, 1)}}
 
 # Micro-batches of a data rank: (samples in it, number of such micro-batches).
 Batches = tuple[tuple[int, int], ...]
@@ -306,7 +305,7 @@ class Volumes:
         ranks = self.spec.parallel.tensor
         tokens = samples * model.seq_len
         kinds = [layer.kind for layer in partition.layers_that_run(self.chunks[stage])]
-        table = _TENSOR[model.family]
+        table = family(model).tensor_sums
         forward, backward, norms = (
             sum(table[kind][column] for kind in kinds) * times for column in range(3)
         )

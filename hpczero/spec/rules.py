@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpczero.errors import InputError
-from hpczero.model.shapes import known, layer_count
+from hpczero.model.families import known, layer_count
 from hpczero.spec.schema import Parallel, Spec
 from hpczero.text import listed, shown
 

@@ -19,7 +19,7 @@ from hpczero.comm.world import World
 from hpczero.data.dataset import TokenSource, open_source
 from hpczero.data.sampler import micro_batch_sizes
 from hpczero.errors import InputError, Stopped
-from hpczero.model import build, shapes
+from hpczero.model import build, families
 from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, find
 from hpczero.parallel.user_module import layers_of
@@ -100,7 +100,7 @@ def _prepare(
     missing = unavailable(spec)
     if missing:
         raise InputError("; ".join(missing))
-    if not shapes.known(spec.model):
+    if not families.known(spec.model):
         world.run_on_all(lambda: build.factory_of(spec.model))  # before data is built
     source = world.run_on_all(lambda: open_source(spec, world.broadcast_object, first))
     done = world.broadcast_object(
@@ -114,7 +114,7 @@ def _prepare(
                 f"{run_directory.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew"
             )
         return None, None
-    found = None if shapes.known(spec.model) else find(spec, world, grid)
+    found = None if families.known(spec.model) else find(spec, world, grid)
     layers, fits = _layers(spec, found), spec
     if layers:
         given = (
@@ -142,7 +142,7 @@ def _prepare(
 
 def _layers(spec: Spec, found: UserModel | None) -> list[Layer] | None:
     if found is None:
-        return shapes.layers(spec.model)
+        return families.layers(spec.model)
     return [layer for _, layer in layers_of(found.module)] if found.stage is None else None
 
 
@@ -223,12 +223,14 @@ def _carry_out(
     )
     engine = way.engine
     parameters = (
-        shapes.parameter_count(spec.model) if shapes.known(spec.model) else engine.parameter_count()
+        families.parameter_count(spec.model)
+        if families.known(spec.model)
+        else engine.parameter_count()
     )
     if voice:
         _say_layout(voice, job, batches, parameters)
     identity = identity_of(
-        job.source.describe()["fingerprint"], random.RULE if shapes.known(spec.model) else 0
+        job.source.describe()["fingerprint"], random.RULE if families.known(spec.model) else 0
     )
     checkpoints = Checkpoints(spec, world, job.grid, engine, identity)
     first, earlier = _begin_again(checkpoints, voice)
@@ -288,7 +290,7 @@ def _begin_again(checkpoints: Checkpoints, voice: Reporter | None) -> tuple[int,
     resumed = checkpoints.resume()
     if resumed.path:
         checkpoints.refresh_weights()
-    elif shapes.known(checkpoints.spec.model):
+    elif families.known(checkpoints.spec.model):
         checkpoints.engine.renew(lambda unit: unit.fill_owned(checkpoints.engine.initial_values))
     earlier = Earlier()
     if voice:
@@ -387,7 +389,7 @@ def _summary(
 
 def _what(job: TrainingJob, summary: dict[str, Any]) -> str:
     family = (
-        job.spec.model.family.upper() if shapes.known(job.spec.model) else job.spec.model.family
+        job.spec.model.family.upper() if families.known(job.spec.model) else job.spec.model.family
     )
     return f"{job.spec.name}, a {family} of {summary['parameters']:,} parameters"
 

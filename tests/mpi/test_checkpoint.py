@@ -20,7 +20,7 @@ from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.save import SaveFailed
 from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.comm.world import World
-from hpczero.model.shapes import layers
+from hpczero.model.families import layers
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.state_dict import gathered
 from hpczero.parallel.zero.unit import Unit

@@ -12,7 +12,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.trace import Trace
 from hpczero.comm.world import World
 from hpczero.data.sampler import micro_batch_sizes
-from hpczero.model import shapes
+from hpczero.model import families
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.parallelize import assemble
 from hpczero.parallel.step import StepRunner
@@ -36,7 +36,7 @@ class Job:
         self.largest = micro_batch_sizes(
             spec.train.global_batch, spec.train.micro_batch, grid.size("data")
         )[2]
-        self.needed = need(spec, shapes.layers(spec.model), placement(spec, grid, world.rank))
+        self.needed = need(spec, families.layers(spec.model), placement(spec, grid, world.rank))
         self.way: StepRunner = assemble(
             spec, world, grid, accumulates=len(self.batches.parts()) > 1
         )

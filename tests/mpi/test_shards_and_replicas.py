@@ -10,7 +10,7 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.group import Work, shard
 from hpczero.comm.node_group import LocalSum
 from hpczero.comm.world import World
-from hpczero.model import build, shapes
+from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
 from hpczero.parallel.zero.engine import Engine
@@ -63,7 +63,7 @@ def trained(axis: DataAxis, stage: int, batches: Sequence[MicroBatch]) -> dict[s
     """Train three steps on this rank's batches; return the weights, of data rank 0."""
     spec = Spec(model=MODEL, train=Train(precision="fp32"), zero=Zero(stage=stage))  # type: ignore[arg-type]
     module = build.on_meta(MODEL)
-    layers = list(zip(module.layers(), shapes.layers(MODEL), strict=True))
+    layers = list(zip(module.layers(), families.layers(MODEL), strict=True))
     names = [parameter.name for _, layer in layers for parameter in layer.parameters]
     settings = EngineSettings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True)
     engine = Engine(ModelParts(module, layers, None, {}, names), axis, settings)

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpczero.comm.world import World
-from hpczero.model import build, shapes
+from hpczero.model import build, families, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.layout import tensor_part
 from hpczero.parallel.tensor.linear import residual_of
-from hpczero.parallel.tensor.plan import PLANS, apply_plan
+from hpczero.parallel.tensor.plan import apply_plan
 from hpczero.spec.schema import Model
 
 pytestmark = pytest.mark.mpi
@@ -27,7 +27,7 @@ ODD = Model(
 
 
 def parameters_of(model: Model) -> list[shapes.Parameter]:
-    return [parameter for layer in shapes.layers(model) for parameter in layer.parameters]
+    return [parameter for layer in families.layers(model) for parameter in layer.parameters]
 
 
 def values_of(model: Model, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -56,8 +56,8 @@ def parallel_model(
     group = world.group("tensor", range(world.size))
     module = build.on_meta(model)
     names = [name for name, _ in module.named_parameters()]
-    layers = list(zip(module.layers(), shapes.layers(model), strict=True))
-    apply_plan(layers, PLANS[model.family], residual_of(group, sequence_parallel, model.seq_len))
+    layers = list(zip(module.layers(), families.layers(model), strict=True))
+    apply_plan(layers, families.family(model), residual_of(group, sequence_parallel, model.seq_len))
     assert sorted(name for name, _ in module.named_parameters()) == sorted(names)
     values = values_of(model, dtype)
     own = {

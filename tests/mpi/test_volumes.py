@@ -10,7 +10,7 @@ import pytest
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
-from hpczero.model import shapes
+from hpczero.model import families
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES, contradictions
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
@@ -33,7 +33,7 @@ def laid_out(world: World, ranks_per_node: int) -> Iterator[World]:
 
 def expected(spec: Spec, world: World) -> Volume:
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-    return Volumes(spec, shapes.layers(spec.model), grid.size("data")).of_rank(grid, world.rank)
+    return Volumes(spec, families.layers(spec.model), grid.size("data")).of_rank(grid, world.rank)
 
 
 def sent_in_steps(world: World, spec: Spec) -> list[Volume]:

@@ -124,7 +124,7 @@ def test_the_ledger_has_the_bytes_of_the_schedule(
     world: World, stage: int, accumulation: int
 ) -> None:
     """Per step, in half-precision elements x (N - 1) / N: 2, 2 and A + 1 times the parameters; at stage 3 A times them and what is gathered."""
-    from hpczero.model import shapes
+    from hpczero.model import families
     from hpczero.parallel.layout import unit_layout
 
     count = world.size
@@ -141,7 +141,7 @@ def test_the_ledger_has_the_bytes_of_the_schedule(
         )
         for spec in specs
     ]
-    units = [unit_layout(layer, count).size for layer in shapes.layers(base.model)]
+    units = [unit_layout(layer, count).size for layer in families.layers(base.model)]
     whole, at_stage_3 = sum(units), accumulation * sum(units) + gathered(units, accumulation)
     elements = {0: 2 * whole, 1: 2 * whole, 2: (accumulation + 1) * whole, 3: at_stage_3}[stage]
     norm = 8 * (count - 1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpczero import machine
-from hpczero.model.shapes import parameter_count
+from hpczero.model.families import parameter_count
 from hpczero.spec.schema import Model
 from tests.launch import after_load, hpczero, launch, mpirun
 

@@ -13,7 +13,7 @@ from hpczero.comm.mpi_backend import Order
 from hpczero.comm.progress import Limits
 from hpczero.comm.torch_backend import Native
 from hpczero.device import Device
-from hpczero.model.shapes import layers
+from hpczero.model.families import layers
 from hpczero.planner.memory import CPUS, Placement, Platform, bucket_bytes, need
 from hpczero.spec.load import load
 from hpczero.spec.schema import Model, Spec, Train, Zero

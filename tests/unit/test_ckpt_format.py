@@ -18,7 +18,7 @@ from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, RankData, ShardFile
 from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
 from hpczero.checkpoint.shard_file import SLOTS
-from hpczero.model.shapes import layers, parameter_count
+from hpczero.model.families import layers, parameter_count
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.spec.schema import Model
 from tests.checkpoints import Grid, Wanted, make, memory_at_most

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hpczero.device import Device  # noqa: E402  # needs torch
-from hpczero.model import build, shapes  # noqa: E402
+from hpczero.model import build, families  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.parallel.zero import engine as zero  # noqa: E402
 from hpczero.parallel.zero import reduce as reduction  # noqa: E402
@@ -110,7 +110,7 @@ def test_every_tensor_of_a_step_is_on_the_device(
     spec = Spec(model=MODEL, train=Train(precision=precision), zero=Zero(stage=stage))  # type: ignore[arg-type]
     module = build.on_meta(MODEL)
     module.register_buffer("kept", torch.zeros(3))
-    layers = list(zip(module.layers(), shapes.layers(MODEL), strict=True))
+    layers = list(zip(module.layers(), families.layers(MODEL), strict=True))
     names = [parameter.name for _, layer in layers for parameter in layer.parameters]
     settings = EngineSettings(spec.train, spec.optimizer, spec.zero, 1, True, own_model=True)
     engine = Engine(ModelParts(module, layers, None, {}, names), OneRank(), settings)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from hpczero.model import shapes
+from hpczero.model import families
 from hpczero.parallel.pipeline.partition import Units, chunks_of_stages, handed_on, layers_that_run
 from hpczero.spec.schema import Model, Parallel, Spec
 
@@ -20,7 +20,7 @@ def held(model: Model, **parallel: int) -> list[list[int]]:
     units = Units(1, spec.parallel.tensor)
     layers = [
         [layer for chunk in chunks for layer in chunk]
-        for chunks in chunks_of_stages(spec, shapes.layers(model))
+        for chunks in chunks_of_stages(spec, families.layers(model))
     ]
     return [
         [
@@ -34,7 +34,7 @@ def held(model: Model, **parallel: int) -> list[list[int]]:
 def balanced_share(model: Model, tensor: int = 1, pipeline: int = 1) -> float:
     """The model's parameters, and the copies of what its first and last stage both need, dealt out evenly."""
     copies = model.vocab * model.hidden if model.tied_embeddings and pipeline > 1 else 0
-    return (shapes.parameter_count(model) + copies) / (tensor * pipeline)
+    return (families.parameter_count(model) + copies) / (tensor * pipeline)
 
 
 GRIDS = [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
@@ -74,7 +74,7 @@ def test_together_the_ranks_hold_everything() -> None:
         spec = Spec(model=model, parallel=Parallel(tensor=tensor, pipeline=pipeline))
         whole = sum(
             parameter.size
-            for layer in shapes.layers(model)
+            for layer in families.layers(model)
             for parameter in layer.parameters
             if parameter.split is None
         ) * (tensor - 1)
@@ -84,10 +84,10 @@ def test_together_the_ranks_hold_everything() -> None:
         )
         names = [
             layer.name
-            for stage in chunks_of_stages(spec, shapes.layers(model))
+            for stage in chunks_of_stages(spec, families.layers(model))
             for layer in layers_that_run(stage)
         ]
-        assert names == [layer.name for layer in shapes.layers(model)]
+        assert names == [layer.name for layer in families.layers(model)]
 
 
 def test_what_is_handed_on() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpczero.checkpoint.piece_table import RankShard, stored
-from hpczero.model import shapes
+from hpczero.model import families
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import ALIGNMENT, rectangles, share, stretches_of_part, unit_layout
 from hpczero.spec.schema import Model
@@ -56,7 +56,7 @@ def test_six_heads_on_four_ranks():
 
 @pytest.mark.parametrize(("shards", "tensor"), list(product((1, 2, 3, 5), (1, 2, 3))))
 def test_units_are_aligned_and_padded(shards, tensor):
-    for layer, rank in product(shapes.layers(ODD), range(tensor)):
+    for layer, rank in product(families.layers(ODD), range(tensor)):
         layout = unit_layout(layer, shards, tensor, rank)
         assert layout.shard_size % ALIGNMENT == 0
         assert all(place.offset % ALIGNMENT == 0 for place in layout.slots)
@@ -70,7 +70,7 @@ def test_every_element_is_stored_once_without_gaps(data, tensor):
     """Over all ranks: what is whole on each tensor rank by the first one."""
     found: dict[str, list[tuple[int, ...]]] = {}
     for shard, rank in product(range(data), range(tensor)):
-        units = [unit_layout(layer, data, tensor, rank) for layer in shapes.layers(ODD)]
+        units = [unit_layout(layer, data, tensor, rank) for layer in families.layers(ODD)]
         offset = 0
         for stretch in stored(RankShard(units, shard, rank)):
             assert stretch.offset == offset
@@ -78,7 +78,9 @@ def test_every_element_is_stored_once_without_gaps(data, tensor):
             found.setdefault(stretch.name, []).extend(
                 element for box in stretch.rectangles for element in elements(box)
             )
-    for parameter in (parameter for layer in shapes.layers(ODD) for parameter in layer.parameters):
+    for parameter in (
+        parameter for layer in families.layers(ODD) for parameter in layer.parameters
+    ):
         assert sorted(found[parameter.name]) == elements(
             tuple(slice(0, length) for length in parameter.shape)
         )
@@ -93,7 +95,7 @@ def test_a_one_element_parameter_lies_on_one_rank():
 
 
 def test_rectangles_follow_each_other_as_their_elements_lie_in_the_unit():
-    for layer, shard in product(shapes.layers(ODD), range(3)):
+    for layer, shard in product(families.layers(ODD), range(3)):
         layout = unit_layout(layer, 3)
         place_of = {place.parameter.name: place for place in layout.slots}
         for stretch in stored(RankShard([layout], shard)):
@@ -158,7 +160,7 @@ def test_stretches_of_every_part_in_the_flattened_whole(shape):
 
 @pytest.mark.parametrize("tensor", [1, 2, 3])
 def test_the_parts_of_the_tensor_ranks_hold_the_whole_parameter(tensor):
-    for layer in shapes.layers(ODD):
+    for layer in families.layers(ODD):
         for index, parameter in enumerate(layer.parameters):
             held = []
             for rank in range(tensor):

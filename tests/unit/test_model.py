@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpczero.model import build, shapes
+from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model
 
@@ -19,7 +19,7 @@ CASES = [
 def real(model: Model, seed: int = 1, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     module = build.on_meta(model)
     parameters = {}
-    for layer in shapes.layers(model):
+    for layer in families.layers(model):
         for parameter in layer.parameters:
             values = torch.empty(parameter.shape, dtype=dtype)
             build.initial_values(parameter, seed, 0, values)
@@ -39,7 +39,7 @@ def batch_of(model: Model, samples: int, step: int = 0) -> MicroBatch:
 def test_torch_model_equals_shapes(model):
     described = {
         parameter.name: parameter.shape
-        for layer in shapes.layers(model)
+        for layer in families.layers(model)
         for parameter in layer.parameters
     }
     module = build.on_meta(model)
@@ -47,15 +47,15 @@ def test_torch_model_equals_shapes(model):
         name: tuple(parameter.shape) for name, parameter in module.named_parameters()
     } == described
     assert all(parameter.is_meta for parameter in module.parameters())
-    assert len(module.layers()) == len(shapes.layers(model))
-    assert sum(parameter.numel() for parameter in module.parameters()) == shapes.parameter_count(
+    assert len(module.layers()) == len(families.layers(model))
+    assert sum(parameter.numel() for parameter in module.parameters()) == families.parameter_count(
         model
     )
 
 
 @pytest.mark.parametrize("model", CASES)
 def test_splits_name_a_dimension(model):
-    for layer in shapes.layers(model):
+    for layer in families.layers(model):
         for parameter in layer.parameters:
             assert parameter.split is None or 0 <= parameter.split < len(parameter.shape)
 
@@ -90,7 +90,7 @@ def test_it_is_causal():
 
 
 def test_initial_values_do_not_depend_on_the_slice():
-    parameter = next(iter(shapes.layers(Model())[0].parameters))
+    parameter = next(iter(families.layers(Model())[0].parameters))
     whole, part = torch.empty(parameter.size), torch.empty(1001)
     build.initial_values(parameter, 5, 0, whole)
     build.initial_values(parameter, 5, 777, part)

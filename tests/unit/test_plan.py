@@ -2,36 +2,40 @@
 
 import pytest
 
-from hpczero.model import build, shapes
+from hpczero.model import build
+from hpczero.model.families import FAMILIES, family, layers
 from hpczero.parallel.tensor.linear import ColumnLinear, RowLinear
-from hpczero.parallel.tensor.plan import PLANS, _matches
+from hpczero.parallel.tensor.plan import ROLES, _matches
 from hpczero.parallel.tensor.vocabulary import VocabularyLookup
 from hpczero.spec.schema import Model
 
-MODELS = [Model(family=family, tied_embeddings=tied) for family in PLANS for tied in (True, False)]
+MODELS = [Model(family=name, tied_embeddings=tied) for name in FAMILIES for tied in (True, False)]
 
 
 def planned(model: Model) -> dict[str, object]:
-    plan = PLANS[model.family]
+    plans = {**family(model).tensor_plan, **family(model).sequence_plan}
     names = [name for name, _ in build.on_meta(model).named_modules()]
     return {
-        name: make
-        for pattern, make in {**plan.tensor, **plan.sequence}.items()
+        name: ROLES[role]
+        for pattern, role in plans.items()
         for name in names
         if _matches(name, pattern)
     }
 
 
-def test_every_family_has_a_plan():
-    assert PLANS.keys() == shapes._FAMILIES.keys()
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_every_entry_names_modules(model):
+    tensor, sequence = family(model).tensor_plan, family(model).sequence_plan
+    names = [name for name, _ in build.on_meta(model).named_modules()]
+    assert not tensor.keys() & sequence.keys()
+    for pattern in (*tensor, *sequence):
+        assert any(_matches(name, pattern) for name in names), pattern
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_every_entry_names_modules(model):
-    plan, names = PLANS[model.family], [name for name, _ in build.on_meta(model).named_modules()]
-    assert not plan.tensor.keys() & plan.sequence.keys()
-    for pattern in (*plan.tensor, *plan.sequence):
-        assert any(_matches(name, pattern) for name in names), pattern
+def test_every_kind_of_layer_has_its_sums(model):
+    assert {layer.kind for layer in layers(model)} == family(model).tensor_sums.keys()
+    assert len(family(model).operations(model)) == len(layers(model))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
@@ -40,9 +44,7 @@ def test_parameters_are_cut_as_the_plan_uses_them(model):
     is used on own rows only by modules that sum its gradient.
     """
     entries = planned(model)
-    for parameter in (
-        parameter for layer in shapes.layers(model) for parameter in layer.parameters
-    ):
+    for parameter in [one for layer in layers(model) for one in layer.parameters]:
         module, _, name = parameter.name.rpartition(".")
         dims, entry = len(parameter.shape), entries.get(module)
         if entry is ColumnLinear:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.model import shapes
+from hpczero.model import families
 from hpczero.planner.activations import activations
 from hpczero.planner.memory import RUNTIME, Need, NodeNeed, Placement, need, needs_of_nodes
 from hpczero.spec.schema import Data, Model, Spec, Train, Zero
@@ -29,7 +29,7 @@ def job(
 
 
 def predicted(spec: Spec, ranks: int, on_node: int = 1, shared: bool = False) -> Need:
-    return need(spec, shapes.layers(spec.model), Placement(ranks, on_node, shared))
+    return need(spec, families.layers(spec.model), Placement(ranks, on_node, shared))
 
 
 def states_of(need_of_node: Need) -> int:
@@ -50,7 +50,7 @@ def formula(stage: int, ranks: int, gradient: int, weights: float) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_large_models_follow_the_closed_formulas(stage: int, accumulates: bool) -> None:
-    parameters, gradient = shapes.parameter_count(LARGE), 4 if accumulates else 2
+    parameters, gradient = families.parameter_count(LARGE), 4 if accumulates else 2
     assert parameters > 100_000_000
     for ranks in range(1, 9):
         states = states_of(predicted(job(stage=stage, accumulates=accumulates), ranks))
@@ -73,7 +73,7 @@ def test_large_models_follow_the_closed_formulas(stage: int, accumulates: bool) 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_has_no_separate_master_weights(stage: int) -> None:
-    parameters = shapes.parameter_count(LARGE)
+    parameters = families.parameter_count(LARGE)
     kinds = predicted(job(stage=stage, precision="fp32"), 4).rank
     assert kinds["master"] == 0
     assert kinds["weights"] / parameters == pytest.approx(4 / (4 if stage == 3 else 1), rel=0.02)
@@ -81,7 +81,7 @@ def test_fp32_has_no_separate_master_weights(stage: int) -> None:
 
 
 def test_in_flight_are_two_of_the_largest_units() -> None:
-    largest = max(layer.size for layer in shapes.layers(LARGE))
+    largest = max(layer.size for layer in families.layers(LARGE))
     slots = [
         (
             predicted(job(stage=stage), 4).rank["gradient slots"],
@@ -132,7 +132,7 @@ def test_communication_buffers_do_not_depend_on_the_model() -> None:
 
 
 def test_nodes_of_different_sizes() -> None:
-    nodes = needs_of_nodes(job(node_shared="auto"), shapes.layers(LARGE), {0: 2, 1: 1})
+    nodes = needs_of_nodes(job(node_shared="auto"), families.layers(LARGE), {0: 2, 1: 1})
     assert [nodes[node].ranks for node in (0, 1)] == [2, 1]
     assert nodes[0].node["weights"] == nodes[1].node["weights"]
     assert nodes[0].node["runtime"] == 2 * RUNTIME
@@ -151,11 +151,13 @@ class Alone:
     shared = False
     done = True
     device: Any = None
+    group: Any = None
 
     def __post_init__(self) -> None:
         from hpczero.device import CPU
 
         self.device = CPU
+        self.group = self
 
     def allocate(self, once: object, each: object) -> dict[str, Any]:
         return {}
@@ -191,7 +193,7 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
     spec = job(ODD, stage, precision, accumulates)
     for ranks in (1, 3, 4):
         module = build.on_meta(ODD)
-        layers = list(zip(module.layers(), shapes.layers(ODD), strict=True))  # type: ignore[operator]
+        layers = list(zip(module.layers(), families.layers(ODD), strict=True))  # type: ignore[operator]
         settings = EngineSettings(spec.train, spec.optimizer, spec.zero, spec.seed, accumulates)
         parts = ModelParts(module, layers, None, {}, names(layers))
         engine = Engine(parts, Alone(ranks - 1, ranks), settings)  # type: ignore[arg-type]

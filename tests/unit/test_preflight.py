@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpczero.model import shapes
+from hpczero.model import families
 from hpczero.planner.fit import refusal
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 
@@ -42,7 +42,7 @@ def rank(node: int = 0, available: float = 24, **changes: Any) -> dict[str, Any]
 
 
 def judged(job: Spec, *seen: dict[str, Any]) -> str | None:
-    return refusal(job, shapes.layers(job.model), site_of(seen))
+    return refusal(job, families.layers(job.model), site_of(seen))
 
 
 def test_what_fits_is_not_refused() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpczero.errors import InputError
-from hpczero.model import shapes
+from hpczero.model import families
 from hpczero.parallel.pipeline.partition import cut, estimated_costs, layers_of, parts
 from hpczero.spec.schema import Model, Parallel
 
@@ -66,7 +66,7 @@ def test_costs_of_gpt_are_its_matrix_products() -> None:
     embedding, *blocks, head = estimated_costs(model)
     weights = sum(
         parameter.size
-        for parameter in shapes.layers(model)[1].parameters
+        for parameter in families.layers(model)[1].parameters
         if parameter.decays and len(parameter.shape) > 1
     )
     biases = 3 * 16  # qkv's is [3, inner]: no matrix
@@ -87,7 +87,7 @@ def test_a_large_vocabulary_takes_blocks_off_the_last_stage() -> None:
 
 def test_costs_are_there_for_every_layer() -> None:
     for model in (Model(), Model(layers=1, heads=3, head_dim=7, ffn=5)):
-        assert len(estimated_costs(model)) == len(shapes.layers(model))
+        assert len(estimated_costs(model)) == len(families.layers(model))
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
-from hpczero.model import shapes
+from hpczero.model import families
+from hpczero.model.shapes import Moments
 from hpczero.parallel.pipeline.partition import chunks_of_stages, layers_that_run
 from hpczero.parallel.pipeline.schedule import AHEAD, forward_only, most_arrived, schedule, steps
 from hpczero.parallel.pipeline.simulate import simulate
-from hpczero.planner.activations import Moments, arrived, gathered, gathers, gathers_in_step, peak
+from hpczero.planner.activations import arrived, gathered, gathers, gathers_in_step, peak
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES
@@ -38,7 +39,7 @@ def grid_of(spec: Spec, node_of_rank: list[int]) -> Grid:
 
 
 def volumes(spec: Spec, grid: Grid) -> Volumes:
-    return Volumes(spec, shapes.layers(spec.model), grid.size("data"))
+    return Volumes(spec, families.layers(spec.model), grid.size("data"))
 
 
 def test_a_step_in_formulas() -> None:
@@ -173,7 +174,7 @@ def test_a_grid_that_does_not_fit_names_sizes_that_the_model_allows() -> None:
 
 
 def test_stages_hold_every_layer_once_and_a_copy_of_what_is_tied() -> None:
-    layers = shapes.layers(MODEL)
+    layers = families.layers(MODEL)
     for parallel in (
         {"pipeline": 3},
         {"pipeline": 2, "schedule": "interleaved", "chunks": 3},
@@ -231,7 +232,7 @@ def test_what_is_gathered_ahead_may_be_gone_before_it_is_used() -> None:
 def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
     """What is reckoned from the first micro-batches is what going through all of them gives."""
     spec = job(**parallel)
-    stages = chunks_of_stages(spec, shapes.layers(MODEL))
+    stages = chunks_of_stages(spec, families.layers(MODEL))
     for stage, chunks in enumerate(stages):
         sizes = [-(-layer.size // 64) * 64 for chunk in chunks for layer in chunk]
         for many in (1, 2, 5, 12, 13, 18, 29):
@@ -284,7 +285,7 @@ def held(model: Model, **parallel: Any) -> list[int]:
     grid = grid_of(spec, [0] * (spec.parallel.tensor * spec.parallel.pipeline))
     return [
         part.rank["moments"] // 8
-        for part in needs_on_grid(spec, shapes.layers(model), grid)[0].parts
+        for part in needs_on_grid(spec, families.layers(model), grid)[0].parts
     ]
 
 
@@ -307,32 +308,32 @@ def held(model: Model, **parallel: Any) -> list[int]:
 )
 def test_a_ranks_parameters_are_the_balanced_share(model: Model, parallel: dict[str, int]) -> None:
     """Where the layers can be divided."""
-    share = shapes.parameter_count(model) / prod(parallel.values())
+    share = families.parameter_count(model) / prod(parallel.values())
     assert all(0.95 * share < own < 1.05 * share for own in held(model, **parallel))
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
 def test_tied_embeddings_are_held_once_more_and_nothing_else_is(pipeline: int) -> None:
     tied = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)
-    whole = shapes.parameter_count(tied)
+    whole = families.parameter_count(tied)
     assert sum(held(tied, pipeline=pipeline)) == whole + tied.vocab * tied.hidden
     untied = tied.model_copy(update={"tied_embeddings": False})
-    assert sum(held(untied, pipeline=pipeline)) == shapes.parameter_count(untied)
+    assert sum(held(untied, pipeline=pipeline)) == families.parameter_count(untied)
 
 
 def test_with_the_copy_two_stages_have_equal_shares() -> None:
     tied = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)
-    share = (shapes.parameter_count(tied) + tied.vocab * tied.hidden) / 2
+    share = (families.parameter_count(tied) + tied.vocab * tied.hidden) / 2
     assert held(tied, pipeline=2) == pytest.approx([share, share], rel=0.01)
 
 
 def test_memory_of_stages_and_tensor_ranks() -> None:
     """The node's need is that of all its ranks."""
     model = Model(layers=16, hidden=512, heads=8, vocab=1024, seq_len=64)
-    whole = shapes.parameter_count(model)
+    whole = families.parameter_count(model)
     spec = job(model, 16, 0, tensor=2, pipeline=4, order="tensor,data,pipeline")
     needs = needs_on_grid(
-        spec, shapes.layers(model), Grid.build(spec.parallel, [rank // 4 for rank in range(16)])
+        spec, families.layers(model), Grid.build(spec.parallel, [rank // 4 for rank in range(16)])
     )
     assert len(needs) == 4
     weights = [
@@ -351,7 +352,7 @@ def test_memory_of_stages_and_tensor_ranks() -> None:
         model, 16, 0, tensor=2, pipeline=4, sequence_parallel=True, order="tensor,data,pipeline"
     )
     shared = needs_on_grid(
-        parts, shapes.layers(model), Grid.build(parts.parallel, [rank // 4 for rank in range(16)])
+        parts, families.layers(model), Grid.build(parts.parallel, [rank // 4 for rank in range(16)])
     )
     assert shared[0].rank["activations"] < first.rank["activations"]
 

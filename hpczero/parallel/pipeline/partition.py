@@ -4,12 +4,13 @@ The model is cut into stages x chunks parts; part number c * stages + s is chunk
 expensive part, so that is what the cut makes as small as it can be. Costs are measured ones, or estimated from the model.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from math import inf, lcm
 
-from hpczero.model.shapes import Layer, Parameter, ffn, head_dim, known
+from hpczero.model.families import family, known
+from hpczero.model.shapes import Layer, Parameter
 from hpczero.parallel.layout import UnitLayout, share, unit_layout
 from hpczero.spec.schema import Model, Spec
 
@@ -112,9 +113,6 @@ class Units:
         return self._made[key]
 
 
-_FORWARD_AND_BACKWARD = 3  # backward makes two products of the size of forward's: the gradients of the input and of the weight
-
-
 def parts(costs: Sequence[float], stages: int, chunks: int = 1) -> tuple[range, ...]:
     """The layers of each part, in the order of the model; `costs` are those of the layers."""
     return cut(costs, stages * chunks)
@@ -130,7 +128,7 @@ def estimated_costs(model: Model) -> list[int]:
     assert known(model), (
         f"the layers of {model.family} are not known from the spec: their costs have to be measured"
     )
-    return _FAMILIES[model.family](model)
+    return family(model).operations(model)
 
 
 def cut(costs: Sequence[float], count: int) -> tuple[range, ...]:
@@ -200,15 +198,3 @@ def _whole(costs: Sequence[float]) -> list[int]:
     ratios = [cost.as_integer_ratio() for cost in costs]
     unit = lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
-
-
-def _gpt(model: Model) -> list[int]:
-    """Products of matrices, and of attention's queries with all keys; the embedding only adds what it looks up."""
-    inner, seq = model.heads * head_dim(model), model.seq_len
-    weights = model.hidden * (4 * inner + 2 * ffn(model))
-    block = 2 * weights + 4 * seq * inner
-    costs = [model.hidden, *[block] * model.layers, 2 * model.hidden * model.vocab]
-    return [_FORWARD_AND_BACKWARD * seq * cost for cost in costs]
-
-
-_FAMILIES: dict[str, Callable[[Model], list[int]]] = {"gpt": _gpt}

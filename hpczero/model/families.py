@@ -1,0 +1,35 @@
+"""hpczero's own families of models, by the spec's word for them (pure).
+
+To add one: its torch model beside `gpt.py`, its record beside `gpt_family.py`, a line here.
+"""
+
+from hpczero.model.gpt_family import GPT
+from hpczero.model.shapes import Family, Layer
+from hpczero.spec.schema import Model
+
+FAMILIES: dict[str, Family] = {"gpt": GPT}
+
+
+def family(model: Model) -> Family:
+    return FAMILIES[model.family]
+
+
+def layers(model: Model) -> list[Layer]:
+    return family(model).layers(model)
+
+
+def known(model: Model) -> bool:
+    """Return True for hpczero's own families.
+
+    The layers of "package.module:factory" are not known without building the model.
+    """
+    return model.family in FAMILIES
+
+
+def layer_count(model: Model) -> int:
+    """Return len(layers(model)) without listing the blocks."""
+    return model.layers + len(layers(model.model_copy(update={"layers": 0})))
+
+
+def parameter_count(model: Model) -> int:
+    return sum(layer.size for layer in layers(model))
