@@ -1,9 +1,9 @@
 """CUDA kernels of one signature, launched on torch's current stream.
 
 A kernel is compiled, or loaded from numba's cache, when it is first launched. A launch takes
-addresses and numbers, never tensors: no conversion, no reference, no wait for the device. The caller
-ensures that the tensors are contiguous and live until then; torch's allocator reuses memory in the
-order of the stream. Launch each kernel once before capturing a CUDA graph.
+addresses and numbers, never tensors: no conversion, no reference, no wait for the device. The
+caller ensures that the tensors are contiguous and live until then; torch's allocator reuses memory
+in the order of the stream. Launch each kernel once before capturing a CUDA graph.
 """
 
 import importlib

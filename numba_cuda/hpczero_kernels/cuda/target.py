@@ -1,8 +1,8 @@
 """Import of numba.cuda from the package numba-cuda, which replaces numba's own deprecated one.
 
-Python arranges that when it reads the package's .pth file. It reads none in folders that PYTHONPATH
-names (`pip install --target`, wheels beside an environment); there this module does the same, before
-any import of numba.cuda.
+Python arranges that when it reads the package's .pth file. It reads none in folders that
+PYTHONPATH names (`pip install --target`, wheels beside an environment); there this module does the
+same, before any import of numba.cuda.
 """
 
 import importlib

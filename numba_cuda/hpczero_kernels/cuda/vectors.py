@@ -158,9 +158,9 @@ def _high(word):
 
 # Grids of operations on each column alone
 #
-# A block of threads has a tile of columns, and takes rows at a stride of the grid's height. A thread
-# has eight neighbouring columns, so that a column's bias, or the sum that is its gradient, stays in
-# the thread's registers.
+# A block of threads has a tile of columns, and takes rows at a stride of the grid's height. A
+# thread has eight neighbouring columns, so that a column's bias, or the sum that is its gradient,
+# stays in the thread's registers.
 _ROWS = 4  # rows of a block, where nothing is summed over rows
 _MOST_BLOCKS = 65535  # along y
 _SUM_BLOCKS = 528  # of sums over rows: four per multiprocessor of the largest GPUs, on all GPUs
