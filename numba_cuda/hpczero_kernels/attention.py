@@ -71,15 +71,15 @@ class _Attention(torch.autograd.Function):
         scale = 1.0 / sqrt(head_dim)
         heads_at_once = max(1, _TILE // (seq * seq))
         for start in range(0, samples * heads, heads_at_once):
-            part = slice(start, start + heads_at_once)
+            chunk = slice(start, start + heads_at_once)
             # Both products to fp32, as in forward: rounded logits do not fit its logsumexp, nor do
             # rounded products with v fit `row_sums`.
-            logits = torch.bmm(q[part].float(), k[part].float().transpose(1, 2))
-            probabilities = logits.mul_(scale).sub_(shift[part]).add_(mask).exp_()
-            torch.bmm(probabilities.to(q.dtype).transpose(1, 2), grad_out[part], out=grad_v[part])
-            scores = torch.bmm(grad_out[part].float(), v[part].float().transpose(1, 2))
-            scores = scores.sub_(row_sums[part]).mul_(probabilities).mul_(scale).to(q.dtype)
-            torch.bmm(scores, k[part], out=grad_q[part])
-            torch.bmm(scores.transpose(1, 2), q[part], out=grad_k[part])
+            logits = torch.bmm(q[chunk].float(), k[chunk].float().transpose(1, 2))
+            probabilities = logits.mul_(scale).sub_(shift[chunk]).add_(mask).exp_()
+            torch.bmm(probabilities.to(q.dtype).transpose(1, 2), grad_out[chunk], out=grad_v[chunk])
+            scores = torch.bmm(grad_out[chunk].float(), v[chunk].float().transpose(1, 2))
+            scores = scores.sub_(row_sums[chunk]).mul_(probabilities).mul_(scale).to(q.dtype)
+            torch.bmm(scores, k[chunk], out=grad_q[chunk])
+            torch.bmm(scores.transpose(1, 2), q[chunk], out=grad_k[chunk])
         shape = gradient.shape
         return grad_q.view(shape), grad_k.view(shape), grad_v.view(shape)

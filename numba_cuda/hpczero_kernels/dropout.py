@@ -233,8 +233,9 @@ def dropout(
     x [samples, rows, columns]; `samples` int64 [samples]. Dropped elements have no gradient; the
     residual has all of it. `implementation` replaces the one that would be chosen.
     """
-    fits = is_like(x, residual) and is_of_columns(x, bias)
-    implementation = implementation or choose("dropout", x, fits)
+    if not implementation:
+        fits = is_like(x, residual) and is_of_columns(x, bias)
+        implementation = choose("dropout", x, fits)
     samples = samples.to(x.device, torch.int64).contiguous()
     place = place or ActivationWindow(all_columns=x.shape[-1])
     chosen = Chosen(probability, key, samples, place, implementation)

@@ -77,7 +77,7 @@ def test_no_rows_and_no_columns():
 
 
 def test_logits_that_are_not_finite_give_what_torch_gives():
-    """A token of logit -inf never comes, even in a part of such tokens; rows with NaN or inf are NaN."""
+    """A token of logit -inf never comes, even in a part without others; NaN and inf give NaN."""
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor(
         [

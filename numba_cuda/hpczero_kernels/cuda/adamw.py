@@ -21,7 +21,7 @@ from hpczero_kernels.cuda.launch import (
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, fetch, own_column, put, store, widen
 
-_NO_WEIGHTS = -1  # the precision of weights that are not there
+_NO_WEIGHTS = -1  # the weights' precision where there are none
 
 
 @inner

@@ -145,8 +145,8 @@ def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def blocks(count: int, each: int) -> int:
-    return -(-count // each)
+def blocks(count: int, size: int) -> int:
+    return -(-count // size)
 
 
 class Streams(threading.local):

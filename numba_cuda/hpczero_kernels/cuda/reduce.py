@@ -12,16 +12,7 @@ from numba import float32, uint32, uint64
 
 from hpczero_kernels.cpu import BLOCK, CODES, FP32
 from hpczero_kernels.cuda.intrinsics import block_sum, inner, moved
-from hpczero_kernels.cuda.launch import (
-    ADDRESS,
-    CODE,
-    COUNT,
-    THREADS,
-    address_of,
-    aligned,
-    blocks,
-    kernel,
-)
+from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, THREADS, aligned, blocks, kernel
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import EIGHT, load, narrow, put, put_element, whole_number, widen
 
@@ -130,15 +121,17 @@ def sum_pieces(
     """Carry out hpczero_kernels.reduce.sum_pieces on a GPU."""
     count = out.numel()
     addresses = [piece.data_ptr() for piece in pieces]
-    found = runs(addresses)
-    table = _table(addresses, out.device) if len(found) > _RUNS else None
-    one, two, three = (found + [_NO_PIECES] * _RUNS)[:_RUNS]
+    all_runs = runs(addresses)
+    table = _table(addresses, out.device) if len(all_runs) > _RUNS else None
+    one, two, three = (all_runs + [_NO_PIECES] * _RUNS)[:_RUNS]
     add.launch(
         (blocks(count, BLOCK), 1), THREADS,
-        addresses[0], len(pieces), CODES[pieces[0].dtype], address_of(table), table is not None,
+        addresses[0], len(pieces), CODES[pieces[0].dtype],
+        0 if table is None else table.data_ptr(), table is not None,
         one.stride, one.pieces, two.start, two.stride, two.pieces, three.start, three.stride,
-        out.data_ptr(), CODES[out.dtype], accumulate, address_of(squares), squares is not None,
-        address_of(bad), bad is not None, count, aligned(*pieces, out),
+        out.data_ptr(), CODES[out.dtype], accumulate,
+        0 if squares is None else squares.data_ptr(), squares is not None,
+        0 if bad is None else bad.data_ptr(), bad is not None, count, aligned(*pieces, out),
     )  # fmt: skip
 
 
