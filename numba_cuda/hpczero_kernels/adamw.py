@@ -111,12 +111,15 @@ def adamw_reference(
 
 @inner
 def _update_element(weight, moment1, moment2, gradient, keep, scalars):
-    """Return weight, moment1 and moment2 of one element after the step; keep = 1 - lr decay."""
+    """Return weight, moment1 and moment2 of one element after the step; keep = 1 - lr decay.
+
+    The scalars are those of AdamWScalars, in their order.
+    """
     scaled = gradient * scalars[0]
     mean = scalars[1] * moment1 + scalars[2] * scaled
     square = scalars[3] * moment2 + scalars[4] * scaled * scaled
-    eps, step_size, moment2_scale = scalars[5], scalars[7], scalars[8]
-    return keep * weight - step_size * mean / (sqrt(square * moment2_scale) + eps), mean, square
+    updated = keep * weight - scalars[7] * mean / (sqrt(square * scalars[8]) + scalars[5])
+    return updated, mean, square
 
 
 @inner
@@ -212,7 +215,8 @@ def adamw(
 def _adamw_on_cpu(
     state: AdamWBuffers, decay: float, scalars: AdamWScalars, pool: Pool, zero_gradient: bool
 ) -> None:
-    gradient, weights = state.gradient, state.weights
+    gradient = state.gradient
+    weights = state.weights
     if scalars.values[_SKIP]:
         if zero_gradient:
             gradient.zero_()

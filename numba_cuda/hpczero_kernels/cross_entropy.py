@@ -1,7 +1,6 @@
 """Cross-entropy of logits whose columns (the vocabulary) are sharded over ranks.
 
-Each rank computes a part before and a part after the reductions, so that no rank ever has a whole
-row of logits:
+No rank ever has a whole row of logits. Each computes one part before and one after the reductions:
 
     most_r, sums_r, target_logits_r = part_statistics(columns of rank r)
     most = max over ranks of most_r

@@ -54,7 +54,8 @@ def force(text: str) -> None:
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         operation, separator, name = entry.partition("=")
         if not separator:
-            operation, name = "", entry
+            operation = ""
+            name = entry
         if operation and operation not in TABLE:
             raise ValueError(f"there is no operation {operation}; there are {', '.join(TABLE)}")
         names = {

@@ -19,6 +19,7 @@ from hpczero_kernels.cuda.vectors import (
     EIGHT,
     element,
     fetch,
+    load,
     put_element,
     store,
     whole_number,
@@ -62,7 +63,8 @@ def statistics(
     size = uint64(4) if precision == FP32 else uint64(2)
     head = _head(address, start, columns, size)
     vectors = (columns - head) // uint64(EIGHT)
-    most, total = _LEAST, _ZERO
+    most = _LEAST
+    total = _ZERO
     if thread < head:
         most = element(logits, precision, start + thread)
         total = exp(most - _shift(most))
@@ -75,6 +77,7 @@ def statistics(
     from_head = moved(logits, (start + head) * size)
     vector = thread
     while vector < vectors:
+        # `load` instead would keep the compiler from unrolling the loop.
         fetch(words, from_head, precision, vector * uint64(EIGHT), uint64(EIGHT), 1)
         widen(numbers, words, precision)
         new = most
@@ -98,7 +101,6 @@ def statistics(
 @kernel(ADDRESS, COUNT, ADDRESS, CODE, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS)
 def gradient(logits, address, targets, precision, columns, first, most_of, sum_of, scales):
     """Write the gradient over the logits; `address`: logits', as a number; `scales`: one number."""
-    words = cuda.local.array(EIGHT, uint32)
     numbers = cuda.local.array(EIGHT, float32)
     row = uint64(cuda.blockIdx.x)
     thread = uint64(cuda.threadIdx.x)
@@ -124,8 +126,7 @@ def gradient(logits, address, targets, precision, columns, first, most_of, sum_o
     from_head = moved(logits, (start + head) * size)
     vector = thread
     while vector < vectors:
-        fetch(words, from_head, precision, vector * uint64(EIGHT), uint64(EIGHT), 1)
-        widen(numbers, words, precision)
+        load(numbers, from_head, precision, vector * uint64(EIGHT), uint64(EIGHT), 1)
         column = head + vector * uint64(EIGHT)
         for i in range(EIGHT):
             numbers[i] = exp(numbers[i] - most) * factor
