@@ -1,1 +1,1 @@
-"""Kernels for training: each operation beside its reference in PyTorch, its CUDA twin in `cuda/`."""
+"""Kernels for training: each operation beside its PyTorch reference; CUDA kernels in `cuda/`."""

@@ -4,7 +4,8 @@
     m = beta1 m + (1 - beta1) g;  v = beta2 v + (1 - beta2) g^2
     w = w (1 - lr decay) - lr (m / correction1) / (sqrt(v / correction2) + eps)
 
-master, first and second moment are fp32; the gradient may be half precision; `weights`, where given, is the half-precision copy that is written back.
+The master weights and both moments are fp32; the gradient may be half precision. `weights`, where
+given, is the half-precision copy of the master weights; the step writes it.
 """
 
 from dataclasses import dataclass
@@ -32,26 +33,27 @@ from hpczero_kernels.cpu import (
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 
-_SCALE, _SKIP = 0, 9  # their places among the scalars
-_CHUNK = (
-    1 << 15
-)  # elements whose five buffers stay in a core's cache over the dozen torch operations
+_SCALE, _SKIP = 0, 9  # indices of two scalars
+_CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache over a dozen operations
 
 
 @dataclass(frozen=True)
 class AdamWScalars:
-    """What is the same for all elements in a step: an fp32 buffer on the device of the state, which may compute some of it (`follow`).
+    """Scalars of one step, the same for all elements: an fp32 buffer on the state's device.
 
-    [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1, 1 / correction2, skip]
+    [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1,
+     1 / correction2, skip]
 
-    Where `skip` is not 0 (a gradient was not finite) nothing changes.
+    Where `skip` is not 0 (a gradient was not finite), the step changes nothing.
     """
 
     values: torch.Tensor
 
     def follow(self, norm: torch.Tensor, clip: float, scale: float) -> None:
-        """Of gradients that are `scale` times too large: the step clips them to `clip` (0: not at all) by their true `norm`, one fp64 number, and is
-        skipped where that is not finite. No wait for the device.
+        """Set gradient_scale and skip on the device, without waiting for it.
+
+        The gradients are `scale` times too large; `norm`, one fp64 number, is their true norm. The
+        step clips them to `clip` (0: no clipping), and is skipped where the norm is not finite.
         """
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
         self.values[_SCALE] = clipped / scale
@@ -60,7 +62,7 @@ class AdamWScalars:
 
 @dataclass(frozen=True)
 class AdamWBuffers:
-    """The flat buffers of a stretch of parameters; all of one length."""
+    """Flat buffers of a range of parameters, all of one length."""
 
     master: torch.Tensor
     moment1: torch.Tensor
@@ -72,59 +74,59 @@ class AdamWBuffers:
 def scalars_of_step(
     step: int, lr: float, betas: tuple[float, float], eps: float, gradient_scale: float = 1.0
 ) -> AdamWScalars:
-    """`step` counts the updates from 1."""
-    (beta1, beta2), correction1, correction2 = betas, 1.0 - betas[0] ** step, 1.0 - betas[1] ** step
-    of_betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
-    values = [gradient_scale, *of_betas, eps, lr, lr / correction1, 1.0 / correction2, 0.0]
+    """Return the scalars of a step, on the CPU; `step` counts the updates from 1."""
+    beta1, beta2 = betas
+    correction1 = 1.0 - beta1**step
+    correction2 = 1.0 - beta2**step
+    values = [gradient_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2]
+    values += [eps, lr, lr / correction1, 1.0 / correction2, 0.0]
     return AdamWScalars(torch.tensor(values, dtype=torch.float32))
 
 
 def adamw_reference(
     state: AdamWBuffers, decay: float, scalars: AdamWScalars, zero_gradient: bool = False
 ) -> None:
-    gradient_scale, beta1, rest1, beta2, rest2, eps, lr, step, spread, skip = (
-        scalars.values.tolist()
-    )
+    values = scalars.values.tolist()
+    gradient_scale, beta1, one_minus_beta1, beta2, one_minus_beta2 = values[:5]
+    eps, lr, step_size, moment2_scale, skip = values[5:]
     if skip:
         if zero_gradient:
             state.gradient.zero_()
         return
     for start in range(0, state.master.numel(), _CHUNK):
-        part = slice(start, start + _CHUNK)
-        master, moment1, moment2 = state.master[part], state.moment1[part], state.moment2[part]
-        gradient = state.gradient[part].float() * gradient_scale
-        moment1.mul_(beta1).add_(gradient, alpha=rest1)
-        moment2.mul_(beta2).addcmul_(gradient, gradient, value=rest2)
-        denominator = (moment2 * spread).sqrt_().add_(eps)
-        master.mul_(1.0 - lr * decay).addcdiv_(moment1, denominator, value=-step)
+        chunk = slice(start, start + _CHUNK)
+        master = state.master[chunk]
+        moment1 = state.moment1[chunk]
+        moment2 = state.moment2[chunk]
+        gradient = state.gradient[chunk].float() * gradient_scale
+        moment1.mul_(beta1).add_(gradient, alpha=one_minus_beta1)
+        moment2.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
+        denominator = (moment2 * moment2_scale).sqrt_().add_(eps)
+        master.mul_(1.0 - lr * decay).addcdiv_(moment1, denominator, value=-step_size)
         if state.weights is not None:
-            state.weights[part].copy_(master)
+            state.weights[chunk].copy_(master)
         if zero_gradient:
-            state.gradient[part].zero_()
+            state.gradient[chunk].zero_()
 
 
 @inner
-def _updated(weight, moment1, moment2, gradient, keep, scalars):
-    """One element; keep = 1 - lr decay."""
-    gradient_scale, beta1, rest1, beta2, rest2 = (
-        scalars[0],
-        scalars[1],
-        scalars[2],
-        scalars[3],
-        scalars[4],
-    )
-    eps, step, spread = scalars[5], scalars[7], scalars[8]
-    scaled = gradient * gradient_scale
-    mean = beta1 * moment1 + rest1 * scaled
-    square = beta2 * moment2 + rest2 * scaled * scaled
-    return keep * weight - step * mean / (sqrt(square * spread) + eps), mean, square
+def _update_element(weight, moment1, moment2, gradient, keep, scalars):
+    """Return weight, moment1 and moment2 of one element after the step; keep = 1 - lr decay.
+
+    The scalars are those of AdamWScalars, in their order.
+    """
+    scaled = gradient * scalars[0]
+    mean = scalars[1] * moment1 + scalars[2] * scaled
+    square = scalars[3] * moment2 + scalars[4] * scaled * scaled
+    updated = keep * weight - scalars[7] * mean / (sqrt(square * scalars[8]) + scalars[5])
+    return updated, mean, square
 
 
 @inner
 def _update(master, moment1, moment2, stretch, size, keep, scalars):
-    """Of pointers `master`, `moment1`, `moment2`; the stretch has the gradient, and then the new weights."""
+    """Update a stretch, which holds the gradient before and the new weights after."""
     for i in range(size):
-        weight, moment1[i], moment2[i] = _updated(
+        weight, moment1[i], moment2[i] = _update_element(
             master[i], moment1[i], moment2[i], stretch[i], keep, scalars
         )
         master[i] = stretch[i] = weight
@@ -132,59 +134,43 @@ def _update(master, moment1, moment2, stretch, size, keep, scalars):
 
 @inner
 def _update_bf16(master, moment1, moment2, gradient, weights, size, keep, scalars):
-    """All are pointers. In one loop memory is read and written all the time: a seventh faster."""
+    """Update a stretch given by pointers, in one loop that keeps memory busy: a seventh faster."""
     for i in range(size):
-        weight, moment1[i], moment2[i] = _updated(
+        weight, moment1[i], moment2[i] = _update_element(
             master[i], moment1[i], moment2[i], from_bf16(gradient[i]), keep, scalars
         )
-        master[i], weights[i] = weight, to_bf16(weight)
+        master[i] = weight
+        weights[i] = to_bf16(weight)
 
 
 @njit(
-    "void(uint64, uint64, uint64, uint64, int64, boolean, uint64, int64, float32, float32[::1], uint64, uint64)",
+    "void(uint64, uint64, uint64, uint64, int64, boolean, uint64, int64, float32, float32[::1],"
+    " uint64, uint64)",
     nogil=True, cache=True, error_model="numpy",
 )  # fmt: skip
 @named_by_sources
 def _adamw(
-    master,
-    moment1,
-    moment2,
-    gradient,
-    gradient_precision,
-    zeroes,
-    weights,
-    weights_precision,
-    decay,
-    scalars,
-    start,
-    stop,
-):
-    """Elements start .. stop - 1, stretch by stretch; the buffers are addresses (weights 0: none)."""
-    stretch, zeros = np.empty(STRETCH, np.float32), np.zeros(STRETCH, np.float32)
-    keep, both_bf16 = (
-        float32(1.0) - scalars[6] * decay,
-        weights != 0 and gradient_precision == weights_precision == BF16,
-    )
+    master, moment1, moment2, gradient, gradient_precision, zeroes, weights, weights_precision,
+    decay, scalars, start, stop,
+):  # fmt: skip
+    """Update elements start .. stop - 1; the buffers are addresses (weights 0: none)."""
+    stretch = np.empty(STRETCH, np.float32)
+    zeros = np.zeros(STRETCH, np.float32)
+    keep = float32(1.0) - scalars[6] * decay
+    both_bf16 = weights != 0 and gradient_precision == weights_precision == BF16
     while start < stop:
-        size, single, half = (
-            min(stop - start, uint64(STRETCH)),
-            uint64(4) * start,
-            uint64(2) * start,
-        )
+        size = min(stop - start, uint64(STRETCH))
+        single = uint64(4) * start
+        half = uint64(2) * start
         states = (
             pointer(master + single, float32),
             pointer(moment1 + single, float32),
             pointer(moment2 + single, float32),
         )
         if both_bf16:
-            _update_bf16(
-                *states,
-                pointer(gradient + half, uint16),
-                pointer(weights + half, uint16),
-                size,
-                keep,
-                scalars,
-            )
+            gradient_pointer = pointer(gradient + half, uint16)
+            weights_pointer = pointer(weights + half, uint16)
+            _update_bf16(*states, gradient_pointer, weights_pointer, size, keep, scalars)
         else:
             load(stretch, size, gradient, gradient_precision, start)
             _update(*states, stretch, size, keep, scalars)
@@ -202,43 +188,43 @@ def adamw(
     pool: Pool = INLINE,
     zero_gradient: bool = False,
 ) -> None:
-    """As adamw_reference, up to the rounding of fp32. `zero_gradient`: in the same pass, also where nothing else changes."""
-    count, weights = state.master.numel(), state.weights
-    fp32 = state.master, state.moment1, state.moment2
+    """Update the state in place, as adamw_reference does up to the rounding of fp32.
+
+    `zero_gradient` clears the gradient in the same pass, also in a step that is skipped.
+    """
+    count = state.master.numel()
+    weights = state.weights
+    fp32 = (state.master, state.moment1, state.moment2)
     assert all(buffer.numel() == count and buffer.dtype == torch.float32 for buffer in fp32)
     assert all(buffer.is_contiguous() for buffer in (*fp32, state.gradient))
-    assert scalars.values.device == state.master.device, (
-        scalars.values.device,
-        state.master.device,
-    )
+    devices = (scalars.values.device, state.master.device)
+    assert devices[0] == devices[1], devices
     assert state.gradient.numel() == count
     assert weights is None or (weights.numel() == count and weights.is_contiguous())
     implementation = choose("adamw", state.master)
     if implementation == CUDA:
         from hpczero_kernels.cuda import adamw
 
-        adamw.adamw(state, decay, scalars, zero_gradient)
+        adamw.adamw(*fp32, state.gradient, weights, scalars.values, decay, zero_gradient)
     elif implementation == NUMBA:
-        _adamw_of_cpu(state, decay, scalars, pool, zero_gradient)
+        _adamw_on_cpu(state, decay, scalars, pool, zero_gradient)
     else:
         adamw_reference(state, decay, scalars, zero_gradient)
 
 
-def _adamw_of_cpu(
+def _adamw_on_cpu(
     state: AdamWBuffers, decay: float, scalars: AdamWScalars, pool: Pool, zero_gradient: bool
 ) -> None:
+    gradient = state.gradient
+    weights = state.weights
     if scalars.values[_SKIP]:
         if zero_gradient:
-            state.gradient.zero_()
+            gradient.zero_()
         return
-    to_read = address_of(state.gradient), CODES[state.gradient.dtype], zero_gradient
-    to_write = (
-        (0, FP32)
-        if state.weights is None
-        else (address_of(state.weights), CODES[state.weights.dtype])
-    )
     master, moment1, moment2 = map(address_of, (state.master, state.moment1, state.moment2))
-    arguments = master, moment1, moment2, *to_read, *to_write, decay, scalars.values.numpy()
+    to_read = (address_of(gradient), CODES[gradient.dtype], zero_gradient)
+    to_write = (0, FP32) if weights is None else (address_of(weights), CODES[weights.dtype])
+    arguments = (master, moment1, moment2, *to_read, *to_write, decay, scalars.values.numpy())
 
     def kernel(start: int, stop: int) -> None:
         _adamw(*arguments, start, stop)

@@ -1,11 +1,16 @@
-"""Causal attention. softmax(q k^T / sqrt(head_dim)) v over the positions up to one's own; q, k, v are [samples, heads, seq, head_dim].
+"""Causal attention: softmax(q k^T / sqrt(head_dim)) v over the positions up to the query's own.
 
-Forward is PyTorch's flash attention (Dao et al. 2022). Its backward on CPUs works with small tiles in scalar code where a sequence is short: there
-the probabilities are made again, P = exp(q k^T / sqrt(head_dim) - logsumexp), a few heads at a time, and
+Legend: q, k, v [samples, heads, seq, head_dim].
 
-    dv = P^T do;   dS = P (do v^T - rowsum(do o));   dq = dS k / sqrt(head_dim);   dk = dS^T q / sqrt(head_dim)
+Forward is PyTorch's flash attention (Dao et al. 2022). PyTorch's backward on CPUs works with small
+tiles in scalar code where a sequence is short. There the backward of this module computes the
+probabilities again, P = exp(q k^T / sqrt(head_dim) - logsumexp), a few heads at a time, and
 
-as batched products, which use the processor's bf16 units. Long sequences, fp32 and other devices keep PyTorch's.
+    dv = P^T do;   dS = P (do v^T - rowsum(do o))
+    dq = dS k / sqrt(head_dim);   dk = dS^T q / sqrt(head_dim)
+
+as batched products, which use the processor's bf16 units. Long sequences, fp32 and other devices
+keep PyTorch's backward.
 """
 
 from math import sqrt
@@ -25,16 +30,17 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As attention_reference, up to rounding."""
+    """Return attention_reference(q, k, v), up to rounding."""
     if not (torch.is_grad_enabled() and supports(q)):
         return attention_reference(q, k, v)
     return _Attention.apply(q, k, v)
 
 
 def supports(q: Tensor) -> bool:
-    fits = q.numel() > 0 and q.shape[2] <= _LONGEST
+    """Return True if this module's backward is the faster one for such a q."""
     return (
-        fits
+        q.numel() > 0
+        and q.shape[2] <= _LONGEST
         and q.device.type == "cpu"
         and q.dtype == torch.bfloat16
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
@@ -55,30 +61,25 @@ class _Attention(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         *saved, logsumexp = context.saved_tensors
         samples, heads, seq, head_dim = gradient.shape
-        q, k, v, out, above = (tensor.reshape(-1, seq, head_dim) for tensor in (*saved, gradient))
-        shift, rows = (
-            logsumexp.reshape(-1, seq, 1),
-            (above.float() * out.float()).sum(-1, keepdim=True),
+        q, k, v, out, grad_out = (
+            tensor.reshape(-1, seq, head_dim) for tensor in (*saved, gradient)
         )
-        future = torch.full((seq, seq), float("-inf"), dtype=torch.float32).triu_(1)
-        of_q, of_k, of_v = (torch.empty_like(q) for _ in range(3))
-        scale, step = 1.0 / sqrt(head_dim), max(1, _TILE // (seq * seq))
-        for start in range(0, samples * heads, step):
-            some = slice(start, start + step)
-            # these two in fp32, as forward has them: logits that were rounded do not fit to its logsumexp, nor do rounded ones below to `rows`
-            logits = torch.bmm(q[some].float(), k[some].float().transpose(1, 2))
-            probabilities = logits.mul_(scale).sub_(shift[some]).add_(future).exp_()
-            torch.bmm(probabilities.to(q.dtype).transpose(1, 2), above[some], out=of_v[some])
-            scores = (
-                torch.bmm(above[some].float(), v[some].float().transpose(1, 2))
-                .sub_(rows[some])
-                .mul_(probabilities)
-                .mul_(scale)
-                .to(q.dtype)
-            )
-            torch.bmm(scores, k[some], out=of_q[some])
-            torch.bmm(scores.transpose(1, 2), q[some], out=of_k[some])
-        of_q, of_k, of_v = (
-            tensor.view(samples, heads, seq, head_dim) for tensor in (of_q, of_k, of_v)
-        )
-        return of_q, of_k, of_v
+        shift = logsumexp.reshape(-1, seq, 1)
+        row_sums = (grad_out.float() * out.float()).sum(-1, keepdim=True)
+        mask = torch.full((seq, seq), float("-inf"), dtype=torch.float32).triu_(1)
+        grad_q, grad_k, grad_v = (torch.empty_like(q) for _ in range(3))
+        scale = 1.0 / sqrt(head_dim)
+        heads_at_once = max(1, _TILE // (seq * seq))
+        for start in range(0, samples * heads, heads_at_once):
+            chunk = slice(start, start + heads_at_once)
+            # Both products to fp32, as in forward: rounded logits do not fit its logsumexp, nor do
+            # rounded products with v fit `row_sums`.
+            logits = torch.bmm(q[chunk].float(), k[chunk].float().transpose(1, 2))
+            probabilities = logits.mul_(scale).sub_(shift[chunk]).add_(mask).exp_()
+            torch.bmm(probabilities.to(q.dtype).transpose(1, 2), grad_out[chunk], out=grad_v[chunk])
+            scores = torch.bmm(grad_out[chunk].float(), v[chunk].float().transpose(1, 2))
+            scores = scores.sub_(row_sums[chunk]).mul_(probabilities).mul_(scale).to(q.dtype)
+            torch.bmm(scores, k[chunk], out=grad_q[chunk])
+            torch.bmm(scores.transpose(1, 2), q[chunk], out=grad_k[chunk])
+        shape = gradient.shape
+        return grad_q.view(shape), grad_k.view(shape), grad_v.view(shape)

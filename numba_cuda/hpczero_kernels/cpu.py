@@ -1,11 +1,17 @@
-"""Stretches of flat tensors of any precision, to and from an fp32 stretch that stays in a core's nearest cache.
+"""Common parts of the CPU kernels: elements of any precision as fp32, threads, names of kernels.
 
-Kernels reach tensors by address, so that a tensor's precision and the number of tensors are arguments and not types: every kernel is compiled once.
-numba has neither bf16 nor fp16: both are handled as bits, by integer arithmetic that is the same on every CPU. Rounding is to nearest, ties to even;
-infinities and NaN stay what they are. Shifts of a uint32 would promote it to uint64, hence the many uint32(...).
+A stretch is an fp32 array of a few hundred elements that stays in a core's nearest cache; kernels
+load flat tensors of any precision into it and store them from it. Kernels reach tensors by
+address, so that a tensor's precision and the number of tensors are arguments and not types: every
+kernel is compiled once.
 
-The functions here are written out, not made by a function: numba gives two closures of one name the same symbol in the caches of two kernels, and a
-process that loads both caches runs one closure in place of the other.
+numba has neither bf16 nor fp16: both are handled as bits, by integer arithmetic that gives the same
+result on every CPU. Rounding is to nearest, ties to even; infinities and NaN stay as they are.
+Shifts of a uint32 would promote it to uint64, hence the many uint32(...).
+
+The functions are written out, not made by a function. numba gives two closures of one name the same
+symbol in the caches of two kernels; a process that loads both caches would run one closure in
+place of the other.
 """
 
 from collections.abc import Callable
@@ -21,9 +27,7 @@ from numba import float32, njit, types, uint16, uint32, uint64
 from numba.extending import intrinsic
 
 FP32, BF16, FP16 = 0, 1, 2
-STRETCH = (
-    256  # elements: short enough for the end of a stretch and the reading of the next to overlap
-)
+STRETCH = 256  # elements: the end of a stretch and the reading of the next overlap
 CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
@@ -37,7 +41,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 @intrinsic
 def bits_as(context, value, to):
-    """The bits of a value as another type of the same size."""
+    """Return the bits of a value as another type of the same size."""
 
     def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(signature.return_type))
@@ -47,7 +51,7 @@ def bits_as(context, value, to):
 
 @intrinsic
 def pointer(context, address, to):
-    """An address as a pointer to a type."""
+    """Return an address as a pointer to a type."""
 
     def generate(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
@@ -71,7 +75,10 @@ def to_bf16(value):
 
 @inner
 def from_fp16(bits):
-    """The fields move to their places in an fp32; a product with 2^112 rebiases the exponent and makes subnormal values normal."""
+    """Move the fields to their places in an fp32.
+
+    A product with 2^112 rebiases the exponent and makes subnormal values normal.
+    """
     magnitude = uint32(uint32(bits & uint16(0x7FFF)) << uint32(13))
     value = bits_as(bits_as(magnitude, float32) * float32(2.0**112), uint32)
     special = uint32(0x7F800000) if magnitude >= uint32(0x7C00 << 13) else uint32(0)
@@ -82,7 +89,11 @@ def from_fp16(bits):
 
 @inner
 def to_fp16(value):
-    """Below the smallest normal fp16, adding 1/2 makes the addition round at the last bit of a subnormal one."""
+    """Round to fp16.
+
+    Below the smallest normal fp16, adding 1/2 makes the addition round at the last bit of a
+    subnormal one.
+    """
     bits = bits_as(value, uint32)
     magnitude = uint32(bits & uint32(0x7FFFFFFF))
     odd = uint32(uint32(magnitude >> uint32(13)) & uint32(1))
@@ -98,7 +109,7 @@ def to_fp16(value):
 
 @inner
 def load(stretch, size, address, precision, start):
-    """stretch[:size] becomes the elements of the tensor from `start` on."""
+    """Set stretch[:size] to the elements of the tensor from `start` on."""
     singles = pointer(address + uint64(4) * start, float32)
     halves = pointer(address + uint64(2) * start, uint16)
     if precision == FP32:
@@ -114,15 +125,11 @@ def load(stretch, size, address, precision, start):
 
 @inner
 def load_sum(stretch, size, one, other, precision, start):
-    """stretch[:size] becomes the sums of two tensors' elements from `start` on."""
-    singles, other_singles = (
-        pointer(one + uint64(4) * start, float32),
-        pointer(other + uint64(4) * start, float32),
-    )
-    halves, other_halves = (
-        pointer(one + uint64(2) * start, uint16),
-        pointer(other + uint64(2) * start, uint16),
-    )
+    """Set stretch[:size] to the sums of two tensors' elements from `start` on."""
+    singles = pointer(one + uint64(4) * start, float32)
+    other_singles = pointer(other + uint64(4) * start, float32)
+    halves = pointer(one + uint64(2) * start, uint16)
+    other_halves = pointer(other + uint64(2) * start, uint16)
     if precision == FP32:
         for i in range(size):
             stretch[i] = singles[i] + other_singles[i]
@@ -136,7 +143,7 @@ def load_sum(stretch, size, one, other, precision, start):
 
 @inner
 def add(stretch, size, address, precision, start):
-    """The elements of the tensor from `start` on are added to stretch[:size]."""
+    """Add the elements of the tensor from `start` on to stretch[:size]."""
     singles = pointer(address + uint64(4) * start, float32)
     halves = pointer(address + uint64(2) * start, uint16)
     if precision == FP32:
@@ -152,7 +159,7 @@ def add(stretch, size, address, precision, start):
 
 @inner
 def store(stretch, size, address, precision, start):
-    """The elements of the tensor from `start` on become stretch[:size], rounded."""
+    """Set the elements of the tensor from `start` on to stretch[:size], rounded."""
     singles = pointer(address + uint64(4) * start, float32)
     halves = pointer(address + uint64(2) * start, uint16)
     if precision == FP32:
@@ -168,7 +175,10 @@ def store(stretch, size, address, precision, start):
 
 @njit(error_model="numpy", nogil=True, fastmath={"reassoc", "contract"})
 def store_and_square(stretch, size, address, precision, start):
-    """As `store`; the sum of squares of what was stored, in any order, so that it can be vectorised: the same one in every call."""
+    """Store as `store` does, and return the sum of squares of the stored elements.
+
+    The compiler chooses the order, so that it can vectorise the sum; all calls have the same order.
+    """
     singles = pointer(address + uint64(4) * start, float32)
     halves = pointer(address + uint64(2) * start, uint16)
     squares = float32(0.0)
@@ -179,25 +189,28 @@ def store_and_square(stretch, size, address, precision, start):
     elif precision == BF16:
         for i in range(size):
             bits = to_bf16(stretch[i])
-            halves[i], value = bits, from_bf16(bits)
+            value = from_bf16(bits)
+            halves[i] = bits
             squares += value * value
     else:
         for i in range(size):
             bits = to_fp16(stretch[i])
-            halves[i], value = bits, from_fp16(bits)
+            value = from_fp16(bits)
+            halves[i] = bits
             squares += value * value
     return squares
 
 
-# The threads of one rank: a kernel over a flat range, cut at multiples of BLOCK so that the cut cannot change a result.
-BLOCK = 4096  # elements: what a sum of squares covers, and the unit in which ranges are cut
-_WORTH_A_THREAD = (
-    16  # blocks: some 10 microseconds of work, about what handing a slice to a thread costs
-)
+# Threads of one rank. Ranges are cut at multiples of BLOCK, so that the cut cannot change a result.
+BLOCK = 4096  # elements: the range of one sum of squares, and the unit in which ranges are cut
+_WORTH_A_THREAD = 16  # blocks: some 10 microseconds of work; handing it to a thread costs as much
 
 
 def slices_of(count: int, most: int) -> list[tuple[int, int]]:
-    """range(count) as at most `most` (start, stop) of nearly equal length that begin at multiples of BLOCK: fewer where they would be short."""
+    """Cut range(count) into at most `most` (start, stop) of nearly equal length.
+
+    They begin at multiples of BLOCK; there are fewer where they would be short.
+    """
     blocks = -(-count // BLOCK)
     parts = max(1, min(most, blocks // _WORTH_A_THREAD))
     edges = [blocks * part // parts * BLOCK for part in range(parts)]
@@ -205,7 +218,7 @@ def slices_of(count: int, most: int) -> list[tuple[int, int]]:
 
 
 class Pool:
-    """`threads` threads, the calling one included, for kernels that release the GIL."""
+    """Pool of `threads` threads, the calling one included, for kernels that release the GIL."""
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1, threads
@@ -213,21 +226,24 @@ class Pool:
         self._others = ThreadPoolExecutor(threads - 1, "hpczero-kernel") if threads > 1 else None
 
     def run(self, kernel: Callable[[int, int], None], count: int) -> None:
-        """kernel(start, stop) for slices that together are range(count); what a slice raises is raised here, once all have ended."""
+        """Call kernel(start, stop) for slices that together are range(count).
+
+        An exception of a slice is raised here, after all slices have ended.
+        """
         if self._others is None:
             kernel(0, count)
             return
-        mine, *theirs = slices_of(count, self.threads)
-        started = [self._others.submit(kernel, *part) for part in theirs]
+        first, *others = slices_of(count, self.threads)
+        futures = [self._others.submit(kernel, *bounds) for bounds in others]
         try:
-            kernel(*mine)
+            kernel(*first)
         finally:
-            wait(started)
-        for work in started:
-            work.result()
+            wait(futures)
+        for future in futures:
+            future.result()
 
     def close(self) -> None:
-        """Ends the threads; there is nothing to end in a pool of one."""
+        """End the threads; a pool of one has none to end."""
         if self._others:
             self._others.shutdown()
 
@@ -246,13 +262,14 @@ class Pool:
 INLINE = Pool(1)  # the calling thread alone
 
 
-# The names under which numba keeps compiled kernels: with a hash of this package's sources, as numba itself looks only at the file that a kernel
-# is in, not at what it calls from others.
+# Names under which numba caches compiled kernels. They have a hash of this package's sources:
+# numba itself looks only at the file that a kernel is in, not at functions of other files.
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
 def stamp() -> str:
+    """Return the hash of this package's sources."""
     return hash_of(Path(__file__).parent)
 
 
@@ -264,7 +281,7 @@ def hash_of(folder: Path) -> str:
 
 
 def named_by_sources(function: Function) -> Function:
-    """To be applied before numba's decorator with cache=True."""
+    """Add the hash of the sources to a kernel's name; applied before numba's caching decorator."""
     if not function.__qualname__.endswith(stamp()):
         function.__qualname__ += f"_{stamp()}"
     return function

@@ -1,14 +1,19 @@
-"""Cross-entropy of logits whose columns (the vocabulary) are shared out over ranks: what one rank computes before and after the reductions.
+"""Cross-entropy of logits whose columns (the vocabulary) are sharded over ranks.
 
-    own most, own sums, own logits of targets = part_statistics(own columns)
-    most = max of the ranks' own most;  sums = sum of own sums x exp(own most - most);  logits of targets = sum of the ranks' own
-    loss = log(sums) + most - logits of targets
-    part_gradient_(own columns)     in backward
+No rank ever has a whole row of logits. Each computes one part before and one after the reductions:
 
-so that no rank ever has a whole row of logits. Arithmetic is in fp32 and stable: nothing is exponentiated that is above 0.
+    most_r, sums_r, target_logits_r = part_statistics(columns of rank r)
+    most = max over ranks of most_r
+    sums = sum over ranks of sums_r x exp(most_r - most)
+    target_logits = sum over ranks of target_logits_r
+    loss = log(sums) + most - target_logits
+    part_gradient_(columns of rank r)       in backward
 
-Legend: logits [rows, columns] of any float type, columns first .. first + columns - 1 of the vocabulary (possibly none); targets int64 [rows],
-numbers in the whole vocabulary. A row whose target is IGNORED counts nothing.
+Arithmetic is in fp32 and stable: nothing above 0 is exponentiated.
+
+Legend: logits [rows, columns] of any float type, columns first .. first + columns - 1 of the
+vocabulary (possibly none); targets int64 [rows], numbers in the whole vocabulary. A row whose
+target is IGNORED counts nothing.
 """
 
 from collections.abc import Iterator
@@ -23,54 +28,59 @@ from torch.nn import functional
 from hpczero_kernels.dispatch import CUDA, choose, operator
 
 IGNORED = -100  # torch's own
-_BLOCK = 1 << 18  # elements that are in fp32 at a time
+_BLOCK = 1 << 18  # elements: converted to fp32 at a time
 
 
 def statistics_reference(
     logits: Tensor, targets: Tensor, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """fp32 [rows] each: the largest logit (-inf: there is none), the sum of exp(logit - largest), the target's logit (0: it is not here)."""
+    """Return the largest logit, the sum of exp(logit - largest), and the target's logit.
+
+    Each is fp32 [rows]. Without columns the largest is -inf; a target elsewhere has the logit 0.
+    """
     rows, columns = logits.shape
-    most, sums, of_targets = (
+    most, sums, target_logits = (
         torch.zeros(rows, dtype=torch.float32, device=logits.device) for _ in range(3)
     )
     if not columns:
-        return most.fill_(float("-inf")), sums, of_targets
-    index, here = _own(targets, first, columns)
+        return most.fill_(-inf), sums, target_logits
+    index, is_local = _local_targets(targets, first, columns)
     for block in _blocks(rows, columns):
         wide = logits[block].float()
         torch.amax(wide, 1, out=most[block])
-        of_targets[block] = torch.where(here[block], wide.gather(1, index[block, None])[:, 0], 0.0)
-        shift = torch.where(
-            most[block] == -inf, 0.0, most[block]
-        )  # which would give NaN where the sum is 0
+        gathered = wide.gather(1, index[block, None])[:, 0]
+        target_logits[block] = torch.where(is_local[block], gathered, 0.0)
+        # Subtracting -inf would give NaN where the sum is 0.
+        shift = torch.where(most[block] == -inf, 0.0, most[block])
         torch.sum(wide.sub(shift[:, None]).exp_(), 1, out=sums[block])
-    return most, sums, of_targets
+    return most, sums, target_logits
 
 
 def gradient_reference_(
     logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor
 ) -> None:
-    """`scale` (one number) times the gradient of the sum over rows of log(sums) + most - target's logit, written over the logits.
+    """Overwrite the logits with `scale` (one number) times their gradient.
 
-    fp32 [rows], of the whole vocabulary: `most`, the largest logit; `sums`, the sum of exp(logit - most).
+    It is the gradient of the sum over rows of log(sums) + most - the target's logit. `most`, the
+    largest logit, and `sums`, the sum of exp(logit - most), are those of the whole vocabulary,
+    fp32 [rows].
     """
     rows, columns = logits.shape
     if not columns:
         return
-    index, here = _own(targets, first, columns)
+    index, is_local = _local_targets(targets, first, columns)
     scales = (targets != IGNORED) * scale.float()
     factors = scales / sums
     for block in _blocks(rows, columns):
         wide = logits[block].float().sub_(most[block, None]).exp_().mul_(factors[block, None])
-        logits[block] = wide.scatter_add_(1, index[block, None], -(here * scales)[block, None])
+        logits[block] = wide.scatter_add_(1, index[block, None], -(is_local * scales)[block, None])
 
 
-def _own(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The targets as numbers of own columns (0 where they are others'), and whether they are own ones."""
+def _local_targets(targets: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the targets as local columns (0 where they lie elsewhere), and which are local."""
     index = targets - first
-    here = (index >= 0) & (index < columns)
-    return torch.where(here, index, 0), here
+    is_local = (index >= 0) & (index < columns)
+    return torch.where(is_local, index, 0), is_local
 
 
 def _blocks(rows: int, columns: int) -> Iterator[slice]:
@@ -79,57 +89,63 @@ def _blocks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(begin, begin + length)
 
 
+def _fake_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3))
+
+
 _statistics = operator(
-    "cross_entropy_statistics(Tensor logits, Tensor targets, int first) -> (Tensor, Tensor, Tensor)",
-    statistics_reference, "cross_entropy:part_statistics",
-    lambda logits, targets, first: tuple(logits.new_empty(logits.shape[0], dtype=torch.float32) for _ in range(3)),
+    "cross_entropy_statistics(Tensor logits, Tensor targets, int first)"
+    " -> (Tensor, Tensor, Tensor)",
+    statistics_reference, "cross_entropy:part_statistics", _fake_statistics,
 )  # fmt: skip
 _gradient_ = operator(
-    "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, int first, Tensor most, Tensor sums, Tensor scale) -> ()",
+    "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, int first, Tensor most,"
+    " Tensor sums, Tensor scale) -> ()",
     gradient_reference_, "cross_entropy:part_gradient_", lambda *_: None,
 )  # fmt: skip
 
 
 def part_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As statistics_reference."""
+    """Compute statistics_reference, by the implementation chosen."""
     by_kernel = choose("cross_entropy", logits) == CUDA
-    return (_statistics if by_kernel else statistics_reference)(
-        logits.contiguous(), targets.contiguous(), first
-    )
+    statistics = _statistics if by_kernel else statistics_reference
+    return statistics(logits.contiguous(), targets.contiguous(), first)
 
 
 def part_gradient_(
     logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor
 ) -> Tensor:
-    """As gradient_reference_; the logits, which are the gradient now."""
+    """Overwrite the logits as gradient_reference_ does, and return them."""
     assert logits.is_contiguous(), logits.stride()
     by_kernel = choose("cross_entropy", logits) == CUDA
-    (_gradient_ if by_kernel else gradient_reference_)(
-        logits, targets.contiguous(), first, most, sums, scale
-    )
+    gradient_ = _gradient_ if by_kernel else gradient_reference_
+    gradient_(logits, targets.contiguous(), first, most, sums, scale)
     return logits
 
 
-def losses(most: Tensor, sums: Tensor, of_targets: Tensor, targets: Tensor) -> Tensor:
-    """Of each row, from what is known of the whole vocabulary."""
-    return torch.where(targets == IGNORED, 0.0, sums.log() + (most - of_targets))
+def losses(most: Tensor, sums: Tensor, target_logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each row from the statistics of the whole vocabulary."""
+    return torch.where(targets == IGNORED, 0.0, sums.log() + (most - target_logits))
 
 
 def check_targets(targets: Tensor, vocabulary: int) -> None:
-    """One outside of the vocabulary is an error, as in PyTorch, and not a wrong loss. The host does not wait for a device to find that."""
+    """Refuse targets outside of the vocabulary, as PyTorch does, instead of a wrong loss.
+
+    The check runs on the targets' device; the host does not wait for it.
+    """
     fits = (targets == IGNORED) | ((targets >= 0) & (targets < vocabulary))
     torch._assert_async(fits.all(), f"a target is outside of the vocabulary of {vocabulary}")
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Of a whole vocabulary. The gradient is written over the logits: nobody else may need them."""
+    """Cross-entropy over a whole vocabulary; backward overwrites the logits with their gradient."""
 
     @staticmethod
     def forward(context: Any, logits: Tensor, targets: Tensor) -> Tensor:
         logits = logits.contiguous()
-        most, sums, of_targets = part_statistics(logits, targets, 0)
+        most, sums, target_logits = part_statistics(logits, targets, 0)
         context.save_for_backward(logits, targets, most, sums)
-        return losses(most, sums, of_targets, targets).sum()
+        return losses(most, sums, target_logits, targets).sum()
 
     @staticmethod
     @once_differentiable
@@ -139,7 +155,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The sum over rows, in fp32. logits [rows, columns] are used up: backward may write their gradient over them."""
+    """Return the sum over rows, in fp32; backward may overwrite logits [rows, columns]."""
     fits = (
         logits.dim() == 2
         and targets.dtype == torch.int64

@@ -1,7 +1,9 @@
-"""Which implementation carries out an operation: the first in its table that takes the device and the precision, and is there.
+"""Choice of an operation's implementation, and kernels as operators of torch.
 
-The choice depends on these alone, so that it is the same on ranks of one kind; it is logged once ("hpczero_kernels", INFO), and `force`d by name
-where somebody wants to know whether a kernel is to blame.
+The choice is the first entry of the operation's table that takes the device and the precision and
+is available. It depends on these alone, so that it is the same on ranks of one kind. Each choice is
+logged once ("hpczero_kernels", INFO); `force` takes another one by name, to find out whether a
+kernel is at fault.
 """
 
 import importlib
@@ -9,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,9 +31,8 @@ __all__ = [
     "on_gpus",
 ]
 
-SIMULATED = bool(
-    vars(config).get("ENABLE_CUDASIM")
-)  # NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the tensors of this computer
+# NUMBA_ENABLE_CUDASIM=1, for tests: CUDA kernels run in Python, on the CPU's tensors.
+SIMULATED = bool(vars(config).get("ENABLE_CUDASIM"))
 _LOG = logging.getLogger("hpczero_kernels")
 
 _forced: dict[str, str] = {}
@@ -38,44 +40,42 @@ _chosen: dict[str, str] = {}
 
 
 def choose(operation: str, tensor: torch.Tensor, fits: bool = True) -> str:
-    """The name of the implementation for this tensor; `fits`: whether kernels can have its shape."""
+    """Return the implementation's name for this tensor; `fits`: kernels can take its shape."""
     return _choose(operation, tensor.device.type, tensor.dtype, fits)
 
 
 def force(text: str) -> None:
-    """As in "norm=torch,adamw=torch", or "torch" for all operations, wherever the implementation's device is theirs; "" undoes it. ValueError
-    where there is no such operation or implementation.
+    """Choose implementations by name: "norm=torch,adamw=torch", or "torch" for all operations.
+
+    A name holds wherever that implementation takes the device; "" undoes all. Raise ValueError if
+    there is no such operation or implementation.
     """
-    found: dict[str, str] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
+    forced: dict[str, str] = {}
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
         operation, separator, name = entry.partition("=")
         if not separator:
-            operation, name = "", entry
+            operation = ""
+            name = entry
         if operation and operation not in TABLE:
             raise ValueError(f"there is no operation {operation}; there are {', '.join(TABLE)}")
-        having = [
-            key
-            for key, entries in TABLE.items()
-            if operation in ("", key) and any(each.name == name for each in entries)
-        ]
-        if not having:
-            names = dict.fromkeys(
-                each.name
-                for key, entries in TABLE.items()
-                if operation in ("", key)
-                for each in entries
-            )
-            raise ValueError(
-                f"there is no implementation {name} of {operation or 'any operation'}; there are {', '.join(names)}"
-            )
-        found |= dict.fromkeys(having, name)
+        names = {
+            key: [implementation.name for implementation in implementations]
+            for key, implementations in TABLE.items()
+            if operation in ("", key)
+        }
+        operations = [key for key in names if name in names[key]]
+        if not operations:
+            known = ", ".join(dict.fromkeys(chain(*names.values())))
+            what = operation or "any operation"
+            raise ValueError(f"there is no implementation {name} of {what}; there are {known}")
+        forced |= dict.fromkeys(operations, name)
     _forced.clear()
-    _forced.update(found)
+    _forced.update(forced)
     _decide.cache_clear()
 
 
 def on_gpus() -> bool:
-    """Whether any operation on this process's GPU is a kernel's."""
+    """Return True if a kernel carries out any operation on this process's GPU."""
     return any(
         _best(operation, "cuda", dtype)[0] == CUDA for operation in TABLE for dtype in FLOATS
     )
@@ -88,7 +88,7 @@ def of_gpus(dtype: torch.dtype) -> frozenset[str]:
 
 
 def choices() -> dict[str, str]:
-    """Those made so far: "norm on cpu in bfloat16" -> "torch"."""
+    """Return the choices made so far: "norm on cpu in bfloat16" -> "torch"."""
     return dict(sorted(_chosen.items()))
 
 
@@ -96,7 +96,8 @@ def _choose(operation: str, device: str, dtype: torch.dtype, fits: bool) -> str:
     return _decide(operation, device, str(dtype).removeprefix("torch."), fits)
 
 
-# As torch.compiler.assume_constant_result does, which imports the compiler for it: a second of every start. A test compares.
+# torch.compiler.assume_constant_result does the same, but imports the compiler: a second of every
+# start. A test compares them.
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -110,19 +111,21 @@ def _decide(operation: str, device: str, dtype: str, fits: bool) -> str:
 
 
 def _best(operation: str, device: str, dtype: str, fits: bool = True) -> tuple[str, str]:
-    """The name of an implementation, and what others lack."""
-    able = [
-        each
-        for each in map(_in_simulation, TABLE[operation])
-        if each.takes(device, dtype) and (fits or each.name == TORCH)
+    """Return an implementation's name, and the reasons why others are not available."""
+    candidates = [
+        implementation
+        for implementation in map(_in_simulation, TABLE[operation])
+        if implementation.takes(device, dtype) and (fits or implementation.name == TORCH)
     ]
-    lacking = {each.name: _lacking(each) for each in able}
-    there = [name for name, reason in lacking.items() if not reason]
+    reasons = {candidate.name: _missing(candidate) for candidate in candidates}
+    available = [name for name, reason in reasons.items() if not reason]
     forced = _forced.get(operation)
-    return forced if forced in there else there[0], "; ".join(filter(None, lacking.values()))
+    name = forced if forced in available else available[0]
+    return name, "; ".join(filter(None, reasons.values()))
 
 
-def _lacking(implementation: Implementation) -> str:
+def _missing(implementation: Implementation) -> str:
+    """Return the reason why it is not available on this process's device, "" if it is."""
     if SIMULATED:
         return ""
     if implementation.name == CUDA and torch.cuda.is_available():
@@ -134,65 +137,65 @@ def _lacking(implementation: Implementation) -> str:
 
 
 def _in_simulation(implementation: Implementation) -> Implementation:
-    return (
-        replace(implementation, device="cpu")
-        if SIMULATED and implementation.name == CUDA
-        else implementation
-    )
+    if SIMULATED and implementation.name == CUDA:
+        return replace(implementation, device="cpu")
+    return implementation
 
 
-# Kernels as operators of torch (`torch.ops.hpczero`), so that `torch.compile` takes them as they are.
+# Kernels as operators of torch (`torch.ops.hpczero`), which `torch.compile` takes as they are.
 #
-# Each has a schema, an implementation for CPUs (the reference, in torch), one for CUDA (the kernel, imported when it is first called) and a fake one,
-# which gives shapes alone. Gradients are the business of a `torch.autograd.Function` around an operator and the operator of its backward: that
-# costs a tenth of what autograd formulas registered with an operator cost.
+# Each has a schema, an implementation for CPUs (the reference, in torch), one for CUDA (the kernel,
+# imported when first called) and a fake one, which gives shapes alone. A `torch.autograd.Function`
+# around an operator and the operator of its backward gives gradients: it costs a tenth of autograd
+# formulas registered with an operator.
 _LIBRARY = torch.library.Library("hpczero", "DEF")
 
 
 def operator(
     schema: str, reference: Callable[..., Any], kernel: str, fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`kernel`: "module:function" of hpczero_kernels.cuda."""
+    """Define an operator and return it; `kernel` is "module:function" of hpczero_kernels.cuda."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, _when_called(kernel) if SIMULATED else reference, "CPU")
     _LIBRARY.impl(name, _when_called(kernel), "CUDA")
     torch.library.register_fake(f"hpczero::{name}", fake, lib=_LIBRARY)
-    made: Callable[..., Any] = getattr(torch.ops.hpczero, name).default
-    return made
+    return getattr(torch.ops.hpczero, name).default
 
 
 def _when_called(kernel: str) -> Callable[..., Any]:
-    @cache
-    def found() -> Callable[..., Any]:
-        module, _, function = kernel.partition(":")
-        made: Callable[..., Any] = getattr(
-            importlib.import_module(f"hpczero_kernels.cuda.{module}"), function
-        )
-        return made
+    """Return a function that imports the kernel when first called."""
 
-    return lambda *arguments: found()(*arguments)
+    @cache
+    def imported() -> Callable[..., Any]:
+        module, _, function = kernel.partition(":")
+        return getattr(importlib.import_module(f"hpczero_kernels.cuda.{module}"), function)
+
+    return lambda *arguments: imported()(*arguments)
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Half precision in fp32."""
+    """Return half precision as fp32, and other tensors unchanged."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def is_like(x: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether a kernel may take it (None: nothing) element by element beside x. PyTorch's operations would stretch and convert."""
+    """Return True if a kernel may read `other` (None: nothing) element by element beside x.
+
+    PyTorch's operations would broadcast and convert it.
+    """
     return other is None or (
         other.shape == x.shape and other.dtype == x.dtype and other.device == x.device
     )
 
 
 def is_of_columns(x: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """The same for one that has an element for each column of x."""
+    """Return True if a kernel may read `other` (None: nothing) as one element per column of x."""
     return other is None or (
         other.shape == x.shape[-1:] and other.dtype == x.dtype and other.device == x.device
     )
 
 
 def empty(like: torch.Tensor) -> torch.Tensor:
-    """Of this shape and type, contiguous as what the kernels give."""
+    """Return an empty contiguous tensor of this shape and type, as the kernels return them."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)

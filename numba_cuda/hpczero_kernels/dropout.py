@@ -1,8 +1,11 @@
-"""Dropout by address: what is dropped depends on (key, sample, index in the sample), so it is the same on every layout and need not be kept
-for backward.
+"""Dropout by address: the key, the sample and the index in the sample decide what is dropped.
 
-x is [samples, rows, columns]: a piece of the logical activation [samples, all rows, all columns] that begins at (first_row, first_column).
-An element's index in its sample is row * all_columns + column; it is dropped where its Philox word is below p * 2^32.
+The result is therefore the same on every layout, and backward computes the mask again instead of
+keeping it.
+
+x is [samples, rows, columns]: a window of the logical activation [samples, all rows, all columns]
+that begins at (first_row, first_column). An element's index in its sample is
+row * all_columns + column; it is dropped where its Philox word is below p * 2^32.
 """
 
 from collections.abc import Sequence
@@ -32,7 +35,7 @@ from hpczero_kernels.random import block_of_words, words_at
 
 @dataclass(frozen=True)
 class ActivationWindow:
-    """Where a piece lies in the logical activation."""
+    """Position of a piece in the logical activation."""
 
     all_columns: int
     first_row: int = 0
@@ -46,22 +49,22 @@ def keep_reference(
     shape: Sequence[int],
     place: ActivationWindow,
 ) -> torch.Tensor:
-    """Which elements stay: bool [samples, rows, columns]."""
+    """Return the mask of the elements that stay: bool [samples, rows, columns]."""
     _, rows, columns = shape
     row = place.first_row + torch.arange(rows, dtype=torch.int64, device=samples.device)
     column = place.first_column + torch.arange(columns, dtype=torch.int64, device=samples.device)
-    return words_at(
-        key, samples[:, None, None], row[:, None] * place.all_columns + column
-    ) >= threshold(probability)
+    index = row[:, None] * place.all_columns + column
+    return words_at(key, samples[:, None, None], index) >= threshold(probability)
 
 
 def threshold(probability: float) -> int:
+    """Return the smallest Philox word whose element stays."""
     return int(probability * 2**32)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What is dropped, and by which implementation."""
+    """Parameters that decide what is dropped, and the implementation that makes the mask."""
 
     probability: float
     key: int
@@ -75,7 +78,7 @@ class Chosen:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """As the operators take them: a schema's int is signed."""
+        """Return the parameters as the operators take them: a schema's int is signed."""
         signed = self.key - (self.key >> 63 << 64)
         return (
             self.probability,
@@ -87,24 +90,26 @@ class Chosen:
         )
 
     def mask(self, shape: Sequence[int]) -> Tensor:
-        how = keep if self.implementation == NUMBA else keep_reference
-        return how(self.key, self.probability, self.samples, shape, self.place)
+        make_mask = keep if self.implementation == NUMBA else keep_reference
+        return make_mask(self.key, self.probability, self.samples, shape, self.place)
 
 
 def forward_reference(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, *chosen: Any
 ) -> Tensor:
-    """As the operator has it; rounded once."""
+    """Return residual + dropout(x + bias), rounded once."""
     values = wide(x) if bias is None else wide(x) + wide(bias)
-    values = values * chosen_of(*chosen).mask(x.shape) * chosen_of(*chosen).scale
+    choice = chosen_of(*chosen)
+    values = values * choice.mask(x.shape) * choice.scale
     return (values if residual is None else values + wide(residual)).to(x.dtype)
 
 
 def backward_reference(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias (empty: there is none); that of the residual is the gradient itself."""
-    of_x = wide(gradient) * chosen_of(*chosen).mask(gradient.shape) * chosen_of(*chosen).scale
-    of_bias = of_x.flatten(0, -2).sum(0) if has_bias else of_x.new_empty(0)
-    return of_x.to(gradient.dtype), of_bias.to(gradient.dtype)
+    """Return the gradients of x and the bias (empty without one); the residual's is `gradient`."""
+    choice = chosen_of(*chosen)
+    grad_x = wide(gradient) * choice.mask(gradient.shape) * choice.scale
+    grad_bias = grad_x.flatten(0, -2).sum(0) if has_bias else grad_x.new_empty(0)
+    return grad_x.to(gradient.dtype), grad_bias.to(gradient.dtype)
 
 
 def chosen_of(
@@ -115,12 +120,9 @@ def chosen_of(
     first_row: int,
     first_column: int,
 ) -> Chosen:
-    return Chosen(
-        probability,
-        signed_key % 2**64,
-        samples,
-        ActivationWindow(all_columns, first_row, first_column),
-    )
+    """Return the parameters that an operator was given."""
+    window = ActivationWindow(all_columns, first_row, first_column)
+    return Chosen(probability, signed_key % 2**64, samples, window)
 
 
 def _fake_backward(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[Tensor, Tensor]:
@@ -142,10 +144,8 @@ _backward = operator(
 
 @njit(
     "void(uint64, uint32, int64[::1], uint64, uint64, uint64, uint8[:,:,::1])",
-    nogil=True,
-    cache=True,
-    error_model="numpy",
-)
+    nogil=True, cache=True, error_model="numpy",
+)  # fmt: skip
 @named_by_sources
 def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
     for number in range(out.shape[0]):
@@ -170,21 +170,27 @@ def keep(
     shape: Sequence[int],
     place: ActivationWindow,
 ) -> torch.Tensor:
-    """As keep_reference, by the numba kernel."""
+    """Compute keep_reference by the numba kernel."""
     out = np.empty(shape, np.uint8)
     _fill_keep(
-        np.uint64(key), uint32(threshold(probability)), samples.numpy(), np.uint64(place.all_columns), np.uint64(place.first_row),
-        np.uint64(place.first_column), out,
-    )  # fmt: skip
+        np.uint64(key),
+        uint32(threshold(probability)),
+        samples.numpy(),
+        np.uint64(place.all_columns),
+        np.uint64(place.first_row),
+        np.uint64(place.first_column),
+        out,
+    )
     return torch.from_numpy(out).view(torch.bool)
 
 
 class _Dropout(torch.autograd.Function):
-    """By a mask, which is made again in backward."""
+    """Dropout by a mask, which backward makes again."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, chosen: Chosen) -> Tensor:
-        context.chosen, context.shape = chosen, x.shape
+        context.chosen = chosen
+        context.shape = x.shape
         return x * chosen.mask(x.shape) * chosen.scale
 
     @staticmethod
@@ -194,21 +200,22 @@ class _Dropout(torch.autograd.Function):
 
 
 class FusedDropout(torch.autograd.Function):
-    """By one kernel in each direction, with bias and residual."""
+    """Dropout with bias and residual, by one kernel in each direction."""
 
     @staticmethod
     def forward(
         context: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: Chosen
     ) -> Tensor:
-        context.chosen, context.has = chosen, (bias is not None, residual is not None)
+        context.chosen = chosen
+        context.has = (bias is not None, residual is not None)
         return _forward(x, bias, residual, *chosen.arguments)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         has_bias, has_residual = context.has
-        of_x, of_bias = _backward(gradient, has_bias, *context.chosen.arguments)
-        return of_x, of_bias if has_bias else None, gradient if has_residual else None, None
+        grad_x, grad_bias = _backward(gradient, has_bias, *context.chosen.arguments)
+        return grad_x, grad_bias if has_bias else None, gradient if has_residual else None, None
 
 
 def dropout(
@@ -221,22 +228,17 @@ def dropout(
     bias: Tensor | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    """residual + x (+ bias), of which each element is dropped with the given probability and scaled up if it is not.
+    """Return residual + dropout(x + bias): elements are dropped with this probability or scaled up.
 
-    x [samples, rows, columns]; `samples`: int64 [samples]. What is dropped has no gradient, the residual has all of it. `implementation`: that
-    one, whatever would be chosen.
+    x [samples, rows, columns]; `samples` int64 [samples]. Dropped elements have no gradient; the
+    residual has all of it. `implementation` replaces the one that would be chosen.
     """
-    implementation = implementation or choose(
-        "dropout", x, is_like(x, residual) and is_of_columns(x, bias)
-    )
+    if not implementation:
+        fits = is_like(x, residual) and is_of_columns(x, bias)
+        implementation = choose("dropout", x, fits)
     samples = samples.to(x.device, torch.int64).contiguous()
-    chosen = Chosen(
-        probability,
-        key,
-        samples,
-        place or ActivationWindow(all_columns=x.shape[-1]),
-        implementation,
-    )
+    place = place or ActivationWindow(all_columns=x.shape[-1])
+    chosen = Chosen(probability, key, samples, place, implementation)
     if implementation == CUDA:
         return FusedDropout.apply(x, bias, residual, chosen)
     dropped = _Dropout.apply(x if bias is None else x + bias, chosen)

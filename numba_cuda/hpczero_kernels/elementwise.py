@@ -1,6 +1,19 @@
-"""GELU (Hendrycks and Gimpel 2016) of x + bias, exact (erf) or by tanh.
+"""GELU of x + bias, SwiGLU and rotary embedding: references, operators and autograd functions.
 
-erf:  x (1 + erf(x / sqrt 2)) / 2        tanh:  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+GELU (Hendrycks and Gimpel 2016), exact or by tanh:
+
+    erf:   x (1 + erf(x / sqrt 2)) / 2
+    tanh:  x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+
+SwiGLU (Shazeer 2020), for x [..., 2, columns] that holds gates and values:
+
+    y = gate * sigmoid(gate) * value
+
+Rotary embedding (Su et al. 2021) turns pairs of a head's elements, half a head apart, by an angle
+that grows with the position; x [samples, positions, heads, head_dim], cosines and sines fp32
+[positions, head_dim / 2]:
+
+    y = [a cos - b sin, b cos + a sin] for x = [a, b]
 """
 
 from math import pi, sqrt
@@ -15,27 +28,26 @@ from hpczero_kernels.dispatch import CUDA, choose, empty, is_of_columns, operato
 
 
 def gelu_forward_reference(x: Tensor, bias: Tensor | None, by_tanh: bool) -> Tensor:
-    return functional.gelu(_shifted(x, bias), approximate="tanh" if by_tanh else "none").to(x.dtype)
+    return gelu_reference(_add_bias(x, bias), None, by_tanh).to(x.dtype)
 
 
 def gelu_backward_reference(
     gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the bias (empty: there is none)."""
-    x_dtype, x = x.dtype, _shifted(x, bias)
+    """Return the gradients of x and of the bias (empty without one)."""
+    x_dtype = x.dtype
+    x = _add_bias(x, bias)
     if by_tanh:
         t = torch.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))
         slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * sqrt(2 / pi) * (1 + 3 * 0.044715 * x * x)
     else:
         slope = 0.5 * (1 + torch.erf(x / sqrt(2))) + x * torch.exp(-0.5 * x * x) / sqrt(2 * pi)
-    of_x = wide(gradient) * slope
-    of_bias = (
-        x.new_empty(0, dtype=x_dtype) if bias is None else of_x.flatten(0, -2).sum(0).to(x_dtype)
-    )
-    return of_x.to(x_dtype), of_bias
+    grad_x = wide(gradient) * slope
+    grad_bias = x.new_empty(0) if bias is None else grad_x.flatten(0, -2).sum(0)
+    return grad_x.to(x_dtype), grad_bias.to(x_dtype)
 
 
-def _shifted(x: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return wide(x) if bias is None else wide(x) + wide(bias)
 
 
@@ -65,9 +77,10 @@ class Gelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, *rest = context.saved_tensors
-        of_x, of_bias = _gelu_backward(gradient, x, rest[0] if rest else None, context.by_tanh)
-        return of_x, of_bias if rest else None, None
+        x, *biases = context.saved_tensors
+        bias = biases[0] if biases else None
+        grad_x, grad_bias = _gelu_backward(gradient, x, bias, context.by_tanh)
+        return grad_x, grad_bias if biases else None, None
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
@@ -77,22 +90,21 @@ def gelu(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
 
 
 def gelu_reference(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
-    return functional.gelu(
-        x if bias is None else x + bias, approximate="tanh" if by_tanh else "none"
-    )
+    x = x if bias is None else x + bias
+    return functional.gelu(x, approximate="tanh" if by_tanh else "none")
 
 
-# SwiGLU (Shazeer 2020): gate * sigmoid(gate) * value, for x [..., 2, columns] that holds gates and values.
+# SwiGLU
 def swiglu_forward_reference(x: Tensor) -> Tensor:
-    gate, value = wide(x).unbind(-2)
-    return (functional.silu(gate) * value).to(x.dtype)
+    return swiglu_reference(wide(x)).to(x.dtype)
 
 
 def swiglu_backward_reference(gradient: Tensor, x: Tensor) -> Tensor:
-    (gate, value), g = wide(x).unbind(-2), wide(gradient)
-    share = torch.sigmoid(gate)
-    of_gate = g * value * share * (1 + gate * (1 - share))
-    return torch.stack([of_gate, g * gate * share], -2).to(x.dtype)
+    gate, value = wide(x).unbind(-2)
+    g = wide(gradient)
+    sigmoid = torch.sigmoid(gate)
+    grad_gate = g * value * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.stack([grad_gate, g * gate * sigmoid], -2).to(x.dtype)
 
 
 _swiglu_forward = operator(
@@ -122,11 +134,9 @@ class Swiglu(torch.autograd.Function):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    return (
-        Swiglu.apply(x)
-        if choose("swiglu", x, x.dim() > 1 and x.shape[-2] == 2) == CUDA
-        else swiglu_reference(x)
-    )
+    if choose("swiglu", x, x.dim() > 1 and x.shape[-2] == 2) == CUDA:
+        return Swiglu.apply(x)
+    return swiglu_reference(x)
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
@@ -134,22 +144,20 @@ def swiglu_reference(x: Tensor) -> Tensor:
     return functional.silu(gate) * value
 
 
-# Rotary embedding (Su et al. 2021): pairs of a head's elements, half a head apart, turned by an angle that grows with the position.
-#
-#     y = [a cos - b sin, b cos + a sin] for x = [a, b]        x [samples, positions, heads, head_dim]; cosines, sines fp32 [positions, head_dim / 2]
+# Rotary embedding
 def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for these positions (int64)."""
-    frequencies = base ** (
-        -torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    )
+    """Return the cosines and sines for these positions (int64)."""
+    even = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device)
+    frequencies = base ** (-even / head_dim)
     turned = positions.double()[:, None] * frequencies
     return turned.cos().float(), turned.sin().float()
 
 
 def turn_reference(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
-    """`back`: by the opposite angle, which is forward's backward."""
+    """Turn the pairs; `back` turns by the opposite angle, which is forward's backward."""
     low, high = wide(x).chunk(2, -1)
-    cosines, sines = cosines[:, None], (-sines if back else sines)[:, None]
+    cosines = cosines[:, None]
+    sines = (-sines if back else sines)[:, None]
     return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1).to(x.dtype)
 
 
@@ -176,7 +184,7 @@ def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     fits = (
         x.dim() == 4
         and x.shape[-1] % 2 == 0
-        and all(_is_table(each, shape, x.device) for each in (cosines, sines))
+        and all(_is_table(table, shape, x.device) for table in (cosines, sines))
     )
     if choose("rotary", x, fits) == CUDA:
         return Rotary.apply(x, cosines, sines)

@@ -1,8 +1,10 @@
-"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019), with what is added to their input before.
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019), with a residual added before.
 
-    total = x + residual;  y = (total - mean) / sqrt(variance + eps) * weight + bias        RMSNorm: mean = 0, no bias
+    total = x + residual
+    y = (total - mean) / sqrt(variance + eps) * weight + bias        RMSNorm: mean = 0, no bias
 
-Over the last dimension; statistics are fp32, one a row. Where something is added, its sum goes on beside y: the residual stream.
+The norm is over the last dimension; statistics are fp32, one per row. With a residual, the total
+is an output beside y: the residual stream.
 """
 
 from typing import Any
@@ -26,7 +28,7 @@ def forward_reference(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, ...]:
-    """y, total (empty: nothing was added), mean and inverse deviation of each row."""
+    """Return y, total (empty without a residual), and each row's mean and inverse deviation."""
     total = x if residual is None else x + residual
     values = wide(total)
     mean = values.mean(-1, keepdim=True) if centred else torch.zeros_like(values[..., :1])
@@ -43,23 +45,28 @@ def forward_reference(
 
 def backward_reference(
     gradient: Tensor,
-    of_total: Tensor | None,
+    grad_total: Tensor | None,
     total: Tensor,
     weight: Tensor,
     mean: Tensor,
     inverse: Tensor,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of total (those of x and residual), weight and bias; `of_total` comes on top, from where the total went."""
-    mean, inverse = (each.view(*total.shape[:-1], 1) for each in (mean, inverse))
-    g, normal = wide(gradient), (wide(total) - mean) * inverse
+    """Return the gradients of the total (those of x and residual), weight and bias.
+
+    `grad_total` is the gradient of the output total; it is added.
+    """
+    mean, inverse = (statistic.view(*total.shape[:-1], 1) for statistic in (mean, inverse))
+    g = wide(gradient)
+    normal = (wide(total) - mean) * inverse
     scaled = g * wide(weight)
     along = normal * (scaled * normal).mean(-1, keepdim=True)
     across = scaled.mean(-1, keepdim=True) if centred else torch.zeros_like(inverse)
-    of_x = (scaled - across - along) * inverse
-    of_x = of_x if of_total is None else of_x + wide(of_total)
-    of_weight, of_bias = (each.flatten(0, -2).sum(0).to(weight.dtype) for each in (g * normal, g))
-    return of_x.to(total.dtype), of_weight, of_bias
+    grad_x = (scaled - across - along) * inverse
+    grad_x = grad_x if grad_total is None else grad_x + wide(grad_total)
+    grad_weight = (g * normal).flatten(0, -2).sum(0).to(weight.dtype)
+    grad_bias = g.flatten(0, -2).sum(0).to(weight.dtype)
+    return grad_x.to(total.dtype), grad_weight, grad_bias
 
 
 def _fake_forward(
@@ -70,16 +77,14 @@ def _fake_forward(
     eps: float,
     centred: bool,
 ) -> tuple[Tensor, ...]:
-    statistics = [
-        x.new_empty(x.numel() // x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
-        for _ in range(2)
-    ]
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    statistics = [x.new_empty(x.numel() // x.shape[-1], dtype=dtype) for _ in range(2)]
     return empty(x), x.new_empty(0) if residual is None else empty(x), *statistics
 
 
 def _fake_backward(
     gradient: Tensor,
-    of_total: Tensor | None,
+    grad_total: Tensor | None,
     total: Tensor,
     weight: Tensor,
     mean: Tensor,
@@ -90,18 +95,19 @@ def _fake_backward(
 
 
 _forward = operator(
-    "norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor, Tensor, Tensor)",
+    "norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     forward_reference, "norm:norm_forward", _fake_forward,
 )  # fmt: skip
 _backward = operator(
-    "norm_backward(Tensor gradient, Tensor? of_total, Tensor total, Tensor weight, Tensor mean, Tensor inverse, bool centred)"
-    " -> (Tensor, Tensor, Tensor)",
+    "norm_backward(Tensor gradient, Tensor? grad_total, Tensor total, Tensor weight, Tensor mean,"
+    " Tensor inverse, bool centred) -> (Tensor, Tensor, Tensor)",
     backward_reference, "norm:norm_backward", _fake_backward,
 )  # fmt: skip
 
 
 class Norm(torch.autograd.Function):
-    """y, and the total where something is added."""
+    """Norm that returns y; (y, total) with a residual."""
 
     @staticmethod
     def forward(
@@ -115,26 +121,24 @@ class Norm(torch.autograd.Function):
     ) -> Any:
         y, total, mean, inverse = _forward(x, residual, weight, bias, eps, centred)
         context.save_for_backward(x if residual is None else total, weight, mean, inverse)
-        context.centred, context.adds, context.has_bias = (
-            centred,
-            residual is not None,
-            bias is not None,
-        )
+        context.centred = centred
+        context.has_residual = residual is not None
+        context.has_bias = bias is not None
         return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
     def backward(
-        context: Any, gradient: Tensor, of_total: Tensor | None = None
+        context: Any, gradient: Tensor, grad_total: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        of_x, of_weight, of_bias = _backward(
-            gradient, of_total, *context.saved_tensors, context.centred
+        grad_x, grad_weight, grad_bias = _backward(
+            gradient, grad_total, *context.saved_tensors, context.centred
         )
         return (
-            of_x,
-            of_x if context.adds else None,
-            of_weight,
-            of_bias if context.has_bias else None,
+            grad_x,
+            grad_x if context.has_residual else None,
+            grad_weight,
+            grad_bias if context.has_bias else None,
             None,
             None,
         )
@@ -163,7 +167,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS
 ) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and this sum."""
+    """Return the norm of x + residual, and this sum."""
     if choose("norm", x, _fits(x, residual, weight, bias)) == CUDA:
         return Norm.apply(x, residual, weight, bias, eps, True)
     return add_layer_norm_reference(x, residual, weight, bias, eps)
@@ -191,9 +195,9 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps), total
 
 
-def _fits(x: Tensor, residual: Tensor | None, *of_columns: Tensor) -> bool:
+def _fits(x: Tensor, residual: Tensor | None, *per_column: Tensor) -> bool:
     return (
         0 < x.shape[-1] <= LONGEST
         and is_like(x, residual)
-        and all(is_of_columns(x, each) for each in of_columns)
+        and all(is_of_columns(x, tensor) for tensor in per_column)
     )

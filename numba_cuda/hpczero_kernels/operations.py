@@ -1,4 +1,7 @@
-"""The operations of models, by the spec's word for them: with hpczero's kernels where these are chosen ("auto"), or PyTorch's alone ("torch")."""
+"""Operations of models, by the spec's word: hpczero's kernels where chosen ("auto"), or PyTorch's.
+
+"torch" has PyTorch's operations alone.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +60,15 @@ AUTO = Operations(
     rotary,
 )
 PYTORCHS = Operations(
-    attention_reference, layer_norm_reference, rms_norm_reference, add_layer_norm_reference, add_rms_norm_reference, gelu_reference,
-    swiglu_reference, partial(dropout, implementation=TORCH), cross_entropy_reference, rotary_reference,
-)  # fmt: skip
+    attention_reference,
+    layer_norm_reference,
+    rms_norm_reference,
+    add_layer_norm_reference,
+    add_rms_norm_reference,
+    gelu_reference,
+    swiglu_reference,
+    partial(dropout, implementation=TORCH),
+    cross_entropy_reference,
+    rotary_reference,
+)
 OPERATIONS = {"auto": AUTO, "torch": PYTORCHS}

@@ -1,7 +1,13 @@
-"""Random numbers by address: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+"""Random numbers by address: Philox words, and normally distributed initial values made of them.
 
-A number is a function of a 64-bit key (what it is for) and a 128-bit counter (which one it is), never of what was drawn before; so a rank can compute
-just the ones that it holds. Every block of the counter gives four 32-bit words: word `i` of stream `s` is lane `i % 4` of block `(i // 4, s)`.
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a number is
+a function of a 64-bit key (its purpose) and a 128-bit counter (its index), never of what was drawn
+before. A rank can therefore compute just the numbers that it holds. Every block of the counter
+gives four 32-bit words: word `i` of stream `s` is lane `i % 4` of block `(i // 4, s)`.
+
+Element i of a parameter's initial values depends on the parameter's key and i alone. Box-Muller
+(Box and Muller, Annals of Mathematical Statistics 29, 1958) on pairs of Philox words: words 2j and
+2j+1 give the elements 2j (cosine) and 2j+1 (sine).
 """
 
 from hashlib import blake2b
@@ -19,47 +25,52 @@ _MASK = 0xFFFFFFFF
 
 
 def key_of(*parts: int | str) -> int:
-    """The 64-bit key for a purpose, e.g. key_of(seed, "initial", name)."""
+    """Return the 64-bit key for a purpose, e.g. key_of(seed, "initial", name)."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
 def words_at(key: int, streams: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Word `position` of each stream, as int64 (torch has no arithmetic on uint32), on the device of the streams and positions (int64)."""
+    """Return word `position` of each stream, on the device of the streams and positions (int64).
+
+    The words are int64, as torch has no arithmetic on uint32.
+    """
     streams, positions = torch.broadcast_tensors(streams, positions)
-    block, lane = positions >> 2, positions & 3
+    block = positions >> 2
+    lane = positions & 3
     counter = [block & _MASK, block >> 32, streams & _MASK, (streams >> 32) & _MASK]
-    low_key, high_key = key & _MASK, key >> 32
+    low_key = key & _MASK
+    high_key = key >> 32
     for _ in range(10):
-        # a product of two 32-bit numbers may wrap around in int64; its bits are right all the same
-        product0, product1 = counter[0] * _MULTIPLIERS[0], counter[2] * _MULTIPLIERS[1]
+        # A product of two 32-bit numbers may wrap around in int64; its bits are right all the same.
+        product0 = counter[0] * _MULTIPLIERS[0]
+        product1 = counter[2] * _MULTIPLIERS[1]
         counter = [
             ((product1 >> 32) & _MASK) ^ counter[1] ^ low_key,
             product1 & _MASK,
             ((product0 >> 32) & _MASK) ^ counter[3] ^ high_key,
             product0 & _MASK,
         ]
-        low_key, high_key = (low_key + _WEYL[0]) & _MASK, (high_key + _WEYL[1]) & _MASK
+        low_key = (low_key + _WEYL[0]) & _MASK
+        high_key = (high_key + _WEYL[1]) & _MASK
     return torch.stack(counter).gather(0, lane[None])[0]
 
 
 def words_reference(key: int, stream: int, first: int, count: int) -> torch.Tensor:
-    """Words first .. first + count - 1 of a stream, as int64 [count]."""
-    return words_at(
-        key,
-        torch.tensor(stream, dtype=torch.int64),
-        torch.arange(first, first + count, dtype=torch.int64),
-    )
+    """Return words first .. first + count - 1 of a stream, as int64 [count]."""
+    streams = torch.tensor(stream, dtype=torch.int64)
+    return words_at(key, streams, torch.arange(first, first + count, dtype=torch.int64))
 
 
 @njit("UniTuple(uint32, 4)(uint64, uint64, uint64)", nogil=True, cache=True)
 @named_by_sources
 def block_of_words(key, stream, block):
-    """The four words of one block: the twin of words_reference for numba kernels."""
+    """Return the four words of one block, as words_reference does, in numba kernels."""
     low_key, high_key = uint32(key), uint32(key >> uint64(32))
     word0, word1 = uint32(block), uint32(block >> uint64(32))
     word2, word3 = uint32(stream), uint32(stream >> uint64(32))
     for _ in range(10):
-        product0, product1 = uint64(word0) * uint64(0xD2511F53), uint64(word2) * uint64(0xCD9E8D57)
+        product0 = uint64(word0) * uint64(0xD2511F53)
+        product1 = uint64(word2) * uint64(0xCD9E8D57)
         word0 = uint32(uint32(product1 >> uint64(32)) ^ word1 ^ low_key)
         word1 = uint32(product1)
         word2 = uint32(uint32(product0 >> uint64(32)) ^ word3 ^ high_key)
@@ -78,31 +89,32 @@ def _fill_words(key, stream, first, out):
 
 
 def words(key: int, stream: int, first: int, count: int) -> torch.Tensor:
-    """As words_reference, by the numba kernel."""
+    """Compute words_reference by the numba kernel."""
     out = np.empty(count, np.uint32)
     _fill_words(np.uint64(key), np.uint64(stream), np.uint64(first), out)
     return torch.from_numpy(out.astype(np.int64))
 
 
-# Normally distributed initial values by address: element i of a parameter depends on its key and i alone.
+# Normally distributed initial values
 #
-# Box-Muller (Box and Muller, Annals of Mathematical Statistics 29, 1958) on pairs of Philox words: words 2j and 2j+1
-# give the elements 2j (cosine) and 2j+1 (sine). RULE numbers the way from words to values; a change of it changes
-# every initial value, and what is saved says by which rule it began.
-#
-# The kernel computes logarithm, sine and cosine in fp32 by the polynomials of the Cephes library (Moshier, "Methods and
-# Programs for Mathematical Functions", 1989), with additions, products and a square root only: these are rounded alike on
-# every processor, and a loop over them becomes vector instructions.
-RULE = 2  # 1: in fp64, by the C library's functions
+# The kernel computes logarithm, sine and cosine in fp32 by the polynomials of the Cephes library
+# (Moshier, "Methods and Programs for Mathematical Functions", 1989), with additions, products and
+# a square root only. These are rounded alike on every processor, and a loop over them becomes
+# vector instructions.
+
+# The rule from words to values. A change of it changes every initial value; checkpoints store the
+# rule by which a run began. Rule 1 was in fp64, by the C library's functions.
+RULE = 2
 
 _BLOCKS = 128  # of four words, in a stretch that stays in the nearest cache
 _SQRT_HALF = 0x3F3504F3  # bits of sqrt(1/2) in fp32
 _LN_2 = (float32(0.693359375), float32(-2.12194440e-4))  # in two parts: the first has few bits
-_LOG = (
-    *(float32(7.0376836292e-2), float32(-1.1514610310e-1), float32(1.1676998740e-1)),
-    *(float32(-1.2420140846e-1), float32(1.4249322787e-1), float32(-1.6668057665e-1)),
-    *(float32(2.0000714765e-1), float32(-2.4999993993e-1), float32(3.3333331174e-1)),
-)
+_LOG = tuple(
+    float32(c) for c in (
+        7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
+        -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+    )
+)  # fmt: skip
 _SIN = tuple(float32(c) for c in (-1.9515295891e-4, 8.3321608736e-3, -1.6666654611e-1))
 _COS = tuple(
     float32(c) for c in (2.443315711809948e-5, -1.388731625493765e-3, 4.166664568298827e-2)
@@ -110,14 +122,14 @@ _COS = tuple(
 _TURN = float32(2 * pi * 2.0**-32)  # the angle of one unit of a word
 _HALF, _ONE, _TWO = float32(0.5), float32(1), float32(2)
 
-_words = njit(inline="always")(
-    block_of_words.py_func
-)  # compiled into the loop, which is then made of vector instructions
+# Inlined into the loop that calls it, which then becomes vector instructions.
+_words = njit(inline="always")(block_of_words.py_func)
 
 
 def normal_reference(key: int, first: int, count: int, std: float) -> torch.Tensor:
-    """Return elements first .. first + count - 1, computed in fp64 from the same uniform numbers."""
-    start, stop = first // 2 * 2, (first + count + 1) // 2 * 2
+    """Return elements first .. first + count - 1, in fp64 from the same uniform numbers."""
+    start = first // 2 * 2
+    stop = (first + count + 1) // 2 * 2
     pairs = words_reference(key, 0, start, stop - start).view(-1, 2)
     uniform = ((pairs[:, 0] >> 1).float() + 1).double() * 2.0**-31  # in (0, 1], of 24 bits
     angle = 2.0 * pi * pairs[:, 1].double() * 2.0**-32
@@ -130,9 +142,9 @@ def normal_reference(key: int, first: int, count: int, std: float) -> torch.Tens
 def _radius(word):
     """Return sqrt(-2 ln u) of the uniform number u = (word // 2 + 1) / 2^31."""
     bits = bits_as(float32(int32(word >> uint32(1))) + _ONE, uint32)
-    above = uint32(bits + uint32(0x3F800000 - _SQRT_HALF))
-    exponent = float32(int32(above >> uint32(23)) - int32(127 + 31))
-    mantissa = uint32(uint32(above & uint32(0x7FFFFF)) + uint32(_SQRT_HALF))
+    shifted = uint32(bits + uint32(0x3F800000 - _SQRT_HALF))
+    exponent = float32(int32(shifted >> uint32(23)) - int32(127 + 31))
+    mantissa = uint32(uint32(shifted & uint32(0x7FFFFF)) + uint32(_SQRT_HALF))
     x = bits_as(mantissa, float32) - _ONE  # sqrt(1/2) - 1 .. sqrt(2) - 1
     square = x * x
     series = _LOG[0]
@@ -164,7 +176,7 @@ def _cosine_and_sine(word):
 
 @inner
 def _pairs(words, angles, std, values, lane):
-    """values[lane + 4i] and the next become the pair of words[i] and angles[i]."""
+    """Set values[lane + 4i] and the next to the pair of words[i] and angles[i]."""
     for i in range(_BLOCKS):
         radius = std * _radius(words[i])
         cosine, sine = _cosine_and_sine(angles[i])
@@ -175,10 +187,13 @@ def _pairs(words, angles, std, values, lane):
 @njit("void(uint64, uint64, float32, float32[::1])", nogil=True, cache=True, error_model="numpy")
 @named_by_sources
 def _fill_normal(key, first, std, out):
-    a, b = np.empty(_BLOCKS, np.uint32), np.empty(_BLOCKS, np.uint32)
-    c, d = np.empty(_BLOCKS, np.uint32), np.empty(_BLOCKS, np.uint32)
+    a = np.empty(_BLOCKS, np.uint32)
+    b = np.empty(_BLOCKS, np.uint32)
+    c = np.empty(_BLOCKS, np.uint32)
+    d = np.empty(_BLOCKS, np.uint32)
     values = np.empty(4 * _BLOCKS, np.float32)
-    skipped, done = int64(first & uint64(3)), int64(0)
+    skipped = int64(first & uint64(3))
+    done = int64(0)
     block = first >> uint64(2)
     while done < out.size:
         for i in range(_BLOCKS):
@@ -188,11 +203,13 @@ def _fill_normal(key, first, std, out):
         count = min(int64(4 * _BLOCKS) - skipped, out.size - done)
         for i in range(count):
             out[done + i] = values[skipped + i]
-        done, skipped, block = done + count, int64(0), block + uint64(_BLOCKS)
+        done += count
+        skipped = int64(0)
+        block += uint64(_BLOCKS)
 
 
 def fill_normal(out: torch.Tensor, key: int, first: int, std: float, pool: Pool = INLINE) -> None:
-    """out (fp32, contiguous) becomes elements first .. first + out.numel() - 1 of the key's values."""
+    """Fill out (fp32, contiguous) with elements first .. first + out.numel() - 1 of the key."""
     flat = out.view(-1).numpy()
 
     def kernel(start: int, stop: int) -> None:

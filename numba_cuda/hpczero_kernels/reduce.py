@@ -1,4 +1,8 @@
-"""The sum of k pieces of a gradient in fp32, in the order given, with sums of squares over fixed blocks and a scan for what is not finite."""
+"""Sum of k pieces of a gradient in fp32, in the order given.
+
+The same pass gives sums of squares over fixed blocks, and tells whether any element is infinite or
+NaN.
+"""
 
 from collections.abc import Sequence
 
@@ -32,7 +36,7 @@ def sum_pieces_reference(
     squares: torch.Tensor | None,
     bad: torch.Tensor | None = None,
 ) -> None:
-    """out = [out +] the sum of the pieces."""
+    """Set out = [out +] the sum of the pieces."""
     total = pieces[0].float()
     for piece in pieces[1:]:
         total = total + piece
@@ -45,9 +49,10 @@ def sum_pieces_reference(
 
 
 @inner
-def _stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop):
-    """As `_sum`; the squares of a block are complete once its last stretch has been added."""
-    total, squared = np.empty(STRETCH, np.float32), float32(0.0)
+def _sum_stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop):
+    """Do the work of `_sum`; a block's squares are complete after its last stretch."""
+    total = np.empty(STRETCH, np.float32)
+    squared = float32(0.0)
     while start < stop:
         size = min(stop - start, uint64(STRETCH))
         if pieces.size == 1:
@@ -68,19 +73,19 @@ def _stretches(pieces, precision, out, out_precision, accumulate, squares, start
 
 @njit(
     "void(uint64[::1], int64, uint64, int64, boolean, uint64, uint64, uint64)",
-    nogil=True,
-    cache=True,
-    error_model="numpy",
-)
+    nogil=True, cache=True, error_model="numpy",
+)  # fmt: skip
 @named_by_sources
 def _sum(pieces, precision, out, out_precision, accumulate, squares, start, stop):
-    """Elements start .. stop - 1, of which the first begins a block; pieces, out and squares (0: none) are addresses."""
-    if (
-        precision == out_precision == BF16
-    ):  # written with constants, the usual case is compiled for itself: a twentieth faster
-        _stretches(pieces, BF16, out, BF16, accumulate, squares, start, stop)
+    """Sum elements start .. stop - 1; `start` begins a block.
+
+    pieces, out and squares (0: none) are addresses.
+    """
+    if precision == out_precision == BF16:
+        # With constants the usual case is compiled for itself: a twentieth faster.
+        _sum_stretches(pieces, BF16, out, BF16, accumulate, squares, start, stop)
     else:
-        _stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop)
+        _sum_stretches(pieces, precision, out, out_precision, accumulate, squares, start, stop)
 
 
 def sum_pieces(
@@ -91,12 +96,15 @@ def sum_pieces(
     pool: Pool = INLINE,
     bad: torch.Tensor | None = None,
 ) -> None:
-    """As sum_pieces_reference, whose bits `out` has; every piece is read once and `out` written once.
+    """Sum the pieces into `out`, bit for bit as sum_pieces_reference does.
 
-    The pieces are flat and of one precision; `out` may be one of them, and must not overlap with them otherwise. squares[b] (fp32) becomes the sum of
-    squares of block b of `out` as stored; bad[0] (fp32) becomes 1 if an element is infinite or NaN, and stays what it is otherwise.
+    Every piece is read once and `out` is written once. The pieces are flat and of one precision;
+    `out` may be one of them, and must not overlap with them otherwise. squares[b] (fp32) becomes
+    the sum of squares of block b of `out` as stored. bad[0] (fp32) becomes 1 if an element is
+    infinite or NaN, and keeps its value otherwise.
     """
-    count, precision = out.numel(), pieces[0].dtype
+    count = out.numel()
+    precision = pieces[0].dtype
     assert all(
         piece.numel() == count and piece.dtype == precision and piece.is_contiguous()
         for piece in pieces
@@ -125,7 +133,7 @@ def _sum_pieces(
     pool: Pool,
 ) -> None:
     addresses = np.array([address_of(piece) for piece in pieces], np.uint64)
-    kinds = CODES[pieces[0].dtype], address_of(out), CODES[out.dtype]
+    kinds = (CODES[pieces[0].dtype], address_of(out), CODES[out.dtype])
     squares_address = 0 if squares is None else address_of(squares)
 
     def kernel(start: int, stop: int) -> None:
@@ -135,10 +143,11 @@ def _sum_pieces(
 
 
 def _note_bad(out: torch.Tensor, squares: torch.Tensor | None, bad: torch.Tensor | None) -> None:
-    """Finite squares have been made of finite elements; others, maybe, too (large ones)."""
-    if (
-        bad is not None
-        and (squares is None or not bool(squares.isfinite().all()))
-        and not bool(out.isfinite().all())
-    ):
+    """Set `bad` if an element is not finite.
+
+    Finite squares prove finite elements; squares that are not finite may come from large elements.
+    """
+    if bad is None or (squares is not None and bool(squares.isfinite().all())):
+        return
+    if not bool(out.isfinite().all()):
         bad.fill_(1.0)

@@ -1,8 +1,9 @@
-"""Which implementations there are of each operation, the best first. Plain data, without torch or numba.
+"""Table of each operation's implementations, the best first; plain data without torch or numba.
 
-torch   PyTorch's own operations; every other implementation is held against it
+torch   PyTorch's own operations; every other implementation is tested against them
 numba   kernels for CPUs, where they were measured faster (docs/kernels.md)
-cuda    kernels for NVIDIA's GPUs, by the package numba-cuda; imported when the first of them is chosen, and nowhere else
+cuda    kernels for NVIDIA GPUs, by the package numba-cuda; it is imported when the first kernel is
+        chosen, and nowhere else
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from importlib import util
 
 TORCH, NUMBA, CUDA = "torch", "numba", "cuda"
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
-OLDEST = 8, 0  # compute capability of a GPU: its conversions to bf16
+OLDEST = 8, 0  # compute capability that a GPU needs: its conversions to bf16
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """`device` "" and no dtypes: any."""
+    """One implementation of an operation; `device` "" means any device, no dtypes any dtype."""
 
     name: str
     device: str = ""
@@ -25,17 +26,16 @@ class Implementation:
         return self.device in ("", device) and (not self.dtypes or dtype in self.dtypes)
 
     def missing(self) -> str:
-        """Why it cannot be had in this environment; "": it can."""
+        """Return the reason why this environment lacks it, "" if it is available."""
         needed = {NUMBA: ("numba", "numba"), CUDA: ("numba_cuda", "numba-cuda")}
         if self.name == TORCH:
             return ""
         module, package = needed[self.name]
-        spec = util.find_spec(module)  # a folder of this name, as in a checkout, is no package
-        return (
-            ""
-            if spec is not None and spec.origin is not None
-            else f"the package {package} is not installed"
-        )
+        spec = util.find_spec(module)
+        # A folder of this name, as in a checkout, has a spec without an origin.
+        if spec is not None and spec.origin is not None:
+            return ""
+        return f"the package {package} is not installed"
 
 
 _TORCH = Implementation(TORCH)
@@ -55,7 +55,10 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
 
 
 def available(device: str, capability: tuple[int, int] = OLDEST) -> dict[str, str]:
-    """What is taken for each operation on a device ("cpu", "cuda": a GPU of this capability), if the shape fits and nothing else is asked for."""
+    """Return the implementation of each operation on a device, if shapes fit and none is forced.
+
+    `device` is "cpu" or "cuda"; the latter stands for a GPU of this compute capability.
+    """
 
     def can(implementation: Implementation) -> bool:
         old = implementation.name == CUDA and capability < OLDEST

@@ -1,4 +1,7 @@
-"""What CUDA kernels are compiled to, without a GPU: numba-cuda and the compiler's libraries are needed, and for registers NVIDIA's assembler."""
+"""PTX and registers of compiled CUDA kernels, without a GPU.
+
+This needs numba-cuda and the compiler's libraries; registers need NVIDIA's assembler.
+"""
 
 import re
 import shutil
@@ -18,7 +21,7 @@ CAPABILITY = (9, 0)
 
 @cache
 def missing() -> str:
-    """Why nothing can be compiled here; "": it can."""
+    """Return the reason why kernels cannot be compiled here, "" if they can."""
     if SIMULATED:
         return "the simulator compiles nothing"
     for package in ("numba_cuda.numba", "cuda.bindings", "cuda.core"):
@@ -28,7 +31,11 @@ def missing() -> str:
 
 
 def compiled(kernel: Any) -> str:
-    """Its PTX. numba asks the device at hand for its capability where one function calls another; here is none."""
+    """Return the kernel's PTX.
+
+    numba asks the current device for its capability where one function calls another; the mock
+    answers, as there is no device.
+    """
     from numba.cuda import dispatcher
 
     with mock.patch.object(
@@ -41,13 +48,16 @@ def compiled(kernel: Any) -> str:
 
 @cache
 def assembler() -> str | None:
-    """Of the same release as the compiler, or a later one: from PyPI (nvidia-cuda-nvcc), or of a toolkit on this machine."""
+    """Return the path of ptxas, from PyPI (nvidia-cuda-nvcc) or of a toolkit on this machine.
+
+    Its release must be the compiler's or a later one.
+    """
     installed = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "ptxas"
     return str(installed) if installed.is_file() else shutil.which("ptxas")
 
 
 def assembled(text: str, folder: Path, registers: int | None) -> tuple[int, int]:
-    """Registers of a thread, and bytes that are spilled."""
+    """Return the registers of a thread, and the bytes that are spilled."""
     source = folder / "kernel.ptx"
     source.write_text(text)
     limit = [f"--maxrregcount={registers}"] if registers else []
@@ -70,5 +80,5 @@ def assembled(text: str, folder: Path, registers: int | None) -> tuple[int, int]
 
 
 def accesses(text: str, what: str) -> int:
-    """128-bit accesses of global memory: what = "ld" or "st"."""
+    """Count the 128-bit accesses of global memory: what = "ld" or "st"."""
     return len(re.findall(rf"\b{what}\.global(?:\.\w+)*\.v4\.[usfb]32\b", text))

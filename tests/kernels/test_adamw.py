@@ -1,4 +1,7 @@
-"""AdamW on flat buffers, reference and kernel, against torch.optim.AdamW; the scaling of the gradient, halves, cuts and threads."""
+"""AdamW on flat buffers, reference and kernel, against torch.optim.AdamW.
+
+Also the gradient's scale, half precision, cuts and threads.
+"""
 
 import re
 
@@ -19,7 +22,7 @@ def normal(count, seed, dtype=torch.float32):
 
 
 def state_of(count, gradient_dtype=torch.float32, weights_dtype=None):
-    """In the middle of a training."""
+    """Return buffers as in the middle of a training."""
     weights = (
         None if weights_dtype is None else torch.full((count,), float("nan"), dtype=weights_dtype)
     )

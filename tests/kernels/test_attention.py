@@ -16,7 +16,7 @@ SHAPES = [
 
 
 def gradients(how, x: torch.Tensor, above: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradient for x [3, samples, heads, seq, head_dim]."""
+    """Return output and gradient for x [3, samples, heads, seq, head_dim]."""
     x = x.clone().requires_grad_()
     out = how(*x)
     out.backward(above.to(x.dtype))
@@ -31,7 +31,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("spread", [1.0, 3.0, 10.0])
 def test_it_is_as_exact_as_pytorchs(shape: tuple[int, ...], spread: float) -> None:
-    """`spread`: of queries and keys; logits reach some hundreds."""
+    """`spread` is that of queries and keys; logits reach some hundreds."""
     random = torch.Generator().manual_seed(sum(shape))
     x = torch.randn(3, *shape, generator=random)
     x[:2] *= spread

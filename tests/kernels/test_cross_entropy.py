@@ -1,4 +1,4 @@
-"""Cross-entropy in parts of the vocabulary: what the parts give together, against torch on the whole in fp64."""
+"""Cross-entropy in parts of the vocabulary, against torch on the whole vocabulary in fp64."""
 
 from itertools import pairwise
 
@@ -15,7 +15,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 def in_parts(
     logits: torch.Tensor, targets: torch.Tensor, bounds: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of each row, gradient of twice their sum; the parts are bounds[0] .. bounds[1] - 1 and so on."""
+    """Return each row's loss, and the gradient of twice their sum.
+
+    The parts are bounds[0] .. bounds[1] - 1 and so on.
+    """
     parts = [(logits[:, first:stop].clone(), first) for first, stop in pairwise(bounds)]
     own_most, own_sums, of_targets = map(
         torch.stack,
@@ -74,7 +77,7 @@ def test_no_rows_and_no_columns():
 
 
 def test_logits_that_are_not_finite_give_what_torch_gives():
-    """-inf is a token that cannot come, also where a part has nothing else; a row with NaN or inf is NaN."""
+    """A token of logit -inf never comes, even in a part without others; NaN and inf give NaN."""
     inf, nan = float("inf"), float("nan")
     logits = torch.tensor(
         [

@@ -1,4 +1,4 @@
-"""How kernels get to a GPU: whose numba.cuda it is, in which thread's context they are launched, and that nobody waits for them."""
+"""Launches of kernels: the package of numba.cuda, contexts of threads, and no wait of the host."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ assert numba.cuda.implementation == "NVIDIA", numba.cuda.__file__
 
 
 def test_numbas_own_target_is_not_taken_where_python_reads_no_pth_files() -> None:
-    """As in `pip install --target`: -S leaves out what Python does for its own folders of packages."""
+    """-S skips Python's reading of .pth files, as for packages of `pip install --target`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-S", "-c", WITHOUT_PTH_FILES],
@@ -56,7 +56,7 @@ def test_every_thread_makes_its_own_streams() -> None:
 
 @ON_A_GPU
 def test_a_kernel_may_be_the_first_that_a_thread_asks_of_a_gpu() -> None:
-    """As in backward, which has a thread of its own."""
+    """Backward has a thread of its own."""
     x, found = torch.randn(4, 64, device="cuda"), list[torch.Tensor]()
     expected = elementwise.gelu(x)
     in_a_thread(lambda: found.append(elementwise.gelu(x)))
@@ -70,7 +70,7 @@ def step(
     state: AdamWBuffers,
     scalars: adamw.AdamWScalars,
 ) -> torch.Tensor:
-    """Forward, backward, and an update of what was computed of them alone."""
+    """Run forward, backward and an update that depends on nothing else."""
     normal, _ = norm.add_layer_norm(x, x, weight, weight)
     loss = cross_entropy.cross_entropy(elementwise.gelu(normal, weight), targets)
     (of_x,) = torch.autograd.grad(loss, x)

@@ -1,4 +1,6 @@
-"""Every operator in every precision and direction against fp64, beside PyTorch's own operations; on whatever `device` says.
+"""Every operator in every precision and direction against fp64, beside PyTorch's own operations.
+
+The tests run on the device of `tests.kernels.device`.
 
 Legend: x [samples, rows, columns], flattened where an operator has rows only.
 """
@@ -15,11 +17,8 @@ from hpczero_kernels.operations import OPERATIONS
 from tests.kernels.device import DEVICE, KERNELS, distance, drawn, size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FLOOR = {
-    torch.float32: 2.0**-22,
-    torch.bfloat16: 2.0**-9,
-    torch.float16: 2.0**-12,
-}  # two roundings of fp32, a quarter of one of a half
+# Two roundings of fp32, a quarter of a rounding of a half.
+FLOOR = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
 SMALL = [(1, 2, 24), (1, 3, 13), (1, 1, 1)]
 SHAPES = (
     SMALL
@@ -33,7 +32,10 @@ Operator = Callable[..., Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """`made`: what has a gradient, from shape, precision and offset; `own` and `torchs` take that."""
+    """One operator: `made` draws its inputs from shape, precision and offset.
+
+    `own` and `torchs` are hpczero's and PyTorch's implementation, which take these inputs.
+    """
 
     made: Callable[[tuple[int, int, int], torch.dtype, int], list[Tensor]]
     own: Operator
@@ -149,21 +151,20 @@ OPERATORS = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """What is not written is NaN."""
+    """Fill new memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # numpy's, of the simulator's infinities
+# numpy warns of the simulator's infinities.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def carried_out(
     operator: Operator, given: list[Tensor], dtype: torch.dtype, seed: int = 100
 ) -> list[Tensor]:
-    """Outputs, then gradients; the gradients of the outputs are drawn in the precision of `given`."""
+    """Return outputs, then gradients; the outputs' gradients are drawn in `given`'s precision."""
     inputs = [
         tensor.detach().to(dtype).requires_grad_()
         if dtype != tensor.dtype
@@ -270,7 +271,7 @@ ODD = {
 def test_what_no_kernel_takes_is_left_to_torch(
     odd: Callable[..., Tensor | tuple[Tensor, ...]],
 ) -> None:
-    """A kernel that is given it would read what does not belong to it."""
+    """A kernel would read beyond these tensors."""
     x, column = drawn((2, 3, 24), 1, torch.float32), drawn((24,), 2, torch.float32)
     expected, found = (odd(OPERATIONS[word], x, column) for word in ("torch", "auto"))
     pairs = zip(

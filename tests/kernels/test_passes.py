@@ -1,4 +1,7 @@
-"""The passes of a step (sum, AdamW) as whatever `device` says has them: against their references, which other tests hold against torch."""
+"""Passes of a step (sum, AdamW) on the device of `tests.kernels.device`, against their references.
+
+Other tests compare the references with torch.
+"""
 
 import pytest
 import torch

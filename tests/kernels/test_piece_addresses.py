@@ -1,4 +1,4 @@
-"""The places of a sum's pieces reach the GPU by value: nothing is uploaded or waited for."""
+"""Addresses of a sum's pieces, which reach the GPU by value: no upload, and no wait."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_no_call_uploads_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More places than any cache would keep, as a model of 7 billion parameters has."""
+    """There are more addresses than a cache would keep, as in a model of 7 billion parameters."""
     from hpczero_kernels.cuda import reduce
 
     seen, made = launched(monkeypatch), torch.tensor

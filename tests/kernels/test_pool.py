@@ -1,4 +1,4 @@
-"""The threads of one rank: the cut, the sharing, errors and the end."""
+"""Threads of one rank: how ranges are cut and run, errors, and the end of the threads."""
 
 import threading
 from itertools import pairwise

@@ -1,4 +1,7 @@
-"""A lint of the compiled CUDA kernels: wide accesses where they are claimed, fp32 arithmetic, everything in registers, and few enough of them."""
+"""Lint of the compiled CUDA kernels.
+
+They have wide accesses where they should, fp32 arithmetic, and all values in registers, few enough.
+"""
 
 import re
 from pathlib import Path
@@ -16,15 +19,15 @@ EXPECTED = {
     "reduce.add": (4, 2, 64),
     "norm.forward": (8, 4, 64),
     "norm.backward": (6, 2, 128),
-    "gelu.forward": (2, 1, 64),
-    "gelu.backward": (4, 2, 80),
-    "swiglu.forward": (2, 1, 64),
-    "swiglu.backward": (3, 2, 80),
+    "elementwise.gelu_forward_kernel": (2, 1, 64),
+    "elementwise.gelu_backward_kernel": (4, 2, 80),
+    "elementwise.swiglu_forward_kernel": (2, 1, 64),
+    "elementwise.swiglu_backward_kernel": (3, 2, 80),
     "dropout.forward": (4, 1, 80),
     "dropout.backward": (1, 2, 80),
     "cross_entropy.statistics": (1, 0, 40),
     "cross_entropy.gradient": (1, 1, 40),
-    "rotary.turn": (4, 2, 80),
+    "elementwise.turn": (4, 2, 80),
 }
 
 
@@ -52,7 +55,8 @@ def test_a_kernel(name: str, tmp_path: Path) -> None:
     assert not re.findall(r"\.local\b|\bcall\b", text), "memory of a thread, or a call"
     if assembler() is None:
         pytest.skip(
-            "no assembler (ptxas): registers and spills are not looked at; pip install nvidia-cuda-nvcc"
+            "no assembler (ptxas): registers and spills are not checked;"
+            " pip install nvidia-cuda-nvcc"
         )
     registers, spilled = assembled(text, tmp_path, kernel.registers)
     assert registers <= most

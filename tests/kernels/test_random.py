@@ -1,4 +1,4 @@
-"""Random numbers by address: the numba kernels equal their references, and a piece equals the same stretch of the whole."""
+"""Random numbers by address: kernels equal their references, and pieces equal the whole."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_cosine_and_sine_are_right_beside_each_eighth_of_a_turn(eighth, beside):
 
 
 def test_normal_has_the_values_of_its_rule():
-    """The rule is part of what a checkpoint says: who changes these values gives it another number."""
+    """Checkpoints store the rule's number: a change of these values needs another number."""
     out = torch.empty(6)
     random.fill_normal(out, 2026, 1, 1.0)
     expected = [-1103507551, -1099424927, 1062080107, -1112079296, 1040169337, 1057553284]
@@ -83,7 +83,7 @@ def test_the_threads_of_a_rank_change_no_value():
 
 
 def test_a_million_normal_values_have_the_distribution():
-    """Kolmogorov and Smirnov's distance of a sample: above 1.95 / sqrt(n) once in a thousand."""
+    """A sample's Kolmogorov-Smirnov distance is above 1.95 / sqrt(n) once in a thousand."""
     out = torch.empty(1 << 20)
     random.fill_normal(out, KEY, 0, 1.0)
     below = torch.special.ndtr(out.double().sort().values)

@@ -1,4 +1,4 @@
-"""The sum of pieces: bitwise equal to its reference, whatever the values, the alignment, the cut and the threads."""
+"""Sum of pieces: bitwise equal to its reference for any values, alignment, cut and threads."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def same(left, right):
-    """Equal bits; a NaN equals any NaN."""
+    """Return True if the bits are equal; a NaN equals any NaN."""
     bits = BITS[left.element_size()]
     return left.dtype == right.dtype and bool(
         ((left.view(bits) == right.view(bits)) | (left.isnan() & right.isnan())).all()
@@ -22,7 +22,7 @@ def same(left, right):
 
 
 def values(count, dtype, seed):
-    """Of all magnitudes, with zeros of both signs, infinities and NaN among them."""
+    """Return values of all magnitudes, among them zeros of both signs, infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randn(count, generator=generator) * torch.exp2(
         torch.randint(-20, 12, (count,), generator=generator).float()
@@ -74,7 +74,7 @@ def test_every_half_is_widened_exactly(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rounding_is_that_of_torch(dtype):
-    """Around every half-precision value: the values half-way to its neighbours, the next fp32 numbers, and random bits."""
+    """Values half-way between two halves, the fp32 values next to them, and random bits."""
     halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).float().view(torch.int32)
     middle = 0x8000 if dtype == torch.bfloat16 else 0x1000
     near = torch.cat(
@@ -175,7 +175,7 @@ def test_neither_cut_nor_alignment_changes_a_bit(offset):
 @pytest.mark.parametrize("offset", [1, 16, 32])
 @pytest.mark.parametrize("ending", [992, 1000])
 def test_cache_lines_that_are_not_read_first_hold_the_same(dtype, offset, ending):
-    """Sums of whole lines, of parts of them, and what lies around, which must stay."""
+    """Whole cache lines and parts of them are summed; the memory around them must not change."""
     count = 3 * BLOCK + ending
     given = [values(count, dtype, seed) for seed in range(2)]
     expected, around = poisoned(count, dtype), torch.ones(count + 2 * offset, dtype=dtype)

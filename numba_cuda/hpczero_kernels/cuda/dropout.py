@@ -1,4 +1,7 @@
-"""Bias, dropout by address and residual (`hpczero_kernels.dropout`) in one pass. What is dropped is computed again in backward, and nowhere kept."""
+"""Bias, dropout by address and residual (`hpczero_kernels.dropout`) in one pass.
+
+Backward computes the mask again; it is kept nowhere.
+"""
 
 from typing import Any
 
@@ -25,9 +28,9 @@ from hpczero_kernels.cuda.vectors import (
     fetch,
     grid_over,
     grid_with_sums,
-    narrow,
+    load,
     own_column,
-    put,
+    store,
     threads_for,
     whole_number,
     widen,
@@ -39,7 +42,7 @@ _words = inner(random.block_of_words.py_func)
 
 @inner
 def _drop(numbers, key, stream, position, limit, scale):
-    """numbers [8], of which the first has this position in its sample."""
+    """Drop or scale numbers [8], of which the first has this position in its sample."""
     if position & uint64(3) == uint64(0):
         a, b, c, d = _words(key, stream, position >> uint64(2))
         e, f, g, h = _words(key, stream, (position >> uint64(2)) + uint64(1))
@@ -53,32 +56,29 @@ def _drop(numbers, key, stream, position, limit, scale):
         numbers[7] = numbers[7] * scale if h >= limit else float32(0.0)
     else:
         for i in range(EIGHT):
-            place = position + uint64(i)
-            a, b, c, d = _words(key, stream, place >> uint64(2))
-            lane = place & uint64(3)
-            word = (
-                a
-                if lane == uint64(0)
-                else b
-                if lane == uint64(1)
-                else c
-                if lane == uint64(2)
-                else d
-            )
+            index = position + uint64(i)
+            a, b, c, d = _words(key, stream, index >> uint64(2))
+            lane = index & uint64(3)
+            low = a if lane == uint64(0) else b
+            high = c if lane == uint64(2) else d
+            word = low if lane < uint64(2) else high
             numbers[i] = numbers[i] * scale if word >= limit else float32(0.0)
 
 
 @kernel(
-    ADDRESS, ADDRESS, CODE, ADDRESS, CODE, ADDRESS, CODE, COUNT, COUNT, COUNT, COUNT, WORD, NUMBER, ADDRESS, COUNT, COUNT, COUNT, CODE
+    ADDRESS, ADDRESS, CODE, ADDRESS, CODE, ADDRESS, CODE,
+    COUNT, COUNT, COUNT, COUNT, WORD, NUMBER, ADDRESS, COUNT, COUNT, COUNT, CODE,
 )  # fmt: skip
 def forward(
-    x, bias, has_bias, residual, has_residual, y, precision, rows, rows_of_sample, columns, key, limit, scale, samples, all_columns, first_row,
-    first_column, is_aligned,
+    x, bias, has_bias, residual, has_residual, y, precision,
+    rows, sample_rows, columns, key, limit, scale, samples, all_columns, first_row, first_column,
+    is_aligned,
 ):  # fmt: skip
-    words, more, numbers, shift = (
-        cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, uint32), cuda.local.array(EIGHT, float32), cuda.local.array(EIGHT, float32)
-    )  # fmt: skip
+    words = cuda.local.array(EIGHT, uint32)
+    more = cuda.local.array(EIGHT, uint32)
+    numbers = cuda.local.array(EIGHT, float32)
     others = cuda.local.array(EIGHT, float32)
+    shift = cuda.local.array(EIGHT, float32)
     column = own_column()
     if column >= columns:
         return
@@ -86,101 +86,88 @@ def forward(
     for i in range(EIGHT):
         shift[i] = float32(0.0)
     if has_bias:
-        fetch(words, bias, precision, column, left, is_aligned)
-        widen(shift, words, precision)
+        load(shift, bias, precision, column, left, is_aligned)
     row = uint64(cuda.blockIdx.y)
     while row < rows:
-        fetch(words, x, precision, row * columns + column, left, is_aligned)
+        index = row * columns + column
+        fetch(words, x, precision, index, left, is_aligned)
         if has_residual:
-            fetch(more, residual, precision, row * columns + column, left, is_aligned)
+            fetch(more, residual, precision, index, left, is_aligned)
         widen(numbers, words, precision)
         for i in range(EIGHT):
             numbers[i] += shift[i]
-        sample = row // rows_of_sample
-        position = (first_row + row - sample * rows_of_sample) * all_columns + first_column + column
+        sample = row // sample_rows
+        position = (first_row + row - sample * sample_rows) * all_columns + first_column + column
         _drop(numbers, uint64(key), whole_number(samples, sample), position, limit, scale)
         if has_residual:
             widen(others, more, precision)
             for i in range(EIGHT):
                 numbers[i] += others[i]
-        narrow(words, numbers, precision)
-        put(words, y, precision, row * columns + column, left, is_aligned)
+        store(numbers, y, precision, index, left, is_aligned)
         row += uint64(cuda.gridDim.y)
 
 
 @kernel(
-    ADDRESS,
-    ADDRESS,
-    ADDRESS,
-    CODE,
-    CODE,
-    COUNT,
-    COUNT,
-    COUNT,
-    COUNT,
-    WORD,
-    NUMBER,
-    ADDRESS,
-    COUNT,
-    COUNT,
-    COUNT,
-    CODE,
-)
+    ADDRESS, ADDRESS, ADDRESS, CODE, CODE,
+    COUNT, COUNT, COUNT, COUNT, WORD, NUMBER, ADDRESS, COUNT, COUNT, COUNT, CODE,
+)  # fmt: skip
 def backward(
-    gradient, of_x, of_bias, has_bias, precision, rows, rows_of_sample, columns, key, limit, scale, samples, all_columns, first_row, first_column,
+    gradient, grad_x, grad_bias, has_bias, precision,
+    rows, sample_rows, columns, key, limit, scale, samples, all_columns, first_row, first_column,
     is_aligned,
 ):  # fmt: skip
-    """of_bias: fp32 [blocks along y, columns], what each of them has of it."""
-    words, numbers, sums = (
-        cuda.local.array(EIGHT, uint32),
-        cuda.local.array(EIGHT, float32),
-        cuda.local.array(EIGHT, float32),
-    )
+    """Write grad_x, and in grad_bias (fp32 [blocks along y, columns]) a sum over rows per block."""
+    numbers = cuda.local.array(EIGHT, float32)
+    sums = cuda.local.array(EIGHT, float32)
     column = own_column()
     if column >= columns:
         return
-    left, row = columns - column, uint64(cuda.blockIdx.y)
+    left = columns - column
     for i in range(EIGHT):
         sums[i] = float32(0.0)
+    row = uint64(cuda.blockIdx.y)
     while row < rows:
-        fetch(words, gradient, precision, row * columns + column, left, is_aligned)
-        widen(numbers, words, precision)
-        sample = row // rows_of_sample
-        position = (first_row + row - sample * rows_of_sample) * all_columns + first_column + column
+        index = row * columns + column
+        load(numbers, gradient, precision, index, left, is_aligned)
+        sample = row // sample_rows
+        position = (first_row + row - sample * sample_rows) * all_columns + first_column + column
         _drop(numbers, uint64(key), whole_number(samples, sample), position, limit, scale)
         for i in range(EIGHT):
             sums[i] += numbers[i]
-        narrow(words, numbers, precision)
-        put(words, of_x, precision, row * columns + column, left, is_aligned)
+        store(numbers, grad_x, precision, index, left, is_aligned)
         row += uint64(cuda.gridDim.y)
     if has_bias:
-        narrow(words, sums, FP32)
-        put(words, of_bias, FP32, uint64(cuda.blockIdx.y) * columns + column, left, is_aligned)
+        index = uint64(cuda.blockIdx.y) * columns + column
+        store(sums, grad_bias, FP32, index, left, is_aligned)
 
 
-def _choice(chosen: Chosen) -> tuple[int | float, ...]:
-    """What is dropped, as the kernels are told."""
-    place = chosen.place
+def _arguments(chosen: Chosen) -> tuple[int | float, ...]:
+    """Return the parameters of dropout as the kernels take them: key to first_column."""
     return (
-        chosen.key, threshold(chosen.probability), chosen.scale, chosen.samples.data_ptr(), place.all_columns, place.first_row, place.first_column
-    )  # fmt: skip
+        chosen.key,
+        threshold(chosen.probability),
+        chosen.scale,
+        chosen.samples.data_ptr(),
+        chosen.place.all_columns,
+        chosen.place.first_row,
+        chosen.place.first_column,
+    )
 
 
 def dropout_forward(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, *chosen: Any
 ) -> torch.Tensor:
-    x, bias, residual, choice = (
-        x.contiguous(),
-        contiguous(bias),
-        contiguous(residual),
-        chosen_of(*chosen),
-    )
-    count, of_sample, columns = x.shape
+    x = x.contiguous()
+    bias = contiguous(bias)
+    residual = contiguous(residual)
+    count, sample_rows, columns = x.shape
+    rows = count * sample_rows
     y = torch.empty_like(x)
     forward.launch(
-        grid_over(count * of_sample, columns), threads_for(columns),
-        x.data_ptr(), address_of(bias), bias is not None, address_of(residual), residual is not None, y.data_ptr(), CODES[x.dtype],
-        count * of_sample, of_sample, columns, *_choice(choice), rows_aligned(columns, x, bias, residual, y),
+        grid_over(rows, columns), threads_for(columns),
+        x.data_ptr(), address_of(bias), bias is not None, address_of(residual),
+        residual is not None, y.data_ptr(), CODES[x.dtype], rows, sample_rows, columns,
+        *_arguments(chosen_of(*chosen)), rows_aligned(columns, x, bias, residual, y),
     )  # fmt: skip
     return y
 
@@ -188,21 +175,18 @@ def dropout_forward(
 def dropout_backward(
     gradient: torch.Tensor, has_bias: bool, *chosen: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and of the bias (empty: there is none); that of the residual is the gradient itself."""
-    gradient, choice = gradient.contiguous(), chosen_of(*chosen)
-    count, of_sample, columns = gradient.shape
-    grid = (
-        grid_with_sums(count * of_sample, columns)
-        if has_bias
-        else grid_over(count * of_sample, columns)
-    )
-    of_x, of_bias = (
-        torch.empty_like(gradient),
-        gradient.new_empty((grid[1], columns) if has_bias else (0, 0), dtype=torch.float32),
-    )
+    """Return the gradients of x and the bias (empty without one); the residual's is `gradient`."""
+    gradient = gradient.contiguous()
+    count, sample_rows, columns = gradient.shape
+    rows = count * sample_rows
+    grid = grid_with_sums(rows, columns) if has_bias else grid_over(rows, columns)
+    grad_x = torch.empty_like(gradient)
+    sums_shape = (grid[1], columns) if has_bias else (0, 0)
+    grad_bias = gradient.new_empty(sums_shape, dtype=torch.float32)
     backward.launch(
         grid, threads_for(columns),
-        gradient.data_ptr(), of_x.data_ptr(), of_bias.data_ptr(), has_bias, CODES[gradient.dtype], count * of_sample, of_sample, columns,
-        *_choice(choice), rows_aligned(columns, gradient, of_x, of_bias),
+        gradient.data_ptr(), grad_x.data_ptr(), grad_bias.data_ptr(), has_bias,
+        CODES[gradient.dtype], rows, sample_rows, columns, *_arguments(chosen_of(*chosen)),
+        rows_aligned(columns, gradient, grad_x, grad_bias),
     )  # fmt: skip
-    return of_x, of_bias.sum(0).to(gradient.dtype)
+    return grad_x, grad_bias.sum(0).to(gradient.dtype)

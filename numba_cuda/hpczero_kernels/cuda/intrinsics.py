@@ -1,8 +1,9 @@
-"""What CUDA kernels need beyond Python: 128-bit memory accesses, bits of numbers, half precision, sums over a block.
+"""Device functions beyond Python: 128-bit accesses, bits of numbers, half precision, block sums.
 
-The only module that knows LLVM, PTX and warps. In numba's CUDA simulator (NUMBA_ENABLE_CUDASIM=1) the twins of the same names take their place.
-Addresses are those of tensors (`CPointer`, an int in the simulator), offsets count bytes. A Python float would make arithmetic fp64, a signed
-index adds wrap-around: hence the many float32(...) and uint64(...).
+No other module knows LLVM, PTX and warps. In numba's CUDA simulator (NUMBA_ENABLE_CUDASIM=1),
+functions of the same names in `twins` replace those here. Addresses are those of tensors
+(`CPointer`, an int in the simulator); offsets count bytes. A Python float would make arithmetic
+fp64, and a signed index would add wrap-around: hence the many float32(...) and uint64(...).
 """
 
 from numba.core import types
@@ -33,7 +34,7 @@ if SIMULATED:
         store16,
         to_bf16x2,
         to_fp16x2,
-    )  # fmt: skip
+    )
 else:
     import math
     from functools import partial
@@ -49,12 +50,12 @@ else:
     _FOUR = types.UniTuple(types.uint32, 4)
     _PAIR = types.UniTuple(types.float32, 2)
 
-    def _place(builder, address, offset, what):
-        return builder.bitcast(builder.gep(address, [offset]), what.as_pointer())
+    def _pointer(builder, address, offset, kind):
+        return builder.bitcast(builder.gep(address, [offset]), kind.as_pointer())
 
     @intrinsic
     def moved(context, address, distance):
-        """The address so many bytes further on."""
+        """Return the address `distance` bytes further on."""
 
         def generate(context, builder, signature, arguments):
             return builder.gep(arguments[0], [arguments[1]])
@@ -63,10 +64,10 @@ else:
 
     @intrinsic
     def load16(context, address, offset):
-        """Four words by one access; the place is a multiple of 16 bytes."""
+        """Read four words by one access, at a multiple of 16 bytes."""
 
         def generate(context, builder, signature, arguments):
-            vector = builder.load(_place(builder, *arguments, ir.VectorType(_WORD, 4)), align=16)
+            vector = builder.load(_pointer(builder, *arguments, ir.VectorType(_WORD, 4)), align=16)
             words = [builder.extract_element(vector, ir.Constant(_WORD, lane)) for lane in range(4)]
             return context.make_tuple(builder, signature.return_type, words)
 
@@ -81,14 +82,14 @@ else:
                 vector = builder.insert_element(
                     vector, builder.extract_value(words, lane), ir.Constant(_WORD, lane)
                 )
-            builder.store(vector, _place(builder, address, offset, vector.type), align=16)
+            builder.store(vector, _pointer(builder, address, offset, vector.type), align=16)
             return context.get_dummy_value()
 
         return types.void(address, types.uint64, _FOUR), generate
 
     def _loads(size):
         def generate(context, builder, signature, arguments):
-            narrow = builder.load(_place(builder, *arguments, ir.IntType(8 * size)), align=size)
+            narrow = builder.load(_pointer(builder, *arguments, ir.IntType(8 * size)), align=size)
             return narrow if size == 4 else builder.zext(narrow, _WORD)
 
         return generate
@@ -97,7 +98,7 @@ else:
         def generate(context, builder, signature, arguments):
             address, offset, word = arguments
             narrow = word if size == 4 else builder.trunc(word, ir.IntType(8 * size))
-            builder.store(narrow, _place(builder, address, offset, narrow.type), align=size)
+            builder.store(narrow, _pointer(builder, address, offset, narrow.type), align=size)
             return context.get_dummy_value()
 
         return generate
@@ -108,7 +109,7 @@ else:
 
     @intrinsic
     def load2(context, address, offset):
-        """As the lower half of a word."""
+        """Read two bytes as the lower half of a word."""
         return types.uint32(address, types.uint64), _loads(2)
 
     @intrinsic
@@ -135,14 +136,12 @@ else:
 
     @intrinsic
     def from_fp16x2(context, word):
-        """The lower and the upper half of a word."""
+        """Return the lower and the upper half of a word."""
 
         def generate(context, builder, signature, arguments):
             pair = builder.bitcast(arguments[0], ir.VectorType(_HALF, 2))
-            wide = [
-                builder.fpext(builder.extract_element(pair, ir.Constant(_WORD, lane)), _SINGLE)
-                for lane in range(2)
-            ]
+            halves = [builder.extract_element(pair, ir.Constant(_WORD, lane)) for lane in range(2)]
+            wide = [builder.fpext(half, _SINGLE) for half in halves]
             return context.make_tuple(builder, signature.return_type, wide)
 
         return _PAIR(types.uint32), generate
@@ -151,9 +150,8 @@ else:
         def generate(context, builder, signature, arguments):
             low, high = arguments
             kind = ir.FunctionType(_WORD, [_SINGLE, _SINGLE])
-            return builder.call(
-                ir.InlineAsm(kind, f"{instruction} $0, $1, $2;", "=r,f,f"), [high, low]
-            )
+            assembly = ir.InlineAsm(kind, f"{instruction} $0, $1, $2;", "=r,f,f")
+            return builder.call(assembly, [high, low])
 
         return generate
 
@@ -167,51 +165,59 @@ else:
 
     @inner
     def block_sums(first, second):
-        """The sums over the threads of a block (whole warps, 1024 threads at most), on all of them; always in one order."""
-        of_warps = cuda.shared.array((2, WARP), float32)
-        first, second = _sum_of_warp(first), _sum_of_warp(second)
-        thread, warps = cuda.threadIdx.x, cuda.blockDim.x // WARP
+        """Return both sums over the threads of a block, on all of them, added in a fixed order.
+
+        A block has whole warps, and 1024 threads at most.
+        """
+        warp_sums = cuda.shared.array((2, WARP), float32)
+        first = _warp_sum(first)
+        second = _warp_sum(second)
+        thread = cuda.threadIdx.x
+        warps = cuda.blockDim.x // WARP
         cuda.syncthreads()  # the last sums have been read
         if thread % WARP == 0:
-            of_warps[0, thread // WARP], of_warps[1, thread // WARP] = first, second
+            warp_sums[0, thread // WARP] = first
+            warp_sums[1, thread // WARP] = second
         cuda.syncthreads()
         lane = thread % WARP
-        first = of_warps[0, lane] if lane < warps else float32(0.0)
-        second = of_warps[1, lane] if lane < warps else float32(0.0)
-        return _sum_of_warp(first), _sum_of_warp(second)
+        first = warp_sums[0, lane] if lane < warps else float32(0.0)
+        second = warp_sums[1, lane] if lane < warps else float32(0.0)
+        return _warp_sum(first), _warp_sum(second)
 
     @inner
     def block_sum(value):
-        of_warps = cuda.shared.array(WARP, float32)
-        value = _sum_of_warp(value)
-        thread, warps = cuda.threadIdx.x, cuda.blockDim.x // WARP
+        warp_values = cuda.shared.array(WARP, float32)
+        value = _warp_sum(value)
+        thread = cuda.threadIdx.x
+        warps = cuda.blockDim.x // WARP
         cuda.syncthreads()
         if thread % WARP == 0:
-            of_warps[thread // WARP] = value
+            warp_values[thread // WARP] = value
         cuda.syncthreads()
-        return _sum_of_warp(of_warps[thread % WARP] if thread % WARP < warps else float32(0.0))
+        lane = thread % WARP
+        return _warp_sum(warp_values[lane] if lane < warps else float32(0.0))
 
     @inner
     def block_max(value):
-        of_warps = cuda.shared.array(WARP, float32)
-        value = _max_of_warp(value)
-        thread, warps = cuda.threadIdx.x, cuda.blockDim.x // WARP
+        warp_values = cuda.shared.array(WARP, float32)
+        value = _warp_max(value)
+        thread = cuda.threadIdx.x
+        warps = cuda.blockDim.x // WARP
         cuda.syncthreads()
         if thread % WARP == 0:
-            of_warps[thread // WARP] = value
+            warp_values[thread // WARP] = value
         cuda.syncthreads()
-        return _max_of_warp(
-            of_warps[thread % WARP] if thread % WARP < warps else float32(-math.inf)
-        )
+        lane = thread % WARP
+        return _warp_max(warp_values[lane] if lane < warps else float32(-math.inf))
 
     @inner
-    def _sum_of_warp(value):
+    def _warp_sum(value):
         for step in range(5):
             value += cuda.shfl_xor_sync(0xFFFFFFFF, value, 16 >> step)
         return value
 
     @inner
-    def _max_of_warp(value):
+    def _warp_max(value):
         for step in range(5):
             value = max(value, cuda.shfl_xor_sync(0xFFFFFFFF, value, 16 >> step))
         return value

@@ -1,7 +1,8 @@
-"""numba.cuda, as the package numba-cuda has it: it takes the place of numba's own, which is deprecated.
+"""Import of numba.cuda from the package numba-cuda, which replaces numba's own deprecated one.
 
-Python arranges that when it reads the package's .pth file: not in folders that PYTHONPATH names (`pip install --target`, wheels beside an
-environment). There it is done here, before anybody imports numba.cuda.
+Python arranges that when it reads the package's .pth file. It reads none in folders that
+PYTHONPATH names (`pip install --target`, wheels beside an environment); there this module does the
+same, before any import of numba.cuda.
 """
 
 import importlib
@@ -18,5 +19,6 @@ __all__ = ["cuda"]
 
 if not SIMULATED and getattr(cuda, "implementation", "") != "NVIDIA":
     raise ImportError(
-        f"numba.cuda is numba's own ({cuda.__file__}): the package numba-cuda is missing, or shadowed on the path"
+        f"numba.cuda is numba's own ({cuda.__file__}):"
+        " the package numba-cuda is missing, or shadowed on the path"
     )

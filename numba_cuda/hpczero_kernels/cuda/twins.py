@@ -1,4 +1,4 @@
-"""The twins of `intrinsics` for numba's CUDA simulator: the same functions in plain Python, on the memory of this computer."""
+"""Functions of `intrinsics` for numba's CUDA simulator, in plain Python on the CPU's memory."""
 
 import ctypes
 import math
@@ -10,7 +10,7 @@ from numba import float32, uint32
 from hpczero_kernels.cuda.target import cuda
 
 inner = cuda.jit(device=True)
-_MOST = 1024  # threads of a block
+_MOST_THREADS = 1024  # of a block
 
 
 def moved(address, distance):
@@ -18,16 +18,11 @@ def moved(address, distance):
 
 
 def load16(address, offset):
-    return tuple(
-        uint32(word)
-        for word in (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16))
-    )
+    return tuple(uint32(word) for word in _four_words(address, offset))
 
 
 def store16(address, offset, words):
-    (ctypes.c_uint32 * 4).from_address(_multiple(int(address) + int(offset), 16))[:] = [
-        int(word) for word in words
-    ]
+    _four_words(address, offset)[:] = [int(word) for word in words]
 
 
 def load4(address, offset):
@@ -82,36 +77,36 @@ def sqrt(value):
 
 @inner
 def block_sum(value):
-    return _of_block(value, sum)
+    return _combine(value, sum)
 
 
 @inner
 def block_sums(first, second):
-    return _of_block(first, sum), _of_block(second, sum)
+    return _combine(first, sum), _combine(second, sum)
 
 
 @inner
 def block_max(value):
-    return _of_block(value, max)
+    return _combine(value, max)
 
 
 @inner
-def _of_block(value, combine):
-    of_threads = cuda.shared.array(_MOST, float32)
+def _combine(value, combine):
+    values = cuda.shared.array(_MOST_THREADS, float32)
     cuda.syncthreads()
-    of_threads[cuda.threadIdx.x] = value
+    values[cuda.threadIdx.x] = value
     cuda.syncthreads()
-    return float32(combine([float32(of_threads[thread]) for thread in range(cuda.blockDim.x)]))
+    return float32(combine([float32(values[thread]) for thread in range(cuda.blockDim.x)]))
 
 
 def _packed(low, high, dtype):
-    halves = (
-        torch.tensor([float(low), float(high)], dtype=torch.float32).to(dtype).view(torch.int16)
-    )
+    pair = torch.tensor([float(low), float(high)], dtype=torch.float32)
+    halves = pair.to(dtype).view(torch.int16)
     return uint32(int(halves[0]) & 0xFFFF | (int(halves[1]) & 0xFFFF) << 16)
 
 
-def _multiple(address, size):
-    """As on a GPU, where another address is an error that ends the process's use of it."""
-    assert address % size == 0, f"an access of {size} bytes at address {address}"
-    return address
+def _four_words(address, offset):
+    """Return 16 bytes of memory; an unaligned access, which makes a GPU unusable, is refused."""
+    start = int(address) + int(offset)
+    assert start % 16 == 0, f"an access of 16 bytes at address {start}"
+    return (ctypes.c_uint32 * 4).from_address(start)

@@ -1,8 +1,9 @@
-"""Eight neighbouring elements of a tensor of any precision: as they lie in memory (words), and as fp32 numbers.
+"""Vectors of eight neighbouring elements of any precision: words as in memory, or fp32 numbers.
 
-Words and numbers are the caller's local arrays of eight: the loops over them are unrolled, and they end in registers (the tests look at that).
-A precision is an argument, not a type (`precision.CODES`): every kernel has one signature, so that caches cannot mix up two of them, and all
-threads take the same way. Words are fetched before anything is computed, so that a thread's accesses are under way together.
+Words and numbers are local arrays of eight. The loops over them are unrolled, and the arrays end in
+registers; the tests check that. A precision is an argument, not a type (`cpu.CODES`): every kernel
+has one signature, so that caches cannot mix up two of them, and all threads take the same branch.
+Words are fetched before anything is computed, so that a thread's accesses are in flight together.
 """
 
 from numba import float32, uint32, uint64
@@ -22,7 +23,7 @@ from hpczero_kernels.cuda.intrinsics import (
     store16,
     to_bf16x2,
     to_fp16x2,
-)  # fmt: skip
+)
 from hpczero_kernels.cuda.launch import THREADS, Size, blocks
 from hpczero_kernels.cuda.target import cuda
 
@@ -31,7 +32,10 @@ EIGHT = 8
 
 @inner
 def fetch(words, address, precision, index, left, aligned):
-    """words become those of elements index .. index + 7, zeros from the `left`-th on. `aligned`: 128-bit accesses fit (element 0 and index do)."""
+    """Set words to those of elements index .. index + 7, and to zeros from the `left`-th on.
+
+    `aligned`: element 0 and this one lie at multiples of 16 bytes, so that 128-bit accesses fit.
+    """
     size = uint64(4) if precision == FP32 else uint64(2)
     if aligned and left >= uint64(EIGHT):
         words[0], words[1], words[2], words[3] = load16(address, index * size)
@@ -42,22 +46,18 @@ def fetch(words, address, precision, index, left, aligned):
             words[i] = load4(address, (index + uint64(i)) * size) if uint64(i) < left else uint32(0)
     else:
         for i in range(EIGHT // 2):
-            low = (
-                load2(address, (index + uint64(2 * i)) * size)
-                if uint64(2 * i) < left
-                else uint32(0)
-            )
-            high = (
-                load2(address, (index + uint64(2 * i + 1)) * size)
-                if uint64(2 * i + 1) < left
-                else uint32(0)
-            )
+            low = uint32(0)
+            high = uint32(0)
+            if uint64(2 * i) < left:
+                low = load2(address, (index + uint64(2 * i)) * size)
+            if uint64(2 * i + 1) < left:
+                high = load2(address, (index + uint64(2 * i + 1)) * size)
             words[i] = uint32(low | uint32(high << uint32(16)))
 
 
 @inner
 def put(words, address, precision, index, left, aligned):
-    """As fetch, into memory."""
+    """Write words to elements index .. index + 7, of which `left` exist; the inverse of fetch."""
     size = uint64(4) if precision == FP32 else uint64(2)
     if aligned and left >= uint64(EIGHT):
         store16(address, index * size, (words[0], words[1], words[2], words[3]))
@@ -70,22 +70,20 @@ def put(words, address, precision, index, left, aligned):
     else:
         for i in range(EIGHT):
             if uint64(i) < left:
-                store2(
-                    address,
-                    (index + uint64(i)) * size,
-                    uint32(words[i // 2] >> uint32(16 * (i % 2))),
-                )
+                half = uint32(words[i // 2] >> uint32(16 * (i % 2)))
+                store2(address, (index + uint64(i)) * size, half)
 
 
 @inner
 def widen(numbers, words, precision):
-    """numbers become those that words stand for."""
+    """Set numbers to the values of words."""
     if precision == FP32:
         for i in range(EIGHT):
             numbers[i] = number_of(words[i])
     elif precision == BF16:
         for i in range(EIGHT // 2):
-            numbers[2 * i], numbers[2 * i + 1] = _low(words[i]), _high(words[i])
+            numbers[2 * i] = _low(words[i])
+            numbers[2 * i + 1] = _high(words[i])
     else:
         for i in range(EIGHT // 2):
             numbers[2 * i], numbers[2 * i + 1] = from_fp16x2(words[i])
@@ -93,7 +91,7 @@ def widen(numbers, words, precision):
 
 @inner
 def narrow(words, numbers, precision):
-    """words become those of numbers, rounded to nearest, ties to even."""
+    """Set words to those of numbers, rounded to nearest, ties to even."""
     if precision == FP32:
         for i in range(EIGHT):
             words[i] = bits_of(numbers[i])
@@ -106,8 +104,24 @@ def narrow(words, numbers, precision):
 
 
 @inner
+def load(numbers, address, precision, index, left, aligned):
+    """Fetch and widen; a kernel that reads several vectors fetches all of them before it widens."""
+    words = cuda.local.array(EIGHT, uint32)
+    fetch(words, address, precision, index, left, aligned)
+    widen(numbers, words, precision)
+
+
+@inner
+def store(numbers, address, precision, index, left, aligned):
+    """Narrow and put."""
+    words = cuda.local.array(EIGHT, uint32)
+    narrow(words, numbers, precision)
+    put(words, address, precision, index, left, aligned)
+
+
+@inner
 def element(address, precision, index):
-    """One element as a number."""
+    """Return one element as a number."""
     if precision == FP32:
         return number_of(load4(address, index * uint64(4)))
     half = load2(address, index * uint64(2))
@@ -119,18 +133,16 @@ def put_element(address, precision, index, number):
     if precision == FP32:
         store4(address, index * uint64(4), bits_of(number))
     else:
-        nothing = float32(0.0)
-        store2(
-            address,
-            index * uint64(2),
-            to_bf16x2(number, nothing) if precision == BF16 else to_fp16x2(number, nothing),
-        )
+        zero = float32(0.0)
+        half = to_bf16x2(number, zero) if precision == BF16 else to_fp16x2(number, zero)
+        store2(address, index * uint64(2), half)
 
 
 @inner
 def whole_number(address, index):
-    """One element of an int64 tensor, as uint64: negative ones are large."""
-    low, high = load4(address, index * uint64(8)), load4(address, index * uint64(8) + uint64(4))
+    """Return one element of an int64 tensor as uint64; negative ones are large."""
+    low = load4(address, index * uint64(8))
+    high = load4(address, index * uint64(8) + uint64(4))
     return uint64(low) | uint64(high) << uint64(32)
 
 
@@ -144,22 +156,21 @@ def _high(word):
     return number_of(uint32(word & uint32(0xFFFF0000)))
 
 
-# How operations on each column alone are laid out: a block of threads has a tile of columns, and takes every so many-th row of them.
+# Grids of operations on each column alone
 #
-# A thread has eight neighbouring columns, so that what belongs to a column (a bias, the sum that is its gradient) stays in its registers.
-_ROWS = 4  # of a block, where nothing is summed over rows
-_MOST = 65535  # blocks along y
-_BLOCKS = (
-    528  # where something is: four for each multiprocessor of the largest GPUs, the same everywhere
-)
+# A block of threads has a tile of columns, and takes rows at a stride of the grid's height. A
+# thread has eight neighbouring columns, so that a column's bias, or the sum that is its gradient,
+# stays in the thread's registers.
+_ROWS = 4  # rows of a block, where nothing is summed over rows
+_MOST_BLOCKS = 65535  # along y
+_SUM_BLOCKS = 528  # of sums over rows: four per multiprocessor of the largest GPUs, on all GPUs
 
 
 @inner
 def own_column():
-    """The first of a thread's eight columns."""
-    return (uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)) * uint64(
-        EIGHT
-    )
+    """Return the first of this thread's eight columns."""
+    thread = uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)
+    return thread * uint64(EIGHT)
 
 
 def threads_for(columns: int) -> int:
@@ -167,9 +178,9 @@ def threads_for(columns: int) -> int:
 
 
 def grid_over(rows: int, columns: int) -> Size:
-    return blocks(columns, threads_for(columns) * EIGHT), min(_MOST, blocks(rows, _ROWS))
+    return blocks(columns, threads_for(columns) * EIGHT), min(_MOST_BLOCKS, blocks(rows, _ROWS))
 
 
 def grid_with_sums(rows: int, columns: int) -> Size:
     across = blocks(columns, threads_for(columns) * EIGHT)
-    return across, min(rows, blocks(_BLOCKS, max(1, across)))
+    return across, min(rows, blocks(_SUM_BLOCKS, max(1, across)))
