@@ -164,7 +164,7 @@ def _render(verbs: argparse._SubParsersAction) -> None:
     verb = _verb(
         verbs,
         "render",
-        "hpczero.commands.render:render",
+        "hpczero.commands.site:render",
         "write the batch script of a job, for Slurm or PBS",
     )
     _takes_spec(verb)

@@ -22,9 +22,9 @@ from pathlib import Path
 from hpczero import env
 from hpczero.batch import command, pbs, scheduler, sites, submission
 from hpczero.batch.command import Queued, Transient
-from hpczero.batch.job import BatchJob, Here, plan
+from hpczero.batch.job import BatchJob, Here, plan, refuse_launcher
 from hpczero.batch.render import render
-from hpczero.batch.submission import Submission, refuse_launcher
+from hpczero.batch.submission import Submission
 from hpczero.data.supply import look
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder

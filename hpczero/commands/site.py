@@ -1,17 +1,22 @@
 """The verbs about sites: list, show, new."""
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from hpczero import env
 from hpczero.batch import sites
+from hpczero.batch.job import Here, plan
+from hpczero.batch.render import render as script_of
 from hpczero.batch.sites import Limit, Partition, all_names, facts
+from hpczero.data.supply import look
 from hpczero.errors import InputError, for_terminal
-from hpczero.safe_files import make_folders, write_new
+from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles
-from hpczero.text import printable, shown
+from hpczero.spec.load import load
+from hpczero.text import counted, printable, shown
 
 
 def list_(options: Namespace) -> int:
@@ -133,3 +138,35 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}={inner}" for name, inner in value.items())
     return shown(value)
+
+
+def render(options: Namespace) -> int:
+    spec = load(options.spec, options.overrides).spec
+    overrides = [word for override in options.overrides for word in ("--set", override)]
+    supply = look(spec)
+    job = plan(spec, Here.now(), ("run", str(Path(options.spec).absolute()), *overrides))
+    script = script_of(job)
+    if options.output:
+        _write(Path(options.output), script)
+    else:
+        print(script, end="")
+    print(
+        f"hpczero: {job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}, {job.cost}",
+        file=sys.stderr,
+    )
+    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
+    for line in profiles.left_out():
+        print(f"hpczero: {line}", file=sys.stderr)
+    if spec.batch.chain > 1:
+        print(
+            f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _write(path: Path, script: str) -> None:
+    try:
+        write_text(path, script)
+    except OSError as error:
+        raise InputError(f"{printable(str(path))} cannot be written: {error.strerror}") from None
