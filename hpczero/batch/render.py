@@ -359,7 +359,9 @@ def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
                     "they would write over each other"
                 )
             is_long = subject.startswith("--")
-            others = [one for one in present if one == subject or (is_long and one.startswith(subject))]
+            others = [
+                one for one in present if one == subject or (is_long and one.startswith(subject))
+            ]
             if len(others) > 1 or subject in _SAID_AT_SUBMISSION[scheduler]:
                 raise InputError(
                     f"batch.{key}: {shown(text)} says again what is said already ({subject}): "

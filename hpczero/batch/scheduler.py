@@ -1,7 +1,8 @@
 """The user's jobs in the queue of Slurm or PBS; the scheduler is asked at most once in 30 s.
 
 A scheduler is a module of this room with PROGRAM, GONE, `submission`, `submit`, `jobs`, `release`
-and `cancel` (batch/slurm.py is the shortest example) and a row in SCHEDULERS.
+and `cancel` (slurm.py is the shortest example), a row in SCHEDULERS and in the tables of job.py and
+render.py, and a template.
 """
 
 import contextlib
