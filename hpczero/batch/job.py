@@ -20,8 +20,9 @@ from hpczero.model.shapes import known, layers
 from hpczero.planner import fit
 from hpczero.planner.memory import as_run
 from hpczero.planner.volumes import resolved
+from hpczero.spec import site_profile
 from hpczero.spec.schema import Batch, Spec
-from hpczero.text import clock, seconds, shown
+from hpczero.text import clock, counted, seconds, shown
 
 _STARTS = {"slurm": "srun", "pbs": "mpirun"}
 _OF_THE_SYSTEM = ("/usr", "/usr/local")
@@ -74,6 +75,10 @@ class BatchJob:
     @property
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def size(self) -> str:
+        return f"{counted(self.ranks, 'rank')} on {counted(self.nodes, 'node')}"
 
     @property
     def clock(self) -> str:
@@ -249,6 +254,13 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
         site = fit.Site.planned(on_nodes, node, platform)
         if refusal := fit.final_refusal(spec, layers(spec.model), site):
             yield refusal
+
+
+def print_notes(spec: Spec, supply: str) -> None:
+    """Say which data the job has (`supply` in words), and which profiles of sites are left out."""
+    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply}", file=sys.stderr)
+    for line in site_profile.left_out():
+        print(f"hpczero: {line}", file=sys.stderr)
 
 
 # Which MPI the job's environment has, and whether this site's `srun` starts it.

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpczero import env
 from hpczero.batch import sites
-from hpczero.batch.job import Here, plan
+from hpczero.batch.job import Here, plan, print_notes
 from hpczero.batch.render import render as script_of
 from hpczero.batch.sites import Limit, Partition, all_names, facts
 from hpczero.data.supply import look
@@ -16,7 +16,7 @@ from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import load
-from hpczero.text import counted, printable, shown
+from hpczero.text import printable, shown
 
 
 def list_(options: Namespace) -> int:
@@ -150,13 +150,8 @@ def render(options: Namespace) -> int:
         _write(Path(options.output), script)
     else:
         print(script, end="")
-    print(
-        f"hpczero: {job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')}, {job.cost}",
-        file=sys.stderr,
-    )
-    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
-    for line in profiles.left_out():
-        print(f"hpczero: {line}", file=sys.stderr)
+    print(f"hpczero: {job.site}: {job.size}, {job.cost}", file=sys.stderr)
+    print_notes(spec, supply.in_words())
     if spec.batch.chain > 1:
         print(
             f"hpczero: batch.chain = {spec.batch.chain}: it is hpczero submit that puts so many into the queue; this is one",

@@ -112,10 +112,10 @@ def test_a_chain_that_cannot_be_completed_is_taken_back(queue: Path, tmp_path: P
     (own.path / "job.sh").write_text("#!/bin/bash\n")
 
     class Refusing(submit.Chain):
-        def _one(self, link: int, after: str, held: bool) -> str:
+        def _submit_one(self, link: int, after: str, held: bool) -> str:
             if link == 1:
                 raise Refused("no")
-            return super()._one(link, after, held)
+            return super()._submit_one(link, after, held)
 
     with pytest.raises(Refused):
         Refusing(own).submit()
