@@ -152,8 +152,8 @@ def _check_hand_over_by_pbs(job: BatchJob, handed: Mapping[str, str]) -> None:
     """Refuse values that would arrive changed; warn that other users can read the rest."""
     if changed := pbs.changed_values(handed):
         raise InputError(
-    """Raise HpczeroError unless scheduler, variables and a fitting launcher are here."""
-            "and blanks at its end do not arrive as they are; "
+            f"batch.env_pass: qsub would change the value of {listed(changed)}: quotes, "
+            "backslashes and blanks at its end do not arrive as they are; "
             "set it by batch.env or a line of batch.setup"
         )
     if handed or job.batch.env_inherit:
