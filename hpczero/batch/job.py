@@ -34,7 +34,7 @@ _ONLY_FOR = {
 
 @dataclass(frozen=True)
 class Here:
-    """What a job takes over from the computer on which it is rendered."""
+    """The facts that a job takes over from the computer on which it is rendered."""
 
     folder: str  # where the job works
     # the virtual environment, or a Python in its own folder; "" for the system's Python, whose
