@@ -54,7 +54,8 @@ def test_a_job_that_is_still_on_its_way_into_the_queue(
 ) -> None:
     """The server enters it a moment after the wait for its answer: it is not submitted again."""
     (queue / "lose").touch()
-    real, waited = pbs.jobs, []
+    real = pbs.jobs
+    waited: list[float] = []
     monkeypatch.setattr(pbs, "jobs", lambda user, numbers: real(user, numbers) if waited else [])
     own = submission.Submission.new(tmp_path / "runs" / "x", "pbs", "generic/pbs", 1, 1, 60, 1)
     own.path.mkdir(parents=True)
