@@ -324,7 +324,7 @@ _VERBS = {
         ),
     ),
     "render": _verb(
-        "hpczero.commands.render:render",
+        "hpczero.commands.site:render",
         "write the batch script of a job, for Slurm or PBS",
         *_SPEC,
         _argument("-o --output FILE", "write to this file instead of stdout"),

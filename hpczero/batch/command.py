@@ -1,4 +1,4 @@
-"""A scheduler's command, run with a time limit and without a shell."""
+"""Run a scheduler's programs with a time limit and no shell; its jobs and its refusals as types."""
 
 import re
 import shutil
@@ -23,30 +23,42 @@ class Answer:
 
     @property
     def complaint(self) -> str:
-        said = merged((self.err or self.out).splitlines())
-        return printable(" ".join(said)) or f"exit code {self.code}"
+        """The program's own words on one line, else its exit code."""
+        words = merged((self.err or self.out).splitlines())
+        return printable(" ".join(words)) or f"exit code {self.code}"
 
 
 class NoAnswer(HpczeroError):
-    """The command did not come back: what it did is not known."""
+    """The command did not return in time: its effect is unknown."""
+
+
+class Transient(HpczeroError):
+    """The scheduler could not answer now; a retry may succeed."""
+
+
+class Refused(InputError):
+    """The scheduler does not accept the job as it is."""
 
 
 def merged(lines: Sequence[str]) -> list[str]:
-    """Each thing once that is said of several jobs; a job's number is a word of its own."""
-    said: dict[tuple[str, ...], list[str]] = {}
+    """Merge the lines that differ only in a job's number (a word of its own) into one line."""
+    numbers_of: dict[tuple[str, ...], list[str]] = {}
     for words in filter(None, map(str.split, lines)):
         number = next((word for word in words if _JOB.fullmatch(word)), "")
-        numbers = said.setdefault(tuple("" if word == number else word for word in words), [])
+        without = tuple("" if word == number else word for word in words)
+        numbers = numbers_of.setdefault(without, [])
         if number and number not in numbers:
             numbers.append(number)
     return [
-        " ".join(word or first_few(numbers) for word in words) for words, numbers in said.items()
+        " ".join(word or first_few(numbers) for word in words)
+        for words, numbers in numbers_of.items()
     ]
 
 
 def missing(program: str) -> HpczeroError:
     return HpczeroError(
-        f"the command {program} is not on this computer: go where jobs are submitted (hpczero render works anywhere)"
+        f"the command {program} is not on this computer: go where jobs are submitted "
+        "(hpczero render works anywhere)"
     )
 
 
@@ -58,7 +70,7 @@ def run(words: Sequence[str], seconds: float = SECONDS) -> Answer:
     if not is_here(words[0]):
         raise missing(words[0])
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             words,
             stdin=subprocess.DEVNULL,
             env=env.for_scheduler(),
@@ -70,37 +82,30 @@ def run(words: Sequence[str], seconds: float = SECONDS) -> Answer:
         )
     except subprocess.TimeoutExpired:
         raise NoAnswer(f"{words[0]} did not answer within {seconds:.0f} s") from None
-    return Answer(found.returncode, found.stdout, found.stderr)
+    return Answer(process.returncode, process.stdout, process.stderr)
 
 
 def output(words: Sequence[str]) -> str:
-    """What it prints; HpczeroError if it fails."""
+    """Return what the command prints; raise HpczeroError if it fails."""
     answer = run(words)
     if answer.code:
         raise HpczeroError(f"{words[0]} failed: {answer.complaint}")
     return answer.out
 
 
-# A job as a scheduler sees it, and how a scheduler says no.
 State = Literal["queued", "held", "running", "ended"]
 
 
 @dataclass(frozen=True)
 class Queued:
+    """A job as a scheduler describes it."""
+
     number: str
     state: State
     reason: str  # why it waits, or how it ended
     tag: str
-    start: str = ""  # when it is expected to start, or did
+    start: str = ""  # the time of its start, expected or past
 
     @property
     def lives(self) -> bool:
         return self.state != "ended"
-
-
-class Transient(HpczeroError):
-    """The scheduler could not answer; asked again, it may."""
-
-
-class Refused(InputError):
-    """The scheduler does not want the job as it is."""

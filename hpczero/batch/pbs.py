@@ -1,4 +1,7 @@
-"""PBS: qsub, qstat, qrls, qdel. What a real one prints lies in tests/batch/pbs."""
+"""PBS as a scheduler: the words of qsub, qstat, qrls and qdel, and their answers.
+
+The output of a real PBS lies in tests/batch/pbs.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,10 +11,10 @@ from hpczero.batch import command
 from hpczero.batch.command import Queued, Refused, State, Transient
 
 PROGRAM = "qsub"
-GONE = re.compile(r"[Uu]nknown [Jj]ob|has finished")  # of a job that needs no deleting any more
-_TRANSIENT = (
-    *("timed out", "cannot connect", "Connection refused", "No Permission to connect"),
-    *("temporarily", "Server shutting down", "End of File", "errno=15010"),
+GONE = re.compile(r"[Uu]nknown [Jj]ob|has finished")  # needs no deleting any more
+_TRANSIENT = re.compile(
+    "timed out|cannot connect|Connection refused|No Permission to connect|temporarily"
+    "|Server shutting down|End of File|errno=15010"
 )
 _STATES: dict[str, State] = {
     "Q": "queued",
@@ -20,31 +23,39 @@ _STATES: dict[str, State] = {
     "M": "queued",
     "H": "held",
     "R": "running",
+    "E": "running",
+    "S": "running",
+    "U": "running",
 }
-_STATES |= {"E": "running", "S": "running", "U": "running"}
 _VARIABLE = re.compile(r"(?:^|,)HPCZERO_TAG=([^,]*)")
 _ENDED = re.compile(r" and (?:(exceeded resource \S+)|terminated by (\S+))$")
-_KILLED = 256  # above it an exit status is a signal's number
+_KILLED = 256  # an exit status above it is this plus a signal's number
 _STATUS = {"-29": "exceeded resource walltime", "-4": "the daemon of its node was started again"}
-_DELETED, _REMOVED = "91", "92"  # substates of a job that never ran: by somebody, or by PBS itself
+_NEVER_RAN = {  # substate of an ended job without an exit status
+    "91": "deleted before it began",
+    "92": "removed by PBS, as the job that it depended on was",
+}
 _CHANGED = re.compile(r"[\"'\\]|\s$")
 
 
 def submission(script: Path, log: Path, tag: str, after: str, held: bool) -> list[str]:
-    """The tag stands in the script (`-v` on the command line would replace what stands there)."""
+    """Return the command that submits the script; `log` is a folder.
+
+    The script itself has the tag: `-v` on the command line would replace the script's own.
+    """
     words = [PROGRAM, "-o", f"{log}/"]
-    return [
-        *words,
-        *(["-W", f"depend=afterany:{after}"] if after else []),
-        *(["-h"] if held else []),
-        str(script),
-    ]
+    if after:
+        words += ["-W", f"depend=afterany:{after}"]
+    if held:
+        words.append("-h")
+    return [*words, str(script)]
 
 
 def submit(words: Sequence[str]) -> str:
+    """Return the job's number."""
     answer = command.run(words)
     if answer.code:
-        if any(sign in answer.err for sign in _TRANSIENT):
+        if _TRANSIENT.search(answer.err):
             raise Transient(f"qsub did not reach the server: {answer.complaint}")
         raise Refused(f"qsub refused the job: {answer.complaint}")
     number = answer.out.strip().splitlines()[-1] if answer.out.strip() else ""
@@ -54,14 +65,13 @@ def submit(words: Sequence[str]) -> str:
 
 
 def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
-    """Those of these numbers that PBS still knows; without numbers all of the user's that are not ended."""
+    """Return those of these jobs that PBS still knows; without numbers, the user's live jobs."""
     if not numbers:
-        listed = command.run(["qstat", "-u", user])
-        if listed.code:
-            raise Transient(f"qstat failed: {listed.complaint}")
-        numbers = re.findall(
-            r"^\d+", listed.out, re.MULTILINE
-        )  # the server's name behind it may be cut short
+        listing = command.run(["qstat", "-u", user])
+        if listing.code:
+            raise Transient(f"qstat failed: {listing.complaint}")
+        # the name of the server behind a number may be cut short
+        numbers = re.findall(r"^\d+", listing.out, re.MULTILINE)
         if not numbers:
             return []
     answer = command.run(["qstat", "-x", "-f", *numbers])
@@ -73,38 +83,35 @@ def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
 
 
 def parse(text: str) -> list[Queued]:
-    """Of `qstat -f`: a block for each job, `key = value`; what begins with a tab goes on with the line before."""
-    found = []
+    """Read `qstat -f`: a block for each job, `key = value`; after a tab a value goes on."""
+    queue = []
     for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
-        number, _, rest = block.partition("\n")
-        values = dict(re.findall(r"^    (\S+) = (.*)$", rest, re.MULTILINE))
-        state = _STATES.get(values.get("job_state", ""), "ended")
+        number, _, lines = block.partition("\n")
+        values = dict(re.findall(r"^    (\S+) = (.*)$", lines, re.MULTILINE))
+        letter = values.get("job_state", "")
+        state = _STATES.get(letter, "ended")
         tag = _VARIABLE.search(values.get("Variable_List", ""))
         start = values.get("stime") or values.get("estimated.start_time") or ""
-        if values.get("job_state") == "W":
+        if letter == "W":
             start = values.get("Execution_Time", "")
         reason = _reason(state, values)
-        found.append(Queued(number.strip(), state, reason, tag[1] if tag else "", start))
-    return found
+        queue.append(Queued(number.strip(), state, reason, tag[1] if tag else "", start))
+    return queue
 
 
 def _reason(state: State, values: Mapping[str, str]) -> str:
-    """Why it waits, or how it ended."""
+    """Return why the job waits, or how it ended."""
     comment = values.get("comment", "")
     if state == "running":
         return "suspended" if values.get("job_state") in ("S", "U") else ""
     if state != "ended":
         before = re.search(r"\bafter\w*:([\w.-]+)", values.get("depend", ""))
         return comment or (f"waits for job {before[1]}" if before and state == "held" else "")
-    if said := _ENDED.search(comment):
-        return said[1] or f"deleted by {said[2]}"
-    status, substate = values.get("Exit_status", ""), values.get("substate", "")
+    if match := _ENDED.search(comment):
+        return match[1] or f"deleted by {match[2]}"
+    status = values.get("Exit_status", "")
     if not status:
-        never = {
-            _DELETED: "deleted before it began",
-            _REMOVED: "removed by PBS, as the job that it depended on was",
-        }
-        return never.get(substate, "ended")
+        return _NEVER_RAN.get(values.get("substate", ""), "ended")
     if status.isdigit() and int(status) > _KILLED:
         return f"killed by signal {int(status) - _KILLED}"
     return _STATUS.get(status, f"exit status {status}")
@@ -115,9 +122,10 @@ def release(number: str) -> list[str]:
 
 
 def cancel(numbers: Sequence[str]) -> list[str]:
-    """Delete the last one first.
+    """Delete the last job first.
 
-    With a job that is held for another PBS deletes those held for it; an end lets the next one go.
+    PBS deletes along with a held job those that are held for it; when a running one ends, the next
+    is released.
     """
     return ["qdel", *reversed(numbers)]
 

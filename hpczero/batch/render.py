@@ -1,7 +1,10 @@
-"""A job's batch script, from the templates.
+"""Write a job's batch script: the words that start its ranks, put into the site's template.
 
-Whatever comes from a spec goes through a filter: `word` (part of a directive or a comment: harmless characters only), `quote` and `words` (of a
-command: quoted for the shell), `variable` (a name), `line` (what the user wrote as shell or as a directive: one line).
+Every value from a spec passes a filter of the template:
+    word             part of a directive or a comment: harmless characters only
+    quote, words     part of a command: quoted for the shell
+    variable         the name of a variable
+    line             one line of shell, or a directive, that the user wrote
 """
 
 import re
@@ -28,7 +31,7 @@ from hpczero.spec.schema import PATTERNS, VARIABLE, WORD, Batch
 from hpczero.spec.site_profile import profiles
 from hpczero.text import printable, shown
 
-_WRONG = (  # what a template's expressions may end with
+_TEMPLATE_ERRORS = (  # besides jinja2's own, what a template's expressions may raise
     *(ArithmeticError, LookupError, TypeError, ValueError, AttributeError),
     *(RecursionError, MemoryError),
 )
@@ -55,13 +58,14 @@ def render(job: BatchJob) -> str:
         "line": _line,
     }
     template = job.facts.template or f"{job.scheduler}.sh.j2"
+    first = words(replace(job, arguments=job.first)) if job.first else []
     try:
         with _no_longer_than(_LONGEST):
-            made = environment.get_template(template).generate(
-                job=job, launch=words(job), first=_first(job), **_context(job)
+            pieces = environment.get_template(template).generate(
+                job=job, launch=words(job), first=first, **_context(job)
             )
-            script = _limited(made)
-    except (TemplateError, *_WRONG) as error:
+            script = _limited(pieces)
+    except (TemplateError, *_TEMPLATE_ERRORS) as error:
         raise InputError(
             f"the template {printable(template)} of the site {job.site}: {printable(str(error))}"
         ) from error
@@ -70,7 +74,7 @@ def render(job: BatchJob) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Keeps a template from filling the memory by a product."""
+    """A sandbox in which no product or power can fill the memory."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -90,19 +94,18 @@ def _template(profile: Path, name: str) -> str | None:
     return None
 
 
-def _limited(made: Iterable[str]) -> str:
-    script, length = [], 0
-    for part in made:
-        script.append(part)
-        length += len(part)
-        if length > _LARGEST:
+def _limited(pieces: Iterable[str]) -> str:
+    script = ""
+    for piece in pieces:
+        script += piece
+        if len(script) > _LARGEST:
             raise SecurityError(f"a script of more than {_LARGEST:,} characters")
-    return "".join(script)
+    return script
 
 
 @contextmanager
 def _no_longer_than(seconds: float) -> Iterator[None]:
-    """SecurityError once so many seconds are over (in the main thread, which has signals)."""
+    """Raise SecurityError after so many seconds; only the main thread can, which has signals."""
 
     def end(*_: object) -> None:
         raise SecurityError(f"it is not done after {seconds:g} s")
@@ -119,11 +122,8 @@ def _no_longer_than(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _first(job: BatchJob) -> list[str]:
-    return words(replace(job, arguments=job.first)) if job.first else []
-
-
 def _context(job: BatchJob) -> dict[str, Any]:
+    """Return what the scheduler's template takes besides the job and its commands."""
     batch = job.batch
     if job.scheduler == "pbs":
         tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
@@ -132,51 +132,52 @@ def _context(job: BatchJob) -> dict[str, Any]:
             "resources": _resources(job),
             "variables": ",".join([*tag, *batch.env_pass]),
         }
-    image = (
-        batch.container.removeprefix("shifter:") if batch.container.startswith("shifter:") else ""
-    )
+    kind, _, image = batch.container.partition(":")
     export = "" if batch.env_inherit else ",".join(batch.env_pass) or "NONE"
     request = job.partition.gpu_request
-    gpus = (
-        f"gpu:{job.gpus_per_node}" if request == "gres" and job.gpus_per_node else job.gpus_per_node
-    )
+    gpus: int | str = job.gpus_per_node
     return {
         "job_number": "SLURM_JOB_ID",
         "export": export,
         "gpu_request": request,
-        "gpus": gpus,
-        "shifter_image": image,
+        "gpus": f"gpu:{gpus}" if request == "gres" and gpus else gpus,
+        "shifter_image": image if kind == "shifter" else "",
     }
 
 
 def _resources(job: BatchJob) -> list[str]:
-    """What PBS calls a resource list: chunks, one for a node, or where a site has none, the sums over all nodes."""
-    batch, part = job.batch, job.partition
-    cpus = (
-        job.ranks_per_node * batch.cpus_per_rank
-        if batch.cpus_per_rank
-        else part.cpus or job.ranks_per_node
-    )
+    """Return a PBS resource list: chunks, one a node, or the sums over all nodes."""
+    batch = job.batch
+    partition = job.partition
+    cpus = partition.cpus or job.ranks_per_node
+    if batch.cpus_per_rank:
+        cpus = job.ranks_per_node * batch.cpus_per_rank
     of_node = {"ncpus": cpus, "mpiprocs": job.ranks_per_node, "ngpus": job.gpus_per_node}
-    if part.totals:
-        found = [
+    if partition.totals:
+        resources = [
             f"{name}={of_node[name] * job.nodes}" for name in ("ncpus", "ngpus") if of_node[name]
         ]
-        found += [f"mem={int(batch.mem[:-1]) * job.nodes}{batch.mem[-1]}B"] if batch.mem else []
+        if batch.mem:
+            resources.append(f"mem={int(batch.mem[:-1]) * job.nodes}{batch.mem[-1]}B")
     else:
-        asked = of_node if part.chunk is None else {name: of_node[name] for name in part.chunk}
-        chunk = [str(job.nodes), *(f"{name}={count}" for name, count in asked.items() if count)]
-        chunk += [f"mem={batch.mem}B"] if batch.mem else []
-        found = [f"select={':'.join([*chunk, *([batch.pbs_chunk] if batch.pbs_chunk else [])])}"]
-    place = [f"place={batch.pbs_place}"] if batch.pbs_place else []
-    return [*found, *place, f"walltime={job.clock}", *batch.pbs_resources]
+        names = of_node if partition.chunk is None else partition.chunk
+        chunk = [str(job.nodes), *(f"{name}={of_node[name]}" for name in names if of_node[name])]
+        if batch.mem:
+            chunk.append(f"mem={batch.mem}B")
+        if batch.pbs_chunk:
+            chunk.append(batch.pbs_chunk)
+        resources = [f"select={':'.join(chunk)}"]
+    if batch.pbs_place:
+        resources.append(f"place={batch.pbs_place}")
+    return [*resources, f"walltime={job.clock}", *batch.pbs_resources]
 
 
 def _word(value: object) -> str:
     text = str(value)
     if not re.fullmatch(WORD, text) or not text:
         raise InputError(
-            f"{shown(text)} cannot stand in a batch script's directives: it must be {PATTERNS[WORD]}"
+            f"{shown(text)} cannot stand in a batch script's directives: "
+            f"it must be {PATTERNS[WORD]}"
         )
     return text
 
@@ -186,7 +187,7 @@ def _quote(value: object) -> str:
 
 
 def _words(values: Iterable[object]) -> str:
-    """Each behind a space, so that none of them is nothing."""
+    """Quote each value behind a space, so that none of them vanishes."""
     return "".join(f" {_quote(value)}" for value in values)
 
 
@@ -205,13 +206,14 @@ def _line(value: object) -> str:
     return text
 
 
-# The command that starts a job's ranks, as words (pure): launcher, choice of the GPU, container, program.
+# The command that starts a job's ranks (pure): launcher, choice of the GPU, container, program.
 #
-#     srun mpirun mpiexec    the launcher says how many ranks, where, and which cores each may use
+#     srun mpirun mpiexec    the launcher says how many ranks, where, and on which cores each
 #     bash -c '...' words    a wrapper shows each rank its own GPU (gpu_select = "wrapper")
 #     apptainer, shifter     the container
 #     python3 -m hpczero     the program
-# launcher -> what it calls a process's number on its node
+
+# launcher -> the variable with a process's number on its node
 _LOCAL_RANK = {
     "srun": "SLURM_LOCALID",
     "mpiexec": "PALS_LOCAL_RANKID",
@@ -220,65 +222,61 @@ _LOCAL_RANK = {
 
 
 def words(job: BatchJob) -> list[str]:
+    """Return the command that starts the ranks."""
     launcher = {"srun": _srun, "mpirun": _mpirun, "mpiexec": _mpiexec}[job.launcher](job)
-    return [
-        *launcher,
-        *job.batch.launch_options,
-        *_wrapper(job),
-        *_container(job),
-        "python3",
-        "-m",
-        "hpczero",
-        *job.arguments,
-    ]
+    program = ["python3", "-m", "hpczero", *job.arguments]
+    return [*launcher, *job.batch.launch_options, *_wrapper(job), *_container(job), *program]
 
 
 def _srun(job: BatchJob) -> list[str]:
-    """The number of CPUs is said again: srun stopped taking it from the job in 22.05. A rank that is killed ends the others."""
-    found = [
-        "srun",
-        "--kill-on-bad-exit=1",
-        f"--nodes={job.nodes}",
-        f"--ntasks={job.ranks}",
-        f"--ntasks-per-node={job.ranks_per_node}",
-    ]
-    found += [f"--cpus-per-task={job.cpus_per_rank}"] if job.cpus_per_rank else []
+    """Return srun's options; a rank that is killed ends the others.
+
+    The number of CPUs is repeated, since srun has not taken it from the job since Slurm 22.05.
+    """
+    command = ["srun", "--kill-on-bad-exit=1", f"--nodes={job.nodes}", f"--ntasks={job.ranks}"]
+    command.append(f"--ntasks-per-node={job.ranks_per_node}")
+    if job.cpus_per_rank:
+        command.append(f"--cpus-per-task={job.cpus_per_rank}")
     bind = job.batch.bind
     if bind != "auto" or job.cpus_per_rank:
-        found.append(f"--cpu-bind={'cores' if bind == 'auto' else bind}")
-    if job.gpus_per_node:
-        found += (
-            ["--gpus-per-task=1", "--gpu-bind=closest"]
-            if job.gpu_select == "closest"
-            else ["--gpu-bind=none"]
-        )
-    return found
+        command.append(f"--cpu-bind={'cores' if bind == 'auto' else bind}")
+    if job.gpus_per_node and job.gpu_select == "closest":
+        command += ["--gpus-per-task=1", "--gpu-bind=closest"]
+    elif job.gpus_per_node:
+        command.append("--gpu-bind=none")
+    return command
 
 
 def _mpirun(job: BatchJob) -> list[str]:
-    """Open MPI's and MPICH's take nodes and ranks per node from the job. They bind to one core at a time by default, and ranks here have threads."""
-    found = ["mpirun", "-n", str(job.ranks)]
-    found += (
-        ["--map-by", f"ppr:{job.ranks_per_node}:node"] if job.partition.totals else []
-    )  # such a job does not say how many ranks a node has
-    return [*found, "--bind-to", "none"]
+    """Return options that Open MPI and MPICH share; both take the nodes from the job.
+
+    By default they bind a rank to one core at a time, and ranks here have threads.
+    """
+    command = ["mpirun", "-n", str(job.ranks)]
+    if job.partition.totals:  # such a job does not say how many ranks a node has
+        command += ["--map-by", f"ppr:{job.ranks_per_node}:node"]
+    return [*command, "--bind-to", "none"]
 
 
 def _mpiexec(job: BatchJob) -> list[str]:
-    found = ["mpiexec", "-n", str(job.ranks), "--ppn", str(job.ranks_per_node)]
-    found += ["--depth", str(job.cpus_per_rank)] if job.cpus_per_rank else []
+    command = ["mpiexec", "-n", str(job.ranks), "--ppn", str(job.ranks_per_node)]
+    if job.cpus_per_rank:
+        command += ["--depth", str(job.cpus_per_rank)]
     bind = job.batch.bind
     if bind != "auto" or job.cpus_per_rank:
-        found += ["--cpu-bind", {"auto": "depth", "cores": "core"}.get(bind, bind)]
-    return found
+        command += ["--cpu-bind", {"auto": "depth", "cores": "core"}.get(bind, bind)]
+    return command
 
 
 def _wrapper(job: BatchJob) -> list[str]:
     if not job.gpus_per_node or job.gpu_select != "wrapper":
         return []
     order = " ".join(job.partition.gpu_order or map(str, range(job.gpus_per_node)))
-    own = f"${{gpus[rank % {job.gpus_per_node}]}}"
-    script = f'gpus=({order}); rank=${_LOCAL_RANK[job.launcher]}; export {job.partition.gpu_variable}={own}; exec "$@"'
+    gpu = f"${{gpus[rank % {job.gpus_per_node}]}}"
+    script = (
+        f"gpus=({order}); rank=${_LOCAL_RANK[job.launcher]}; "
+        f'export {job.partition.gpu_variable}={gpu}; exec "$@"'
+    )
     return ["bash", "-c", script, "one-gpu"]
 
 
@@ -290,83 +288,84 @@ def _container(job: BatchJob) -> list[str]:
     return ["shifter", *options] if kind == "shifter" else []  # its image is a directive
 
 
-# The directives of a batch script, read as sbatch and qsub read them: from the top, until the first line that is a command.
+# The directives of a script, read as sbatch and qsub read them: from the top to the first command.
 MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
 
-# short option -> long one: both say the same thing
 _LONG = (
-    "A account|a array|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus|H hold|J job-name|L licenses|M clusters"
-    "|n ntasks|N nodes|o output|p partition|q qos|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
+    "A account|a array|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus"
+    "|H hold|J job-name|L licenses|M clusters|n ntasks|N nodes|o output|p partition|q qos"
+    "|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
 )
-_SLURM = {f"-{short}": f"--{long}" for short, long in (entry.split() for entry in _LONG.split("|"))}
-# what submission says itself
+_LONG_OPTION = {f"-{entry[0]}": f"--{entry[2:]}" for entry in _LONG.split("|")}
 _SAID_AT_SUBMISSION = {
     "slurm": ("--output", "--error", "--comment", "--open-mode"),
     "pbs": ("-o", "-e", "-h"),
 }
 _SEVERAL_AT_ONCE = {"slurm": "--array", "pbs": "-J"}
-_SAY_THE_SAME = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
+_SYNONYMS = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
 
 
 def directives(script: str, scheduler: str) -> list[list[str]]:
-    """The words of each."""
-    found = []
+    """Return the words of each directive."""
+    split = []
     for line in script.split("\n"):
         if line.startswith(MARKS[scheduler] + " "):
-            found.append(_split(line.removeprefix(MARKS[scheduler])))
+            split.append(_split(line.removeprefix(MARKS[scheduler])))
         elif line.strip() and not line.startswith("#"):
             break
-    return found
+    return split
 
 
 def subjects(words: list[str], scheduler: str) -> list[str]:
-    """What the options of a directive are about: two about the same contradict each other."""
-    found = []
-    for place, word in enumerate(words):
+    """Return the subject of each option of a directive: two on the same subject contradict."""
+    names = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
-            following = words[place + 1] if place + 1 < len(words) else ""
-            found += _of_slurm(word) if scheduler == "slurm" else _of_pbs(word, following)
-    return found
+            names += _of_slurm(word) if scheduler == "slurm" else _of_pbs(word, following)
+    return names
 
 
 def _of_slurm(word: str) -> list[str]:
-    option = word.partition("=")[0] if word.startswith("--") else _SLURM.get(word[:2], word[:2])
-    return [_SAY_THE_SAME.get(option, option)]
+    option = word.partition("=")[0]
+    if not word.startswith("--"):
+        option = _LONG_OPTION.get(word[:2], word[:2])
+    return [_SYNONYMS.get(option, option)]
 
 
 def _of_pbs(word: str, following: str) -> list[str]:
-    option, value = word[:2], word[2:] or following
-    return (
-        [f"{option} {part.partition('=')[0]}" for part in value.split(",")]
-        if option in ("-l", "-W")
-        else [option]
-    )
+    option = word[:2]
+    if option not in ("-l", "-W"):
+        return [option]
+    values = (word[2:] or following).split(",")
+    return [f"{option} {value.partition('=')[0]}" for value in values]
 
 
 def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
-    """InputError if one of the user's directives is about what another says already. (sbatch takes the beginning of an option for the whole.)"""
-    said = [
-        about for words in directives(script, scheduler) for about in subjects(words, scheduler)
+    """Raise InputError if a directive of the user repeats the subject of another one.
+
+    sbatch takes the beginning of a long option for the option.
+    """
+    present = [
+        subject for words in directives(script, scheduler) for subject in subjects(words, scheduler)
     ]
-    several = _SEVERAL_AT_ONCE[scheduler]
+    array = _SEVERAL_AT_ONCE[scheduler]
     of_user = [("extra_directives", text, text) for text in batch.extra_directives]
-    for key, text, directive in [
-        *of_user,
-        *(("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources),
-    ]:
-        for about in subjects(_split(directive), scheduler):
-            if about == several or (len(about) > 3 and several.startswith(about)):
+    of_user += [("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources]
+    for key, text, directive in of_user:
+        for subject in subjects(_split(directive), scheduler):
+            if subject == array or (len(subject) > 3 and array.startswith(subject)):
                 raise InputError(
-                    f"batch.{key}: {shown(text)} makes several jobs of one run: they would write over each other"
+                    f"batch.{key}: {shown(text)} makes several jobs of one run: "
+                    "they would write over each other"
                 )
+            is_long = subject.startswith("--")
             others = [
-                other
-                for other in said
-                if other == about or (about.startswith("--") and other.startswith(about))
+                one for one in present if one == subject or (is_long and one.startswith(subject))
             ]
-            if len(others) > 1 or about in _SAID_AT_SUBMISSION[scheduler]:
+            if len(others) > 1 or subject in _SAID_AT_SUBMISSION[scheduler]:
                 raise InputError(
-                    f"batch.{key}: {shown(text)} says again what is said already ({about}): there is a key for it under [batch]"
+                    f"batch.{key}: {shown(text)} says again what is said already ({subject}): "
+                    "there is a key for it under [batch]"
                 )
 
 

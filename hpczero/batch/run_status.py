@@ -1,4 +1,4 @@
-"""How a run stands, from its own files: the scheduler may have forgotten its jobs long ago."""
+"""The state of a run, from its own files: the scheduler may have forgotten its jobs long ago."""
 
 import json
 import math
@@ -25,18 +25,21 @@ _START = 600.0  # nor is the first one of a job, which comes after a checkpoint 
 _RECENT = 200  # steps that the pace is taken from
 _TAIL = 1 << 20  # bytes that are read of a file's end
 _WRITTEN = ("metrics.jsonl", "events.jsonl", "summary.json", "spec.toml", "batch")
-_MOST = 1e15  # steps, and seconds of one, that can be meant
+_MOST = 1e15  # steps, or seconds of a step: larger figures are nonsense
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _CODE = re.compile(r"[0-9]{1,3}")  # of a process that ended
+_GOOD = {"0": "finished", "75": "interrupted", "passed": "passed"}  # last event -> state
 _WITHOUT_A_WORD = "it ended without a word: killed, or its node failed"
 
 
 @dataclass(frozen=True)
 class Link:
-    """A job of a run."""
+    """A job of the run's chain."""
 
     number: str
-    state: str  # "queued", "held", "running", "finished", "interrupted", "failed", "passed", "cancelled", "gone", "unknown"
+    # "queued", "held", "running", "finished", "interrupted", "failed", "passed", "cancelled",
+    # "gone", "unknown"
+    state: str
     reason: str = ""
     start: str = ""
 
@@ -53,35 +56,35 @@ class Progress:
     loss: float | None
     seconds_per_step: float | None
     tokens_per_second: float | None
-    seconds_left: float | None  # of the run, at its pace
-    job_seconds_left: float | None  # of the job that runs
+    seconds_left: float | None  # of the run, at its present pace
+    job_seconds_left: float | None  # of the running job
     last_save: int | None
     node_hours: float
     links: list[Link] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)  # of a failed job
-    age_seconds: float | None = None  # since the run last wrote something
+    age_seconds: float | None = None  # since the run last wrote a file
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """The words of a run's files and of its scheduler, before a state is made of them."""
+    """Everything that a run's files and its scheduler say: `_state` draws the conclusion."""
 
     records: list[Submission]
     links: list[Link]
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
-    holder: Holder | None  # who writes into the run's folder now
-    began: float  # when the run was last started; 0.0: never
+    holder: Holder | None  # the process that writes into the run's folder now
+    began: float  # time of the run's last start; 0.0: never
     last_save: int | None
 
     @property
     def over(self) -> str:
-        """Why the newest jobs have nothing left to do, unless somebody started the run since."""
+        """The reason why nothing is left to do; "" if the run was started since."""
         return self.records[-1].over if self.records and not self._started_since else ""
 
     @property
     def last_ended(self) -> Link | None:
-        """The last job that did something, unless somebody started the run since."""
+        """The last job that did something; None if the run was started since."""
         ended = [link for link in self.links if link.state not in ("passed", "cancelled")]
         return ended[-1] if ended and not self._started_since else None
 
@@ -94,28 +97,29 @@ class _Seen:
 def of(
     run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: float | None = None
 ) -> Progress:
-    """`known`: what the schedulers say of the run's jobs; `silent`: those of them that say nothing."""
+    """Return the state of a run.
+
+    `known`: the schedulers' descriptions of its jobs; `silent`: the schedulers that do not answer.
+    """
     now = time.time() if now is None else now
     seen = _look(run, known, silent)
     records, links = seen.records, seen.links
-    last: dict[str, Any] = seen.metrics[-1] if seen.metrics else {}
-    step, steps = int(last.get("step", 0)), _steps(run, records)
-    median = (
-        statistics.median(one["step_seconds"] for one in seen.metrics[-_RECENT:])
-        if seen.metrics
-        else None
-    )
+    last: dict[str, Any] = {}
+    median = None
+    if seen.metrics:
+        last = seen.metrics[-1]
+        median = statistics.median(line["step_seconds"] for line in seen.metrics[-_RECENT:])
+    step = int(last.get("step", 0))
+    steps = _steps(run, records)
     state, reason = _state(seen)
     if state == "running" and median is not None and step < steps:
         stepped = _changed(run / "metrics.jsonl")
         silence = now - max(stepped, seen.began)
-        if silence > max(_STALLED_AFTER * median, _SHORTEST if stepped > seen.began else _START):
-            state, reason = "STALLED", f"no step for {silence:,.0f} s; one takes {median:.3g} s"
-    failed = (
-        next((link for link in reversed(links) if link.state in ("failed", "gone")), None)
-        if state == "failed"
-        else None
-    )
+        patience = _SHORTEST if stepped > seen.began else _START
+        if silence > max(_STALLED_AFTER * median, patience):
+            state = "STALLED"
+            reason = f"no step for {silence:,.0f} s; one takes {median:.3g} s"
+    failed = [link.number for link in links if link.state in ("failed", "gone")]
     written = max(_changed(run / name) for name in _WRITTEN)
     return Progress(
         run=run,
@@ -131,43 +135,43 @@ def of(
         last_save=seen.last_save,
         node_hours=sum(_node_hours(record, now) for record in records),
         links=links,
-        last_lines=_last_lines(records, failed.number) if failed else [],
+        last_lines=_last_lines(records, failed[-1]) if state == "failed" and failed else [],
         age_seconds=max(0.0, now - written) if written else None,
     )
 
 
 def _look(run: Path, known: Sequence[Queued], silent: Collection[str]) -> _Seen:
-    records, holder = submission.of_run(run), lock.living_holder(run)
-    steps = [line for line in lines_of(run / "metrics.jsonl") if _is_step(line)]
+    records = submission.of_run(run)
+    holder = lock.living_holder(run)
     job = holder.job or "" if holder else ""
-    links = [
-        link
-        for record in records
-        for link in _links(record, known, job if record.scheduler in silent else None)
-    ]
-    return _Seen(
-        records, links, steps, _json(run / "summary.json"), holder, _began(run), _last_save(run)
-    )
+    links: list[Link] = []
+    for record in records:
+        links += _links(record, known, job if record.scheduler in silent else None)
+    metrics = [line for line in lines_of(run / "metrics.jsonl") if _is_step(line)]
+    summary = _json(run / "summary.json")
+    return _Seen(records, links, metrics, summary, holder, _began(run), _last_save(run))
 
 
 def _state(seen: _Seen) -> tuple[str, str]:
     if seen.holder and seen.holder.job not in [link.number for link in seen.links]:
         return "running", str(seen.holder)
+    first = {link.state: link for link in reversed(seen.links)}
     for state in ("running", "queued", "held"):
-        if found := next((link for link in seen.links if link.state == state), None):
-            return ("queued" if state == "held" else state), found.reason
+        if state in first:
+            return ("queued" if state == "held" else state), first[state].reason
     if seen.summary.get("state") == "finished":
         return "finished", ""
-    if found := next((link for link in seen.links if link.state == "unknown"), None):
-        return "unknown", found.reason
+    if "unknown" in first:
+        return "unknown", first["unknown"].reason
     if seen.over == "cancelled":
         return "cancelled", ""
     return _ended(seen)
 
 
 def _ended(seen: _Seen) -> tuple[str, str]:
-    """Return the state of a run that is not finished and that nobody works on, and the reason."""
-    last, said = seen.last_ended, seen.summary.get("state")
+    """Return the state, and the reason, of a run that is neither finished nor in progress."""
+    last = seen.last_ended
+    said = seen.summary.get("state")
     reason = str(seen.summary.get("reason") or "")
     if last and last.state in ("failed", "gone"):
         return "failed", seen.over or last.reason
@@ -182,60 +186,64 @@ def _ended(seen: _Seen) -> tuple[str, str]:
 
 
 def _links(record: Submission, known: Sequence[Queued], alive: str | None) -> list[Link]:
-    """Take the scheduler's word for what is in the queue, the jobs' own for what has ended.
+    """Describe live jobs by the scheduler's words, ended ones by their own.
 
-    `alive`: where the scheduler says nothing, the job that writes into the run's folder.
+    `alive`: None, or under a silent scheduler the job that writes into the run's folder ("": none).
     """
-    by_number = {job.number: job for job in known}
-    told: dict[str, str] = {}
-    for _, number, event, detail in record.events():
-        told[number] = detail if event == "ended" else event
-    found = []
-    for number in record.jobs:
-        job, own = by_number.get(number), told.get(number, "")
-        if job and job.lives:
-            found.append(Link(number, job.state, job.reason, job.start))
-        elif _CODE.fullmatch(own):
-            state = {"0": "finished", "75": "interrupted"}.get(own, "failed")
-            found.append(Link(number, state, "" if own in ("0", "75") else _why(own, job)))
-        elif own == "passed":
-            found.append(Link(number, "passed"))
-        elif alive is not None:
-            unknown = Link(number, "unknown", "the scheduler does not answer")
-            found.append(Link(number, "running") if number == alive else unknown)
-        elif own == "began":
-            found.append(Link(number, "gone", job.reason if job else _WITHOUT_A_WORD))
-        elif record.over:
-            found.append(Link(number, "cancelled"))
-        else:
-            found.append(Link(number, "gone", f"never began{f': {job.reason}' if job else ''}"))
-    return found
+    in_queue = {job.number: job for job in known}
+    last_event = record.last_events()
+    return [
+        _link(record, number, in_queue.get(number), last_event.get(number, ""), alive)
+        for number in record.jobs
+    ]
+
+
+def _link(
+    record: Submission, number: str, job: Queued | None, event: str, alive: str | None
+) -> Link:
+    if job and job.lives:
+        return Link(number, job.state, job.reason, job.start)
+    if event in _GOOD:
+        return Link(number, _GOOD[event])
+    if _CODE.fullmatch(event):
+        return Link(number, "failed", _why(event, job))
+    if alive is not None and number == alive:
+        return Link(number, "running")
+    if alive is not None:
+        return Link(number, "unknown", "the scheduler does not answer")
+    if event == "began":
+        return Link(number, "gone", job.reason if job else _WITHOUT_A_WORD)
+    if record.over:
+        return Link(number, "cancelled")
+    return Link(number, "gone", f"never began: {job.reason}" if job else "never began")
 
 
 def _why(code: str, job: Queued | None) -> str:
-    signal = f" (signal {int(code) - 128})" if 128 < int(code) < 160 else ""
-    meaning = " (the input is wrong)" if code == "2" else signal
-    said = (
-        f", {job.reason}"
-        if job and job.reason not in ("COMPLETED", "FAILED", "") and "exit status" not in job.reason
-        else ""
-    )
-    return f"exit code {code}{meaning}{said}"
+    """Explain the exit code of a failed job, also by the scheduler's words if they add any."""
+    meaning = ""
+    if code == "2":
+        meaning = " (the input is wrong)"
+    elif 128 < int(code) < 160:
+        meaning = f" (signal {int(code) - 128})"
+    reason = job.reason if job else ""
+    if reason in ("COMPLETED", "FAILED", "") or "exit status" in reason:
+        return f"exit code {code}{meaning}"
+    return f"exit code {code}{meaning}, {reason}"
 
 
 def _node_hours(record: Submission, now: float) -> float:
-    """From each job's beginning to its end, or, where it said nothing of one, to the last sign of life.
+    """Count each job from its beginning to its end, else to the last change of its log.
 
-    That of a job that began again is gone: it counts up to then.
+    A job that was requeued without an end counts up to its next beginning.
     """
     began: dict[str, float] = {}
     seconds = 0.0
     for moment, number, event, _ in record.events():
         if event == "began":
-            now_begun = _seconds(moment)
-            before = now_begun - began.get(number, now_begun)
+            begins = _seconds(moment)
+            before = begins - began.get(number, begins)
             seconds += min(max(0.0, before), record.walltime)
-            began[number] = now_begun
+            began[number] = begins
         elif event == "ended" and number in began:
             seconds += _seconds(moment) - began.pop(number)
     for number, begin in began.items():
@@ -268,7 +276,7 @@ def _seconds(moment: str) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number; None for anything else that JSON may have there."""
+    """Return a finite number; None for any other value of JSON."""
     try:
         number = float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:  # JSON's whole numbers have any length
@@ -277,13 +285,13 @@ def _number(value: Any) -> float | None:
 
 
 def _is_step(line: dict[str, Any]) -> bool:
-    """Return True for a line of metrics whose step and time can be meant."""
-    found = [_number(line.get(name)) for name in ("step", "step_seconds")]
-    return all(number is not None and 0 <= number < _MOST for number in found)
+    """Return True for a line of metrics with a plausible step and time."""
+    numbers = [_number(line.get(name)) for name in ("step", "step_seconds")]
+    return all(number is not None and 0 <= number < _MOST for number in numbers)
 
 
 def _changed(path: Path) -> float:
-    """When it was last written; 0.0: it is not there."""
+    """Return the time of the file's last change; 0.0 if there is no file."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -291,27 +299,26 @@ def _changed(path: Path) -> float:
 
 
 def _steps(run: Path, records: Sequence[Submission]) -> int:
-    """What the newest resolved spec asks for."""
+    """Return the number of steps in the newest resolved spec."""
     for path in [*(record.path / "spec.toml" for record in reversed(records)), run / "spec.toml"]:
         try:
-            found = _number(tomllib.loads(_tail(path))["train"]["steps"])
+            steps = _number(tomllib.loads(_tail(path))["train"]["steps"])
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
-        if found is not None and 0 <= found < _MOST:
-            return int(found)
+        if steps is not None and 0 <= steps < _MOST:
+            return int(steps)
     return 0
 
 
 def _last_save(run: Path) -> int | None:
     folders = (path.parent.name for path in run.glob("checkpoints/step-*/MANIFEST.json"))
-    steps = [int(found.group(1)) for name in folders if (found := _STEP.fullmatch(name))]
-    return max(steps, default=None)
+    return max((int(step[1]) for name in folders if (step := _STEP.fullmatch(name))), default=None)
 
 
 def _began(run: Path) -> float:
-    """When the run was last started."""
-    events = [event for event in lines_of(run / "events.jsonl") if event.get("event") == "start"]
-    return _seconds(str(events[-1].get("time", ""))) if events else 0.0
+    """Return the time of the run's last start; 0.0 if it was never started."""
+    starts = [event for event in lines_of(run / "events.jsonl") if event.get("event") == "start"]
+    return _seconds(str(starts[-1].get("time", ""))) if starts else 0.0
 
 
 def _last_lines(records: Sequence[Submission], number: str, count: int = 12) -> list[str]:
@@ -325,16 +332,9 @@ def _last_lines(records: Sequence[Submission], number: str, count: int = 12) -> 
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The last lines of a file of JSON lines; one that is being written is left out."""
-    found = []
-    for line in _tail(path).splitlines():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
+    """Return the last objects of a file of JSON lines; one that is half written is left out."""
+    objects = map(_object, _tail(path).splitlines())
+    return [value for value in objects if value is not None]
 
 
 def _tail(path: Path) -> str:
@@ -347,8 +347,12 @@ def _tail(path: Path) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    return _object(_tail(path)) or {}
+
+
+def _object(text: str) -> dict[str, Any] | None:
     try:
-        value = json.loads(_tail(path))
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
+    return value if isinstance(value, dict) else None

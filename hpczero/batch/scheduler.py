@@ -1,4 +1,9 @@
-"""The batch system of a run, asked at most once in 30 s whatever is wanted of it."""
+"""The user's jobs in the queue of Slurm or PBS; the scheduler is asked at most once in 30 s.
+
+A scheduler is a module of this room with PROGRAM, GONE, `submission`, `submit`, `jobs`, `release`
+and `cancel` (slurm.py is the shortest example), a row in SCHEDULERS and in the tables of job.py and
+render.py, and a template.
+"""
 
 import contextlib
 import getpass
@@ -18,7 +23,10 @@ SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs}
 
 
 def jobs(name: str, numbers: Sequence[str], now: bool = False) -> list[Queued]:
-    """Of these jobs (and of the user's others, where the scheduler tells) what it still knows. `now`: though it was asked a moment ago."""
+    """Return those of these jobs that the scheduler still knows; Slurm adds all of the user's.
+
+    `now` asks again although the last answer is younger than 30 s.
+    """
     known = None if now else _remembered(name, numbers)
     if known is None:
         known = SCHEDULERS[name].jobs(getpass.getuser(), numbers)
@@ -27,26 +35,24 @@ def jobs(name: str, numbers: Sequence[str], now: bool = False) -> list[Queued]:
 
 
 def release(name: str, number: str) -> None:
-    answer = command.run(words := SCHEDULERS[name].release(number))
-    if answer.code:
-        raise HpczeroError(f"{words[0]} failed: {answer.complaint}")
+    command.output(SCHEDULERS[name].release(number))
 
 
 def cancel(name: str, numbers: Sequence[str]) -> None:
     """Cancel these jobs; one that is gone already is no failure.
 
-    A scheduler may take those that depend on a job along with it.
+    A scheduler may cancel the jobs that depend on one of these along with it.
     """
     forget(name)
-    answer = command.run(words := SCHEDULERS[name].cancel(numbers))
+    scheduler = SCHEDULERS[name]
+    words = scheduler.cancel(numbers)
+    answer = command.run(words)
     complaints = [
-        line
-        for line in answer.err.splitlines()
-        if line.strip() and not SCHEDULERS[name].GONE.search(line)
+        line for line in answer.err.splitlines() if line.strip() and not scheduler.GONE.search(line)
     ]
     if answer.code and (complaints or not answer.err.strip()):
-        left = replace(answer, err="\n".join(complaints))
-        raise HpczeroError(f"{words[0]} failed: {left.complaint}")
+        relevant = replace(answer, err="\n".join(complaints))
+        raise HpczeroError(f"{words[0]} failed: {relevant.complaint}")
 
 
 def forget(name: str) -> None:
@@ -56,7 +62,7 @@ def forget(name: str) -> None:
 
 def _remember(name: str, numbers: Sequence[str], known: Sequence[Queued]) -> None:
     path = env.state_folder() / f"{name}.json"
-    with contextlib.suppress(OSError, InputError):  # it is asked again then
+    with contextlib.suppress(OSError, InputError):  # the scheduler is asked again then
         safe_files.own_folder(path.parent)
         answer = {
             "asked": time.time(),
@@ -67,7 +73,10 @@ def _remember(name: str, numbers: Sequence[str], known: Sequence[Queued]) -> Non
 
 
 def _remembered(name: str, numbers: Sequence[str]) -> list[Queued] | None:
-    """Slurm tells of all jobs of the user, PBS of those that it was asked for."""
+    """Return the last answer if it is recent and covers these jobs.
+
+    Slurm's answer covers all jobs of the user, that of PBS only the numbers it was asked for.
+    """
     try:
         answer = json.loads((env.state_folder() / f"{name}.json").read_text(encoding="utf-8"))
         if 0 <= time.time() - answer["asked"] < ASK_EVERY and (

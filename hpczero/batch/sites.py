@@ -1,4 +1,7 @@
-"""What a site's profile says of its computers and queues: data, read from TOML (where it lies: `hpczero.spec.site_profile`)."""
+"""A site's computers and queues, read from its TOML profile or written into a new one.
+
+`hpczero.spec.site_profile` finds the profiles, and takes from them what a spec leaves open.
+"""
 
 import re
 import shutil
@@ -18,10 +21,14 @@ from hpczero.text import clock, listed, printable
 
 _Word = Annotated[str, Field(pattern=WORD, min_length=1)]
 _Name = Annotated[str, Field(pattern=VARIABLE)]
+_Resource = Literal["ncpus", "mpiprocs", "ngpus"]
 
 
 class Limit(Table):
-    """A job of `least` to `nodes` nodes in `queue` (empty: in all) may take so long. Of the rows for a queue the first with enough nodes counts."""
+    """The longest walltime of a job of `least` to `nodes` nodes in `queue` (empty: in all).
+
+    Of the rows for a queue the first with enough nodes counts.
+    """
 
     queue: str = ""
     least: int = Field(default=1, ge=1)
@@ -30,24 +37,21 @@ class Limit(Table):
 
 
 class Partition(Table):
-    """Computers that are alike. 0: not known."""
+    """Computers of one kind; 0 stands for an unknown number."""
 
     description: str = ""
-    support: Literal["tested", "rendered-only"] = (
-        "rendered-only"  # tested: jobs have run; rendered-only: scripts follow the site's manual
-    )
+    # tested: jobs have run; rendered-only: scripts follow the site's manual
+    support: Literal["tested", "rendered-only"] = "rendered-only"
     cpus: int = Field(default=0, ge=0)  # of a node, as the scheduler counts them
     memory_gb: int = Field(default=0, ge=0)  # of a node, as the scheduler counts it
     gpus: int = Field(default=0, ge=0)  # of a node
     gpu_memory_gb: int = Field(default=0, ge=0)  # of each
-    gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"  # how Slurm is asked for them
-    gpu_variable: _Name = "CUDA_VISIBLE_DEVICES"  # by which a wrapper shows a rank its own
-    gpu_order: tuple[_Word, ...] = Field(
-        default=(), strict=False
-    )  # device of local rank 0, 1, ...; empty: as numbered
-    chunk: tuple[Literal["ncpus", "mpiprocs", "ngpus"], ...] | None = Field(
-        default=None, strict=False
-    )  # PBS: what a chunk asks for; None: all known
+    gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"  # Slurm's option
+    gpu_variable: _Name = "CUDA_VISIBLE_DEVICES"  # a wrapper shows a rank its GPU by it
+    # device of local rank 0, 1, ...; empty: as numbered
+    gpu_order: tuple[_Word, ...] = Field(default=(), strict=False)
+    # PBS: what a chunk asks for; None: all known
+    chunk: tuple[_Resource, ...] | None = Field(default=None, strict=False)
     totals: bool = False  # PBS without select: the sums over all nodes are asked for
     limits: tuple[Limit, ...] = Field(default=(), strict=False)
     probe: dict[str, str] = Field(
@@ -70,21 +74,21 @@ class Site(Table):
 
 
 def facts(name: str) -> tuple[str, Site, Partition]:
-    """Of "site" or "site/partition": its full name, the site, the partition."""
-    found, partition, profile = profiles.read(name)
+    """Look up "site" or "site/partition"; return its full name, the site and the partition."""
+    site_name, partition, profile = profiles.read(name)
     try:
         site = Site.model_validate(profile.tree)
     except ValidationError as error:
-        found_wrong = error.errors(include_url=False, include_input=False, include_context=False)
-        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in found_wrong]
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        wrong = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in errors]
         raise InputError(
             f"{profile.file} is no profile of a site: {printable('; '.join(wrong))}"
         ) from None
-    return f"{found}/{partition}", site, site.partitions[partition]
+    return f"{site_name}/{partition}", site, site.partitions[partition]
 
 
 def all_names() -> list[str]:
-    """Every "site/partition" there is."""
+    """Return "site/partition" for each partition of each site."""
     return [
         f"{name}/{partition}"
         for name in profiles.profiles()
@@ -93,17 +97,17 @@ def all_names() -> list[str]:
 
 
 def hardware(batch: Batch, partition: Partition) -> Hardware:
-    """Return what a job has of each node: what the spec asks for, else what the partition's have."""
+    """Return the hardware a job has on each node: as the spec asks, else as the partition has."""
     memory = gigabytes(batch.mem) if batch.mem else partition.memory_gb
     gpus = batch.gpus_per_node or partition.gpus
     return Hardware(memory, gpus, partition.gpu_memory_gb)
 
 
 def platform(spec: Spec, gpus: int) -> Platform:
-    """Return what a job on nodes with so many GPUs runs on, as far as a login node can tell.
+    """Predict on a login node what a job runs on whose nodes have so many GPUs.
 
-    hpczero's kernels are counted on where the package that they need is installed: by default a job
-    uses the Python environment that it was rendered in.
+    hpczero's own kernels are expected where the package that they need is installed: by default a
+    job uses the Python environment that it was rendered in.
     """
     device = device_of(spec, gpus)
     ours = device == "cuda" and spec.model.kernels == "auto" and env.has_package("numba_cuda")
@@ -117,7 +121,7 @@ def gigabytes(text: str) -> float:
 
 
 def limit(partition: Partition, queue: str, nodes: int) -> tuple[str, str]:
-    """The longest walltime for so many nodes ("" where nothing is known), and else why they are too many or too few."""
+    """Return the longest walltime for so many nodes ("": unknown), and the queue's refusal."""
     rows = [row for row in partition.limits if row.queue in ("", queue)]
     for row in rows:
         if nodes < row.least:
@@ -131,13 +135,14 @@ def queues(partition: Partition) -> str:
     return listed(sorted({row.queue for row in partition.limits if row.queue}) or ["none named"])
 
 
-# A profile for this computer's site, from what its scheduler says: `sinfo` under Slurm, `qstat -Qf` under PBS.
+# A new profile for this computer's site, from `sinfo` of Slurm or `qstat -Qf` of PBS.
+
 _SINFO = ["sinfo", "--noheader", "--format=%R|%c|%m|%G|%l|%D"]
 _QSTAT = ["qstat", "-Qf"]
 
 
 def profile(name: str) -> str:
-    """Ask the first scheduler that answers: commands of one that does not run may be installed."""
+    """Ask the first scheduler that answers: one that does not run may have its commands here."""
     failed = []
     if shutil.which("sinfo"):
         try:
@@ -157,55 +162,50 @@ def profile(name: str) -> str:
 
 
 def of_sinfo(text: str) -> dict[str, dict[str, Any]]:
-    """Partition -> what is known. Nodes that differ come on lines of their own: the smallest figure of each holds for all of them."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return partition -> facts; of nodes that differ (a line for each kind) the smallest."""
+    partitions: dict[str, dict[str, Any]] = {}
     for line in text.splitlines():
         queue, cpus, memory, gres, limit, nodes = (part.strip() for part in line.split("|"))
-        here: dict[str, Any] = {
-            "cpus": _number(cpus),
-            "memory_gb": _number(memory) // 1024,
-            "gpus": _gpus(gres),
-        }
-        before = found.get(queue)
-        count = _number(nodes) + (before["nodes"] if before else 0)
-        if before:
-            here = {key: min(value, before[key]) for key, value in here.items()}
-        found[queue] = here | {"nodes": count, "walltime": _slurm_limit(limit)}
-    return found
+        node = {"cpus": _number(cpus), "memory_gb": _number(memory) // 1024, "gpus": _gpus(gres)}
+        count = _number(nodes)
+        if before := partitions.get(queue):
+            node = {key: min(value, before[key]) for key, value in node.items()}
+            count += before["nodes"]
+        partitions[queue] = node | {"nodes": count, "walltime": _slurm_limit(limit)}
+    return partitions
 
 
 def of_qstat(text: str) -> dict[str, dict[str, Any]]:
-    """Queue -> its longest walltime and most nodes; only those that a user's jobs run in."""
-    found = {}
+    """Return queue -> its longest walltime and most nodes, of queues that run a user's jobs."""
+    open_queues = {}
     for queue, values in _queues(text).items():
         if not _closed(values):
             walltime = values.get("resources_max.walltime", "")
-            found[queue] = {
+            open_queues[queue] = {
                 "nodes": _number(values.get("resources_max.nodect", "")),
                 "walltime": walltime if re.fullmatch(r"\d{1,5}:\d\d:\d\d", walltime) else "",
             }
-    return found
+    return open_queues
 
 
 def left_out(text: str) -> list[str]:
-    """The queues of `qstat -Qf` that have no place in a profile, and why."""
+    """Return the queues of `qstat -Qf` that do not belong in a profile, and why."""
     return [
         f"{queue} ({why})" for queue, values in _queues(text).items() if (why := _closed(values))
     ]
 
 
 def _queues(text: str) -> dict[str, dict[str, str]]:
-    found = {}
+    values_of = {}
     for block in re.split(r"^Queue: ", text, flags=re.MULTILINE)[1:]:
-        queue, _, rest = block.partition("\n")
-        found[queue.strip()] = dict(
-            line.strip().partition(" = ")[::2] for line in rest.splitlines() if " = " in line
-        )
-    return found
+        queue, *lines = block.splitlines()
+        pairs = (line.strip().partition(" = ")[::2] for line in lines if " = " in line)
+        values_of[queue.strip()] = dict(pairs)
+    return values_of
 
 
 def _closed(values: Mapping[str, str]) -> str:
-    """Why no job of a user's runs in this queue."""
+    """Return why no job of a user runs in this queue; "" if jobs do."""
     if values.get("queue_type") != "Execution":
         return "hands jobs on to others"
     if values.get("enabled") != "True":
@@ -221,16 +221,16 @@ def _number(text: str) -> int:
 
 
 def _gpus(gres: str) -> int:
-    """Of "gpu:a100:4(S:0-1),craynetwork:1"."""
+    """Count the GPUs of a node in a text such as "gpu:a100:4(S:0-1),craynetwork:1"."""
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
 
 
 def _slurm_limit(text: str) -> str:
-    """Of "1-12:00:00", "30:00" (minutes first) or "infinite"."""
-    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if not found:
+    """Convert "1-12:00:00" or "30:00" (minutes first) to hh:mm:ss; "infinite" to ""."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if not match:
         return ""
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(digits or 0) for digits in match.groups())
     return clock(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
@@ -240,30 +240,35 @@ def _written(
     if not partitions:
         raise HpczeroError("the scheduler names no partition or queue that is open")
     lines = [
-        "# Made from what the scheduler said: hpczero site new. What it did not say is 0 or missing; docs/batch.md has all keys."
+        "# Made from what the scheduler said: hpczero site new. "
+        "What it did not say is 0 or missing; docs/batch.md has all keys."
     ]
-    lines += [f"# left out: {printable(', '.join(missing))}"] if missing else []
+    if missing:
+        lines.append(f"# left out: {printable(', '.join(missing))}")
     lines += [
         f"description = {toml_value(name)}",
         "hosts = [] # patterns of host names by which this site is known",
+        "",
+        "[spec.batch]",
+        f"scheduler = {toml_value(scheduler)}",
     ]
-    lines += ["", "[spec.batch]", f"scheduler = {toml_value(scheduler)}"]
     for queue, known in partitions.items():
-        table = re.sub(r"[^A-Za-z0-9_.-]", "-", queue).lstrip("_.-") or "queue"
-        lines += ["", f"[partitions.{toml_value(table)}]"]
-        lines += [
-            f"{key} = {known[key]}" for key in ("cpus", "memory_gb", "gpus") if known.get(key)
-        ]
-        if known["walltime"]:
-            row = {
-                "queue": queue,
-                "nodes": known["nodes"] or 1_000_000,
-                "walltime": known["walltime"],
-            }
-            lines.append(
-                "limits = [{ "
-                + ", ".join(f"{key} = {toml_value(value)}" for key, value in row.items())
-                + " }]"
-            )
-        lines += [f"[partitions.{toml_value(table)}.spec.batch]", f"queue = {toml_value(queue)}"]
+        lines += _table(queue, known)
     return "\n".join(lines) + "\n"
+
+
+def _table(queue: str, known: Mapping[str, Any]) -> list[str]:
+    """Write the table of a queue; signs that a partition's name cannot have become "-"."""
+    table = re.sub(r"[^A-Za-z0-9_.-]", "-", queue).lstrip("_.-") or "queue"
+    lines = ["", f"[partitions.{toml_value(table)}]"]
+    lines += [f"{key} = {known[key]}" for key in ("cpus", "memory_gb", "gpus") if known.get(key)]
+    if known["walltime"]:
+        nodes = known["nodes"] or 1_000_000
+        row = {"queue": queue, "nodes": nodes, "walltime": known["walltime"]}
+        keys = ", ".join(f"{key} = {toml_value(value)}" for key, value in row.items())
+        lines.append(f"limits = [{{ {keys} }}]")
+    return [
+        *lines,
+        f"[partitions.{toml_value(table)}.spec.batch]",
+        f"queue = {toml_value(queue)}",
+    ]

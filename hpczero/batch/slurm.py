@@ -1,4 +1,4 @@
-"""Slurm: sbatch, squeue, scancel."""
+"""Slurm as a scheduler: the words of sbatch, squeue, scontrol and scancel, and their answers."""
 
 import re
 from collections.abc import Sequence
@@ -8,48 +8,49 @@ from hpczero.batch import command
 from hpczero.batch.command import Queued, Refused, State, Transient
 
 PROGRAM = "sbatch"
-# of a job that needs no cancelling any more
-GONE = re.compile(r"Invalid job id|already completing or completed")
-_TRANSIENT = (
-    "timed out",
-    "Unable to contact",
-    "not responding",
-    "temporarily",
-    "Connection refused",
-    "Zero Bytes",
-    "receive failure",
+GONE = re.compile(r"Invalid job id|already completing or completed")  # needs no cancelling any more
+_TRANSIENT = re.compile(
+    "timed out|Unable to contact|not responding|temporarily|Connection refused|Zero Bytes"
+    "|receive failure"
 )
-_STATES: dict[str, State] = {"PENDING": "queued", "REQUEUED": "queued", "REQUEUE_FED": "queued"}
-_STATES |= {"REQUEUE_HOLD": "held", "SPECIAL_EXIT": "held", "RESV_DEL_HOLD": "held"}
-_RUNNING = (
-    "RUNNING",
-    "COMPLETING",
-    "CONFIGURING",
-    "SUSPENDED",
-    "STAGE_OUT",
-    "RESIZING",
-    "SIGNALING",
-    "STOPPED",
-)
+_STATES: dict[str, State] = {
+    "PENDING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_FED": "queued",
+    "REQUEUE_HOLD": "held",
+    "SPECIAL_EXIT": "held",
+    "RESV_DEL_HOLD": "held",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "CONFIGURING": "running",
+    "SUSPENDED": "running",
+    "STAGE_OUT": "running",
+    "RESIZING": "running",
+    "SIGNALING": "running",
+    "STOPPED": "running",
+}
 _FORMAT = "%i|%T|%r|%S|%k"
 
 
 def submission(script: Path, log: Path, tag: str, after: str, held: bool) -> list[str]:
-    """`log`: a folder. In a file's name % is Slurm's own sign."""
+    """Return the command that submits the script; `log` is a folder.
+
+    Slurm replaces % signs in a file's name, so that those of the folder are doubled.
+    """
     name = str(log / "log-").replace("%", "%%") + "%j"
     words = [PROGRAM, "--parsable", f"--comment={tag}", f"--output={name}", "--open-mode=append"]
-    return [
-        *words,
-        *([f"--dependency=afterany:{after}"] if after else []),
-        *(["--hold"] if held else []),
-        str(script),
-    ]
+    if after:
+        words.append(f"--dependency=afterany:{after}")
+    if held:
+        words.append("--hold")
+    return [*words, str(script)]
 
 
 def submit(words: Sequence[str]) -> str:
+    """Return the job's number."""
     answer = command.run(words)
     if answer.code:
-        if any(sign in answer.err for sign in _TRANSIENT):
+        if _TRANSIENT.search(answer.err):
             raise Transient(f"sbatch did not reach the controller: {answer.complaint}")
         raise Refused(f"sbatch refused the job: {answer.complaint}")
     number = answer.out.strip().partition(";")[0]
@@ -59,7 +60,7 @@ def submit(words: Sequence[str]) -> str:
 
 
 def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
-    """All jobs of the user that Slurm still knows, ended ones included."""
+    """Return all jobs of the user that Slurm still knows, ended ones included."""
     answer = command.run(
         ["squeue", "--noheader", "--states=all", f"--user={user}", f"--format={_FORMAT}"]
     )
@@ -69,17 +70,21 @@ def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
 
 
 def parse(text: str) -> list[Queued]:
-    found = []
+    """Read squeue's lines in `_FORMAT`; others are left out."""
+    queue = []
     for line in text.splitlines():
         if line.count("|") < 4:
             continue
-        number, state, reason, start, tag = line.strip().split("|", 4)
-        known: State = "running" if state in _RUNNING else _STATES.get(state, "ended")
-        if known == "queued" and "Held" in reason:
-            known = "held"
-        why = {"queued": reason, "held": reason, "running": ""}.get(known, state)
-        found.append(Queued(number, known, why, tag, "" if start == "N/A" else start))
-    return found
+        number, word, reason, start, tag = line.strip().split("|", 4)
+        state: State = _STATES.get(word, "ended")
+        if state == "queued" and "Held" in reason:
+            state = "held"
+        if state == "running":
+            reason = ""
+        elif state == "ended":
+            reason = word
+        queue.append(Queued(number, state, reason, tag, "" if start == "N/A" else start))
+    return queue
 
 
 def release(number: str) -> list[str]:

@@ -1,19 +1,21 @@
-"""What is kept of a submission: the folder `<run>/batch/<time>-<id>/`.
+"""The record of a submission: the folder `<run>/batch/<time>-<id>/`.
 
     submission.json   this record; written before the first job is submitted, and again after each
-    spec.toml         the resolved spec        job.sh   the script
-    log-<job>         what the job printed
-    <job>.OU          PBS: what it said itself, as of a job that it killed
-    links             a line for each thing that happened to a job: time, job, `began` and the newest checkpoint, `ended` and the exit code, `passed`
-    code              how the ranks of the newest job ended
+    spec.toml         the resolved spec
+    job.sh            the script
+    log-<job>         the job's output
+    <job>.OU          PBS: its own message, as for a job that it killed
+    links             a line for each event of a job: time, job, event, detail:
+                      `began` and the newest checkpoint, `ended` and the exit code, or `passed`
+    code              the exit code of the newest job's launcher
     wrong             a rank of the newest job found the input wrong, whatever its launcher said
-    over              why nothing is left to do (then the jobs that follow end at once)
+    over              why nothing is left to do (the jobs that follow then end at once)
 
-Beside these folders lies `lock`, while somebody submits the run. The environment is never kept, nor any value of batch.env_pass.
+Beside these folders lies `lock`, while somebody submits the run. The environment is never kept, nor
+any value of batch.env_pass.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
@@ -25,10 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hpczero import env, safe_files
-from hpczero.batch import command
-from hpczero.batch.job import BatchJob
-from hpczero.errors import HpczeroError, InputError
-from hpczero.text import shown
+from hpczero.errors import HpczeroError
 
 _LONGEST = 16 << 20  # bytes of a file that are read
 _NUMBER = re.compile(r"\d{1,20}(\[\d*\])?(\.[\w.-]{1,255})?")
@@ -37,7 +36,7 @@ _FOLDER = re.compile(r"^\d{8}T\d{6}-[0-9a-f]{12}$")
 
 @dataclass(frozen=True)
 class Submission:
-    path: Path  # its folder
+    path: Path  # the folder
     id: str  # unique: part of each job's tag
     scheduler: str
     site: str
@@ -54,26 +53,17 @@ class Submission:
         cls, run: Path, scheduler: str, site: str, nodes: int, ranks: int, walltime: int, chain: int
     ) -> "Submission":
         now = datetime.now(UTC)
-        own = secrets.token_hex(6)
-        path = run / "batch" / f"{now:%Y%m%dT%H%M%S}-{own}"
-        return cls(
-            path,
-            own,
-            scheduler,
-            site,
-            nodes,
-            ranks,
-            walltime,
-            chain,
-            now.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        )
+        token = secrets.token_hex(6)
+        path = run / "batch" / f"{now:%Y%m%dT%H%M%S}-{token}"
+        submitted = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+        return cls(path, token, scheduler, site, nodes, ranks, walltime, chain, submitted)
 
     @property
     def run(self) -> Path:
         return self.path.parent.parent
 
     def tag(self, link: int) -> str:
-        """By which a job is found in the queue whose number was never heard of."""
+        """Return the text by which a job is found in the queue if its number is unknown."""
         return f"hpczero:{self.id}:{link}"
 
     def owns(self, tag: str) -> bool:
@@ -87,56 +77,58 @@ class Submission:
         return self.path / f"log-{job}"
 
     def last_words(self, job: str) -> Path:
-        """The file in which PBS leaves what it says of a job that it ends."""
+        """Return the file for the message of PBS on a job that it ends."""
         return self.path / f"{job}.OU"
 
     @property
     def last_word(self) -> float:
-        """When a job of it last ended, or nothing was left to do, in seconds since 1970.
+        """The last time that a job ended, or nothing was left to do, in seconds since 1970.
 
-        Infinity where a job began and said no more.
+        Infinity while a job has begun and not ended.
         """
         moments = [0.0]
-        for moment, _, event, _ in self.events():
+        for time, _, event, _ in self.events():
             with contextlib.suppress(ValueError, OverflowError):
-                moments.append(
-                    math.inf if event == "began" else datetime.fromisoformat(moment).timestamp()
-                )
+                if event == "began":
+                    moments.append(math.inf)
+                    continue
+                moments.append(datetime.fromisoformat(time).timestamp())
                 if event == "ended":
-                    moments = [one for one in moments if one < math.inf]
+                    moments = [moment for moment in moments if moment < math.inf]
         with contextlib.suppress(OSError):
             moments.append((self.path / "over").stat().st_mtime)
         return max(moments)
 
     def events(self) -> list[tuple[str, str, str, str]]:
-        """The lines of `links`: time, job, event, detail; nonsense is left out."""
+        """Return the lines of `links`: time, job, event, detail; malformed ones are left out."""
         try:
             lines = _text(self.path / "links").splitlines()
         except OSError:
             return []
-        found = [line.split(" ", 3) for line in lines]
-        return [(words[0], words[1], words[2], words[3]) for words in found if len(words) == 4]
+        split = [line.split(" ", 3) for line in lines]
+        return [(words[0], words[1], words[2], words[3]) for words in split if len(words) == 4]
 
     def unsettled(self) -> list[str]:
-        """Its jobs of which only the scheduler can tell more: all but those that have said themselves how they ended, in order."""
-        told = {
-            number: detail if event == "ended" else event
-            for _, number, event, detail in self.events()
+        """Return, in order, the jobs whose end is not in the record: only the scheduler knows."""
+        last = self.last_events()
+        return [job for job in self.jobs if last.get(job) not in ("0", "2", "75", "passed")]
+
+    def last_events(self) -> dict[str, str]:
+        """Return job -> "began", "passed" or, once it has ended, its exit code."""
+        return {
+            job: detail if event == "ended" else event for _, job, event, detail in self.events()
         }
-        return [
-            number for number in self.jobs if told.get(number) not in ("0", "2", "75", "passed")
-        ]
 
     @property
     def over(self) -> str:
-        """Why nothing is left to do; empty as long as something is."""
+        """The reason why nothing is left to do; empty while something is."""
         try:
             return _text(self.path / "over").strip()
         except OSError:
             return ""
 
     def close(self, reason: str) -> None:
-        """Its jobs that have not begun will find nothing to do."""
+        """Leave nothing to do for the jobs that have not begun."""
         try:
             safe_files.write_text(self.path / "over", reason + "\n")
         except OSError as error:
@@ -154,16 +146,16 @@ class Submission:
 
     @classmethod
     def read(cls, path: Path) -> "Submission | None":
-        """None for a folder in which no version of hpczero wrote."""
+        """Return None for a folder that no version of hpczero wrote."""
         try:
             values = json.loads(_text(path / "submission.json"))
-            found = cls(path=path, **{**values, "jobs": tuple(map(str, values["jobs"]))})
+            record = cls(path=path, **{**values, "jobs": tuple(map(str, values["jobs"]))})
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
-        return found if found._is_sound() else None
+        return record if record._is_sound() else None
 
     def _is_sound(self) -> bool:
-        """Return whether the values may be believed: job numbers become words of commands."""
+        """Return True if the values can be used: job numbers become words of commands."""
         counts = (self.nodes, self.ranks, self.walltime, self.chain)
         texts = (self.id, self.site, self.submitted)
         return (
@@ -175,19 +167,22 @@ class Submission:
 
 
 def _text(path: Path) -> str:
-    """The beginning of a plain file; a pipe is an OSError."""
+    """Return the beginning of a plain file; raise OSError for a pipe."""
     with os.fdopen(safe_files.open_to_read(path), "rb") as file:
         return file.read(_LONGEST).decode("utf-8", "replace")
 
 
 def of_run(run: Path) -> list[Submission]:
-    """The oldest first."""
+    """Return the run's submissions, the oldest first."""
     folders = sorted(path for path in (run / "batch").glob("*") if _FOLDER.match(path.name))
-    return [found for path in folders if (found := Submission.read(path))]
+    return [record for path in folders if (record := Submission.read(path))]
 
 
 def remember(run: Path) -> None:
-    """Enters the run into the list of the user's runs. Its jobs are in the queue: that the list cannot be written must not look like a failure."""
+    """Add the run to the list of the user's runs.
+
+    Its jobs are in the queue already, so that a failure is only a warning.
+    """
     if run not in remembered():
         try:
             safe_files.own_folder(env.state_folder())
@@ -202,87 +197,17 @@ def remember(run: Path) -> None:
 
 
 def remembered() -> list[Path]:
-    """The runs that were submitted from here and are still there."""
+    """Return the runs that were submitted from this computer and still exist."""
     try:
         lines = _text(env.state_folder() / "runs").splitlines()
     except OSError:
         return []
-    found = []
+    runs: list[Path] = []
     for line in lines:
         try:
             path = Path(json.loads(line))
         except (ValueError, TypeError, RecursionError):
             continue
-        if path not in found and (path / "batch").is_dir():
-            found.append(path)
-    return found
-
-
-# Which MPI the job's environment brings along, and whether this site's `srun` starts it.
-# PyPI's package -> the MPI in it, and the plugins of Slurm that start it (the first is advised)
-_STARTED_BY = {"mpich": ("MPICH", ("pmi2", "cray_shasta")), "openmpi": ("Open MPI", ("pmix",))}
-_CHOICE = "SLURM_MPI_TYPE"  # the variable that srun goes by where no option says more
-
-
-def refuse_launcher(job: BatchJob) -> None:
-    """InputError if every rank would run alone: srun does not speak the MPI's language.
-
-    Only a warning where a module or a line of setup may change what srun does.
-    """
-    batch = job.batch
-    told = any(option.startswith("--mpi") for option in batch.launch_options)
-    if job.launcher != "srun" or told or batch.container or not job.environment:
-        return
-    package, default = _package(Path(job.environment)), _default()
-    if not package or not default or _CHOICE in batch.env or _CHOICE in "\n".join(batch.setup):
-        return
-    name, plugins = _STARTED_BY[package]
-    if default.startswith(plugins):
-        return
-    message = (
-        f"srun cannot start the MPI of {shown(job.environment)}: "
-        f"that is {name} (PyPI's {package}), "
-        f"and srun starts programs by {shown(default)} here: {_way_out(plugins[0])}"
-    )
-    if not batch.modules:
-        raise InputError(message)
-    print(f"hpczero: unless a module changes it, {message}", file=sys.stderr)
-
-
-def _way_out(plugin: str) -> str:
-    """Slurm lists PMIx also where the library that it loads for it is missing."""
-    mpirun, option = 'batch.launcher = "mpirun"', f'batch.launch_options = ["--mpi={plugin}"]'
-    if not _offers(plugin):
-        return mpirun
-    if plugin == "pmix":
-        return f"{mpirun}, or {option} where the nodes have the library of PMIx"
-    return f"{option}, or {mpirun}"
-
-
-def _package(environment: Path) -> str:
-    """PyPI's MPI in this environment; "" if there is none, or more than one."""
-    folders = [str(path) for path in environment.glob("lib/python3*/site-packages")]
-    names = {found.name for found in importlib.metadata.distributions(path=folders)}
-    packages = sorted(names & _STARTED_BY.keys())
-    return packages[0] if len(packages) == 1 else ""
-
-
-def _default() -> str:
-    """How srun starts programs if nobody says more; "" if that is not known."""
-    if chosen := env.variable(_CHOICE):
-        return chosen
-    try:
-        found = re.search(
-            r"^MpiDefault\s*=\s*(\S+)", command.output(["scontrol", "show", "config"]), re.MULTILINE
-        )
-    except HpczeroError:
-        return ""
-    return found[1] if found else ""
-
-
-def _offers(plugin: str) -> bool:
-    try:
-        answer = command.run(["srun", "--mpi=list"])
-    except HpczeroError:
-        return True
-    return plugin in f"{answer.out}\n{answer.err}".split() or bool(answer.code)
+        if path not in runs and (path / "batch").is_dir():
+            runs.append(path)
+    return runs

@@ -1,14 +1,18 @@
 """`hpczero submit`: a run as a chain of jobs in the queue.
 
 Protocol:
-1. The spec is checked, the job planned. A run that is finished, running, or has jobs in the queue is not submitted again.
-   From here to the end `<run>/batch/lock` is held: of two who submit the run at once, one is refused.
-2. The folder `<run>/batch/<time>-<id>/` gets the resolved spec, the script and a record that says: not complete.
-3. The jobs are submitted one after the other, each behind the one before it (`afterany`); under PBS the first is held until all are there, since
-   a job that has ended can be depended on no more. The record is written again after each.
-4. Every job carries a tag made of the id. Where the scheduler's answer is lost, the tag is looked for in the queue, a moment later, before the job
-   is submitted once more, and it is never submitted while nobody knows.
-5. What cannot be completed, or is interrupted, is taken back: the jobs that are in the queue are cancelled.
+1. The spec is checked, the job planned. A run that is finished, running, or has jobs in the queue
+   is not submitted again. From here to the end `<run>/batch/lock` is held: of two who submit the
+   run at once, one is refused.
+2. The folder `<run>/batch/<time>-<id>/` gets the resolved spec, the script and a record that says:
+   not complete.
+3. The jobs are submitted one after the other, each behind the one before it (`afterany`). The
+   record is written again after each. Under PBS the first job is held until all are there: no job
+   can depend on one that has ended.
+4. Every job carries a tag made of the id. If the scheduler's answer is lost, the tag is looked for
+   in the queue a moment later, before the job is submitted once more; while its fate is unknown it
+   is never submitted.
+5. A submission that fails or is interrupted is undone: the jobs in the queue are cancelled.
 """
 
 import sys
@@ -22,45 +26,66 @@ from pathlib import Path
 from hpczero import env
 from hpczero.batch import command, pbs, scheduler, sites, submission
 from hpczero.batch.command import Queued, Transient
-from hpczero.batch.job import BatchJob, Here, plan
+from hpczero.batch.job import BatchJob, Here, plan, print_notes, refuse_launcher
 from hpczero.batch.render import render
-from hpczero.batch.submission import Submission, refuse_launcher
+from hpczero.batch.submission import Submission
 from hpczero.data.supply import look
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
 from hpczero.safe_files import make_folder, own_folder, write_text
-from hpczero.spec import site_profile
 from hpczero.spec.load import load, to_toml
 from hpczero.spec.reference import toml_value
 from hpczero.spec.schema import Batch, Spec
-from hpczero.text import counted, listed, shown
+from hpczero.text import listed, shown
 from hpczero.train import run_directory
 
-_PROBED, _PROBED_BEFORE = 5, 3  # steps of a probe, and of them before the save
-_BETWEEN = (2.0, 5.0, 15.0, 15.0)  # seconds after an attempt that nobody answered
+_PROBED = 5  # steps of a probe
+_PROBED_BEFORE = 3  # of them before the save
+_BETWEEN = (2.0, 5.0, 15.0, 15.0)  # seconds to wait after an attempt without an answer
 
 
 def submit(options: Namespace) -> int:
-    spec = load(
-        options.spec, [*options.overrides, *(_probing(options) if options.probe else [])]
-    ).spec
+    settings = _probe_settings(options) if options.probe else []
+    spec = load(options.spec, [*options.overrides, *settings]).spec
     run = run_directory.path_of(spec)
     if "$" in str(run):
         raise InputError(
-            f"output = {shown(spec.output)}: this leads to {run}, and what follows the $ is not set here"
+            f"output = {shown(spec.output)}: this leads to {run}, "
+            "and what follows the $ is not set here"
         )
     if done := run_directory.finished(spec):
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
     run_directory.refuse_another(spec)
     supply = look(spec, must_be_here=not options.dry_run)
+    record, job = _planned(spec, run, options.probe)
+    script = render(job)
+    print_notes(spec, supply.in_words())
+    times = f", {record.chain} jobs one after the other" if record.chain > 1 else ""
+    summary = f"{job.site}: {job.size} for {job.clock}{times}, {job.cost} each"
+    if options.dry_run:
+        print(script, end="")
+        print(f"hpczero: {summary}; nothing was submitted", file=sys.stderr)
+        return 0
+    _refuse_unready(job)
+    with _claimed(run) as lock:
+        _refuse_in_progress(run)
+        _write(record, spec, job, script)
+        record = Chain(record, lock.beat).submit()
+    submission.remember(run)
+    print(f"submitted as job {listed(list(record.jobs))}: {summary}")
+    print(f"  hpczero status {run}\n  hpczero logs -f {run}")
+    return wait(record) if options.wait else 0
+
+
+def _planned(spec: Spec, run: Path, probe: bool) -> tuple[Submission, BatchJob]:
     job = plan(spec, Here.now(), ())
     record = Submission.new(
         run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain
     )
     arguments = ("run", str(record.path / "spec.toml"))
-    first = (*arguments, "--set", f"train.steps={_PROBED_BEFORE}") if options.probe else ()
-    job = replace(
+    first = (*arguments, "--set", f"train.steps={_PROBED_BEFORE}") if probe else ()
+    return record, replace(
         job,
         arguments=arguments,
         first=first,
@@ -68,29 +93,13 @@ def submit(options: Namespace) -> int:
         submission=str(record.path),
         tag=record.tag(0),
     )
-    script = render(job)
-    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply.in_words()}", file=sys.stderr)
-    for line in site_profile.left_out():
-        print(f"hpczero: {line}", file=sys.stderr)
-    if options.dry_run:
-        print(script, end="")
-        print(f"hpczero: {_said(record, job)}; nothing was submitted", file=sys.stderr)
-        return 0
-    _ready(job)
-    with _claimed(run) as lock:
-        _refuse_if_under_way(run)
-        _write(record, spec, job, script)
-        record = Chain(record, lock.beat).submit()
-    submission.remember(run)
-    numbers = listed([f"{number}" for number in record.jobs])
-    print(
-        f"submitted as job {numbers}: {_said(record, job)}\n  hpczero status {run}\n  hpczero logs -f {run}"
-    )
-    return wait(record) if options.wait else 0
 
 
-def _probing(options: Namespace) -> list[str]:
-    """What makes a probe of a job: the same layout for a few steps, with a save and a restore, as a run of its own, where short jobs begin soon."""
+def _probe_settings(options: Namespace) -> list[str]:
+    """Return the settings that turn a job into its probe, a run of its own.
+
+    It runs the same layout for a few steps, with a save and a restore, where short jobs begin soon.
+    """
     spec = load(options.spec, options.overrides).spec
     settings: dict[str, object] = {
         "name": f"{spec.name[:77]}.probe-{datetime.now(UTC):%Y%m%dT%H%M%S}",
@@ -112,25 +121,17 @@ def _probing(options: Namespace) -> list[str]:
 
 
 def _soon(batch: Batch) -> dict[str, str]:
-    """The keys of [batch] that lead to where short jobs begin soon, unless so many nodes are too many there."""
-    where = sites.facts(batch.site)[2] if batch.site != "auto" else None
-    if (
-        where is None
-        or sites.limit(where, where.probe.get("qos") or where.probe.get("queue", ""), batch.nodes)[
-            1
-        ]
-    ):
+    """Return the site's keys of [batch] for short jobs; none if so many nodes are refused there."""
+    if batch.site == "auto":
         return {}
-    return where.probe
+    _, _, partition = sites.facts(batch.site)
+    probe = partition.probe
+    _, refusal = sites.limit(partition, probe.get("qos") or probe.get("queue", ""), batch.nodes)
+    return {} if refusal else probe
 
 
-def _said(record: Submission, job: BatchJob) -> str:
-    times = f", {record.chain} jobs one after the other" if record.chain > 1 else ""
-    return f"{job.site}: {counted(job.ranks, 'rank')} on {counted(job.nodes, 'node')} for {job.clock}{times}, {job.cost} each"
-
-
-def _ready(job: BatchJob) -> None:
-    """What the job needs is here."""
+def _refuse_unready(job: BatchJob) -> None:
+    """Raise HpczeroError unless the scheduler, the variables and a fitting launcher are here."""
     program = scheduler.SCHEDULERS[job.scheduler].PROGRAM
     if not command.is_here(program):
         raise command.missing(program)
@@ -138,34 +139,35 @@ def _ready(job: BatchJob) -> None:
     missing = [name for name in job.batch.env_pass if not handed.get(name)]
     if missing:
         raise InputError(
-            f"batch.env_pass names {listed(missing)}, which is not set here, or is the batch system's own: set it, or leave it out"
+            f"batch.env_pass names {listed(missing)}, which is not set here, "
+            "or is the batch system's own: set it, or leave it out"
         )
     if job.scheduler == "pbs":
-        _hand_over_by_pbs(job, {name: handed[name] for name in job.batch.env_pass})
+        _check_hand_over_by_pbs(job, {name: handed[name] for name in job.batch.env_pass})
     else:
         refuse_launcher(job)
 
 
-def _hand_over_by_pbs(job: BatchJob, handed: Mapping[str, str]) -> None:
-    """Refuse values that would arrive changed, and say that others can read what is handed over."""
+def _check_hand_over_by_pbs(job: BatchJob, handed: Mapping[str, str]) -> None:
+    """Refuse values that would arrive changed; warn that other users can read the rest."""
     if changed := pbs.changed_values(handed):
         raise InputError(
-            f"batch.env_pass: qsub would change the value of {listed(changed)}: quotes, backslashes "
-            "and blanks at its end do not arrive as they are; "
+            f"batch.env_pass: qsub would change the value of {listed(changed)}: quotes, "
+            "backslashes and blanks at its end do not arrive as they are; "
             "set it by batch.env or a line of batch.setup"
         )
     if handed or job.batch.env_inherit:
         inherited = "the whole environment (batch.env_inherit)"
-        what = inherited if job.batch.env_inherit else listed(list(handed))
+        visible = inherited if job.batch.env_inherit else listed(list(handed))
         print(
-            f"hpczero: PBS shows {what} to every user (qstat -xf): "
-            'a secret belongs in a file of yours, as in batch.setup = ["export TOKEN=$(cat ~/.token)"]',
+            f"hpczero: PBS shows {visible} to every user (qstat -xf): a secret belongs in a file "
+            'of yours, as in batch.setup = ["export TOKEN=$(cat ~/.token)"]',
             file=sys.stderr,
         )
 
 
 def _claimed(run: Path) -> RunLock:
-    """For this process to submit the run, and no other."""
+    """Lock the run, so that no other process submits it."""
     try:
         own_folder(run)
         own_folder(run / "batch")
@@ -174,12 +176,12 @@ def _claimed(run: Path) -> RunLock:
     return RunLock(run / "batch")
 
 
-def _refuse_if_under_way(run: Path) -> None:
-    alive = living(run, now=True)
-    if alive:
-        jobs = listed([f"{one.number} ({one.state})" for one in alive])
+def _refuse_in_progress(run: Path) -> None:
+    if alive := living(run, now=True):
+        jobs = listed([f"{job.number} ({job.state})" for job in alive])
         raise InputError(
-            f"{run} has been submitted already: job {jobs}; hpczero status {run}, hpczero cancel {run}"
+            f"{run} has been submitted already: job {jobs}; "
+            f"hpczero status {run}, hpczero cancel {run}"
         )
     ended = {number for record in submission.of_run(run) for number in record.jobs}
     holder = living_holder(run)
@@ -188,31 +190,34 @@ def _refuse_if_under_way(run: Path) -> None:
 
 
 def living(run: Path, now: bool = False) -> list[Queued]:
-    """The run's jobs that are in the queue or running."""
+    """Return the run's jobs that are in the queue or running."""
     return [job for jobs in living_under(run, now).values() for job in jobs]
 
 
 def living_under(run: Path, now: bool = False) -> dict[str, list[Queued]]:
-    """Scheduler -> the run's jobs in its queue or running: those that are written down, and those that are known by their tag only."""
+    """Return scheduler -> the run's jobs in its queue or running.
+
+    Included are jobs that are not in a record, and known by their tag only.
+    """
+    alive: dict[str, list[Queued]] = {}
     records = submission.of_run(run)
-    found: dict[str, list[Queued]] = {}
     for name in sorted({record.scheduler for record in records}):
-        own = [record for record in records if record.scheduler == name]
-        numbers = [number for record in own for number in record.jobs]
+        there = [record for record in records if record.scheduler == name]
+        numbers = [number for record in there for number in record.jobs]
         known = scheduler.jobs(name, numbers, now)
-        if not all(record.complete for record in own) and name == "pbs":
+        if not all(record.complete for record in there) and name == "pbs":
             known = [*known, *scheduler.jobs(name, [], now=True)]
         of_run = {
             job.number: job
             for job in known
-            if job.number in numbers or any(record.owns(job.tag) for record in own)
+            if job.number in numbers or any(record.owns(job.tag) for record in there)
         }
-        found[name] = [job for job in of_run.values() if job.lives]
-    return found
+        alive[name] = [job for job in of_run.values() if job.lives]
+    return alive
 
 
 def still_living(run: Path) -> bool:
-    """For those who wait: a scheduler that does not answer for a while has not ended the jobs."""
+    """Return True if the run has living jobs, or if its scheduler does not answer for now."""
     try:
         return bool(living(run))
     except (Transient, command.NoAnswer):
@@ -220,13 +225,12 @@ def still_living(run: Path) -> bool:
 
 
 def _write(record: Submission, spec: Spec, job: BatchJob, script: str) -> None:
-    """The spec with the folder and the site as they were found here: a compute node may find others."""
-    placed = spec.model_copy(
-        update={
-            "output": str(record.run.parent),
-            "batch": spec.batch.model_copy(update={"site": job.site}),
-        }
-    )
+    """Write the submission's folder.
+
+    The spec names the folder and the site as they are here: a compute node may resolve others.
+    """
+    batch = spec.batch.model_copy(update={"site": job.site})
+    placed = spec.model_copy(update={"output": str(record.run.parent), "batch": batch})
     try:
         make_folder(record.path)
         write_text(record.path / "spec.toml", to_toml(placed))
@@ -244,20 +248,20 @@ def _unwritable(path: Path, error: OSError) -> InputError:
 
 @dataclass
 class Chain:
-    """A submission under way."""
+    """A submission in progress."""
 
     record: Submission
-    beat: Callable[[], None] = lambda: None  # says now and then that it still is
+    beat: Callable[[], None] = lambda: None  # refreshes the lock of the run
     sleep: Callable[[float], None] = time.sleep
 
     def submit(self) -> Submission:
+        """Submit all jobs of the chain; on any failure cancel those that are in the queue."""
         holds_first = self.record.scheduler == "pbs" and self.record.chain > 1
         try:
             for link in range(self.record.chain):
                 after = self.record.jobs[-1] if self.record.jobs else ""
-                self.record = self.record.with_job(
-                    self._one(link, after, held=holds_first and link == 0)
-                )
+                number = self._submit_one(link, after, held=holds_first and link == 0)
+                self.record = self.record.with_job(number)
                 self.record.write()
                 self.beat()
             if holds_first:
@@ -269,25 +273,28 @@ class Chain:
             scheduler.forget(self.record.scheduler)
         return self.record
 
-    def _one(self, link: int, after: str, held: bool) -> str:
+    def _submit_one(self, link: int, after: str, held: bool) -> str:
         kind = scheduler.SCHEDULERS[self.record.scheduler]
-        words = kind.submission(
-            self.record.path / "job.sh", self.record.path, self.record.tag(link), after, held
-        )
+        folder = self.record.path
+        words = kind.submission(folder / "job.sh", folder, self.record.tag(link), after, held)
         for attempt, pause in enumerate(_BETWEEN, 1):
             try:
                 return str(kind.submit(words))
             except (Transient, command.NoAnswer) as error:
                 print(f"hpczero: {error}; looking whether the job is in the queue", file=sys.stderr)
                 self.sleep(pause)  # it may be on its way there
-                if found := self._look_for(link, error):
-                    return found
+                if number := self._number_in_queue(link, error):
+                    return number
                 if attempt == len(_BETWEEN):
                     raise
         raise AssertionError("the last attempt either returns or raises")
 
-    def _look_for(self, link: int, error: HpczeroError) -> str:
-        """The number of the job that was submitted though nobody said so; "" if it was not. Nothing is submitted while this is not known."""
+    def _number_in_queue(self, link: int, error: HpczeroError) -> str:
+        """Return the number of a job whose submission had no answer; "" if it is not in the queue.
+
+        Raise HpczeroError if this cannot be known: then nothing may be submitted.
+        """
+        tag = self._tag(link)
         for pause in (*_BETWEEN[:-1], None):
             try:
                 known = scheduler.jobs(self.record.scheduler, [], now=True)
@@ -295,28 +302,24 @@ class Chain:
                 if pause is not None:
                     self.sleep(pause)
                 continue
-            return next(
-                (
-                    job.number
-                    for job in known
-                    if job.number not in self.record.jobs and job.tag == self._tag(link)
-                ),
-                "",
-            )
-        unknown = (
-            "and then the queue could not be read, so that nobody knows whether the job is in it"
-        )
+            tagged = [job.number for job in known if job.tag == tag]
+            return next((number for number in tagged if number not in self.record.jobs), "")
         raise HpczeroError(
-            f"{error}; {unknown}. Look yourself, or say hpczero submit again: it looks first"
+            f"{error}; and then the queue could not be read, so that nobody knows whether the job "
+            "is in it. Look yourself, or say hpczero submit again: it looks first"
         ) from error
 
     def _tag(self, link: int) -> str:
-        """The jobs of a PBS chain share a script, and so a tag: what is not yet written down is the one that is looked for."""
+        """Return the tag of a job of the chain.
+
+        Those of a PBS chain share a script, and so a tag: the record tells them apart.
+        """
         return self.record.tag(0 if self.record.scheduler == "pbs" else link)
 
     def _take_back(self) -> None:
-        """Also a job whose number was never heard of."""
-        name, numbers = self.record.scheduler, list(self.record.jobs)
+        """Cancel the jobs, also one whose number is known from the queue only."""
+        name = self.record.scheduler
+        numbers = list(self.record.jobs)
         try:
             known = scheduler.jobs(name, [], now=True)
             numbers += [
@@ -324,7 +327,7 @@ class Chain:
                 for job in known
                 if job.lives and self.record.owns(job.tag) and job.number not in numbers
             ]
-        except HpczeroError:  # what is written down can be cancelled without
+        except HpczeroError:  # the jobs in the record are cancelled all the same
             pass
         if numbers:
             try:
@@ -337,7 +340,7 @@ class Chain:
 
 
 def wait(record: Submission) -> int:
-    """Until no job of it is left: 0 if the run is finished."""
+    """Wait until none of its jobs is left; return 0 if the run is finished."""
     while still_living(record.run):
         time.sleep(scheduler.ASK_EVERY)
     reason = record.over or "the jobs ended before the run was finished"

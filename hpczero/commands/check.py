@@ -1,4 +1,4 @@
-"""The verbs about specs: check, init, spec. They run on login nodes: no torch, no mpi4py."""
+"""The verbs `check`, `init` and `spec`; they run on login nodes, without torch and mpi4py."""
 
 import json
 import re
@@ -29,22 +29,18 @@ def check(options: Namespace) -> int:
         raise InputError(no_such_key(options.explain))
     loaded = load(options.spec, options.overrides)
     if options.explain:
-        print(
-            json.dumps(_explained(loaded, options.explain), indent=2)
-            if options.json
-            else _explanation(loaded, options.explain)
-        )
+        if options.json:
+            print(json.dumps(_explained(loaded, options.explain), indent=2))
+        else:
+            print(_explanation(loaded, options.explain))
         return 0
     from hpczero.data.supply import look
 
-    supply, layout = look(loaded.spec), _lay_out(loaded.spec, options.ranks, options.ranks_per_node)
-    notes = (
-        unavailable(loaded.spec)
-        + without_effect(loaded.spec)
-        + _of_layout(loaded.spec, layout)
-        + _unknown(loaded.spec)
-    )
-    notes += site_profile.left_out()
+    spec = loaded.spec
+    supply = look(spec)
+    layout = _lay_out(spec, options.ranks, options.ranks_per_node)
+    notes = [*unavailable(spec), *without_effect(spec), *_layout_notes(spec, layout)]
+    notes += [*_model_notes(spec), *site_profile.left_out()]
     if options.json:
         print(json.dumps(_as_data(loaded, layout, notes) | {"data": supply.facts()}, indent=2))
     else:
@@ -65,9 +61,9 @@ def init(options: Namespace) -> int:
     except OSError as error:
         raise InputError(f"{printable(options.path)} cannot be written: {error.strerror}") from None
     name = printable(shlex.quote(options.path))
-    print(
-        f"wrote {name}; edit it, then\n  hpczero check {name}             what the job is\n  mpirun -n 2 hpczero run {name}   train it"
-    )
+    print(f"wrote {name}; edit it, then")
+    print(f"  hpczero check {name}             what the job is")
+    print(f"  mpirun -n 2 hpczero run {name}   train it")
     return 0
 
 
@@ -76,44 +72,41 @@ def _run_name(text: str) -> str:
 
 
 def reference(options: Namespace) -> int:
-    print(
-        json.dumps(as_data(), indent=2)
-        if options.json
-        else as_markdown()
-        if options.markdown
-        else as_text()
-    )
+    if options.json:
+        print(json.dumps(as_data(), indent=2))
+    else:
+        print(as_markdown() if options.markdown else as_text())
     return 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a number of ranks makes of the job. Of a model that is not known without building it there are no stages, bytes and memory."""
+    """The job laid out over a number of ranks.
+
+    Stages, bytes and memory are None for a model that must be built to be known.
+    """
 
     grid: list[str]  # in lines for people
     ranks: int
-    order: str  # of the axes, decided
+    order: str  # of the axes
     axes: dict[str, int]
     data_ranks: int
     micro_batches: int  # in a step, on each data rank
     smallest: int  # sequences in the smallest and the largest micro-batch
     largest: int
-    nodes: list[dict[str, Any]]  # the ranks of each, and where they are in the grid
+    nodes: list[dict[str, Any]]  # the ranks of each, and their places in the grid
     stages: list[dict[str, Any]] | None  # the layers of each
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
     memory: dict[str, Any] | None  # `planner.forecast`
-    sharing_left_out: (
-        str  # why the ranks of a node keep no states together where they otherwise would
-    )
-    refusal: str  # why it does not fit into what is known of the nodes; empty: it does
+    sharing_left_out: str  # why the ranks of a node do not share states where they could; or ""
+    refusal: str  # why it does not fit the nodes, as far as they are known; empty: it does
 
 
 def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | None:
+    """Return the layout over --ranks; None without this option."""
     if ranks is None:
         if per_node is not None:
-            raise InputError(
-                f"--ranks-per-node {per_node} lays out the ranks of --ranks: say how many there are"
-            )
+            raise InputError(f"--ranks-per-node {per_node} needs --ranks, the number of all ranks")
         return None
     from hpczero.planner.memory import as_run
 
@@ -124,49 +117,54 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         per_node = spec.comm.ranks_per_node or of_job or ranks
     if not 1 <= ranks <= _MOST_RANKS or per_node < 1:
         raise InputError(
-            f"--ranks {ranks} --ranks-per-node {per_node}: from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node"
+            f"--ranks {ranks} --ranks-per-node {per_node}: "
+            f"from 1 to {_MOST_RANKS:,} ranks, at least 1 on a node"
         )
+    return _layout(spec, [rank // per_node for rank in range(ranks)], node, platform)
+
+
+def _layout(spec: Spec, node_of_rank: list[int], node: "Hardware", platform: "Platform") -> Layout:
     from hpczero.comm.grid import Grid
     from hpczero.data.sampler import micro_batch_sizes
     from hpczero.model.families import known, layers
     from hpczero.planner import forecast
-    from hpczero.planner import forecast as topology
     from hpczero.planner.volumes import resolved
 
-    node_of_rank = [rank // per_node for rank in range(ranks)]
     parallel = resolved(spec, node_of_rank)
     grid = Grid.build(parallel, node_of_rank)
     data_ranks = grid.size("data")
-    sizes = micro_batch_sizes(spec.train.global_batch, spec.train.micro_batch, data_ranks)
+    micro_batches, smallest, largest = micro_batch_sizes(
+        spec.train.global_batch, spec.train.micro_batch, data_ranks
+    )
     stages = sent = memory = None
     refusal = ""
     if known(spec.model):
-        model, job = layers(spec.model), forecast.Forecast(spec, grid, node, platform)
-        stages, sent = topology.stages(spec, model), topology.sent(spec, model, grid)
-        memory, refusal = job.memory(model), job.refusal(model)
-    axes, left_out = (
-        dict(zip(grid.axes, grid.sizes, strict=True)),
-        topology.sharing_left_out(spec.zero, grid),
-    )
-    placed = topology.nodes(grid)
+        model = layers(spec.model)
+        job = forecast.Forecast(spec, grid, node, platform)
+        stages = forecast.stages(spec, model)
+        sent = forecast.sent(spec, model, grid)
+        memory = job.memory(model)
+        refusal = job.refusal(model)
     return Layout(
-        grid.describe(),
-        ranks,
-        parallel.order,
-        axes,
-        data_ranks,
-        *sizes,
-        placed,
-        stages,
-        sent,
-        memory,
-        left_out,
-        refusal,
+        grid=grid.describe(),
+        ranks=len(node_of_rank),
+        order=parallel.order,
+        axes=dict(zip(grid.axes, grid.sizes, strict=True)),
+        data_ranks=data_ranks,
+        micro_batches=micro_batches,
+        smallest=smallest,
+        largest=largest,
+        nodes=forecast.nodes(grid),
+        stages=stages,
+        sent=sent,
+        memory=memory,
+        sharing_left_out=forecast.sharing_left_out(spec.zero, grid),
+        refusal=refusal,
     )
 
 
 def _runs_on(spec: Spec) -> "tuple[Hardware, Platform]":
-    """Return what is known of the job's nodes, and what it runs on there."""
+    """Return the hardware of the job's nodes, and the platform that it uses there."""
     from hpczero.batch import sites
 
     named = spec.batch.site != "auto"
@@ -175,39 +173,35 @@ def _runs_on(spec: Spec) -> "tuple[Hardware, Platform]":
     return node, sites.platform(spec, node.gpus)
 
 
-def _of_layout(spec: Spec, layout: Layout | None) -> list[str]:
+def _layout_notes(spec: Spec, layout: Layout | None) -> list[str]:
     if not layout:
         return []
-    batch, idle = spec.train.global_batch, ""
-    if batch < layout.data_ranks:
-        idle = f"train.global_batch = {batch} leaves {layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks without a sequence"
-    return list(filter(None, (idle, layout.sharing_left_out)))
+    batch = spec.train.global_batch
+    notes = [layout.sharing_left_out] if layout.sharing_left_out else []
+    if batch >= layout.data_ranks:
+        return notes
+    idle = f"{layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks"
+    return [f"train.global_batch = {batch} leaves {idle} without a sequence", *notes]
 
 
-def _unknown(spec: Spec) -> list[str]:
-    known = _parameters(spec) is not None
-    return (
-        _uneven_heads(spec)
-        if known
-        else [f"the memory that {spec.model.family} needs is not known without building it"]
-    )
-
-
-def _uneven_heads(spec: Spec) -> list[str]:
+def _model_notes(spec: Spec) -> list[str]:
     from hpczero.model.shapes import head_dim
 
     model = spec.model
+    if _parameters(spec) is None:
+        return [f"the memory that {model.family} needs is not known without building it"]
     if model.head_dim or model.hidden % model.heads == 0:
         return []
-    wide, inner = head_dim(model), head_dim(model) * model.heads
-    what = f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}"
+    width = head_dim(model)
     return [
-        f"{what}: each head is {wide} wide, {inner:,} in all; a divisor of model.hidden, or model.head_dim, says otherwise"
+        f"model.heads = {model.heads} does not divide model.hidden = {model.hidden}: "
+        f"each head is {width} wide, {width * model.heads:,} in all; "
+        "a divisor of model.hidden, or model.head_dim, says otherwise"
     ]
 
 
 def _parameters(spec: Spec) -> int | None:
-    """None: not known without building the model."""
+    """Return the number of parameters; None if the model must be built to know it."""
     from hpczero.model.families import known, parameter_count
 
     return parameter_count(spec.model) if known(spec.model) else None
@@ -220,84 +214,74 @@ def _tokens_per_step(spec: Spec) -> int:
 def _as_text(
     path: str, loaded: Loaded, layout: Layout | None, supply: str, notes: list[str]
 ) -> str:
-    """`supply`: what data.source has."""
-    spec = loaded.spec
-    model, train, schedule, parameters, per_step = (
-        spec.model,
-        spec.train,
-        spec.schedule,
-        _parameters(spec),
-        _tokens_per_step(spec),
-    )
-    tokens = train.steps * per_step
-    width = f" of {model.head_dim}" if model.head_dim else ""
-    lines = [
-        f"{printable(path)} {'does not fit its nodes' if layout and layout.refusal else 'is a valid job'}",
-        f"  run       {spec.name}, in the folder {shown(spec.output)}, seed {spec.seed}",
-        f"  model     {model.family}: {_count(parameters)}; layers {model.layers}, hidden {model.hidden}, heads {model.heads}{width},"
-        f" vocabulary {model.vocab}, sequence {model.seq_len}",
-        f"  data      {shown(spec.data.source)}: {supply}",
-        f"  a step    {train.global_batch} sequences = {per_step:,} tokens, in {train.precision}",
-        f"  training  {train.steps:,} steps = {tokens:,} tokens"
-        + (f", {_ratio(tokens, parameters)} for each parameter" if parameters else ""),
-        f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {schedule.name}, {schedule.warmup_steps} steps of warm-up",
-    ]
-    lines += _without_ranks(spec) if layout is None else []
-    if layout:
+    """Return the report; `supply`: the training data in words."""
+    verdict = "does not fit its nodes" if layout and layout.refusal else "is a valid job"
+    lines = [f"{printable(path)} {verdict}", *_job_in_lines(loaded.spec, supply)]
+    if layout is None:
+        lines += _without_ranks(loaded.spec)
+    else:
         first, *others = layout.grid
-        lines += [
-            f"  ranks     {first}",
-            *(f"          {line}" for line in others),
-            f"            {_dealt_out(layout)}",
-        ]
-        lines += _topology(layout) + _memory(layout.memory)
-    changed = [(name, value) for name, value in flat(spec).items() if value != keys()[name].default]
+        lines += [f"  ranks     {first}", *(f"          {line}" for line in others)]
+        lines += [f"            {_micro_batches(layout)}", *_topology(layout)]
+        lines += _memory(layout.memory)
+    changed = [
+        (name, value) for name, value in flat(loaded.spec).items() if value != keys()[name].default
+    ]
     if changed:
         lines.append("not the default:")
-        lines += [
-            f"  {f'{name} = {shown(value)}':<42}  {loaded.sources[name].text}"
-            for name, value in changed
-        ]
+    for name, value in changed:
+        lines.append(f"  {f'{name} = {shown(value)}':<42}  {loaded.sources[name].text}")
     return "\n".join(lines + [f"note: {note}" for note in notes])
 
 
-def _count(parameters: int | None) -> str:
-    return (
-        "number of parameters not known without building it"
-        if parameters is None
-        else f"{parameters:,} parameters"
-    )
+def _job_in_lines(spec: Spec, supply: str) -> list[str]:
+    model = spec.model
+    train = spec.train
+    parameters = _parameters(spec)
+    count = "number of parameters not known without building it"
+    per_parameter = ""
+    tokens = train.steps * _tokens_per_step(spec)
+    if parameters is not None:
+        count = f"{parameters:,} parameters"
+        few = tokens < 1000 * parameters
+        ratio = f"{tokens / parameters:.3g}" if few else f"{tokens // parameters:,}"
+        per_parameter = f", {ratio} for each parameter" if parameters else ""
+    width = f" of {model.head_dim}" if model.head_dim else ""
+    return [
+        f"  run       {spec.name}, in the folder {shown(spec.output)}, seed {spec.seed}",
+        f"  model     {model.family}: {count}; layers {model.layers}, hidden {model.hidden}, "
+        f"heads {model.heads}{width}, vocabulary {model.vocab}, sequence {model.seq_len}",
+        f"  data      {shown(spec.data.source)}: {supply}",
+        f"  a step    {train.global_batch} sequences = {_tokens_per_step(spec):,} tokens, "
+        f"in {train.precision}",
+        f"  training  {train.steps:,} steps = {tokens:,} tokens{per_parameter}",
+        f"  learning  {spec.optimizer.name}, rate {spec.optimizer.lr}, {spec.schedule.name}, "
+        f"{spec.schedule.warmup_steps} steps of warm-up",
+    ]
 
 
-def _ratio(tokens: int, parameters: int) -> str:
-    return (
-        f"{tokens / parameters:.3g}" if tokens < 1000 * parameters else f"{tokens // parameters:,}"
-    )
-
-
-def _dealt_out(layout: Layout) -> str:
-    each = (
-        f"{layout.smallest}"
-        if layout.smallest == layout.largest
-        else f"{layout.smallest} or {layout.largest}"
-    )
+def _micro_batches(layout: Layout) -> str:
+    sizes = f"{layout.smallest}"
+    if layout.smallest != layout.largest:
+        sizes += f" or {layout.largest}"
     plural = "micro-batch" if layout.micro_batches == 1 else "micro-batches"
-    return f"each of the {layout.data_ranks:,} data ranks takes {layout.micro_batches:,} {plural} of {each} sequences in a step"
+    return (
+        f"each of the {layout.data_ranks:,} data ranks takes {layout.micro_batches:,} {plural} "
+        f"of {sizes} sequences in a step"
+    )
 
 
 def _without_ranks(spec: Spec) -> list[str]:
-    """What can be said of the layout while nobody knows how many ranks there are."""
+    """Describe the layout as far as it does not depend on the number of ranks."""
     from hpczero.model.families import known, layers
     from hpczero.planner.forecast import stages, stages_in_lines
 
-    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
-    lines = (
-        [
-            f"  ranks     a multiple of {tensor * pipeline:,}: tensor({tensor}) x pipeline({pipeline})"
-        ]
-        if tensor * pipeline > 1
-        else []
-    )
+    tensor = spec.parallel.tensor
+    pipeline = spec.parallel.pipeline
+    lines = []
+    if tensor * pipeline > 1:
+        product = f"{tensor * pipeline:,}: tensor({tensor}) x pipeline({pipeline})"
+        lines.append(f"  ranks     a multiple of {product}")
     if pipeline > 1 and known(spec.model):
         lines += _titled("stages", stages_in_lines(stages(spec, layers(spec.model))))
     return lines
@@ -306,15 +290,14 @@ def _without_ranks(spec: Spec) -> list[str]:
 def _topology(layout: Layout) -> list[str]:
     from hpczero.planner.forecast import nodes_in_lines, sent_in_lines, stages_in_lines
 
-    found = {"nodes": nodes_in_lines(layout.nodes, layout.axes)}
+    lines = _titled("nodes", nodes_in_lines(layout.nodes, layout.axes))
     if layout.stages and len(layout.stages) > 1:
-        found["stages"] = stages_in_lines(layout.stages)
+        lines += _titled("stages", stages_in_lines(layout.stages))
     if layout.sent:
-        found["sent"] = [
-            "in a step, by the rank that sends the most and by all ranks, inside nodes and between them",
-            *sent_in_lines(layout.sent),
-        ]
-    return [line for title, lines in found.items() for line in _titled(title, lines)]
+        head = "in a step, by the rank that sends the most and by all ranks, "
+        head += "inside nodes and between them"
+        lines += _titled("sent", [head, *sent_in_lines(layout.sent)])
+    return lines
 
 
 def _memory(memory: dict[str, Any] | None) -> list[str]:
@@ -344,7 +327,8 @@ def _as_data(loaded: Loaded, layout: Layout | None, notes: list[str]) -> dict[st
 
 
 def _explained(loaded: Loaded, name: str) -> dict[str, Any]:
-    key, given = keys()[name], loaded.history[name]
+    key = keys()[name]
+    given = loaded.history[name]
     return {
         "key": name,
         "value": flat(loaded.spec)[name],
@@ -360,19 +344,16 @@ def _explained(loaded: Loaded, name: str) -> dict[str, Any]:
 
 
 def _explanation(loaded: Loaded, name: str) -> str:
-    key, given = keys()[name], loaded.history[name]
+    key = keys()[name]
+    *older, newest = loaded.history[name]
     lines = [
         f"{name} = {shown(flat(loaded.spec)[name])}",
         f"  meaning     {key.description}",
         f"  allowed     {key.allowed}",
         f"  default     {shown(key.default)}",
         f"  role        {key.role}: {ROLES[key.role]}",
-        f"  from        {given[-1].source.text}",
+        f"  from        {newest.source.text}",
     ]
-    return "\n".join(
-        lines
-        + [
-            f"  instead of  {shown(older.value)}  ({older.source.text})"
-            for older in reversed(given[:-1])
-        ]
-    )
+    for entry in reversed(older):
+        lines.append(f"  instead of  {shown(entry.value)}  ({entry.source.text})")
+    return "\n".join(lines)

@@ -1,5 +1,6 @@
-"""`hpczero ckpt ls`, `show`, `stats`, `diff`: they look, and change nothing. They need neither MPI nor torch."""
+"""`hpczero ckpt ls`, `show`, `stats`, `diff`: look into checkpoints, without MPI and torch."""
 
+import itertools
 import json
 import math
 from argparse import Namespace
@@ -23,34 +24,38 @@ from hpczero.checkpoint.shard_file import SLOTS, WIDTH, bar
 from hpczero.errors import InputError
 from hpczero.text import in_bytes, printable
 
-_SLOTS = {
-    slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)
-}  # as --slot names them
+# name in --slot -> the slot's number
+_SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}
 
 
 def ls(options: Namespace) -> int:
-    folders = [found for path in options.paths for found in folders_of_checkpoints(Path(path))]
-    found = [one for checkpoints in folders for one in listed(checkpoints)]
+    folders = [folder for path in options.paths for folder in folders_of_checkpoints(Path(path))]
+    checkpoints = [checkpoint for folder in folders for checkpoint in listed(folder)]
     if options.json:
-        print(json.dumps([one.as_data() for one in found], indent=2))
+        print(json.dumps([checkpoint.as_data() for checkpoint in checkpoints], indent=2))
         return 0
     run = None
-    for one in found:
-        if one.run != run:
-            run = one.run
+    for checkpoint in checkpoints:
+        if checkpoint.run != run:
+            run = checkpoint.run
             print(printable(str(run)))
-        print(_line(one))
-    if not found:
+        print(_line(checkpoint))
+    if not checkpoints:
         print("no checkpoints in " + ", ".join(printable(str(path)) for path in options.paths))
     return 0
 
 
-def _line(one: Listed) -> str:
-    grid = " x ".join(
-        f"{printable(axis, 20)} {size}" for axis, size in (one.grid or {}).items() if size > 1
-    ) or ("1 rank" if one.ranks == 1 else "")
-    problem = "" if one.state == COMPLETE or not one.problem else f"  ({printable(one.problem)})"
-    return f"  {printable(one.path.name):24} {one.state:10} {in_bytes(one.size):>8}  {printable(one.created or ''):25}  {grid}{problem}".rstrip()
+def _line(checkpoint: Listed) -> str:
+    sizes = (checkpoint.grid or {}).items()
+    grid = " x ".join(f"{printable(axis, 20)} {size}" for axis, size in sizes if size > 1)
+    if not grid and checkpoint.ranks == 1:
+        grid = "1 rank"
+    if checkpoint.state != COMPLETE and checkpoint.problem:
+        grid += f"  ({printable(checkpoint.problem)})"
+    name = printable(checkpoint.path.name)
+    created = printable(checkpoint.created or "")
+    size = in_bytes(checkpoint.size)
+    return f"  {name:24} {checkpoint.state:10} {size:>8}  {created:25}  {grid}".rstrip()
 
 
 def show(options: Namespace) -> int:
@@ -64,52 +69,41 @@ def show(options: Namespace) -> int:
         width = max((len(tensor.name) for tensor in tensors), default=0)
         for tensor in tensors:
             pieces = list(_pieces(checkpoint, tensor))
-            held = f"{len({piece['rank'] for piece in pieces})} ranks, {len({piece['file'] for piece in pieces})} files"
-            print(
-                f"  {tensor.name:{width}}  float32 {list(tensor.shape)!s:20} {tensor.size:>15,}  {held}"
-            )
-            for piece in pieces if options.pieces else ():
-                print(
-                    f"      rank {piece['rank']:>5} {piece['file']} element {piece['offset']:>12,}  {_box_text(piece)}"
-                )
+            ranks = len({piece["rank"] for piece in pieces})
+            files = len({piece["file"] for piece in pieces})
+            shape = f"{list(tensor.shape)!s:20} {tensor.size:>15,}"
+            print(f"  {tensor.name:{width}}  float32 {shape}  {ranks} ranks, {files} files")
+            if options.pieces:
+                print("".join(map(_piece_line, pieces)), end="")
         for name, values in checkpoint.buffers.items():
             if _matches(name, options.pattern):
-                print(
-                    f"  {printable(name):{width}}  {values.dtype} {list(values.shape)!s:20} {values.size:>15,}  buffer"
-                )
+                shape = f"{list(values.shape)!s:20} {values.size:>15,}"
+                print(f"  {printable(name):{width}}  {values.dtype} {shape}  buffer")
     return 0
 
 
 def stats(options: Namespace) -> int:
     with _opened(options.checkpoint, options.step) as checkpoint:
-        tensors, slots = _matching(checkpoint, options.pattern), _slots(options.slot)
-        rows = []
+        tensors = _matching(checkpoint, options.pattern)
+        slots = _slots(options.slot)
+        rows: list[dict[str, Any]] = []
         with bar("reading", sum(tensor.size for tensor in tensors) * WIDTH * len(slots)) as advance:
-            for slot in slots:
-                for tensor in tensors:
-                    found = Statistics()
-                    for values in checkpoint[f"/{SLOTS[slot]}/{tensor.name}"].stretches():
-                        found.add(values)
-                        advance(values.nbytes)
-                    rows.append(
-                        {
-                            "slot": SLOTS[slot],
-                            "name": tensor.name,
-                            "elements": tensor.size,
-                            **found.as_data(),
-                        }
-                    )
+            for slot, tensor in itertools.product(slots, tensors):
+                statistics = Statistics()
+                for values in checkpoint[f"/{SLOTS[slot]}/{tensor.name}"].stretches():
+                    statistics.add(values)
+                    advance(values.nbytes)
+                head = {"slot": SLOTS[slot], "name": tensor.name, "elements": tensor.size}
+                rows.append(head | statistics.as_data())
     if options.json:
         _print_as_json(rows)
         return 0
     columns = ["norm", "mean", "std", "min", "max", "nan", "inf"]
-    width = max((len(_name(row, slots)) for row in rows), default=0)
+    names = [f"{row['slot']}/{row['name']}" if len(slots) > 1 else row["name"] for row in rows]
+    width = max(map(len, names), default=0)
     print(f"{'':{width}}" + "".join(f"  {column:>10}" for column in columns))
-    for row in rows:
-        print(
-            f"{_name(row, slots):{width}}"
-            + "".join(f"  {_number(row[column])}" for column in columns)
-        )
+    for name, row in zip(names, rows, strict=True):
+        print(f"{name:{width}}" + "".join(f"  {_number(row[column])}" for column in columns))
     return 0
 
 
@@ -123,56 +117,62 @@ def diff(options: Namespace) -> int:
         else:
             for row in rows:
                 print(_difference_text(row))
-            print(
-                f"{len(rows)} tensors differ" if rows else f"equal: {len(a.table.tensors)} tensors"
-            )
+            equal = f"equal: {len(a.table.tensors)} tensors"
+            print(f"{len(rows)} tensors differ" if rows else equal)
     return 1 if rows else 0
 
 
 def _differences(
     a: Checkpoint, b: Checkpoint, slots: Sequence[int], tolerance: float
 ) -> Iterator[dict[str, Any]]:
-    here, there = ({tensor.name: tensor for tensor in one.table.tensors} for one in (a, b))
-    both = [
-        tensor
-        for name, tensor in here.items()
-        if name in there and tensor.shape == there[name].shape
-    ]
-    for name in [*here, *(name for name in there if name not in here)]:
-        shapes = [list(found[name].shape) if name in found else None for found in (here, there)]
-        if shapes[0] != shapes[1]:
-            yield {"tensor": f"/{SLOTS[0]}/{name}", "shape_a": shapes[0], "shape_b": shapes[1]}
-    with bar("comparing", sum(tensor.size for tensor in both) * WIDTH * len(slots)) as advance:
-        for name in [f"/{SLOTS[slot]}/{tensor.name}" for slot in slots for tensor in both]:
-            found = Difference()
+    """Yield a row for each tensor that differs: in shape, in values, then the buffers."""
+    in_a = {tensor.name: tensor for tensor in a.table.tensors}
+    in_b = {tensor.name: tensor for tensor in b.table.tensors}
+    comparable = []
+    for name in in_a | in_b:
+        shape_a = _shape(in_a.get(name))
+        shape_b = _shape(in_b.get(name))
+        if shape_a == shape_b:
+            comparable.append(in_a[name])
+        else:
+            yield {"tensor": f"/{SLOTS[0]}/{name}", "shape_a": shape_a, "shape_b": shape_b}
+    elements = sum(tensor.size for tensor in comparable) * len(slots)
+    with bar("comparing", elements * WIDTH) as advance:
+        for slot, tensor in itertools.product(slots, comparable):
+            name = f"/{SLOTS[slot]}/{tensor.name}"
+            difference = Difference()
             for values, reference in zip(a[name].stretches(), b[name].stretches(), strict=True):
-                found.add(values, reference)
+                difference.add(values, reference)
                 advance(values.nbytes)
-            if found.relative > tolerance:
+            if difference.relative > tolerance:
                 yield {
                     "tensor": name,
-                    "max_abs": found.largest,
-                    "relative": found.relative,
-                    "elements": found.differing,
+                    "max_abs": difference.largest,
+                    "relative": difference.relative,
+                    "elements": difference.differing,
                 }
     for name in sorted(a.buffers.keys() | b.buffers.keys()):
-        mine, other = a.buffers.get(name), b.buffers.get(name)
+        one = a.buffers.get(name)
+        other = b.buffers.get(name)
         if (
-            mine is None
+            one is None
             or other is None
-            or mine.dtype != other.dtype
-            or mine.shape != other.shape
-            or not np.array_equal(mine, other)
+            or one.dtype != other.dtype
+            or not np.array_equal(one, other)
         ):
-            yield {"tensor": f"/buffers/{name}", "shape_a": _shape(mine), "shape_b": _shape(other)}
+            yield {"tensor": f"/buffers/{name}", "shape_a": _shape(one), "shape_b": _shape(other)}
 
 
 def _difference_text(row: dict[str, Any]) -> str:
     if "max_abs" in row:
-        return f"{row['tensor']}: {row['elements']:,} elements differ, by {row['max_abs']:.6g} at most; relative norm {row['relative']:.6g}"
+        return (
+            f"{row['tensor']}: {row['elements']:,} elements differ, "
+            f"by {row['max_abs']:.6g} at most; relative norm {row['relative']:.6g}"
+        )
+    name = printable(row["tensor"])
     if row["shape_a"] == row["shape_b"]:
-        return f"{printable(row['tensor'])}: other values"
-    return f"{printable(row['tensor'])}: {row['shape_a'] or 'nothing'} in A, {row['shape_b'] or 'nothing'} in B"
+        return f"{name}: other values"
+    return f"{name}: {row['shape_a'] or 'nothing'} in A, {row['shape_b'] or 'nothing'} in B"
 
 
 def _opened(path: str, step: int | None) -> Checkpoint:
@@ -180,19 +180,20 @@ def _opened(path: str, step: int | None) -> Checkpoint:
 
 
 def _matching(checkpoint: Checkpoint, pattern: str | None) -> list[Tensor]:
-    found = [tensor for tensor in checkpoint.table.tensors if _matches(tensor.name, pattern)]
-    if not found and not any(_matches(name, pattern) for name in checkpoint.buffers):
+    tensors = [tensor for tensor in checkpoint.table.tensors if _matches(tensor.name, pattern)]
+    if not tensors and not any(_matches(name, pattern) for name in checkpoint.buffers):
         raise InputError(
-            f"no tensor of {checkpoint.folder} matches {printable(pattern or '*')}; `hpczero ckpt show` lists them"
+            f"no tensor of {checkpoint.folder} matches {printable(pattern or '*')}; "
+            "`hpczero ckpt show` lists them"
         )
-    return found
+    return tensors
 
 
 def _matches(name: str, pattern: str | None) -> bool:
-    """As a shell's pattern; a text without *, ? and [ matches the names that contain it."""
-    if not pattern:
-        return True
-    return fnmatchcase(name, pattern) if any(sign in pattern for sign in "*?[") else pattern in name
+    """Match as a shell does; a text without *, ? and [ matches the names that contain it."""
+    if pattern and any(sign in pattern for sign in "*?["):
+        return fnmatchcase(name, pattern)
+    return (pattern or "") in name
 
 
 def _slots(name: str) -> list[int]:
@@ -200,13 +201,17 @@ def _slots(name: str) -> list[int]:
 
 
 def _summary(checkpoint: Checkpoint) -> list[str]:
-    content, state = checkpoint.content, checkpoint.content.state
+    content = checkpoint.content
+    state = content.state
     grid = ", ".join(f"{printable(axis)} {size}" for axis, size in content.grid.items())
     parameters = sum(tensor.size for tensor in checkpoint.table.tensors)
+    writer = f"hpczero {printable(content.hpczero)}, format {content.format}"
+    files = f"{len(content.shards)} shard files; slots {', '.join(SLOTS)}"
     return [
-        f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, {parameters:,} parameters, {in_bytes(content.size)}",
-        f"  saved {printable(content.created)} by hpczero {printable(content.hpczero)}, format {content.format}",
-        f"  {content.ranks} ranks ({grid}), {len(content.shards)} shard files; slots {', '.join(SLOTS)}",
+        f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, "
+        f"{parameters:,} parameters, {in_bytes(content.size)}",
+        f"  saved {printable(content.created)} by {writer}",
+        f"  {content.ranks} ranks ({grid}), {files}",
         f"  loss scale {state.loss_scale:g}, {state.good_steps} good steps",
     ]
 
@@ -229,12 +234,12 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> dict[str, Any]:
         "slots": list(SLOTS),
         "tensors": [
             {
-                "name": t.name,
-                "shape": t.shape,
+                "name": tensor.name,
+                "shape": tensor.shape,
                 "dtype": "float32",
-                "pieces": list(_pieces(checkpoint, t)),
+                "pieces": list(_pieces(checkpoint, tensor)),
             }
-            for t in tensors
+            for tensor in tensors
         ],
         "buffers": [
             {"name": name, "shape": values.shape, "dtype": str(values.dtype)}
@@ -247,47 +252,37 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> dict[str, Any]:
 def _pieces(checkpoint: Checkpoint, tensor: Tensor) -> Iterator[dict[str, Any]]:
     table = checkpoint.table
     for piece in table.pieces(table.number[tensor.name]):
-        rank, box = int(table.rank[piece]), table.box(piece)
+        rank = int(table.rank[piece])
+        box = table.box(piece)
         yield {
-            "rank": rank, "file": checkpoint.shards.file_of(rank), "offset": int(table.offset[piece]),
-            "start": [cut.start for cut in box], "stop": [cut.stop for cut in box],
-        }  # fmt: skip
+            "rank": rank,
+            "file": checkpoint.shards.file_of(rank),
+            "offset": int(table.offset[piece]),
+            "start": [cut.start for cut in box],
+            "stop": [cut.stop for cut in box],
+        }
 
 
-def _box_text(piece: dict[str, Any]) -> str:
-    return (
-        "["
-        + ", ".join(
-            f"{start}:{stop}" for start, stop in zip(piece["start"], piece["stop"], strict=True)
-        )
-        + "]"
-    )
-
-
-def _name(row: dict[str, Any], slots: Sequence[int]) -> str:
-    return f"{row['slot']}/{row['name']}" if len(slots) > 1 else str(row["name"])
+def _piece_line(piece: dict[str, Any]) -> str:
+    ends = zip(piece["start"], piece["stop"], strict=True)
+    box = ", ".join(f"{start}:{stop}" for start, stop in ends)
+    offset = f"element {piece['offset']:>12,}"
+    return f"      rank {piece['rank']:>5} {piece['file']} {offset}  [{box}]\n"
 
 
 def _number(value: float | int | None) -> str:
-    return (
-        f"{'-':>10}"
-        if value is None
-        else f"{value:>10,}"
-        if isinstance(value, int)
-        else f"{value:>10.4g}"
-    )
+    if value is None:
+        return f"{'-':>10}"
+    return f"{value:>10,}" if isinstance(value, int) else f"{value:>10.4g}"
 
 
 def _print_as_json(rows: Sequence[dict[str, Any]]) -> None:
-    """What is not finite, which JSON cannot say, as text."""
-    said = [
-        {
-            key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in row.items()
-        }
-        for row in rows
-    ]
-    print(json.dumps(said, indent=2))
+    """Print numbers that are not finite as text, since JSON has no word for them."""
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[key] = str(value)
+    print(json.dumps(rows, indent=2))
 
 
 def _shape(values: Any) -> list[int] | None:

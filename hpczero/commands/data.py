@@ -1,4 +1,4 @@
-"""`hpczero data build` and `hpczero data show`."""
+"""`hpczero data build`, `show` and `verify`: make a token file from text, and look into it."""
 
 import argparse
 import contextlib
@@ -19,23 +19,22 @@ from hpczero.safe_files import own_folder, remove_tree
 from hpczero.text import printable
 
 _SECONDS_BETWEEN_LINES = 10.0
-_MOST_DAMAGES = 20  # that are said
+_MOST_DAMAGES = 20  # lines of damages that are printed
 
 
 def build(options: argparse.Namespace) -> int:
-    output, recipe = (
-        Path(options.output),
-        Recipe(options.tokenizer, options.validation_fraction, field=options.field),
-    )
+    output = Path(options.output)
+    recipe = Recipe(options.tokenizer, options.validation_fraction, field=options.field)
     _check_output(output)
     if not 0 <= recipe.validation_fraction < 1:  # NaN is neither
         raise InputError(
-            f"--validation-fraction is {recipe.validation_fraction}: it must be at least 0 and less than 1"
+            f"--validation-fraction is {recipe.validation_fraction}: "
+            "it must be at least 0 and less than 1"
         )
-    found = find(options.paths)
+    text = find(options.paths)
     work = output.with_name(output.name + ".partial")
     if output.exists():
-        _check_up_to_date(output, found, recipe)
+        _check_up_to_date(output, text, recipe)
         with contextlib.suppress(OSError):
             remove_tree(work)  # left if a builder was killed between its last two actions
         print(f"{output} is up to date")
@@ -43,15 +42,16 @@ def build(options: argparse.Namespace) -> int:
     _make(work)
     try:
         with _listener() as listener:
-            made = build_token_file(found, output, recipe, work, listener)
+            built = build_token_file(text, output, recipe, work, listener)
     except KeyboardInterrupt:
         raise Stopped(
             f"stopped; the same command goes on where it was (what is done lies in {work})"
         ) from None
-    print(_summary(made))
-    if recipe.validation_fraction and not made.splits["validation"].documents:
+    print(_summary(built))
+    if recipe.validation_fraction and not built.splits["validation"].documents:
         print(
-            f"WARN nothing for validation: too little text for a share of {recipe.validation_fraction}; --validation-fraction sets it"
+            "WARN nothing for validation: too little text for a share of "
+            f"{recipe.validation_fraction}; --validation-fraction sets it"
         )
     return 0
 
@@ -66,25 +66,25 @@ def show(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """0: all tokens are as they were written; 1: some are not."""
+    """Return 0 if all tokens are as they were written, else 1."""
     file = open_token_file(Path(options.path))
     damages = list(file.damages())
     if options.json:
         print(json.dumps(file.describe() | {"damages": damages}, indent=2))
         return 1 if damages else 0
-    path, said = (
-        printable(str(file.path)),
-        "" if file.has_checksums else " (it has no checksums of blocks: hpczero builds them in)",
-    )
+    path = printable(str(file.path))
     if damages:
-        print(
-            "\n".join([f"{path}: DAMAGED", *(f"  {damage}" for damage in damages[:_MOST_DAMAGES])])
-        )
+        print(f"{path}: DAMAGED")
+        for damage in damages[:_MOST_DAMAGES]:
+            print(f"  {damage}")
         if len(damages) > _MOST_DAMAGES:
             print(f"  and {len(damages) - _MOST_DAMAGES:,} more")
         return 1
     tokens = sum(len(split.tokens) for split in file.splits.values())
-    print(f"{path}: good, {tokens:,} tokens with the fingerprint {file.fingerprint}{said}")
+    no_sums = (
+        "" if file.has_checksums else " (it has no checksums of blocks: hpczero builds them in)"
+    )
+    print(f"{path}: good, {tokens:,} tokens with the fingerprint {file.fingerprint}{no_sums}")
     return 0
 
 
@@ -99,7 +99,7 @@ def _check_output(output: Path) -> None:
 
 
 def _make(work: Path) -> None:
-    """Some folders look as if they could be written, and cannot."""
+    """Make the work folder; some folders look writable, and are not."""
     try:
         own_folder(work)
     except OSError as error:
@@ -108,14 +108,15 @@ def _make(work: Path) -> None:
         ) from error
 
 
-def _check_up_to_date(output: Path, found: FoundText, recipe: Recipe) -> None:
+def _check_up_to_date(output: Path, text: FoundText, recipe: Recipe) -> None:
     try:
-        same = is_up_to_date(open_token_file(output), found, recipe)
+        same = is_up_to_date(open_token_file(output), text, recipe)
     except InputError as error:
         raise InputError(f"the output exists, and is left alone: {error}") from error
     if not same:
         raise InputError(
-            f"{output} exists, and was made from other text or with other parameters: remove it, or choose another output"
+            f"{output} exists, and was made from other text or with other parameters: "
+            "remove it, or choose another output"
         )
 
 
@@ -132,7 +133,8 @@ def _facts(file: TokenFile) -> dict[str, Any]:
 
 def _summary(file: TokenFile) -> str:
     lines = [
-        f"{printable(str(file.path))}: tokenizer {file.tokenizer}, vocabulary {file.vocabulary}, fingerprint {file.fingerprint}"
+        f"{printable(str(file.path))}: tokenizer {file.tokenizer}, vocabulary {file.vocabulary}, "
+        f"fingerprint {file.fingerprint}"
     ]
     for name, split in file.splits.items():
         size = f"{len(split.tokens):>15,} tokens {split.documents:>11,} documents"
@@ -145,28 +147,20 @@ def _listener() -> Iterator[Listener]:
     if not sys.stdout.isatty():
         yield _Lines()
         return
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich import progress as rich
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
+    with rich.Progress(
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.DownloadColumn(),
+        rich.TransferSpeedColumn(),
+        rich.TimeRemainingColumn(),
+    ) as progress:
         yield _Bar(progress)
 
 
 class _Bar:
-    """A progress bar on the terminal: one for reading, one for putting the token file together."""
+    """Progress bars on a terminal: one for reading text, one for writing the token file."""
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
@@ -192,11 +186,11 @@ class _Bar:
 
 
 class _Lines:
-    """A line every few seconds, for logs."""
+    """Progress as a line every few seconds, for logs."""
 
     def __init__(self) -> None:
         self._shown = time.monotonic()
-        self._began: dict[str, tuple[float, int]] = {}  # what is done -> when it began, and where
+        self._began: dict[str, tuple[float, int]] = {}  # activity -> its start: time, bytes done
         self._finished: set[str] = set()
 
     def said(self, line: str) -> None:

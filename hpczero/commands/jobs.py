@@ -1,4 +1,4 @@
-"""The verbs about a run: status, cancel, logs."""
+"""`hpczero status`, `runs` and `cancel`: the state of runs, and the end of their jobs."""
 
 import json
 import os
@@ -15,45 +15,49 @@ from hpczero.batch.run_status import Progress
 from hpczero.batch.submit import living_under
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
-from hpczero.text import listed, printable, shown
+from hpczero.text import duration, listed, printable, shown
 from hpczero.train.run_directory import path_of
 
+_COLUMNS = ["run", "state", "step", "loss", "tokens/s", "left", "saved"]
 _LONGEST = 400  # characters of a reason
-_LARGE = 1e6  # a loss from which on its digits say nothing
+_LARGE = 1e6  # a loss above it is printed with four digits
 
 
 def status(options: Namespace) -> int:
     runs = [run_named(options.run)] if options.run else submission.remembered()
-    found, silent = look_at(runs)
+    states, silent = look_at(runs)
     if options.json:
-        data = [asdict(one) | {"run": str(one.run)} for one in found]
+        data = _as_data(states)
         print(json.dumps(data[0] if options.run else data, indent=2))
     elif options.run:
-        print("\n".join(_in_full(found[0])))
+        print("\n".join(_in_full(states[0])))
+    elif states:
+        rows = [
+            [*_row(progress, progress.run.name, 40), f"{progress.node_hours:.3g}", _jobs(progress)]
+            for progress in states
+        ]
+        _print_table([*_COLUMNS, "node-hours", "jobs"], rows)
     else:
-        print(
-            "\n".join(_rows(found))
-            or "no run was submitted from here yet: hpczero submit SPEC; "
-            "hpczero runs FOLDER lists those below a folder"
-        )
+        print("no run was submitted from here yet: hpczero submit SPEC; ", end="")
+        print("hpczero runs FOLDER lists those below a folder")
     say_silent(silent)
     return 0
 
 
 def look_at(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
-    """Return how they stand, and which schedulers say nothing, and why.
+    """Return the states of the runs, and scheduler -> error for those that do not answer.
 
-    Somebody else's jobs are not asked for: of those runs only the files speak.
+    Jobs of another user are not asked for: the state of those runs is that of their files.
     """
     mine = [run for run in runs if _is_mine(run)]
     known, silent = _known(mine) if mine else ([], {})
-    found = [
-        run_status.of(run, known, silent)
-        if run in mine
-        else run_status.of(run, [], silent=scheduler.SCHEDULERS)
-        for run in runs
-    ]
-    return found, silent
+    states = []
+    for run in runs:
+        if run in mine:
+            states.append(run_status.of(run, known, silent))
+        else:
+            states.append(run_status.of(run, [], silent=scheduler.SCHEDULERS))
+    return states, silent
 
 
 def say_silent(silent: Mapping[str, str]) -> None:
@@ -69,13 +73,13 @@ def _is_mine(run: Path) -> bool:
 
 
 def cancel(options: Namespace) -> int:
-    """The record is closed first, so that a job that begins meanwhile ends at once; but a full disk keeps no job in the queue."""
-    run = _submitted(options.run)
-    alive = {
-        name: [job.number for job in jobs]
-        for name, jobs in living_under(run, now=True).items()
-        if jobs
-    }
+    """Close the record, so that a job that begins meanwhile ends at once; then cancel all jobs.
+
+    They are cancelled also if the record cannot be written, as on a full disk.
+    """
+    run = submitted_run_named(options.run)
+    living = living_under(run, now=True).items()
+    alive = {name: [job.number for job in jobs] for name, jobs in living if jobs}
     for record in submission.of_run(run):
         if record.scheduler in alive and not record.over:
             try:
@@ -85,16 +89,15 @@ def cancel(options: Namespace) -> int:
     for name, numbers in alive.items():
         scheduler.cancel(name, numbers)
     cancelled = [number for numbers in alive.values() for number in numbers]
-    print(
-        f"cancelled: {listed(cancelled)}"
-        if cancelled
-        else f"{printable(str(run))} has no job in the queue"
-    )
+    if cancelled:
+        print(f"cancelled: {listed(cancelled)}")
+    else:
+        print(f"{printable(str(run))} has no job in the queue")
     return 0
 
 
 def run_named(name: str) -> Path:
-    """A run's directory by its path, its spec, or its name.
+    """Find a run's directory by its path, its spec, or its name.
 
     A name is that of a run that was submitted, or that lies in `runs`.
     """
@@ -104,15 +107,11 @@ def run_named(name: str) -> Path:
         named = [path for path in submission.remembered() if path.name == name]
         if len(named) > 1 and not Path(name).is_dir():
             raise InputError(
-                f"several runs are called {shown(name)}: {listed([str(path) for path in named])}; give the path of one"
+                f"several runs are called {shown(name)}: {listed(list(map(str, named)))}; "
+                "give the path of one"
             )
-        in_runs = Path("runs") / name
-        if Path(name).is_dir():
-            run = Path(name).absolute()
-        elif named:
-            run = named[0]
-        else:
-            run = (in_runs if in_runs.is_dir() else Path(name)).absolute()
+        candidates = [Path(name), *named, Path("runs") / name]
+        run = next(filter(Path.is_dir, candidates), Path(name)).absolute()
     if not run.is_dir():
         raise InputError(
             f"{printable(str(run))}: there is no such run; hpczero status lists those that were "
@@ -121,8 +120,8 @@ def run_named(name: str) -> Path:
     return run
 
 
-def _submitted(name: str) -> Path:
-    """The directory of a run that the batch system knows."""
+def submitted_run_named(name: str) -> Path:
+    """Find the directory of a run that was submitted to the batch system."""
     run = run_named(name)
     if not submission.of_run(run):
         stop = f"touch {shlex.quote(str(run / 'stop'))} stops it with a checkpoint"
@@ -132,116 +131,95 @@ def _submitted(name: str) -> Path:
 
 
 def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
-    """What the schedulers say of these runs' jobs, and which of them say nothing, and why. (Of all runs: another is no new question.)"""
-    records = [
-        record
-        for run in dict.fromkeys([*runs, *submission.remembered()])
-        for record in submission.of_run(run)
-    ]
-    found: list[Queued] = []
+    """Return the jobs of these runs as the schedulers know them, and scheduler -> error.
+
+    All remembered runs are asked for at once: the next run is then no new question.
+    """
+    unsettled: dict[str, list[str]] = {}
+    for run in dict.fromkeys([*runs, *submission.remembered()]):
+        for record in submission.of_run(run):
+            unsettled.setdefault(record.scheduler, []).extend(record.unsettled())
+    known: list[Queued] = []
     silent: dict[str, str] = {}
-    for name in sorted({record.scheduler for record in records}):
-        numbers = [
-            number
-            for record in records
-            if record.scheduler == name
-            for number in record.unsettled()
-        ]
-        if not numbers:
-            continue
+    for name, numbers in sorted(unsettled.items()):
         try:
-            found += scheduler.jobs(name, numbers)
+            known += scheduler.jobs(name, numbers) if numbers else []
         except HpczeroError as error:
             silent[name] = str(error)
-    return found, silent
+    return known, silent
 
 
-def _rows(found: Sequence[Progress]) -> Iterator[str]:
-    if not found:
-        return
-    head = ["run", "state", "step", "loss", "tokens/s", "left", "saved", "node-hours", "jobs"]
-    yield from table(
-        [
-            head,
-            *(
-                [
-                    printable(one.run.name, 40),
-                    one.state,
-                    *figures(one),
-                    f"{one.node_hours:.3g}",
-                    _jobs(one),
-                ]
-                for one in found
-            ),
-        ]
+def _as_data(states: Sequence[Progress]) -> list[dict[str, object]]:
+    return [asdict(progress) | {"run": str(progress.run)} for progress in states]
+
+
+def _print_table(head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in [head, *rows]:
+        cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _row(progress: Progress, name: str, longest: int) -> list[str]:
+    """Return the cells of `_COLUMNS`."""
+    return [printable(name, longest), progress.state, *_figures(progress)]
+
+
+def _figures(progress: Progress) -> list[str]:
+    """Return step, loss, tokens per second, time left and last save in words."""
+    loss = speed = left = "?"
+    if progress.loss is not None:
+        loss = format(progress.loss, ".4f" if abs(progress.loss) < _LARGE else ".4g")
+    if progress.tokens_per_second is not None:
+        speed = f"{progress.tokens_per_second:,.4g}"
+    if progress.state == "finished":
+        left = ""
+    elif progress.seconds_left is not None:
+        left = duration(progress.seconds_left)
+    saved = "" if progress.last_save is None else f"{progress.last_save:,}"
+    return [f"{progress.step:,}/{progress.steps:,}", loss, speed, left, saved]
+
+
+def _jobs(progress: Progress) -> str:
+    alive = [link for link in progress.links if link.state in ("queued", "held", "running")]
+    reasons = [f" ({printable(link.reason)})" if link.reason else "" for link in alive]
+    return ", ".join(
+        f"{link.number} {link.state}{reason}" for link, reason in zip(alive, reasons, strict=True)
     )
 
 
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(
-            f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-
-
-def figures(one: Progress) -> list[str]:
-    return [
-        f"{one.step:,}/{one.steps:,}",
-        "?" if one.loss is None else format(one.loss, ".4f" if abs(one.loss) < _LARGE else ".4g"),
-        "?" if one.tokens_per_second is None else f"{one.tokens_per_second:,.4g}",
-        ""
-        if one.state == "finished"
-        else "?"
-        if one.seconds_left is None
-        else _duration(one.seconds_left),
-        "" if one.last_save is None else f"{one.last_save:,}",
-    ]
-
-
-def _jobs(one: Progress) -> str:
-    alive = [link for link in one.links if link.state in ("queued", "held", "running")]
-    words = (link.state + (f" ({printable(link.reason)})" if link.reason else "") for link in alive)
-    return ", ".join(f"{link.number} {said}" for link, said in zip(alive, words, strict=True))
-
-
-def _in_full(one: Progress) -> list[str]:
-    step, loss, speed, left, saved = figures(one)
-    node_hours = f"{one.node_hours:.3g} node-hours, " if one.links else ""
+def _in_full(progress: Progress) -> list[str]:
+    step, loss, speed, left, saved = _figures(progress)
+    reason = f" ({printable(progress.reason, _LONGEST)})" if progress.reason else ""
+    if progress.seconds_per_step is not None:
+        speed += f" tokens/s, {progress.seconds_per_step:.3g} s a step"
+    else:
+        speed += " tokens/s"
+    if left and progress.job_seconds_left is not None:
+        left += f"; of its job {duration(progress.job_seconds_left)}"
+    node_hours = f"{progress.node_hours:.3g} node-hours, " if progress.links else ""
     lines = [
-        f"{printable(str(one.run))}: {one.state}"
-        + (f" ({printable(one.reason, _LONGEST)})" if one.reason else ""),
+        f"{printable(str(progress.run))}: {progress.state}{reason}",
         f"  step        {step}, loss {loss}",
-        f"  speed       {speed} tokens/s"
-        + (f", {one.seconds_per_step:.3g} s a step" if one.seconds_per_step is not None else ""),
-        f"  time left   {left}"
-        + (
-            f"; of its job {_duration(one.job_seconds_left)}"
-            if one.job_seconds_left is not None
-            else ""
-        )
-        if left
-        else "",
-        f"  last save   step {saved}" if saved else "  last save   none yet",
-        f"  used        {node_hours}{_size(one.run) / 1e6:,.1f} MB on disk",
+        f"  speed       {speed}",
+        *([f"  time left   {left}"] if left else []),
+        f"  last save   {f'step {saved}' if saved else 'none yet'}",
+        f"  used        {node_hours}{_bytes_below(progress.run) / 1e6:,.1f} MB on disk",
     ]
-    width = max((len(link.number) for link in one.links), default=0)
-    for link in one.links:
-        more = "; ".join(
-            printable(words)
-            for words in (
-                link.reason,
-                f"start {link.start}" if link.start and link.state == "queued" else "",
-            )
-            if words
-        )
+    width = max((len(link.number) for link in progress.links), default=0)
+    for link in progress.links:
+        start = f"start {link.start}" if link.start and link.state == "queued" else ""
+        more = "; ".join(printable(words) for words in (link.reason, start) if words)
         lines.append(f"  job {link.number:<{width}}  {link.state}" + (f": {more}" if more else ""))
-    if one.last_lines:
-        lines += ["  its last words:", *(f"    {printable(line, 300)}" for line in one.last_lines)]
-    return [line for line in lines if line]
+    if progress.last_lines:
+        lines += [
+            "  its last words:",
+            *(f"    {printable(line, 300)}" for line in progress.last_lines),
+        ]
+    return lines
 
 
-def _size(run: Path) -> int:
+def _bytes_below(run: Path) -> int:
     total = 0
     for path in run.rglob("*"):
         try:
@@ -251,12 +229,8 @@ def _size(run: Path) -> int:
     return total
 
 
-def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+# The verb `runs`: all runs below a folder, found by their files, whoever started them.
 
-
-# The verb `runs`: all runs below a folder, told from their files, whoever started them.
 _STARTED = ("events.jsonl", "metrics.jsonl", "checkpoints")  # beside spec.toml
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
@@ -269,15 +243,22 @@ def runs(options: Namespace) -> int:
             "hpczero runs FOLDER lists the runs below it (default: runs)"
         )
     unreadable: list[str] = []
-    paths = sorted(below(folder.absolute(), unreadable))
-    found, silent = look_at(paths)
+    top = folder.absolute()
+    states, silent = look_at(sorted(below(top, unreadable)))
     if options.json:
-        print(json.dumps([asdict(one) | {"run": str(one.run)} for one in found], indent=2))
+        print(json.dumps(_as_data(states), indent=2))
+    elif states:
+        names = [
+            progress.run.name if progress.run == top else str(progress.run.relative_to(top))
+            for progress in states
+        ]
+        rows = [
+            [*_row(progress, name, 60), _age(progress.age_seconds)]
+            for progress, name in zip(states, names, strict=True)
+        ]
+        _print_table([*_COLUMNS, "age"], rows)
     else:
-        print(
-            "\n".join(_rows_of_runs(found, folder.absolute()))
-            or f"no run lies below {printable(str(folder))}"
-        )
+        print(f"no run lies below {printable(str(folder))}")
     say_silent(silent)
     for words in unreadable:
         print(f"hpczero: not looked into: {printable(words)}", file=sys.stderr)
@@ -285,37 +266,25 @@ def runs(options: Namespace) -> int:
 
 
 def below(folder: Path, unreadable: list[str]) -> Iterator[Path]:
-    """Yield the folders of runs, the given one included; look neither into a run nor behind a link."""
+    """Yield the folders of runs, also the given one; look into no run and follow no link."""
     walk = os.walk(
         folder, onerror=lambda error: unreadable.append(f"{error.filename}: {error.strerror}")
     )
-    for place, folders, files in walk:
-        if is_run(Path(place), [*folders, *files]):
+    for path, folders, files in walk:
+        if is_run(Path(path), [*folders, *files]):
             folders.clear()
-            yield Path(place)
+            yield Path(path)
         folders[:] = [name for name in folders if not name.startswith(".")]
 
 
 def is_run(path: Path, names: Sequence[str]) -> bool:
-    """A folder that a run has written into, or that a run was submitted in."""
+    """Return True for a folder with files of a run, or of a submission."""
     if "spec.toml" in names and any(name in names for name in _STARTED):
         return True
     return "batch" in names and bool(submission.of_run(path))
 
 
-def _rows_of_runs(found: Sequence[Progress], folder: Path) -> Iterator[str]:
-    if not found:
-        return
-    head = ["run", "state", "step", "loss", "tokens/s", "left", "saved", "age"]
-    rows = [head]
-    for one in found:
-        name = str(one.run.relative_to(folder)) if one.run != folder else one.run.name
-        rows.append([printable(name, 60), one.state, *figures(one), _age(one.age_seconds)])
-    yield from table(rows)
-
-
 def _age(seconds: float | None) -> str:
-    """Since it last wrote something."""
     if seconds is None:
         return "?"
     unit, length = next(((unit, length) for unit, length in _UNITS if seconds >= length), ("s", 1))

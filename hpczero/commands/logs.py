@@ -1,4 +1,4 @@
-"""hpczero logs: what a run has printed."""
+"""`hpczero logs`: print, or follow, the output of a run's newest job."""
 
 import codecs
 import os
@@ -9,14 +9,12 @@ from pathlib import Path
 
 from hpczero.batch import run_status, submission
 from hpczero.batch.submit import still_living
-from hpczero.commands.jobs import _submitted, run_named
+from hpczero.commands.jobs import run_named, submitted_run_named
 from hpczero.errors import InputError, log_for_terminal
 from hpczero.safe_files import open_to_read
 from hpczero.text import printable
 
 _LOOK_EVERY = 1.0  # seconds between two looks at a log
-
-
 _PIECE = 1 << 20  # bytes of a log that are printed at a time
 
 
@@ -24,7 +22,7 @@ def logs(options: Namespace) -> int:
     if options.rank is not None:
         print("\n".join(_of_rank(run_named(options.run), options.rank)))
         return 0
-    run = _submitted(options.run)
+    run = submitted_run_named(options.run)
     path = _newest_log(run)
     if path is None and not options.follow:
         raise InputError(f"{run}: no job has printed anything yet; logs -f waits for it")
@@ -32,72 +30,72 @@ def logs(options: Namespace) -> int:
 
 
 def _newest_log(run: Path) -> Path | None:
-    """Not of a job that found nothing left to do."""
-    there = []
+    """Return the newest log of a job that found something to do."""
+    logs = []
     for record in submission.of_run(run):
         passed = {number for _, number, event, _ in record.events() if event == "passed"}
-        there += [
+        logs += [
             path
             for number in record.jobs
             if number not in passed and (path := record.log(number)).is_file()
         ]
-    return there[-1] if there else None
+    return logs[-1] if logs else None
 
 
 def _print(path: Path | None) -> int:
-    """Also what PBS said at the job's end, where it ended it."""
-    said = (path, path.with_name(path.name.removeprefix("log-") + ".OU")) if path else ()
-    for one in said:
-        if one.is_file():
-            _show(one, 0, _decoder())
+    """Print a log, and what PBS left if it ended the job itself."""
+    message = (path, path.with_name(path.name.removeprefix("log-") + ".OU")) if path else ()
+    for file in message:
+        if file.is_file():
+            _show(file, 0, _decoder())
     return 0
 
 
 def _decoder() -> codecs.IncrementalDecoder:
-    """Return one that waits for the rest of a character that is only begun."""
+    """Return a decoder that keeps the first bytes of a character for the next piece."""
     return codecs.getincrementaldecoder("utf-8")("replace")
 
 
-def _show(path: Path, place: int, decoder: codecs.IncrementalDecoder) -> int:
-    """Print what a log has from a byte on, without what a terminal would act on; return its end."""
+def _show(path: Path, offset: int, decoder: codecs.IncrementalDecoder) -> int:
+    """Print a log from a byte on, without what a terminal would act on; return its end."""
     with os.fdopen(open_to_read(path), "rb") as file:
-        file.seek(place)
+        file.seek(offset)
         while piece := file.read(_PIECE):
             sys.stdout.write(log_for_terminal(decoder.decode(piece)))
-            place += len(piece)
+            offset += len(piece)
     sys.stdout.flush()
-    return place
+    return offset
 
 
 def _follow(run: Path) -> int:
-    """The newest log, and the next job's when it begins, until no job is left."""
-    path, place, decoder = None, 0, _decoder()
+    """Print the newest log, and the next job's when it begins, until no job is left."""
+    path = None
+    offset = 0
+    decoder = _decoder()
     while True:
         alive = still_living(run)
         newest = _newest_log(run)
         if newest != path and newest:
-            path, place, decoder = newest, 0, _decoder()
+            path = newest
+            offset = 0
+            decoder = _decoder()
         if path:
-            place = _show(path, place, decoder)
+            offset = _show(path, offset, decoder)
         if not alive:
             return 0
         time.sleep(_LOOK_EVERY)
 
 
 def _of_rank(run: Path, rank: int) -> list[str]:
-    """What is known of one rank: where it ran, and the lines of the newest log that name it."""
-    starts = [
-        event
-        for event in run_status.lines_of(run / "events.jsonl")
-        if event.get("event") == "start"
-    ]
-    ranks = starts[-1].get("ranks") if starts else None
-    dicts = [place for place in ranks if isinstance(place, dict)] if isinstance(ranks, list) else []
-    places = [place for place in dicts if place.get("rank") == rank]
-    if not places:
+    """Return where the rank ran, and the lines of the newest log that name it."""
+    events = run_status.lines_of(run / "events.jsonl")
+    starts = [event.get("ranks") for event in events if event.get("event") == "start"]
+    ranks = starts[-1] if starts and isinstance(starts[-1], list) else []
+    facts = [one for one in ranks if isinstance(one, dict) and one.get("rank") == rank]
+    if not facts:
         raise InputError(f"{run}: the run has not started with a rank {rank} yet")
-    where = (printable(str(places[0].get(name)), 100) for name in ("pid", "host"))
-    lines = ["rank {}: process {} on {}".format(rank, *where)]
+    process, host = (printable(str(facts[0].get(name)), 100) for name in ("pid", "host"))
+    lines = [f"rank {rank}: process {process} on {host}"]
     path = _newest_log(run)
     text = path.read_text(encoding="utf-8", errors="replace").split("\n") if path else []
     return lines + [

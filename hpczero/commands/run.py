@@ -1,4 +1,4 @@
-"""`hpczero run`, as far as it needs nothing that takes long to import: what it says first."""
+"""`hpczero run`: print a first line, then load torch, MPI and the kernels, and train."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _say(words: str) -> None:
-    """To whoever waits while many ranks read the libraries from a shared file system."""
+    """Print to a user who waits while many ranks load libraries from a shared file system."""
     stream = Tolerant(sys.stdout)
     stream.write(words + "\n")
     stream.flush()

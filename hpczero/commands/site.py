@@ -1,30 +1,41 @@
-"""The verbs about sites: list, show, new."""
+"""`hpczero site list`, `show`, `new` and `hpczero render`: what a site wants of a job.
+
+They run on login nodes: no torch, no mpi4py, no psutil.
+"""
 
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from hpczero import env
 from hpczero.batch import sites
+from hpczero.batch.job import Here, plan, print_notes
+from hpczero.batch.render import render as script_of
 from hpczero.batch.sites import Limit, Partition, all_names, facts
+from hpczero.data.supply import look
 from hpczero.errors import InputError, for_terminal
-from hpczero.safe_files import make_folders, write_new
+from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles
+from hpczero.spec.load import load
 from hpczero.text import printable, shown
 
 
 def list_(options: Namespace) -> int:
-    here, rows = profiles.here(), []
+    here = profiles.here()
+    rows: list[dict[str, Any]] = []
     for name in all_names():
         _, site, partition = facts(name)
-        row: dict[str, Any] = {
-            "site": name,
-            "support": partition.support,
-            "description": site.description,
-            "node": _node(partition),
-        }
-        rows.append(row | {"here": name.startswith(f"{here}/")})
+        rows.append(
+            {
+                "site": name,
+                "support": partition.support,
+                "description": site.description,
+                "node": _node(partition),
+                "here": name.startswith(f"{here}/"),
+            }
+        )
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0
@@ -33,16 +44,15 @@ def list_(options: Namespace) -> int:
         sign = "*" if row["here"] else " "
         of_site = f"{row['site']:<{width}}  {row['support']:<13}  {row['description']}"
         print(for_terminal(f"{sign} {of_site}: {row['node']}"))
-    print(
-        f"\n* this computer's site; profiles are looked for in {', '.join(printable(str(folder)) for folder in profiles.folders())}"
-    )
+    folders = ", ".join(printable(str(folder)) for folder in profiles.folders())
+    print(f"\n* this computer's site; profiles are looked for in {folders}")
     return 0
 
 
 def show(options: Namespace) -> int:
     name, site, partition = facts(options.name)
     _, _, profile = profiles.read(name)
-    spec = _together(site.spec, partition.spec)
+    spec = _merged(site.spec, partition.spec)
     if options.json:
         data = {
             "site": name,
@@ -52,51 +62,37 @@ def show(options: Namespace) -> int:
         }
         print(json.dumps(data | {"partition": partition.model_dump(exclude={"spec"})}, indent=2))
         return 0
+    account = "has to be given" if site.account_required else "as the site wants it"
     lines = [
         f"{name}: {site.description} ({partition.support})",
         f"  file      {printable(profile.file)}",
         f"  a node    {_node(partition)}",
+        f"  account   {account}",
     ]
-    lines += [
-        f"  account   {'has to be given' if site.account_required else 'as the site wants it'}"
-    ]
-    lines += (
-        [f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour"]
-        if partition.charge
-        else []
-    )
-    lines += [
-        f"  limit     {row.walltime:>4} for {_nodes(row)} nodes{f' in {row.queue}' if row.queue else ''}"
-        for row in partition.limits
-    ]
-    lines += ["  what a job has there, unless its spec says something else:"]
-    lines += [
-        f"    {name} = {_value(value)}"
-        for name, value in spec.items()
-        if not isinstance(value, dict)
-    ]
-    lines += [
-        f"    {table}.{leaf} = {_value(value)}"
-        for table, inner in spec.items()
-        if isinstance(inner, dict)
-        for leaf, value in inner.items()
-    ]
+    if partition.charge:
+        lines.append(f"  charged   {partition.charge:g} {site.charge_unit} for a node for an hour")
+    lines += map(_limit, partition.limits)
+    lines.append("  what a job has there, unless its spec says something else:")
+    tables = {key: table for key, table in spec.items() if isinstance(table, dict)}
+    values = {key: value for key, value in spec.items() if key not in tables}
+    for table, leaves in tables.items():
+        values |= {f"{table}.{leaf}": value for leaf, value in leaves.items()}
+    lines += [f"    {key} = {_value(value)}" for key, value in values.items()]
     print("\n".join(map(for_terminal, lines)))
     return 0
 
 
-def _nodes(row: Limit) -> str:
-    return f"{row.least:,} to {row.nodes:,}" if row.least > 1 else f"up to {row.nodes:,}"
+def _limit(row: Limit) -> str:
+    nodes = f"{row.least:,} to {row.nodes:,}" if row.least > 1 else f"up to {row.nodes:,}"
+    return (
+        f"  limit     {row.walltime:>4} for {nodes} nodes{f' in {row.queue}' if row.queue else ''}"
+    )
 
 
 def new(options: Namespace) -> int:
     if not options.name.replace("-", "").replace("_", "").isalnum() or not options.name.isascii():
         raise InputError(f"{shown(options.name)}: a site's name has letters, digits, - and _")
-    path = (
-        Path(options.output)
-        if options.output
-        else env.config_folder() / "sites" / f"{options.name}.toml"
-    )
+    path = Path(options.output or env.config_folder() / "sites" / f"{options.name}.toml")
     text = sites.profile(options.name)
     try:
         make_folders(path.parent)
@@ -120,16 +116,46 @@ def _node(partition: Partition) -> str:
     return ", ".join(words for words, number in known.items() if number) or "not known"
 
 
-def _together(of_site: dict[str, Any], of_partition: dict[str, Any]) -> dict[str, Any]:
-    found = {
-        name: dict(inner) if isinstance(inner, dict) else inner for name, inner in of_site.items()
-    }
-    for name, inner in of_partition.items():
-        found[name] = {**found.get(name, {}), **inner} if isinstance(inner, dict) else inner
-    return found
+def _merged(of_site: dict[str, Any], of_partition: dict[str, Any]) -> dict[str, Any]:
+    """Return the site's spec with the partition's values, table by table."""
+    merged = dict(of_site)
+    for name, value in of_partition.items():
+        merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+    return merged
 
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}={inner}" for name, inner in value.items())
     return shown(value)
+
+
+# The verb `render`: a job's script, whatever the computer.
+
+
+def render(options: Namespace) -> int:
+    spec = load(options.spec, options.overrides).spec
+    overrides = [word for override in options.overrides for word in ("--set", override)]
+    supply = look(spec)
+    job = plan(spec, Here.now(), ("run", str(Path(options.spec).absolute()), *overrides))
+    script = script_of(job)
+    if options.output:
+        _write(Path(options.output), script)
+    else:
+        print(script, end="")
+    print(f"hpczero: {job.site}: {job.size}, {job.cost}", file=sys.stderr)
+    print_notes(spec, supply.in_words())
+    if spec.batch.chain > 1:
+        print(
+            f"hpczero: batch.chain = {spec.batch.chain}: "
+            "it is hpczero submit that puts so many into the queue; this is one",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _write(path: Path, script: str) -> None:
+    try:
+        write_text(path, script)
+    except OSError as error:
+        raise InputError(f"{printable(str(path))} cannot be written: {error.strerror}") from None
