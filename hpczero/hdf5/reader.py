@@ -1,11 +1,11 @@
-"""HDF5 files that a stranger may have made, read without the HDF5 library.
+"""Untrusted HDF5 files, which a stranger may have made, read without the HDF5 library.
 
 That library trusts what a file says about itself: a crafted file makes it write over the memory
 of the process. hpczero needs little of the format: groups, datasets that lie in one piece in the
 file, and attributes, in the structures that HDF5 writes by default ("earliest"). They are read
-here, each number held against the file's size before anything is done with it. What has another
-structure is `NotPlain`. (HDF5 File Format Specification 3.0, sections II to IV; superblocks 0
-and 1, symbol tables, object headers of version 1.)
+here, each number checked against the file's size before it is used. What has another structure is
+`NotPlain`. (HDF5 File Format Specification 3.0, sections II to IV; superblocks 0 and 1, symbol
+tables, object headers of version 1.)
 """
 
 import math
@@ -86,7 +86,7 @@ class PlainFile:
         return _dataset(self._messages(self._address(path, "dataset")), path, self.size)
 
     def datasets_below(self, path: str) -> Iterator[tuple[str, Dataset]]:
-        """All in a group and in groups in it, by their names below it."""
+        """Yield all in a group and in groups in it, by their names below it."""
         try:
             stack = [("", self._address(path, "group"))]
         except _Missing:
@@ -105,7 +105,7 @@ class PlainFile:
                     stack.append((f"{prefix}{name}/", inner))
 
     def values(self, dataset: Dataset) -> np.ndarray:
-        """All values of a dataset, as new memory: all together no more than the file has bytes."""
+        """Read a dataset into new memory; all calls together read no more than the file has."""
         self._values_left -= dataset.nbytes
         if self._values_left < 0:
             raise NotPlain(f"/{dataset.name} lies where other values lie")
@@ -122,32 +122,32 @@ class PlainFile:
 
     @cached_property
     def attributes(self) -> dict[str, Value | None]:
-        """Those of the root; None: something other than a single number or text."""
-        found: dict[str, Value | None] = {}
+        """The attributes of the root; None for anything but a single number or text."""
+        attributes: dict[str, Value | None] = {}
         for kind, content in self._messages(self._root):
             if kind == _ATTRIBUTE:
                 name, value = self._attribute(content)
-                found[name] = value
+                attributes[name] = value
             if kind == _ATTRIBUTE_INFO:
                 raise NotPlain("attributes in a heap of their own: h5py's default libver does not")
-        return found
+        return attributes
 
     # -- structure ---------------------------------------------------------------------------------
 
     def _read(self, place: int, length: int, what: str) -> bytes:
-        """Bytes of the structure. The sum of all is limited: a file may say the same often."""
+        """Read bytes of the structure. Their sum is limited: a file may refer to the same often."""
         self._left -= length
         if not 0 <= place <= place + length <= self.size:
             raise NotPlain(f"a {what} at bytes {place:,} to {place + length:,} of {self.size:,}")
         if self._left < 0:
             raise NotPlain(f"more than {_MOST_STRUCTURE:,} bytes of structure")
-        found = os.pread(self._descriptor, length, place)
-        if len(found) < length:
-            raise NotPlain(f"a {what} that ends at byte {place + len(found):,}")
-        return found
+        raw = os.pread(self._descriptor, length, place)
+        if len(raw) < length:
+            raise NotPlain(f"a {what} that ends at byte {place + len(raw):,}")
+        return raw
 
     def _address(self, path: str, wanted: str) -> int:
-        """The object header of what has this path."""
+        """Return where the object header of a group or dataset lies."""
         address, done = self._root, ""
         for part in path.split("/") if path else ():
             links = self._links(address, done)
@@ -204,7 +204,7 @@ class PlainFile:
             stack += reversed(children)
 
     def _messages(self, address: int) -> list[Message]:
-        """All of an object header."""
+        """Return all messages of an object header."""
         version, _, count, _, length = unpacked("<BBHII", self._read(address, 16, "object header"))
         if version != 1:
             raise NotPlain(f"an object header at byte {address:,} that is not of version 1")
@@ -258,18 +258,18 @@ class PlainFile:
         return text.partition(b"\0")[0].decode(errors="replace")
 
     def _elsewhere(self, raw: bytes) -> bytes:
-        """The text of an attribute that lies in a global heap."""
+        """Return the text of an attribute that lies in a global heap."""
         length, heap, wanted = unpacked("<IQI", raw)
         if heap in (0, _NOWHERE) or not length:
             return b""
         signature, size = unpacked("<8sQ", self._read(heap, 16, "global heap"))
         if signature[:5] != b"GCOL\1":
             raise NotPlain(f"no global heap at byte {heap:,}")
-        there, at = self._read(heap, size, "global heap"), 16
+        objects, at = self._read(heap, size, "global heap"), 16
         while at + 16 <= size:
-            number, _, count = unpacked("<HH4xQ", there, at)
+            number, _, count = unpacked("<HH4xQ", objects, at)
             if number == wanted and length <= count <= size - at - 16:
-                return there[at + 16 : at + 16 + length]
+                return objects[at + 16 : at + 16 + length]
             if not number:
                 break
             at += 16 + -(-count // 8) * 8
@@ -307,5 +307,5 @@ def _dataset(messages: list[Message], path: str, file_size: int) -> Dataset:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """3 x 4, in few characters."""
+    """Return a shape as "3 x 4", in few characters."""
     return " x ".join(map(str, shape[:8])) + (" x …" if len(shape) > 8 else "") or "1"
