@@ -1,4 +1,4 @@
-"""What the HDF5 library sees in a checkpoint's files, compared in a process that may die.
+"""The HDF5 library's view of a checkpoint's files, compared in a process that may die.
 
 hpczero itself reads by the manifest and the piece table, without that library. Other programs read
 the whole-tensor view of index.h5 and the datasets of shard files. `verify` has these compared here.
@@ -293,15 +293,15 @@ def _dataset(file: h5py.File, name: str) -> h5py.Dataset:
 
     Such a link is not even looked along.
     """
-    found: Any = _root(file)
+    node: Any = _root(file)
     for part in name.encode().split(b"/"):
-        if not isinstance(found, h5py.h5g.GroupID) or not found.links.exists(part):
+        if not isinstance(node, h5py.h5g.GroupID) or not node.links.exists(part):
             raise ValueError(f"/{name} is not in this file itself")
-        _refuse_link(found, part, name)
-        found = h5py.h5o.open(found, part)
-    if not isinstance(found, h5py.h5d.DatasetID):
+        _refuse_link(node, part, name)
+        node = h5py.h5o.open(node, part)
+    if not isinstance(node, h5py.h5d.DatasetID):
         raise ValueError(f"/{name} is no dataset")
-    return h5py.Dataset(found)
+    return h5py.Dataset(node)
 
 
 def _root(file: h5py.File) -> h5py.h5g.GroupID:
@@ -347,11 +347,11 @@ def _datasets_below(file: h5py.File) -> Iterator[tuple[str, Any]]:
         for part in group:
             path = prefix + part.decode()
             _refuse_link(group, part, path)
-            found = h5py.h5o.open(group, part)
-            if isinstance(found, h5py.h5g.GroupID):
-                stack.append((f"{path}/", found))
+            node = h5py.h5o.open(group, part)
+            if isinstance(node, h5py.h5g.GroupID):
+                stack.append((f"{path}/", node))
             else:
-                yield path, found
+                yield path, node
 
 
 def main() -> int:

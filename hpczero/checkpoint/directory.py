@@ -317,11 +317,11 @@ def _missing(path: Path, content: Content) -> str:
     written = {INDEX: content.index.size} | {shard.file: shard.size for shard in content.shards}
     for name, size in written.items():
         try:
-            found = (path / name).lstat()
+            size_now = (path / name).lstat().st_size
         except FileNotFoundError as error:
             return f"{name}: {error.strerror}"
-        if found.st_size != size:
-            return f"{name} has {found.st_size:,} bytes, and {size:,} were written"
+        if size_now != size:
+            return f"{name} has {size_now:,} bytes, and {size:,} were written"
     return ""
 
 

@@ -60,12 +60,14 @@ class Adoption:
                 self.found[name] = FoundTensors(file, entry)
         buffers = {name for file in files for name in _buffers_of(file)}
         self.buffers = {
-            name: one
-            for name, one in self.found.items()
-            if name in buffers or one.entry.dtype not in FLOATS
+            name: tensor
+            for name, tensor in self.found.items()
+            if name in buffers or tensor.entry.dtype not in FLOATS
         }
         self.shapes = {
-            name: one.entry.shape for name, one in self.found.items() if name not in self.buffers
+            name: tensor.entry.shape
+            for name, tensor in self.found.items()
+            if name not in self.buffers
         }
         self.layers = layers(spec.model) if known(spec.model) else _as_layers(self.shapes)
         self.parameters = [parameter for layer in self.layers for parameter in layer.parameters]
@@ -76,20 +78,20 @@ class Adoption:
     @property
     def size(self) -> int:
         """Bytes that are read."""
-        return sum(one.entry.end - one.entry.begin for one in self.found.values())
+        return sum(tensor.entry.end - tensor.entry.begin for tensor in self.found.values())
 
     @property
     def room(self) -> int:
         """Bytes that the checkpoint takes, but for its structure."""
         weights = sum(prod(parameter.shape) for parameter in self.parameters)
-        buffers = [one.entry for one in self.buffers.values()]
+        buffers = [tensor.entry for tensor in self.buffers.values()]
         buffer_bytes = sum(entry.size * entry.numpy.itemsize for entry in buffers)
         return weights * WIDTH * len(SLOTS) + buffer_bytes
 
     def save(self, checkpoints: Path, advance: Advance) -> Path:
         holding = RankShard([unit_layout(layer) for layer in self.layers if layer.parameters], 0)
         table = Table.of([Tensor(p.name, p.shape) for p in self.parameters], 1, lambda _: holding)
-        buffers = {name: _values(one) for name, one in self.buffers.items()}
+        buffers = {name: _values(tensor) for name, tensor in self.buffers.items()}
         train = self.spec.train
         loss_scale = train.loss_scale if train.precision == "fp16" else 1.0
         state = TrainingState(step=0, updates=0, loss_scale=loss_scale, good_steps=0)
@@ -104,9 +106,9 @@ class Adoption:
 
     def _weights(self, advance: Advance) -> Iterator[Array]:
         for parameter in self.parameters:
-            one = self.found[parameter.name]
-            for values in one.file.stretches(one.entry, STRETCH):
-                converted = to_float32(values, one.entry.dtype)
+            tensor = self.found[parameter.name]
+            for values in tensor.file.stretches(tensor.entry, STRETCH):
+                converted = to_float32(values, tensor.entry.dtype)
                 if values.dtype == np.float64:
                     self.overflows += int(np.isfinite(values).sum() - np.isfinite(converted).sum())
                 yield converted
@@ -114,8 +116,8 @@ class Adoption:
 
     def _refuse_what_cannot_be_held(self) -> None:
         buffers = {
-            name: (_buffer_dtype(one.entry).name, one.entry.shape)
-            for name, one in self.buffers.items()
+            name: (_buffer_dtype(tensor.entry).name, tensor.entry.shape)
+            for name, tensor in self.buffers.items()
         }
         if problem := manifest.problem(self.shapes, buffers):
             raise InputError(f"a checkpoint cannot hold what is in the files: {problem}")
@@ -155,11 +157,11 @@ def _buffer_dtype(entry: Entry) -> np.dtype[Any]:
     return np.dtype(np.float32) if entry.dtype == "BF16" else entry.numpy
 
 
-def _values(one: FoundTensors) -> Array:
+def _values(tensor: FoundTensors) -> Array:
     """Read a buffer."""
-    entry = one.entry
+    entry = tensor.entry
     values, filled = np.empty(entry.size, _buffer_dtype(entry)), 0
-    for stretch in one.file.stretches(entry, STRETCH):
+    for stretch in tensor.file.stretches(entry, STRETCH):
         target = values[filled : filled + len(stretch)]
         target[:] = to_float32(stretch, "BF16") if entry.dtype == "BF16" else stretch
         filled += len(stretch)

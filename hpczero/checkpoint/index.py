@@ -42,8 +42,8 @@ def attributes(
     identity: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the attributes of an index. `identity`: what makes the run itself besides its spec."""
-    found = {"format": state.format, "step": state.step, "spec": dict(spec), "grid": dict(grid)}
-    return found | ({"identity": dict(identity)} if identity else {})
+    values = {"format": state.format, "step": state.step, "spec": dict(spec), "grid": dict(grid)}
+    return values | ({"identity": dict(identity)} if identity else {})
 
 
 def write(
@@ -168,18 +168,18 @@ def _list_of_tensors(file: PlainFile, name: str) -> list[Any]:
         raise ValueError(f"/pieces/{name} has {len(text):,} bytes, more than a model's names have")
     if text.count(b",") > 8 * manifest.MOST_TENSORS:  # a shape has some, and a list takes 60 bytes
         raise ValueError(f"{name} of more than {manifest.MOST_TENSORS:,} tensors")
-    found = json.loads(text)
-    if not isinstance(found, list):
+    parsed = json.loads(text)
+    if not isinstance(parsed, list):
         raise ValueError(f"{name} are no list")
-    return found
+    return parsed
 
 
 def _identity(file: PlainFile) -> dict[str, str]:
     """Return the run's identity; nothing in a checkpoint of an older version."""
-    found = json.loads(str(file.attributes.get("identity") or "{}"))
-    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+    parsed = json.loads(str(file.attributes.get("identity") or "{}"))
+    if not isinstance(parsed, dict) or not all(isinstance(text, str) for text in parsed.values()):
         raise ValueError("its identity is no table of texts")
-    return found
+    return parsed
 
 
 def _table(tensors: tuple[Tensor, ...], columns: Sequence[Array]) -> Table:
@@ -206,6 +206,8 @@ def _values(file: PlainFile, name: str, dtype: str, dims: int) -> Array:
 
 def _refuse_what_cannot_be_held(tensors: Sequence[Tensor], buffers: Mapping[str, Any]) -> None:
     """ValueError: a checkpoint cannot hold these tensors or these buffers, arrays or datasets."""
-    described = {name: (manifest.dtype_of(one), one.shape) for name, one in buffers.items()}
+    described = {
+        name: (manifest.dtype_of(values), values.shape) for name, values in buffers.items()
+    }
     if problem := manifest.problem({tensor.name: tensor.shape for tensor in tensors}, described):
         raise ValueError(problem)

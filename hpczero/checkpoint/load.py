@@ -49,9 +49,9 @@ class Checkpoint(Mapping[str, "Lazy"]):
     and `.torch()` read all of it.
     """
 
-    def __init__(self, folder: Path, content: Content, found: Index) -> None:
+    def __init__(self, folder: Path, content: Content, index: Index) -> None:
         self.folder, self.content = folder, content
-        self.table, self.buffers, self.identity = found.table, found.buffers, found.identity
+        self.table, self.buffers, self.identity = index.table, index.buffers, index.identity
         self.shards = Shards(folder, content)
         self._number = self.table.number
 
@@ -64,10 +64,10 @@ class Checkpoint(Mapping[str, "Lazy"]):
         """
         folder = Path(folder)
         content = content or manifest.read(folder)
-        found = _read_index(folder, content)
-        if problem := found.table.problem(manifest.elements_of_ranks(content.shards)):
+        index = _read_index(folder, content)
+        if problem := index.table.problem(manifest.elements_of_ranks(content.shards)):
             raise Damaged(f"{folder / INDEX}: {problem}")
-        return cls(folder, content, found)
+        return cls(folder, content, index)
 
     @property
     def step(self) -> int:

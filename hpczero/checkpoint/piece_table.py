@@ -231,9 +231,9 @@ class Table:
             )
             ends = _mixed(lengths * factor + shift)
             expected *= ends - _mixed(np.zeros_like(lengths) + shift)
-        found = np.zeros(len(self.tensors), np.uint64)
-        np.add.at(found, self.tensor.astype(np.int64), measured)
-        for index in np.flatnonzero(found != expected):
+        covered = np.zeros(len(self.tensors), np.uint64)
+        np.add.at(covered, self.tensor.astype(np.int64), measured)
+        for index in np.flatnonzero(covered != expected):
             tensor = self.tensors[index]
             if tensor.size or len(self.pieces(int(index))):
                 return f"the pieces of {tensor.name} are not all of it, or have parts of it twice"

@@ -174,10 +174,10 @@ class SafetensorsFile:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return table
 
 
 def from_float32(values: Array, dtype: str) -> Array:

@@ -54,7 +54,7 @@ class SaveFailed(HpczeroError):
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What is the same for all checkpoints of a run. `table` is asked for on rank 0 only."""
+    """The facts that all checkpoints of a run share. `table` is called on rank 0 only."""
 
     checkpoints: Path
     spec: Mapping[str, Any]

@@ -202,8 +202,8 @@ class Shards:
 
 def _identity(file: int) -> tuple[int, ...]:
     """Return what stays the same as long as a file is not written to or replaced."""
-    found = os.fstat(file)
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    status = os.fstat(file)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def problem_outside_data(shard: ShardFile, file: int) -> str:

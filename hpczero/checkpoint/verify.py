@@ -133,19 +133,19 @@ class Verification:
 
         Blocks that the file lacks take no time or memory.
         """
-        extent, place, bad = data.extent, data.data[slot], list[int]()
-        stored = -(-(os.fstat(file).st_size - place) // BLOCK)
+        extent, first, bad = data.extent, data.data[slot], list[int]()
+        stored = -(-(os.fstat(file).st_size - first) // BLOCK)
         there = min(extent.blocks, max(0, stored))
         for number, checksum in enumerate(_checksums(file, data, slot, there)):
             length = min(BLOCK, extent.length - number * BLOCK)
-            if not _fits(file, place + number * BLOCK, length, checksum):
+            if not _fits(file, first + number * BLOCK, length, checksum):
                 bad.append(number)
             advance(length)
         advance(max(0, extent.length - there * BLOCK))
         for run in _runs(bad, range(there, extent.blocks)):
             begin, end = run.start * BLOCK, min(run.stop * BLOCK, extent.length)
             names = self._tensors_at(data.rank, slot, begin // WIDTH, end // WIDTH)
-            damaged = f"damaged at bytes {place + begin} to {place + end - 1}"
+            damaged = f"damaged at bytes {first + begin} to {first + end - 1}"
             yield Damage(shard.file, f"{damaged}, data of rank {data.rank}", names)
 
     def _tensors_at(self, rank: int, slot: int, begin: int, end: int) -> tuple[str, ...]:
@@ -176,9 +176,9 @@ def _checksums(file: int, data: RankData, slot: int, blocks: int) -> Array:
     return np.frombuffer(raw + bytes(size - len(raw)), "<u8")
 
 
-def _fits(file: int, place: int, length: int, checksum: int) -> bool:
+def _fits(file: int, offset: int, length: int, checksum: int) -> bool:
     try:
-        return xxhash.xxh3_64_intdigest(os.pread(file, length, place)) == checksum
+        return xxhash.xxh3_64_intdigest(os.pread(file, length, offset)) == checksum
     except OSError as error:
         if error.errno != errno.EIO:  # a place of the disk that is lost is a damage
             raise

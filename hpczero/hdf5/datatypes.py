@@ -19,10 +19,10 @@ class NotPlain(ValueError):
     """The file does not have the structure that hpczero gives its files."""
 
 
-def unpacked(layout: str, raw: bytes, place: int = 0) -> tuple[Any, ...]:
+def unpacked(layout: str, raw: bytes, offset: int = 0) -> tuple[Any, ...]:
     """Unpack numbers as `struct` does. NotPlain: there are too few bytes."""
     try:
-        return struct.unpack_from(layout, raw, place)
+        return struct.unpack_from(layout, raw, offset)
     except struct.error as error:
         raise NotPlain(f"a structure that ends too soon: {error}") from error
 

@@ -1,4 +1,4 @@
-"""A folder of a user of PBS, whose programs are fakes (tests/batch/fakes.py)."""
+"""Fixtures: the folder of a user of PBS, whose programs are fakes (tests/batch/fakes.py)."""
 
 import os
 from pathlib import Path
@@ -29,5 +29,5 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def record(folder: Path) -> submission.Submission:
-    (found,) = submission.of_run(folder / "runs" / "a-run")
-    return found
+    (only,) = submission.of_run(folder / "runs" / "a-run")
+    return only

@@ -1,12 +1,20 @@
-"""A PBS over a folder that stands for its queue: what qsub, qstat, qrls and qdel do and print.
+"""A fake PBS: qsub, qstat, qrls and qdel over a folder that stands for the queue.
 
-It agrees with what OpenPBS 23.06 printed (tests/batch/pbs, compared by test_fake_pbs.py).
+It prints what OpenPBS 23.06 printed (tests/batch/pbs, compared by test_fake_pbs.py).
 
-A job is a folder `<number>`: `words` (of qsub), `script`, `state`, `after` (the job that it depends
-on), `variables` (those of -v, as PBS hands them over), `end` (substate, exit status and comment of an
-ended job, as JSON). Files in the folder of the queue change what happens: `lose` (the next qsub enters
-the job, then dies without an answer), `refuse` (its content is the error), `deaf` (the server is
-down), `forgetful` (no history of ended jobs is kept).
+A job is a folder `<number>` with the files
+    words       the arguments of qsub
+    script      the batch script
+    state       the letter of its state
+    after       the job that it depends on
+    variables   those of -v, as PBS hands them over
+    end         substate, exit status and comment of an ended job, as JSON
+
+Files in the folder of the queue change what happens:
+    lose        the next qsub enters the job, then dies without an answer
+    refuse      qsub fails; the content is the error
+    deaf        the server is down
+    forgetful   no history of ended jobs is kept
 """
 
 import json
@@ -50,76 +58,67 @@ class Job:
 
     @property
     def end(self) -> dict[str, Any]:
-        """End a job for a test, as if it had finished by itself."""
+        """The facts of an ended job; by default it finished by itself."""
         finished = {
             "substate": 92,
             "Exit_status": 0,
             "comment": "Job run at Sun Nov 22 at 19:22 on (cn02:ncpus=2) and finished",
         }
-        found: dict[str, Any] = json.loads(self.read("end") or json.dumps(finished))
-        return found
+        facts: dict[str, Any] = json.loads(self.read("end") or json.dumps(finished))
+        return facts
 
     def ends(self, substate: int, status: int | None = None, comment: str = "") -> None:
-        said = {"substate": substate, "Exit_status": status, "comment": comment}
-        self.write(
-            state="F",
-            end=json.dumps(
-                {name: value for name, value in said.items() if value not in (None, "")}
-            ),
-        )
+        facts = {"substate": substate, "Exit_status": status, "comment": comment}
+        given = {name: value for name, value in facts.items() if value not in (None, "")}
+        self.write(state="F", end=json.dumps(given))
 
-    def attributes(self) -> list[tuple[str, object]]:
-        state, after, ended = self.state, self.read("after"), self.end if self.state == "F" else {}
-        found: list[tuple[str, object]] = [
-            ("Job_Name", "a-run"),
-            ("Job_Owner", f"user@{SERVER}.hpc.example"),
-            ("job_state", state),
-        ]
-        found += [("queue", "workq"), ("server", SERVER)]
-        found += [("depend", f"afterany:{after}@{SERVER}")] if after else []
-        found += [("Execution_Time", "Thu Dec 31 23:59:00 2026")] if state == "W" else []
-        found += [
-            ("Hold_Types", "n" if state != "H" else "s" if after else "u"),
-            ("Join_Path", "oe"),
-        ]
-        found += (
-            [("stime", "Sun Nov 22 19:22:06 2026")]
-            if state in "RES" or "Exit_status" in ended
-            else []
-        )
-        found += [
-            ("substate", ended.get("substate", {"W": 30, "H": 22, "R": 42, "S": 43}.get(state, 10)))
-        ]
-        found += [
-            (
-                "Variable_List",
-                "PBS_O_HOME=/home/user,PBS_O_SYSTEM=Linux,"
-                f"{self.read('variables')}PBS_O_QUEUE=workq",
-            )
-        ]
+    def attributes(self) -> dict[str, object]:
+        """Return the attributes that `qstat -f` prints, in its order."""
+        state = self.state
+        after = self.read("after")
+        ended = self.end if state == "F" else {}
+        attributes: dict[str, object] = {
+            "Job_Name": "a-run",
+            "Job_Owner": f"user@{SERVER}.hpc.example",
+            "job_state": state,
+            "queue": "workq",
+            "server": SERVER,
+        }
+        if after:
+            attributes["depend"] = f"afterany:{after}@{SERVER}"
+        if state == "W":
+            attributes["Execution_Time"] = "Thu Dec 31 23:59:00 2026"
+        attributes["Hold_Types"] = "n" if state != "H" else "s" if after else "u"
+        attributes["Join_Path"] = "oe"
+        if state in "RES" or "Exit_status" in ended:
+            attributes["stime"] = "Sun Nov 22 19:22:06 2026"
+        substate = {"W": 30, "H": 22, "R": 42, "S": 43}.get(state, 10)
+        attributes["substate"] = ended.get("substate", substate)
+        variables = f"{self.read('variables')}PBS_O_QUEUE=workq"
+        attributes["Variable_List"] = f"PBS_O_HOME=/home/user,PBS_O_SYSTEM=Linux,{variables}"
         waiting = "Not Running: Insufficient amount of resource: ncpus (R: 8 A: 0 T: 16)"
-        comment = {"Q": waiting, "R": "Job run at Sun Nov 22 at 19:22 on (cn02:ncpus=2)"}.get(
-            state, ended.get("comment")
-        )
-        found += [("comment", comment)] if comment else []
-        found += [("Exit_status", ended["Exit_status"])] if "Exit_status" in ended else []
-        return found
+        comments = {"Q": waiting, "R": "Job run at Sun Nov 22 at 19:22 on (cn02:ncpus=2)"}
+        if comment := comments.get(state, ended.get("comment")):
+            attributes["comment"] = comment
+        if "Exit_status" in ended:
+            attributes["Exit_status"] = ended["Exit_status"]
+        return attributes
 
     def shown(self) -> str:
         lines = [f"Job Id: {self.number}"]
-        for name, value in self.attributes():
+        for name, value in self.attributes().items():
             first, *more = wrapped(f"    {name} = {value}")
-            lines += [first, *(f"\t{part}" for part in more)]
+            lines += [first, *(f"\t{piece}" for piece in more)]
         return "\n".join(lines) + "\n"
 
 
 def wrapped(line: str) -> list[str]:
-    """PBS breaks at 79 columns, whatever stands there; what goes on begins with a tab."""
+    """Break a line at 79 columns, whatever stands there; PBS goes on behind a tab."""
     return [line[:79], *(line[begin : begin + 72] for begin in range(79, len(line), 72))]
 
 
 def handed_over(name: str, value: str) -> str:
-    """Return what becomes of a value in `qsub -v NAME`."""
+    """Return NAME=value as `qsub -v NAME` hands it over."""
     if value.count('"') % 2 or value.count("'") % 2:
         end(1, "qsub: cannot send environment with the job")
     doubled = value.rstrip().replace("\\", "\\\\")
@@ -144,7 +143,7 @@ class Server:
         return Job(folder) if known and (self.history or Job(folder).state != "F") else None
 
     def settle(self) -> None:
-        """Let jobs go whose predecessor has ended; behind one that never began they stay held."""
+        """Release the jobs behind one that has ended; if it never began, they stay held."""
         for job in self.jobs():
             if job.state == "H" and (after := job.read("after")):
                 before = Job(self.queue / after)
@@ -159,28 +158,19 @@ class Server:
         if (self.queue / "refuse").exists():
             end(166, (self.queue / "refuse").read_text())
         script = Path(words[-1]).read_text()
-        named = [
-            line.removeprefix("#PBS -v ")
-            for line in script.splitlines()
-            if line.startswith("#PBS -v ")
-        ]
-        entries = [entry for line in named for entry in line.split(",")]
-        variables = [
-            entry if "=" in entry else handed_over(entry, os.environ.get(entry, ""))
-            for entry in entries
-        ]
+        variables = ""
+        for line in script.splitlines():
+            for entry in line[8:].split(",") if line.startswith("#PBS -v ") else ():
+                named = "=" not in entry
+                value = handed_over(entry, os.environ.get(entry, "")) if named else entry
+                variables += f"{value},"
         number = f"{17 + len(self.jobs())}.{SERVER}"
         after = next(
             (word.partition(":")[2] for word in words if word.startswith("depend=afterany:")), ""
         )
         (self.queue / number).mkdir()
         job = Job(self.queue / number)
-        job.write(
-            words="\n".join(words),
-            script=script,
-            after=after,
-            variables="".join(f"{entry}," for entry in variables),
-        )
+        job.write(words="\n".join(words), script=script, after=after, variables=variables)
         job.write(state="H" if "-h" in words or after else "Q")
         if after and not self.find(after):
             job.ends(92)
@@ -239,15 +229,11 @@ class Server:
         sys.exit(code)
 
     def delete(self, job: Job) -> None:
-        """With a job that is held for another, those go that are held for it."""
+        """Delete a job; along with one that is held for another, those that are held for it."""
         held = job.state == "H" and job.read("after")
         if job.state in "RES":
-            job.ends(
-                91,
-                271,
-                "Job run at Sun Nov 22 at 19:40 on (cn01:ncpus=1) "
-                f"and terminated by user@{SERVER}.hpc.example",
-            )
+            ran = "Job run at Sun Nov 22 at 19:40 on (cn01:ncpus=1)"
+            job.ends(91, 271, f"{ran} and terminated by user@{SERVER}.hpc.example")
         else:
             job.ends(91)
         for other in self.jobs() if held else []:
@@ -261,8 +247,6 @@ def main(queue: str) -> None:
     with (Path(queue) / "calls").open("a") as file:
         file.write(program + " " + " ".join(words) + "\n")
     if (Path(queue) / "deaf").exists():
-        end(
-            255 if program == "qstat" else 162,
-            f"Connection refused\n{program}: cannot connect to server {SERVER} (errno=15010)",
-        )
+        error = f"cannot connect to server {SERVER} (errno=15010)"
+        end(255 if program == "qstat" else 162, f"Connection refused\n{program}: {error}")
     getattr(Server(Path(queue)), program)(words)

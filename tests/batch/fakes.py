@@ -1,4 +1,4 @@
-"""Programs of a PBS that is a fake (tests/batch/fake_pbs.py), in a folder for PATH."""
+"""Programs of the fake PBS (tests/batch/fake_pbs.py), in a folder for PATH."""
 
 import sys
 from pathlib import Path
@@ -15,8 +15,9 @@ main({queue!r})
 
 
 def install(folder: Path) -> Path:
-    """Makes `folder/bin` with the programs; the queue's folder."""
-    queue, programs = folder / "queue", folder / "bin"
+    """Make `folder/bin` with the programs; return the queue's folder."""
+    queue = folder / "queue"
+    programs = folder / "bin"
     queue.mkdir(parents=True)
     programs.mkdir()
     for name in ("qsub", "qstat", "qrls", "qdel"):
@@ -28,7 +29,7 @@ def install(folder: Path) -> Path:
 
 
 def state(queue: Path, number: str, becomes: str | None = None) -> str:
-    """Of a job; changed, where a new one is given."""
+    """Return the state of a job, changed if a new one is given."""
     path = queue / number / "state"
     if becomes:
         path.write_text(becomes)
@@ -38,8 +39,5 @@ def state(queue: Path, number: str, becomes: str | None = None) -> str:
 
 def calls(queue: Path, program: str) -> list[str]:
     path = queue / "calls"
-    return (
-        [line for line in path.read_text().splitlines() if line.startswith(program + " ")]
-        if path.exists()
-        else []
-    )
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line for line in lines if line.startswith(program + " ")]

@@ -1,4 +1,7 @@
-"""The jobs whose scripts are kept in tests/batch/golden. `python -m tests.batch.golden` writes them again, to be read before they are committed."""
+"""The jobs whose scripts are kept in tests/batch/golden.
+
+`python -m tests.batch.golden` writes the scripts again: read them before they are committed.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +106,7 @@ def submitted(
     run: str = "/work/jobs/runs/a-run",
     books: str = "/work/jobs/runs/a-run/batch/1-ab",
 ) -> str:
-    """The script with what a submitted job does besides."""
+    """Render the script of a submitted job, which also writes its record."""
     return render(replace(_job(batch, folder), run=run, submission=books, tag="hpczero:ab:0"))
 
 
@@ -116,7 +119,10 @@ def kept(case: str, batch: dict[str, Any], folder: Path) -> str:
 
 
 def _job(batch: dict[str, Any], folder: Path) -> BatchJob:
-    """Of a job with these keys, over the folder's base.toml if there is one; by way of a file, so that the site's profile counts."""
+    """Plan a job with these keys, over the folder's base.toml if there is one.
+
+    The spec is read from a file, so that the site's profile counts.
+    """
     extends = ['extends = "base.toml"'] if (folder / "base.toml").exists() else []
     keys = [f"batch.{key} = {toml_value(value)}" for key, value in batch.items()]
     lines = [*extends, 'name = "a-run-with-a-long-name"', "train.global_batch = 48", *keys]

@@ -1,4 +1,4 @@
-"""What the jobs of a chain do, one after the other: their script is run with launchers and schedulers that are fakes."""
+"""The jobs of a chain, one after the other: their script runs with fake launchers and schedulers."""
 
 import json
 import os
@@ -23,11 +23,9 @@ class Machine:
     """A compute node: a job's script, and the programs that it finds."""
 
     def __init__(self, folder: Path, batch: dict[str, object]) -> None:
-        self.folder, self.run, self.books = (
-            folder,
-            folder / "runs" / "a run",
-            folder / "runs" / "a run" / "batch" / "1-ab",
-        )
+        self.folder = folder
+        self.run = folder / "runs" / "a run"
+        self.books = self.run / "batch" / "1-ab"
         self.books.mkdir(parents=True)
         (folder / "bin").mkdir()
         text = submitted(
@@ -56,7 +54,7 @@ class Machine:
         )
 
     def job(self, number: str, launcher: str, **variables: str) -> tuple[int, str]:
-        """Exit code and output of a job whose srun does this."""
+        """Run a job whose srun does this; return its exit code and output."""
         self.program("srun", launcher)
         process = self.start(number, **variables)
         said, _ = process.communicate(timeout=60)
@@ -79,7 +77,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path, {"max_stalled": 2, "walltime": "30m"})
 
 
-SAVES = 'mkdir -p "$RUN/checkpoints/step-0000000{n}"; touch "$RUN/checkpoints/step-0000000{n}/MANIFEST.json"; '
+SAVES = 'one="$RUN/checkpoints/step-0000000{n}"; mkdir -p "$one"; touch "$one/MANIFEST.json"; '
 
 
 def test_job_after_job_until_the_run_is_finished(machine: Machine) -> None:
@@ -201,7 +199,10 @@ def test_under_pbs_the_job_writes_its_log_itself(tmp_path: Path) -> None:
 
 
 def test_a_lock_in_the_name_of_a_job_that_was_killed_is_nobodys(machine: Machine) -> None:
-    """On a cluster it would count for ten minutes: the next job is on another computer, which cannot see that the process is gone."""
+    """On a cluster it would count for ten minutes.
+
+    The next job is on another computer, which cannot see that the process is gone.
+    """
 
     def lock(job: str | None) -> str:
         return json.dumps(asdict(Holder("n7", "another kernel", 1, 0.0, "ada", "today", job)))
@@ -246,7 +247,10 @@ def test_the_time_that_the_setup_takes_counts(tmp_path: Path) -> None:
 
 
 def test_how_the_ranks_ended_is_known_though_a_signal_came_at_that_moment(machine: Machine) -> None:
-    """bash gives a wait that a signal interrupts another code, and may have forgotten the right one when it is asked again."""
+    """A signal gives bash's wait another code.
+
+    Asked again, bash may have forgotten the right one.
+    """
     codes = []
     for number in range(8):
         codes.append(

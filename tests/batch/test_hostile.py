@@ -1,7 +1,8 @@
-"""Whatever a spec says, its script does what hpczero means, or there is no script: nothing of the spec is run by the shell or read as a directive.
+"""No text of a spec is run by the shell or read as a directive.
 
-Each script that comes out is read by the parser of the directives, and run by a shell in which every command that it may start is a fake one that
-writes down its words. A file that the hostile texts would make says whether any of them was carried out.
+Each script that is rendered is read by the parser of the directives, and run by a shell in which
+every command that it may start is a fake one that writes down its words. A file that the hostile
+texts would make tells whether any of them was carried out.
 """
 
 import os
@@ -24,53 +25,45 @@ from hpczero.spec.load import load
 from hpczero.spec.reference import toml_value
 
 EVIL = [
-    *(
-        "$(touch HERE)",
-        "`touch HERE`",
-        "; touch HERE;",
-        "| touch HERE",
-        "& touch HERE &",
-        "${IFS}touch${IFS}HERE",
-        "$((HERE=1))",
-        "<(touch HERE)",
-    ),
-    *(
-        "' ; touch HERE ; '",
+    "$(touch HERE)",
+    "`touch HERE`",
+    "; touch HERE;",
+    "| touch HERE",
+    "& touch HERE &",
+    "${IFS}touch${IFS}HERE",
+    "$((HERE=1))",
+    "<(touch HERE)",
+    "' ; touch HERE ; '",
         '" ; touch HERE ; "',
-        "\\'; touch HERE #",
-        "\n#SBATCH --wrap=x\ntouch HERE\n",
-        "\n#PBS -l select=99\ntouch HERE\n",
-    ),
-    *(
-        "#SBATCH --nodes=99",
-        "#PBS -q other",
-        "x #SBATCH --nodes=99",
-        "--nodes=99",
-        "-q",
-        "-",
-        "--",
-        "{{ 7 * 7 }}",
-        "{% include 'base.sh.j2' %}",
-    ),
-    *(
-        "%j",
-        "a b",
-        "*",
-        "~",
-        "é",
-        "\u202e",
-        "\r",
-        "\t",
-        "\x00",
-        "\x1b[31m",
-        "a,ALL",
-        "a:b=c",
-        "x" * 300,
-        "",
-        "!!",
-        "a\\",
-        "EOF\ntouch HERE\n",
-    ),
+    "\\'; touch HERE #",
+    "\n#SBATCH --wrap=x\ntouch HERE\n",
+    "\n#PBS -l select=99\ntouch HERE\n",
+    "#SBATCH --nodes=99",
+    "#PBS -q other",
+    "x #SBATCH --nodes=99",
+    "--nodes=99",
+    "-q",
+    "-",
+    "--",
+    "{{ 7 * 7 }}",
+    "{% include 'base.sh.j2' %}",
+    "%j",
+    "a b",
+    "*",
+    "~",
+    "é",
+    "\u202e",
+    "\r",
+    "\t",
+    "\x00",
+    "\x1b[31m",
+    "a,ALL",
+    "a:b=c",
+    "x" * 300,
+    "",
+    "!!",
+    "a\\",
+    "EOF\ntouch HERE\n",
 ]
 SHELL = [text for text in EVIL if text.isprintable() and 0 < len(text) < 300]
 TEXTS = st.one_of(
@@ -83,22 +76,23 @@ NAMES = st.sampled_from(
     ["PATHS", "a b", "X;touch HERE", "$(touch HERE)", "1X", "X=Y", "-n", ""]
 ) | st.text(max_size=6)
 ONE = [
-    *(
-        "account",
-        "queue",
-        "qos",
-        "constraint",
-        "reservation",
-        "exclude",
-        "pbs_chunk",
-        "pbs_place",
-        "after",
-        "begin",
-        "mail",
-        "mem",
-        "walltime",
-    ),
-    *("bind", "venv", "container", "site"),
+    "account",
+    "queue",
+    "qos",
+    "constraint",
+    "reservation",
+    "exclude",
+    "pbs_chunk",
+    "pbs_place",
+    "after",
+    "begin",
+    "mail",
+    "mem",
+    "walltime",
+    "bind",
+    "venv",
+    "container",
+    "site",
 ]
 SEVERAL = [
     "modules",
@@ -142,20 +136,24 @@ def hostile(draw: st.DrawFn) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the fake commands, which write their words, each ended by a zero byte, into `said`."""
+    """Make the fake commands; they write their words into `said`, each ended by a zero byte."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "bin").mkdir()
     for name in FAKES:
         program = folder / "bin" / name
         program.write_text(
-            f'#!{shutil.which("bash")}\nprintf \'%s\\0\' "${{0##*/}}" "$@" >>"$SAID"\nprintf \'\\n\\0\' >>"$SAID"\n'
+            f"#!{shutil.which('bash')}\n"
+            'printf \'%s\\0\' "${0##*/}" "$@" >>"$SAID"\nprintf \'\\n\\0\' >>"$SAID"\n'
         )
         program.chmod(0o755)
     return folder
 
 
 def dry_run(folder: Path, script: str) -> list[list[str]]:
-    """The commands that the script starts. There is no other program that it could find: touch is a file of the shell's own making."""
+    """Return the commands that the script starts.
+
+    There is no other program that it could find: touch is a function of the shell.
+    """
     said = folder / "said"
     said.unlink(missing_ok=True)
     variables = {"PATH": str(folder / "bin"), "SAID": str(said), "HOME": str(folder)}
@@ -186,7 +184,7 @@ def dry_run(folder: Path, script: str) -> list[list[str]]:
 
 
 def expected_directives(batch: dict[str, Any], script: str, scheduler: str) -> None:
-    """Only options that this file's keys lead to, one of each, and none of a nested one."""
+    """Accept only options that the keys above lead to, each once, and none from inside a text."""
     found = header.directives(script, scheduler)
     extra = len(batch.get("extra_directives", []))
     own = found[: len(found) - extra]
@@ -209,7 +207,7 @@ def expected_directives(batch: dict[str, Any], script: str, scheduler: str) -> N
 def rendered(
     spec: Path, place: Path, argument: str, output: str
 ) -> tuple[BatchJob | None, str, str]:
-    """The job and its script, or the refusal. `output`: of a submitted job, the folder of its run."""
+    """Return the job, its script and the refusal; `output`: the run's folder if it is submitted."""
     try:
         job = plan(load(spec).spec, Here(str(place), "/env", ()), ("run", argument))
         if output:
@@ -272,7 +270,7 @@ def test_nothing_of_a_hostile_spec_is_carried_out(folder: Path) -> None:
 
 
 def test_the_dry_shell_would_notice(folder: Path) -> None:
-    """What a script that forgot to quote would do is seen."""
+    """A script that forgot to quote would be noticed."""
     assert dry_run(folder, "srun a$(touch x) b\n") == [["srun", "a", "b"]]
     assert (folder / "done").exists()
     (folder / "done").unlink()

@@ -1,4 +1,4 @@
-"""The job specs that come with hpczero: each is a valid job on the grid that it names, of the size that it claims, and makes a script."""
+"""The job specs that come with hpczero have the grid and the size that they claim, and a script."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How a run stands, told from its files and from what the scheduler still knows."""
+"""The state of a run, from its files and from what the scheduler still knows."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Scripts as they are kept in tests/batch/golden, and what makes a script one that schedulers and shells take."""
+"""Scripts are those of tests/batch/golden, and such that schedulers and shells accept them."""
 
 import re
 import subprocess
@@ -211,7 +211,7 @@ def test_gpus_that_nobody_would_use(tmp_path: Path) -> None:
 
 
 def _with(folder: Path, text: str) -> Path:
-    """A folder whose spec extends one with this text."""
+    """Return a folder whose spec extends one with this text."""
     (folder / "base.toml").write_text(text)
     return folder
 

@@ -1,4 +1,4 @@
-"""Profiles of sites: where they are found, what they give a spec, what the verbs say of them, and new ones."""
+"""Profiles of sites: where they lie, what they give a spec, what the verbs print, and new ones."""
 
 import json
 import os
@@ -144,7 +144,10 @@ def test_a_resolved_copy_needs_no_profile(moon: Path) -> None:
 
 
 def test_a_site_may_extend_the_templates(moon: Path) -> None:
-    template = '{% extends "slurm.sh.j2" %}\n{% block launch %}\necho {{ job.name | quote }}\n{{ super() }}{% endblock %}\n'
+    template = (
+        '{% extends "slurm.sh.j2" %}\n'
+        "{% block launch %}\necho {{ job.name | quote }}\n{{ super() }}{% endblock %}\n"
+    )
     (moon / "sites" / "moon.sh.j2").write_text(template)
     (moon / "sites" / "moon.toml").write_text('template = "moon.sh.j2"\n' + MOON)
     rendered = hpczero(moon, "render", str(spec(moon, 'name = "tide"\nbatch.site = "moon"')))
@@ -160,7 +163,7 @@ def test_a_site_may_extend_the_templates(moon: Path) -> None:
 def hpczero(
     folder: Path, *arguments: str, path: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """As on a login node: without what only training needs."""
+    """Run the command as on a login node: without the packages of training."""
     variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),

@@ -1,4 +1,4 @@
-"""submit, status, cancel and logs over PBS, whose programs are fakes here (tests/batch/fakes.py)."""
+"""`submit`, `status`, `cancel` and `logs` over a PBS whose programs are fakes (fakes.py)."""
 
 import json
 import os
@@ -86,7 +86,10 @@ def test_a_job_whose_number_was_never_heard_of_is_found(
 def test_a_submission_that_broke_off_is_seen_by_the_next_one(
     queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As if the program had been killed between qsub and its answer: nothing is written of the job but its tag in the queue."""
+    """The program was killed between qsub and its answer.
+
+    The job is not in the record: only the queue has its tag.
+    """
     assert main(["submit", "spec.toml", "--set", "batch.chain=1"]) == 0
     own = record(tmp_path)
     kept = json.loads((own.path / "submission.json").read_text())
@@ -153,7 +156,8 @@ def test_status_cancel_and_logs(
     assert "a-run  queued  0/40" in capsys.readouterr().out
     assert main(["status", "spec.toml"]) == 0
     assert (
-        "job 17.headnode  queued: Not Running: Insufficient amount of resource: ncpus (R: 8 A: 0 T: 16)"
+        "job 17.headnode  queued: "
+        "Not Running: Insufficient amount of resource: ncpus (R: 8 A: 0 T: 16)"
         in capsys.readouterr().out
     )
     asked = len(fakes.calls(queue, "qstat"))
@@ -246,7 +250,7 @@ def test_waiting_for_the_end(
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
-        """One more job ends at each; then nothing is remembered of the last answer."""
+        """End one more job, and forget the last answer of the scheduler."""
         own = record(tmp_path)
         fakes.state(queue, own.jobs[len(slept)], "F")
         slept.append(seconds)
@@ -289,7 +293,7 @@ def test_the_log_is_followed_from_job_to_job(
 
 
 def test_on_a_login_node(queue: Path, tmp_path: Path) -> None:
-    """All of it without what only training needs."""
+    """The verbs work without the packages of training."""
     program = BLOCKER.format(blocked=["torch", "mpi4py", "numba"])
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for words in (
@@ -317,8 +321,10 @@ def test_a_probe_goes_where_short_jobs_begin_soon(
     queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "spec.toml").write_text(
-        'name = "big"\noutput = "runs"\ntrain = { steps = 100000, global_batch = 64 }\nschedule.warmup_steps = 900\n'
-        'batch = { site = "polaris", account = "a", nodes = 4, walltime = "3h", chain = 9, after = "4711", begin = "1200" }\n'
+        'name = "big"\noutput = "runs"\n'
+        "train = { steps = 100000, global_batch = 64 }\nschedule.warmup_steps = 900\n"
+        'batch = { site = "polaris", account = "a", nodes = 4, walltime = "3h", chain = 9, '
+        'after = "4711", begin = "1200" }\n'
     )
     assert main(["submit", "spec.toml", "--probe", "--dry-run"]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""submit and its kin where something is in the way: lost answers, full disks, two users of one run, impatience."""
+"""`submit` and its kin in trouble: lost answers, full disks, two users of a run, impatience."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ def test_a_submission_that_is_interrupted_is_taken_back(
 def test_a_job_that_is_still_on_its_way_into_the_queue(
     queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server enters it a moment after its answer was given up: it is not submitted once more."""
+    """The server enters it a moment after the wait for its answer: it is not submitted again."""
     (queue / "lose").touch()
     real, waited = pbs.jobs, []
     monkeypatch.setattr(pbs, "jobs", lambda user, numbers: real(user, numbers) if waited else [])
@@ -95,7 +95,7 @@ def test_a_home_that_cannot_be_written_loses_no_job(
 def test_what_is_cancelled_is_cancelled(
     queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where the books cannot be written any more, and jobs that are known by their tag only."""
+    """Also jobs that are known by their tag only, and with a record that cannot be written."""
     assert main(["submit", "spec.toml"]) == 0
     own = record(tmp_path)
     (own.path / "over").mkdir()  # as good as a full disk
@@ -148,7 +148,7 @@ def test_the_job_works_in_the_folder_that_was_meant_here(
 def test_a_layout_can_be_probed_again(
     queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each probe is a run of its own: the first one being finished says nothing about another layout."""
+    """Each probe is a run of its own: a finished one does not stop that of another layout."""
     for moment in (1, 2):
         monkeypatch.setattr(
             submit,
