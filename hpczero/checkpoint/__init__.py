@@ -1,4 +1,4 @@
-"""Checkpoints, for those who read them: `hpczero.checkpoint.open(path)["/model/<name>"]` is a whole tensor, read when it is asked for."""
+"""Checkpoints for readers: `hpczero.checkpoint.open(path)["/model/<name>"]` is a lazy tensor."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ __all__ = ["Damaged", "Unreadable", "open"]
 
 
 def open(path: str | Path, step: int | None = None) -> "Checkpoint":
-    """The checkpoint in this folder; of a run's directory the newest complete one, or that of `step`."""
+    """Open a checkpoint's folder, or of a run's directory the newest complete one or `step`."""
     from hpczero.checkpoint.directory import checkpoint_at
     from hpczero.checkpoint.load import Checkpoint
 

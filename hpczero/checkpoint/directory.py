@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpczero.checkpoint import manifest
 from hpczero.checkpoint.manifest import INDEX, Content
@@ -21,52 +21,102 @@ from hpczero.errors import InputError
 from hpczero.safe_files import Identity, OpenFolder, identity, make_folder, own_folder, rename, sync
 from hpczero.text import printable
 
-_STEP = re.compile(r"step-(\d{8,18})")
-_ASIDE = re.compile(r"step-(\d{8,18})\.\d{8}T\d{6}(-\d+)?")
+_NAME = re.compile(r"(step-(\d{8,18}))(\.\d{8}T\d{6}(-\d+)?)?")
 _FILES = re.compile(r"(shard-\d{5,9}\.h5|index\.h5|MANIFEST\.json)(\.new)?")
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+class _Name(NamedTuple):
+    """The facts in the name of a checkpoint's folder."""
+
+    step: int
+    is_canonical: bool  # the step is written as a save writes it
+    is_aside: bool
 
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def steps(checkpoints: Path) -> dict[int, Path]:
-    """Of the complete ones, the newest first."""
-    found = {step: path for step, path in _folders(checkpoints) if (path / manifest.NAME).is_file()}
-    return dict(sorted(found.items(), reverse=True))
-
-
-def incomplete(checkpoints: Path) -> list[Path]:
-    return [path for _, path in _folders(checkpoints) if not (path / manifest.NAME).is_file()]
-
-
-def oddly_named(checkpoints: Path) -> list[Path]:
-    """Those with a step in the name, written as no save writes it."""
-    return [path for _, path in _folders(checkpoints, canonical=False) if is_oddly_named(path)]
-
-
-def is_oddly_named(path: Path) -> bool:
-    match = _STEP.fullmatch(path.name)
-    return match is not None and path.name != name_of(int(match.group(1)))
-
-
-def aside(checkpoints: Path) -> list[Path]:
-    """Those that were set aside."""
-    return [path for _, path in _folders(checkpoints, _ASIDE)]
+def _parsed(name: str) -> _Name | None:
+    match = _NAME.fullmatch(name)
+    if not match:
+        return None
+    begin, step, stamp, _ = match.groups()
+    return _Name(int(step), begin == name_of(int(step)), stamp is not None)
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a folder's name says, also of one that was set aside; None: it is no name of a checkpoint."""
-    match = _STEP.fullmatch(path.absolute().name) or _ASIDE.fullmatch(path.absolute().name)
-    return int(match.group(1)) if match else None
+    """Return the step in a folder's name, also of one that was set aside; None: there is none."""
+    name = _parsed(path.absolute().name)
+    return name.step if name else None
+
+
+def _saved_step(path: Path) -> int | None:
+    """Return the step in a folder's manifest, a link's target included; None: it cannot be read."""
+    try:
+        return manifest.read(path).state.step
+    except (OSError, Damaged, Unreadable):
+        return None
+
+
+def refuse_misnamed(path: Path, step: int) -> None:
+    """Damaged if a save of this step gives its folder another name."""
+    if path.name != name_of(step):
+        named = f"it is of step {step}, and its name is not {name_of(step)}"
+        raise Damaged(f"{path}: {named}: a copy under another name does not count")
+
+
+# -- the folders of a run ------------------------------------------------------------------------
+
+
+def _folders(checkpoints: Path) -> list[tuple[_Name, Path]]:
+    """Return the folders, and links to folders, with a name of a checkpoint, by name."""
+    if not checkpoints.is_dir():
+        return []
+    named = [(_parsed(path.name), path) for path in sorted(checkpoints.iterdir())]
+    return [(name, path) for name, path in named if name and path.is_dir()]
+
+
+def _saves(checkpoints: Path, complete: bool) -> list[tuple[int, Path]]:
+    """Return step and path of the folders of saves with, or without, a manifest."""
+    return [
+        (name.step, path)
+        for name, path in _folders(checkpoints)
+        if name.is_canonical and not name.is_aside
+        if (path / manifest.NAME).is_file() == complete
+    ]
+
+
+def steps(checkpoints: Path) -> dict[int, Path]:
+    """Return the complete checkpoints by step, the newest first."""
+    return dict(sorted(_saves(checkpoints, complete=True), reverse=True))
+
+
+def incomplete(checkpoints: Path) -> list[Path]:
+    return [path for _, path in _saves(checkpoints, complete=False)]
+
+
+def aside(checkpoints: Path) -> list[Path]:
+    """Return those that were set aside."""
+    folders = _folders(checkpoints)
+    return [path for name, path in folders if name.is_aside and name.is_canonical]
+
+
+def _oddly_named(checkpoints: Path) -> list[Path]:
+    """Return those with a step in the name, written as no save writes it."""
+    folders = _folders(checkpoints)
+    return [path for name, path in folders if not name.is_aside and not name.is_canonical]
 
 
 def holds_any(checkpoints: Path) -> bool:
-    return bool(_folders(checkpoints, canonical=False) or _folders(checkpoints, _ASIDE))
+    return any(name.is_canonical or not name.is_aside for name, _ in _folders(checkpoints))
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """A new folder, on the disk. What is there under this name is removed or set aside."""
+    """Make a new folder, on the disk. What has its name is removed or set aside."""
     refuse_another_runs(checkpoints)
     if own_folder(checkpoints):
         sync(checkpoints.parent)
@@ -78,17 +128,16 @@ def begin(checkpoints: Path, step: int) -> Path:
 
 
 def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:
-    """For a run that has `step` steps behind it, and begins from `origin`: whatever else could be taken for what it is going to save is set
-    aside, and what saves left that did not come to their end is removed. What was set aside.
+    """Free the names that a run needs which has `step` steps behind it and begins from `origin`.
+
+    Other checkpoints that could be taken for its own are set aside; incomplete ones are removed.
+    Return what was set aside.
     """
     refuse_another_runs(checkpoints)
     left = [path for path in incomplete(checkpoints) if not path.is_symlink()]
-    newer = [
-        path
-        for at, path in steps(checkpoints).items()
-        if at >= step and not (origin and path.samefile(origin))
-    ]
-    moved = [aside for path in left + newer if (aside := _clear(path))]
+    newer = [path for at, path in steps(checkpoints).items() if at >= step]
+    others = [path for path in newer if not (origin and path.samefile(origin))]
+    moved = [aside for path in left + others if (aside := _clear(path))]
     if moved:
         sync(checkpoints)
     return moved
@@ -106,28 +155,21 @@ def _clear(path: Path) -> Path | None:
 
 
 def _set_aside(path: Path) -> Path:
-    stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), 0
-    while os.path.lexists(
-        aside := path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))
-    ):
+    stamped = f"{path.name}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}"
+    aside, number = path.with_name(stamped), 0
+    while os.path.lexists(aside):
         number += 1
+        aside = path.with_name(f"{stamped}-{number}")
     rename(path, aside)
     return aside
 
 
 def refuse_another_runs(checkpoints: Path) -> None:
     """InputError if the folder is a link into another run, which may be saving there meanwhile."""
-    there = checkpoints.resolve().parent
-    if there != checkpoints.parent.resolve() and (there / "spec.toml").exists():
+    run = checkpoints.resolve().parent
+    if run != checkpoints.parent.resolve() and (run / "spec.toml").exists():
         ways = "remove the link (checkpoint.resume names a run to begin from)"
-        raise InputError(f"{checkpoints} leads to the checkpoints of another run, {there}: {ways}")
-
-
-def refuse_misnamed(path: Path, step: int) -> None:
-    """Damaged if a save of this step gives its folder another name."""
-    if path.name != name_of(step):
-        named = f"it is of step {step}, and its name is not {name_of(step)}"
-        raise Damaged(f"{path}: {named}: a copy under another name does not count")
+        raise InputError(f"{checkpoints} leads to the checkpoints of another run, {run}: {ways}")
 
 
 def remove(path: Path, known_as: Identity | None = None) -> None:
@@ -145,28 +187,17 @@ def outdated(
 ) -> list[tuple[Path, Identity]]:
     """Return the checkpoints that a run which has just saved step `newest` keeps no longer.
 
-    What is newer is none of the run's; what does not fit its name neither counts nor is removed.
+    What is newer is none of the run's. A link, and what does not fit its name, neither counts nor
+    is removed.
     """
-    own = {step: path for step, path in steps(checkpoints).items() if step <= newest}
-    known = {step: identity(path) for step, path in own.items()}
-    old = to_prune(list(own), keep, keep_every, lambda step: step == newest or fits_name(own[step]))
-    return [(own[step], known[step]) for step in old]
+    paths = {step: path for step, path in steps(checkpoints).items() if step <= newest}
+    known = {step: identity(path) for step, path in paths.items()}
 
+    def counts(step: int) -> bool:
+        path = paths[step]
+        return step == newest or (not path.is_symlink() and _saved_step(path) == step)
 
-def misnamed(path: Path) -> bool:
-    """Return True if its manifest says another step than its name; of a link, what it leads to."""
-    try:
-        return manifest.read(path).state.step != step_of(path)
-    except (OSError, Damaged, Unreadable):
-        return False
-
-
-def fits_name(path: Path) -> bool:
-    """Return True for a folder, and no link, whose manifest says the step of its name."""
-    try:
-        return not path.is_symlink() and path.name == name_of(manifest.read(path).state.step)
-    except (OSError, Damaged, Unreadable):
-        return False
+    return [(paths[step], known[step]) for step in to_prune(list(paths), keep, keep_every, counts)]
 
 
 def to_prune(
@@ -196,38 +227,20 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _folders(
-    checkpoints: Path, name: re.Pattern[str] = _STEP, canonical: bool = True
-) -> list[tuple[int, Path]]:
-    """Return step and path of what has such a name; `canonical`: as a save writes the step."""
-    if not checkpoints.is_dir():
-        return []
-    found = sorted((path.name, path) for path in checkpoints.iterdir())
-    matches = [(name.fullmatch(text), path) for text, path in found]
-    dated = [(int(match.group(1)), path) for match, path in matches if match and path.is_dir()]
-    return [
-        (step, path) for step, path in dated if not canonical or path.name.startswith(name_of(step))
-    ]
+# -- what checkpoints there are, from manifests and file sizes: fast, without a look at the data -
 
-
-# What checkpoints there are, from their manifests and the sizes of their files: fast, and without a look at the data.
-COMPLETE, DAMAGED, INCOMPLETE, ASIDE, NEWER, UNREADABLE = (
-    "complete",
-    "damaged",
-    "incomplete",
-    "set aside",
-    "newer",
-    "unreadable",
-)
-MISNAMED, LINKED = "misnamed", "linked"
+COMPLETE, DAMAGED, INCOMPLETE, ASIDE = "complete", "damaged", "incomplete", "set aside"
+NEWER, UNREADABLE, MISNAMED, LINKED = "newer", "unreadable", "misnamed", "linked"
 
 
 @dataclass(frozen=True)
 class Listed:
-    """`state`: complete, damaged (`problem` says how), incomplete (a save that did not come to its end, or has not yet), set aside, newer (of a
-    format that this version does not know), unreadable (it may be good), misnamed (its name is not
-    the one that its step gets), linked (a link, and what it leads to may be another run's).
-    `identity`: of the folder that was looked at.
+    """A checkpoint's folder in one of these states.
+
+    complete; damaged: `problem` says how; incomplete: a save that did not come to its end, or has
+    not yet; set aside; newer: of a format that this version does not know; unreadable: it may be
+    good; misnamed: its name is not the one that its step gets; linked: a link, and what it leads to
+    may be another run's. `identity`: of the folder that was looked at.
     """
 
     path: Path
@@ -250,15 +263,13 @@ class Listed:
 
 
 def listed(checkpoints: Path) -> Iterator[Listed]:
-    """Those in a folder of checkpoints, by step."""
+    """Yield those in a folder of checkpoints, by step."""
     try:
-        found = [*steps(checkpoints).values(), *incomplete(checkpoints), *aside(checkpoints)]
-        found += oddly_named(checkpoints)
+        paths = [*steps(checkpoints).values(), *incomplete(checkpoints), *aside(checkpoints)]
+        paths += _oddly_named(checkpoints)
     except OSError as error:
         raise not_read(Path(error.filename or checkpoints), error) from error
-    return (
-        _look_at(path) for path in sorted(found, key=lambda path: (step_of(path) or 0, path.name))
-    )
+    return map(_look_at, sorted(paths, key=lambda path: (step_of(path) or 0, path.name)))
 
 
 def _look_at(path: Path) -> Listed:
@@ -274,57 +285,56 @@ def _look_at(path: Path) -> Listed:
 
 def _look_into(path: Path, step: int) -> Listed:
     size = 0
+    name = path.absolute().name
     try:
         size = sum(entry.lstat().st_size for entry in path.iterdir())
         if not (path / manifest.NAME).exists():
-            if is_oddly_named(path):
+            if name != name_of(step) and "." not in name:
                 return Listed(path, step, MISNAMED, f"no save writes step {step} so", size)
             return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
         content = manifest.read(path)
         problem = _missing(path, content)
     except OSError as error:  # or removed since it was listed
         return Listed(path, step, UNREADABLE, f"{error.filename or path}: {error.strerror}", size)
-    except (Damaged, Unreadable) as error:
-        state = (
-            DAMAGED
-            if isinstance(error, Damaged)
-            else NEWER
-            if isinstance(error, Newer)
-            else UNREADABLE
-        )
+    except Damaged as error:
+        return Listed(path, step, DAMAGED, str(error), size)
+    except Unreadable as error:
+        state = NEWER if isinstance(error, Newer) else UNREADABLE
         return Listed(path, step, state, str(error), size)
-    named = path.absolute().name
-    if name_of(content.state.step) not in (named, named.partition(".")[0]):
-        problem = f"it is of step {content.state.step}, which is {name_of(content.state.step)}"
+    saved = content.state.step
+    if name.partition(".")[0] != name_of(saved):
+        problem = f"it is of step {saved}, which is {name_of(saved)}"
         state = MISNAMED
+    elif problem:
+        state = DAMAGED
     else:
-        state = DAMAGED if problem else COMPLETE if named == name_of(step) else ASIDE
-    return Listed(
-        path, content.state.step, state, problem, size, content.created, content.ranks, content.grid
-    )
+        state = COMPLETE if name == name_of(step) else ASIDE
+    return Listed(path, saved, state, problem, size, content.created, content.ranks, content.grid)
 
 
 def _missing(path: Path, content: Content) -> str:
-    """Which file is not there, or not as long as it was; empty if all are."""
-    for name, size in [
-        (INDEX, content.index.size),
-        *((shard.file, shard.size) for shard in content.shards),
-    ]:
+    """Return which file is not there, or not as long as it was; empty if all are."""
+    written = {INDEX: content.index.size} | {shard.file: shard.size for shard in content.shards}
+    for name, size in written.items():
         try:
-            found = (path / name).lstat()
+            size_now = (path / name).lstat().st_size
         except FileNotFoundError as error:
             return f"{name}: {error.strerror}"
-        if found.st_size != size:
-            return f"{name} has {found.st_size:,} bytes, and {size:,} were written"
+        if size_now != size:
+            return f"{name} has {size_now:,} bytes, and {size:,} were written"
     return ""
 
 
-# Which checkpoint a path means: a checkpoint's folder, a run's directory, or its folder of checkpoints.
+# -- which checkpoint a path means: a checkpoint's folder, a run's directory, or its checkpoints -
+
 _SHOWN = 8
 
 
 def checkpoint_at(path: Path, step: int | None = None) -> Path:
-    """The folder of a checkpoint: of a run the newest complete one, or that of `step`. InputError: there is none."""
+    """Return the folder of a checkpoint: of a run the newest complete one, or that of `step`.
+
+    InputError: there is none.
+    """
     try:
         return _checkpoint_at(path, step)
     except OSError as error:
@@ -332,56 +342,57 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
 
 
 def _checkpoint_at(path: Path, step: int | None) -> Path:
-    said = printable(str(path))
+    said, option = printable(str(path)), f"--step {step}"
     if not path.is_dir():
-        raise InputError(
-            f"{said} {'is no folder' if path.exists() else 'does not exist'}: name a checkpoint's folder or a run's directory"
-        )
+        raise InputError(f"{_no_folder(path)}: name a checkpoint's folder or a run's directory")
     if (path / manifest.NAME).is_file():
         if step is not None and step_of(path) != step:
-            raise InputError(
-                f"--step {step}: {said} is a checkpoint itself; name its run's directory to choose a step"
-            )
+            choose = "name its run's directory to choose a step"
+            raise InputError(f"{option}: {said} is a checkpoint itself; {choose}")
         return path
     if step_of(path) is not None:
-        raise InputError(
-            f"{said} has no {manifest.NAME}: it is what a save left that did not come to its end"
-        )
+        left = "it is what a save left that did not come to its end"
+        raise InputError(f"{said} has no {manifest.NAME}: {left}")
     complete = steps(checkpoints_of(path))
     if not complete:
         raise InputError(f"{said} has no complete checkpoint")
-    if step is not None and step not in complete:
-        there = ", ".join(map(str, list(complete)[:_SHOWN])) + (
-            ", …" if len(complete) > _SHOWN else ""
-        )
-        raise InputError(
-            f"--step {step}: {said} has no complete checkpoint of that step; there are {there}"
-        )
-    if step is not None:
-        if misnamed(complete[step]):
-            raise InputError(f"--step {step}: what has that name in {said} is of another step")
-        return complete[step]
-    named_well = (path for path in complete.values() if not misnamed(path))
-    return next(named_well, complete[next(iter(complete))])
+    if step is None:
+        named_well = (path for at, path in complete.items() if _is_well_named(path, at))
+        return next(named_well, complete[next(iter(complete))])
+    if step not in complete:
+        there = ", ".join(map(str, list(complete)[:_SHOWN]))
+        there += ", …" if len(complete) > _SHOWN else ""
+        missing = "has no complete checkpoint of that step; there are"
+        raise InputError(f"{option}: {said} {missing} {there}")
+    if not _is_well_named(complete[step], step):
+        raise InputError(f"{option}: what has that name in {said} is of another step")
+    return complete[step]
+
+
+def _is_well_named(path: Path, step: int) -> bool:
+    """Return False if a manifest that can be read says another step."""
+    return _saved_step(path) in (None, step)
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Of a run's directory the folder of its checkpoints; any other folder is taken for one itself."""
+    """Return the folder of a run's checkpoints; any other folder is taken for one itself."""
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
 def folders_of_checkpoints(path: Path) -> list[Path]:
-    """Those that a path leads to: of a run, or of all runs in an output folder."""
+    """Return the folders of checkpoints of a run, or of all runs in an output folder."""
     if not path.is_dir():
-        raise InputError(
-            f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}"
-        )
+        raise InputError(_no_folder(path))
     try:
-        own = checkpoints_of(path)
-        if own != path or holds_any(path):
-            return [own]
+        checkpoints = checkpoints_of(path)
+        if checkpoints != path or holds_any(path):
+            return [checkpoints]
         return sorted(
             run / "checkpoints" for run in path.iterdir() if (run / "checkpoints").is_dir()
         )
     except OSError as error:
         raise InputError(f"{printable(str(error.filename or path))}: {error.strerror}") from error
+
+
+def _no_folder(path: Path) -> str:
+    return f"{printable(str(path))} {'is no folder' if path.exists() else 'does not exist'}"

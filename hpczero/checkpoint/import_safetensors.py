@@ -1,27 +1,21 @@
-"""A checkpoint made of safetensors files, with moments of zero, at step 0: training begins with weights from elsewhere."""
+"""Making a checkpoint of safetensors files, at step 0: training begins with weights from elsewhere.
+
+The moments are zero. `save` writes a checkpoint for any grid of ranks by one process; those of runs
+are written by all ranks (`checkpoint.save`).
+"""
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpczero import env
 from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.load import STRETCH
-from hpczero.checkpoint.manifest import (
-    INDEX,
-    Content,
-    IndexFile,
-    RankData,
-    ShardFile,
-    TrainingState,
-)
+from hpczero.checkpoint.manifest import INDEX, IndexFile, ShardFile, TrainingState
 from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
 from hpczero.checkpoint.safetensors import BUFFERS, FLOATS, Entry, SafetensorsFile, to_float32
 from hpczero.checkpoint.shard_file import (
@@ -30,10 +24,9 @@ from hpczero.checkpoint.shard_file import (
     WIDTH,
     Advance,
     Array,
-    Extent,
-    Writer,
     bounce,
     empty_chunks,
+    write_data,
 )
 from hpczero.errors import InputError
 from hpczero.model.families import known, layers
@@ -54,119 +47,100 @@ class FoundTensors:
 
 
 class Adoption:
-    """Of open files, for a model; InputError: the tensors are not those of the model."""
+    """The import of open files for a model; InputError: the tensors are not those of the model."""
 
     def __init__(self, spec: Spec, files: Sequence[SafetensorsFile]) -> None:
         self.spec = spec
         self.found: dict[str, FoundTensors] = {}
         for file in files:
             for entry in file.entries:
-                if entry.name in self.found:
-                    raise InputError(
-                        f"{printable(entry.name, 100)} is in {self.found[entry.name].file.path} and in {file.path}"
-                    )
-                self.found[entry.name] = FoundTensors(file, entry)
+                name = entry.name
+                if name in self.found:
+                    both = f"{self.found[name].file.path} and in {file.path}"
+                    raise InputError(f"{printable(name, 100)} is in {both}")
+                self.found[name] = FoundTensors(file, entry)
         buffers = {name for file in files for name in _buffers_of(file)}
         self.buffers = {
-            name: one
-            for name, one in self.found.items()
-            if name in buffers or one.entry.dtype not in FLOATS
+            name: tensor
+            for name, tensor in self.found.items()
+            if name in buffers or tensor.entry.dtype not in FLOATS
         }
-        self.layers = (
-            layers(spec.model) if known(spec.model) else _as_layers(self.found, self.buffers)
-        )
+        self.shapes = {
+            name: tensor.entry.shape
+            for name, tensor in self.found.items()
+            if name not in self.buffers
+        }
+        self.layers = layers(spec.model) if known(spec.model) else _as_layers(self.shapes)
+        self.parameters = [parameter for layer in self.layers for parameter in layer.parameters]
         self._refuse_another_model()
         self._refuse_what_cannot_be_held()
         self.overflows = 0  # numbers that were finite and are too large for float32
-        self.parameters = [parameter for layer in self.layers for parameter in layer.parameters]
 
     @property
     def size(self) -> int:
         """Bytes that are read."""
-        return sum(one.entry.end - one.entry.begin for one in self.found.values())
-
-    def save(self, checkpoints: Path, advance: Advance) -> Path:
-        holding = RankShard([unit_layout(layer) for layer in self.layers if layer.parameters], 0)
-        table = Table.of([Tensor(p.name, p.shape) for p in self.parameters], 1, lambda _: holding)
-        buffers = {name: _whole(one) for name, one in self.buffers.items()}
-        state = TrainingState(
-            step=0,
-            updates=0,
-            loss_scale=self.spec.train.loss_scale if self.spec.train.precision == "fp16" else 1.0,
-            good_steps=0,
-        )
-        made = Made(
-            state,
-            self.spec.model_dump(mode="json"),
-            {"pipeline": 1, "data": 1, "tensor": 1},
-            table,
-            [[0]],
-            buffers,
-        )
-        empty, elements = empty_chunks(), table.elements(1)[0]
-        return save(
-            checkpoints,
-            made,
-            lambda _, slot: bounce(_zeros(elements) if slot else self._weights(advance), empty),
-        )
-
-    def _weights(self, advance: Advance) -> Iterator[Array]:
-        for parameter in self.parameters:
-            one = self.found[parameter.name]
-            for values in one.file.stretches(one.entry, STRETCH):
-                made = to_float32(values, one.entry.dtype)
-                if values.dtype == np.float64:
-                    self.overflows += int(np.isfinite(values).sum() - np.isfinite(made).sum())
-                yield made
-                advance(values.nbytes)
+        return sum(tensor.entry.end - tensor.entry.begin for tensor in self.found.values())
 
     @property
     def room(self) -> int:
         """Bytes that the checkpoint takes, but for its structure."""
         weights = sum(prod(parameter.shape) for parameter in self.parameters)
-        return weights * WIDTH * len(SLOTS) + sum(
-            one.entry.size * one.entry.numpy.itemsize for one in self.buffers.values()
-        )
+        buffers = [tensor.entry for tensor in self.buffers.values()]
+        buffer_bytes = sum(entry.size * entry.numpy.itemsize for entry in buffers)
+        return weights * WIDTH * len(SLOTS) + buffer_bytes
+
+    def save(self, checkpoints: Path, advance: Advance) -> Path:
+        holding = RankShard([unit_layout(layer) for layer in self.layers if layer.parameters], 0)
+        table = Table.of([Tensor(p.name, p.shape) for p in self.parameters], 1, lambda _: holding)
+        buffers = {name: _values(tensor) for name, tensor in self.buffers.items()}
+        train = self.spec.train
+        loss_scale = train.loss_scale if train.precision == "fp16" else 1.0
+        state = TrainingState(step=0, updates=0, loss_scale=loss_scale, good_steps=0)
+        grid = {"pipeline": 1, "data": 1, "tensor": 1}
+        made = Made(state, self.spec.model_dump(mode="json"), grid, table, [[0]], buffers)
+        empty, elements = empty_chunks(), table.elements(1)[0]
+
+        def read(_: int, slot: int) -> Iterator[Array]:
+            return bounce(_zeros(elements) if slot else self._weights(advance), empty)
+
+        return save(checkpoints, made, read)
+
+    def _weights(self, advance: Advance) -> Iterator[Array]:
+        for parameter in self.parameters:
+            tensor = self.found[parameter.name]
+            for values in tensor.file.stretches(tensor.entry, STRETCH):
+                converted = to_float32(values, tensor.entry.dtype)
+                if values.dtype == np.float64:
+                    self.overflows += int(np.isfinite(values).sum() - np.isfinite(converted).sum())
+                yield converted
+                advance(values.nbytes)
 
     def _refuse_what_cannot_be_held(self) -> None:
-        tensors = {
-            name: one.entry.shape for name, one in self.found.items() if name not in self.buffers
-        }
         buffers = {
-            name: (
-                "float32" if one.entry.dtype == "BF16" else one.entry.numpy.name,
-                one.entry.shape,
-            )
-            for name, one in self.buffers.items()
+            name: (_buffer_dtype(tensor.entry).name, tensor.entry.shape)
+            for name, tensor in self.buffers.items()
         }
-        if problem := manifest.problem(tensors, buffers):
+        if problem := manifest.problem(self.shapes, buffers):
             raise InputError(f"a checkpoint cannot hold what is in the files: {problem}")
 
     def _refuse_another_model(self) -> None:
-        wanted = {
-            parameter.name: parameter.shape
-            for layer in self.layers
-            for parameter in layer.parameters
-        }
-        there = {
-            name: one.entry.shape for name, one in self.found.items() if name not in self.buffers
-        }
+        wanted = {parameter.name: parameter.shape for parameter in self.parameters}
+        there = self.shapes
         wrong = [f"{name}: not in the files" for name in wanted if name not in there]
         wrong += [f"{printable(name)}: not in the model" for name in there if name not in wanted]
-        other = [name for name, shape in wanted.items() if there.get(name, shape) != shape]
         wrong += [
-            f"{name}: {list(there[name])} in the files, {list(wanted[name])} in the model"
-            for name in other
+            f"{name}: {list(there[name])} in the files, {list(shape)} in the model"
+            for name, shape in wanted.items()
+            if there.get(name, shape) != shape
         ]
         if wrong:
-            shown = "".join(f"\n  {line}" for line in wrong[:_SHOWN]) + (
-                f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            )
-            raise InputError(f"the files do not have this model's tensors:{shown}")
+            more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+            listed = "".join(f"\n  {line}" for line in wrong[:_SHOWN] + more)
+            raise InputError(f"the files do not have this model's tensors:{listed}")
 
 
 def _buffers_of(file: SafetensorsFile) -> list[str]:
-    """As an export says."""
+    """Return the tensors that an export says are buffers."""
     try:
         names = json.loads(file.metadata[BUFFERS])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -174,23 +148,25 @@ def _buffers_of(file: SafetensorsFile) -> list[str]:
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
-def _as_layers(found: Mapping[str, FoundTensors], buffers: Mapping[str, Any]) -> list[Layer]:
-    """Of a model that is not known without building it: what there is."""
-    return [
-        Layer(name, (Parameter(name, one.entry.shape, ZEROS),))
-        for name, one in found.items()
-        if name not in buffers
-    ]
+def _as_layers(shapes: Mapping[str, tuple[int, ...]]) -> list[Layer]:
+    """Return what the files have as the layers of a model that only building it would tell."""
+    return [Layer(name, (Parameter(name, shape, ZEROS),)) for name, shape in shapes.items()]
 
 
-def _whole(one: FoundTensors) -> Array:
-    parts = [
-        to_float32(v, "BF16") if one.entry.dtype == "BF16" else v
-        for v in one.file.stretches(one.entry, STRETCH)
-    ]
-    return np.concatenate(
-        [np.empty(0, parts[0].dtype if parts else one.entry.numpy), *parts]
-    ).reshape(one.entry.shape)
+def _buffer_dtype(entry: Entry) -> np.dtype[Any]:
+    """Return the dtype that a checkpoint holds a buffer in: numpy has no bfloat16."""
+    return np.dtype(np.float32) if entry.dtype == "BF16" else entry.numpy
+
+
+def _values(tensor: FoundTensors) -> Array:
+    """Read a buffer."""
+    entry = tensor.entry
+    values, filled = np.empty(entry.size, _buffer_dtype(entry)), 0
+    for stretch in tensor.file.stretches(entry, STRETCH):
+        target = values[filled : filled + len(stretch)]
+        target[:] = to_float32(stretch, "BF16") if entry.dtype == "BF16" else stretch
+        filled += len(stretch)
+    return values.reshape(entry.shape)
 
 
 def _zeros(elements: int) -> Iterator[Array]:
@@ -199,10 +175,9 @@ def _zeros(elements: int) -> Iterator[Array]:
         yield zeros[: elements - start]
 
 
-# A checkpoint written by one process, for any grid of ranks: what an import makes. (A run's are written by all its ranks: `write`.)
-Read = Callable[
-    [int, int], Iterable[Array]
-]  # rank, slot -> its data, as `shard.Writer.write` takes it
+# -- saving by one process -----------------------------------------------------------------------
+
+Read = Callable[[int, int], Iterable[Array]]  # rank, slot -> its data, for `Writer.write`
 
 
 @dataclass(frozen=True)
@@ -218,64 +193,27 @@ class Made:
 
 
 def save(checkpoints: Path, made: Made, read: Read) -> Path:
-    """A new folder in `checkpoints`. What cannot be finished is removed."""
+    """Save a checkpoint in a new folder in `checkpoints`; what cannot be finished is removed."""
     path = directory.begin(checkpoints, made.state.step)
     try:
         elements = made.table.elements(sum(map(len, made.files)))
         shards = [
-            _shard(path, f"shard-{number:05d}.h5", {rank: elements[rank] for rank in ranks}, read)
+            _save_shard(path, number, {rank: elements[rank] for rank in ranks}, read)
             for number, ranks in enumerate(made.files)
         ]
-        attributes = {
-            "format": made.state.format,
-            "step": made.state.step,
-            "spec": dict(made.spec),
-            "grid": dict(made.grid),
-        }
+        attributes = index.attributes(made.state, made.spec, made.grid, {})
         index.write(path / INDEX, made.table, shards, made.buffers, attributes)
-        content = Content(
-            format=made.state.format, hpczero=env.VERSION, created=datetime.now(UTC).isoformat(timespec="seconds"),
-            state=made.state, spec=dict(made.spec), grid=dict(made.grid), ranks=len(elements),
-            index=IndexFile(**_sealed(path / INDEX, "checksum", ())), shards=shards,
-        )  # fmt: skip
-        manifest.write(path, content)
+        sealed = IndexFile.sealed(path / INDEX)
+        manifest.commit(path, made.state, made.spec, made.grid, sealed, shards)
     except BaseException:
         directory.remove(path)
         raise
     return path
 
 
-def _shard(path: Path, name: str, elements: Mapping[int, int], read: Read) -> ShardFile:
+def _save_shard(path: Path, number: int, elements: Mapping[int, int], read: Read) -> ShardFile:
+    name = manifest.shard_name(number)
     extents = shard_file.make(path / name, elements)
     for extent in extents:
-        writer = Writer(path / name, extent, direct=True)
-        try:
-            for slot in range(len(SLOTS)):
-                writer.write(slot, read(extent.rank, slot))
-            writer.finish()
-        finally:
-            writer.close()
-    sealed = _sealed(
-        path / name, "rest", [place for extent in extents for place in extent.ranges()]
-    )
-    return ShardFile(file=name, ranks=[_described(extent) for extent in extents], **sealed)
-
-
-def _described(extent: Extent) -> RankData:
-    return RankData(
-        rank=extent.rank,
-        elements=extent.elements,
-        data=list(extent.data),
-        checksums=extent.checksums,
-    )
-
-
-def _sealed(path: Path, checksum: str, data: Iterable[shard_file.Range]) -> dict[str, Any]:
-    """The size of a file that is on the disk now, and the checksum of all of it but the data."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-        size = os.fstat(file).st_size
-        return {"size": size, checksum: shard_file.rest(file, size, data)}
-    finally:
-        os.close(file)
+        write_data(path / name, extent, (read(extent.rank, slot) for slot in range(len(SLOTS))))
+    return ShardFile.sealed(path / name, name, extents)

@@ -1,4 +1,7 @@
-"""Reading a checkpoint, whatever grid wrote it: any rectangle of any tensor, through the piece table."""
+"""Reading a checkpoint, whatever grid wrote it: any rectangle of any tensor, by the piece table.
+
+`Statistics` and `Difference` say what the numbers of tensors are like, in one pass over them.
+"""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -7,7 +10,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from math import inf, prod, sqrt
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -16,21 +18,21 @@ from hpczero.checkpoint import index, manifest, shard_file
 from hpczero.checkpoint.index import Index
 from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.checkpoint.piece_table import Tensor
-from hpczero.checkpoint.shard_file import SLOTS, WIDTH, Array, Damaged, not_read, open_plain
+from hpczero.checkpoint.shard_file import SLOTS, WIDTH, Array, Damaged, open_plain, reading
 from hpczero.checkpoint.shards import Shards
 from hpczero.parallel.layout import Slices, rectangles
 
-STRETCH = (
-    32 << 20
-) // WIDTH  # elements that are taken at a time of a tensor that may be larger than memory
+STRETCH = (32 << 20) // WIDTH  # elements at a time of a tensor that may be larger than memory
 
-Wanted = tuple[int, str, Slices]  # from which element on, of which tensor, what
+Wanted = tuple[int, str, Slices]  # at which element of the output, of which tensor, what
 
 
 @dataclass
 class Run:
-    """Rectangles of tensors that follow each other where they are wanted, from element `at` on, and in a rank's data, from element `first` on; or one
-    that lies in several places (rank -1). Each with where it is wanted.
+    """Wanted rectangles that are read at once.
+
+    They follow each other in the output, from element `at` on, and in a rank's data, from element
+    `first` on. A rectangle that lies in several places is a run by itself, of rank -1.
     """
 
     at: int
@@ -41,72 +43,81 @@ class Run:
 
 
 class Checkpoint(Mapping[str, "Lazy"]):
-    """An open checkpoint; Damaged if what is always read of it (all but the data) is not what was written, Unreadable if that cannot be told.
+    """An open checkpoint.
 
-    checkpoint["/model/blocks.0.attention.query.weight"][:10] reads what is asked for; `.numpy()` and `.torch()` all of it.
+    checkpoint["/model/blocks.0.attention.query.weight"][:10] reads what is asked for; `.numpy()`
+    and `.torch()` read all of it.
     """
 
-    def __init__(self, folder: Path, content: Content, found: Index) -> None:
+    def __init__(self, folder: Path, content: Content, index: Index) -> None:
         self.folder, self.content = folder, content
-        self.table, self.buffers, self.identity = found.table, found.buffers, found.identity
+        self.table, self.buffers, self.identity = index.table, index.buffers, index.identity
         self.shards = Shards(folder, content)
         self._number = self.table.number
 
     @classmethod
-    def open(cls, folder: str | Path) -> "Checkpoint":
-        """By the manifest and the piece table alone; `verify` also looks at the view."""
+    def open(cls, folder: str | Path, content: Content | None = None) -> "Checkpoint":
+        """Open by the manifest (`content` if it was read already) and the index.
+
+        Damaged: one of them is not what was written. Unreadable: that cannot be told. The view in
+        the index is not looked at; `verify` does that.
+        """
         folder = Path(folder)
-        content = manifest.read(folder)
-        found = _index(folder, content)
-        if problem := found.table.problem(manifest.elements_of_ranks(content.shards)):
+        content = content or manifest.read(folder)
+        index = _read_index(folder, content)
+        if problem := index.table.problem(manifest.elements_of_ranks(content.shards)):
             raise Damaged(f"{folder / INDEX}: {problem}")
-        return cls(folder, content, found)
+        return cls(folder, content, index)
 
     @property
     def step(self) -> int:
         return self.content.state.step
 
     def read(self, slot: int, name: str, wanted: Slices, out: Array | None = None) -> Array:
-        """A rectangle of a tensor, in `out` if given."""
-        number, found = self._number[name], 0
+        """Read a rectangle of a tensor, into `out` if given."""
+        number, filled = self._number[name], 0
         shape = [cut.stop - cut.start for cut in wanted]
         out = np.empty(shape, np.float32) if out is None else out.reshape(shape)
         for part in self.table.parts(number, wanted):
-            there: Any = (*part.of_wanted, ...)
-            (first, last), target = _hull(part.shape, part.of_piece), out[there]
+            first, last = _hull(part.shape, part.of_piece)
+            target_box: Any = (*part.of_wanted, ...)
+            target = out[target_box]
             if last - first == target.size and target.flags.c_contiguous:
                 self.shards.read(part.rank, slot, part.offset + first, target.reshape(-1), name)
             else:
                 data = np.empty(last - first, np.float32)
                 self.shards.read(part.rank, slot, part.offset + first, data, name)
-                target[...] = _cut(data, part.shape, part.of_piece, first)
-            found += target.size
-        if found != out.size:
-            raise Damaged(
-                f"{self.folder}: {found} of {out.size} elements of {SLOTS[slot]}/{name} are there"
-            )
+                target[...] = _box_of(data, part.shape, part.of_piece)
+            filled += target.size
+        if filled != out.size:
+            missing = f"{filled} of {out.size} elements of {SLOTS[slot]}/{name} are there"
+            raise Damaged(f"{self.folder}: {missing}")
         return out
 
     def runs(self, wanted: Iterable[Wanted]) -> list[Run]:
-        """How this is read in few goes; the same for all slots."""
-        found: list[Run] = []
+        """Return how to read this in few goes; it is the same for all slots."""
+        runs: list[Run] = []
         for at, name, box in wanted:
             size = _size(box)
             rank, first = self._in_one_place(name, box)
-            last = found[-1] if found else None
+            last = runs[-1] if runs else None
             if (
                 last
-                and rank >= 0
-                and (at, rank, first) == (last.at + last.size, last.rank, last.first + last.size)
+                and rank == last.rank >= 0
+                and at == last.at + last.size
+                and first == last.first + last.size
             ):
                 last.size += size
                 last.rectangles.append((at, name, box))
             else:
-                found.append(Run(at, size, rank, first, [(at, name, box)]))
-        return found
+                runs.append(Run(at, size, rank, first, [(at, name, box)]))
+        return runs
 
     def _in_one_place(self, name: str, box: Slices) -> tuple[int, int]:
-        """Rank and first element, if one rank has all of it without a gap."""
+        """Return the rank that has all of a rectangle without a gap, and the first element there.
+
+        (-1, 0) if there is none.
+        """
         if part := next(self.table.parts(self._number[name], box), None):
             first, last = _hull(part.shape, part.of_piece)
             if last - first == _size(part.of_piece) == _size(box):
@@ -114,17 +125,12 @@ class Checkpoint(Mapping[str, "Lazy"]):
         return -1, 0
 
     def read_runs(self, slot: int, runs: Sequence[Run], out: Array) -> None:
-        """What is wanted, at its places in `out`."""
+        """Read what is wanted into its places in `out`."""
         for run in runs:
             if run.rank >= 0:
+                target, name = out[run.at : run.at + run.size], run.rectangles[0][1]
                 with suppress(Damaged):
-                    self.shards.read(
-                        run.rank,
-                        slot,
-                        run.first,
-                        out[run.at : run.at + run.size],
-                        run.rectangles[0][1],
-                    )
+                    self.shards.read(run.rank, slot, run.first, target, name)
                     continue
             for at, name, box in run.rectangles:  # one by one, which says what of it is damaged
                 self.read(slot, name, box, out[at : at + _size(box)])
@@ -148,12 +154,7 @@ class Checkpoint(Mapping[str, "Lazy"]):
     def __enter__(self) -> "Checkpoint":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -163,43 +164,44 @@ class Lazy:
     dtype = np.dtype(np.float32)
 
     def __init__(self, checkpoint: Checkpoint, slot: int, tensor: Tensor) -> None:
-        self._checkpoint, self._slot, self.name, self.shape = (
-            checkpoint,
-            slot,
-            tensor.name,
-            tensor.shape,
-        )
+        self.name, self.shape = tensor.name, tensor.shape
+        self._checkpoint, self._slot = checkpoint, slot
 
     def __getitem__(self, wanted: Any) -> Array:
-        """As numpy's; rows, or stretches of step 1, are read alone, anything else is taken from the whole rows."""
+        """Index as numpy does.
+
+        Of single rows or ranges of step 1, only these rows are read; anything else reads all.
+        """
         rows = wanted[0] if isinstance(wanted, tuple) and wanted else wanted
         if not isinstance(rows, slice) or rows.step not in (None, 1) or not self.shape:
             return self.numpy()[wanted]
         start, stop, _ = rows.indices(self.shape[0])
-        part = self.read(start, max(start, stop))
-        return part[(slice(None), *wanted[1:])] if isinstance(wanted, tuple) else part
+        values = self.read(start, max(start, stop))
+        return values[(slice(None), *wanted[1:])] if isinstance(wanted, tuple) else values
 
     def read(self, start: int, stop: int) -> Array:
-        """Rows of the first dimension."""
+        """Read rows of the first dimension."""
         wanted = slice(start, stop), *(slice(0, length) for length in self.shape[1:])
         return self._checkpoint.read(self._slot, self.name, wanted)
 
     def stretches(self, length: int = STRETCH) -> Iterator[Array]:
-        """All elements in memory order, flat, so many at a time: how they are cut does not depend on the grid that wrote them."""
+        """Yield all elements in memory order, flat, so many at a time.
+
+        How they are cut does not depend on the grid that wrote them.
+        """
         size = prod(self.shape)
         for start in range(0, size, length):
             stop = min(start + length, size)
             out, filled = np.empty(stop - start, np.float32), 0
             for box in rectangles(self.shape, start, stop):
-                count = prod(cut.stop - cut.start for cut in box)
+                count = _size(box)
                 self._checkpoint.read(self._slot, self.name, box, out[filled : filled + count])
                 filled += count
             yield out
 
     def numpy(self) -> Array:
-        return self._checkpoint.read(
-            self._slot, self.name, tuple(slice(0, length) for length in self.shape)
-        )
+        wanted = tuple(slice(0, length) for length in self.shape)
+        return self._checkpoint.read(self._slot, self.name, wanted)
 
     def torch(self) -> Any:
         return import_module("torch").from_numpy(self.numpy())
@@ -208,22 +210,15 @@ class Lazy:
         return self.numpy().astype(dtype or np.float32, copy=False)
 
 
-def _index(folder: Path, content: Content) -> Index:
+def _read_index(folder: Path, content: Content) -> Index:
     """Read the index, if it is the one that was written."""
-    path = folder / INDEX
-    file = open_plain(path)
-    try:
+    path, written = folder / INDEX, content.index
+    with reading(path, open_plain(path)) as file:
         size = os.fstat(file).st_size
-        if size != content.index.size or shard_file.rest(file, size, ()) != content.index.checksum:
-            written = content.index.size
-            raise Damaged(
-                f"{path}: it is damaged: its {size} bytes are not the {written} that were written"
-            )
+        if size != written.size or shard_file.rest(file, size, ()) != written.checksum:
+            differ = f"its {size} bytes are not the {written.size} that were written"
+            raise Damaged(f"{path}: it is damaged: {differ}")
         return index.read(path, file)
-    except OSError as error:
-        raise not_read(path, error) from error
-    finally:
-        os.close(file)
 
 
 def _size(box: Slices) -> int:
@@ -231,25 +226,26 @@ def _size(box: Slices) -> int:
 
 
 def _hull(shape: tuple[int, ...], box: Slices) -> tuple[int, int]:
-    """The first element of a box in a tensor in memory order, and the one behind its last."""
+    """Return the first element of a box in a tensor in memory order, and the one after its last."""
     first = last = 0
     for length, cut in zip(shape, box, strict=True):
         first, last = first * length + cut.start, last * length + cut.stop - 1
     return first, last + 1
 
 
-def _cut(data: Array, shape: tuple[int, ...], box: Slices, first: int) -> Array:
-    """The box, from the elements of the tensor from `first` on."""
+def _box_of(data: Array, shape: tuple[int, ...], box: Slices) -> Array:
+    """View a box of a tensor of this shape; `data` begins with the box's first element."""
     strides = [data.itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    return np.lib.stride_tricks.as_strided(
-        data, [cut.stop - cut.start for cut in box], strides, writeable=False
-    )
+    lengths = [cut.stop - cut.start for cut in box]
+    return np.lib.stride_tricks.as_strided(data, lengths, strides, writeable=False)
 
 
-# What the numbers of a tensor are like, in one pass over it: bounded memory, and the same digits whatever grid wrote it.
+# -- statistics, in bounded memory and with the same digits whatever grid wrote the tensor -------
+
+
 @dataclass
 class Statistics:
-    """Of the finite elements that were added; NaN and infinite ones are counted."""
+    """Statistics of the finite elements that were added; NaN and infinite ones are counted."""
 
     count: int = 0
     nan: int = 0
@@ -261,7 +257,7 @@ class Statistics:
     squares: float = 0.0
 
     def add(self, values: Array) -> None:
-        """Sums in double precision; those of parts are put together as Chan, Golub and LeVeque (1979) do."""
+        """Add values, in double precision; parts combine as Chan, Golub and LeVeque (1979) do."""
         finite = np.isfinite(values)
         if not finite.all():
             self.nan += int(np.isnan(values).sum())
@@ -274,15 +270,12 @@ class Statistics:
         self.squares += float(np.dot(exact, exact))
         exact -= mean
         distance = mean - self.mean
-        self.deviations += (
-            float(np.dot(exact, exact)) + distance**2 * self.count * len(exact) / count
-        )
+        between = distance**2 * self.count * len(exact) / count
+        self.deviations += float(np.dot(exact, exact)) + between
         self.mean += distance * len(exact) / count
         self.count = count
-        self.minimum, self.maximum = (
-            min(self.minimum, float(values.min())),
-            max(self.maximum, float(values.max())),
-        )
+        self.minimum = min(self.minimum, float(values.min()))
+        self.maximum = max(self.maximum, float(values.max()))
 
     @property
     def norm(self) -> float:
@@ -293,7 +286,7 @@ class Statistics:
         return sqrt(self.deviations / self.count) if self.count else 0.0
 
     def as_data(self) -> dict[str, Any]:
-        """None: of nothing finite there is no mean."""
+        """Return the figures by name; None where there are no finite elements."""
         named = {
             "norm": self.norm,
             "mean": self.mean,
@@ -301,15 +294,16 @@ class Statistics:
             "min": self.minimum,
             "max": self.maximum,
         }
-        return {name: value if self.count else None for name, value in named.items()} | {
-            "nan": self.nan,
-            "inf": self.infinite,
-        }
+        counts = {"nan": self.nan, "inf": self.infinite}
+        return {name: value if self.count else None for name, value in named.items()} | counts
 
 
 @dataclass
 class Difference:
-    """Of two tensors. What is NaN, or the same infinity, in both is no difference; where only one is finite, it is infinite."""
+    """The difference of two tensors.
+
+    NaN, or the same infinity, in both is no difference; where only one is finite, it is infinite.
+    """
 
     largest: float = 0.0
     squares: float = 0.0
@@ -318,19 +312,16 @@ class Difference:
 
     def add(self, values: Array, reference: Array) -> None:
         same = (values == reference) | (np.isnan(values) & np.isnan(reference))
-        self.reference += float(
-            np.dot(
-                clean := np.where(np.isfinite(reference), reference, 0).astype(np.float64), clean
-            )
-        )
+        finite = np.where(np.isfinite(reference), reference, 0).astype(np.float64)
+        self.reference += float(np.dot(finite, finite))
         if same.all():
             return
         with np.errstate(invalid="ignore"):
-            apart = np.abs(values[~same].astype(np.float64) - reference[~same])
-        apart[np.isnan(apart)] = inf
-        self.differing += len(apart)
-        self.largest = max(self.largest, float(apart.max()))
-        self.squares += float(np.dot(apart, apart))
+            distances = np.abs(values[~same].astype(np.float64) - reference[~same])
+        distances[np.isnan(distances)] = inf
+        self.differing += len(distances)
+        self.largest = max(self.largest, float(distances.max()))
+        self.squares += float(np.dot(distances, distances))
 
     @property
     def relative(self) -> float:

@@ -1,9 +1,11 @@
 """The piece table: where every element of every tensor lies in a checkpoint (pure).
 
-Each rank stores what it owns of the model, piece after piece, without gaps, in datasets of its own: one for each slot (weights, moments), all in the
-same order. A piece is a rectangle of a logical tensor, in memory order, at an offset in the rank's datasets.
+Each rank stores what it owns of the model, piece after piece, without gaps, in datasets of its own:
+one for each slot (weights, moments), all in the same order. A piece is a rectangle of a logical
+tensor, in memory order, at an offset in the rank's datasets.
 
-Legend: [n, D]: n pieces; D dimensions of the tensor that has the most, further ones of a tensor that has fewer are 0 .. 1.
+Legend: [n, D]: n pieces; D dimensions of the tensor that has the most, further ones of a tensor
+that has fewer are 0 .. 1.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -23,8 +25,10 @@ _TOO_MANY = 1 << 60  # elements: what 64 bits count stays exact below that
 
 @dataclass(frozen=True)
 class RankShard:
-    """The units that a rank has, of which it owns shard `shard`. What is whole on every tensor rank belongs to the first one, and what several
-    stages have (`copies`: units by name) to the first of those.
+    """The units that a rank has, of which it owns shard `shard`.
+
+    What every tensor rank has whole is stored by the first one. What several stages have (`copies`:
+    units by name) is stored by the first of those.
     """
 
     units: Sequence[UnitLayout]
@@ -35,7 +39,11 @@ class RankShard:
 
 @dataclass(frozen=True)
 class Span:
-    """What a rank stores without a gap of a parameter: elements `inside` of the unit's buffer, at `offset` in the rank's datasets, as rectangles."""
+    """The elements of a parameter that a rank stores without a gap.
+
+    They are elements `inside` of the unit's buffer, at `offset` in the rank's datasets, and these
+    rectangles of the tensor.
+    """
 
     unit: int
     name: str
@@ -45,23 +53,18 @@ class Span:
 
 
 def stored(holding: RankShard) -> Iterator[Span]:
-    """All that a rank stores, in the order of its datasets."""
+    """Yield all that a rank stores, in the order of its datasets."""
     offset = 0
     for number, layout in enumerate(holding.units):
         if layout.name in holding.copies:
             continue
-        own = layout.shard(holding.shard)
-        for place, part in layout.stretches(own.start, own.stop):
-            if place.parameter.split is None and holding.tensor_rank:
+        owned = layout.shard(holding.shard)
+        for slot, inside in layout.stretches(owned.start, owned.stop):
+            if slot.parameter.split is None and holding.tensor_rank:
                 continue
-            yield Span(
-                number,
-                place.parameter.name,
-                part,
-                offset,
-                tuple(place.rectangles(part.start, part.stop)),
-            )
-            offset += part.stop - part.start
+            boxes = tuple(slot.rectangles(inside.start, inside.stop))
+            yield Span(number, slot.parameter.name, inside, offset, boxes)
+            offset += inside.stop - inside.start
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """What is asked for of a piece: `of_piece` and `of_wanted` are the same elements of the tensor, seen from the piece and from the rectangle
-    that was asked about.
+    """A part of a piece that is in a wanted rectangle.
+
+    `of_piece` and `of_wanted` are the same elements of the tensor, seen from the piece and from the
+    rectangle.
     """
 
     rank: int
@@ -102,39 +107,28 @@ class Table:
     def of(
         cls, tensors: Sequence[Tensor], ranks: int, holding_of: Callable[[int], RankShard]
     ) -> "Table":
-        """Of what each of the ranks holds."""
+        """Make the table of what each of the ranks holds."""
         number = {tensor.name: index for index, tensor in enumerate(tensors)}
         dims = max((len(tensor.shape) for tensor in tensors), default=0)
         rows: list[tuple[int, ...]] = []
         for rank in range(ranks):
-            for stretch in stored(holding_of(rank)):
-                offset = stretch.offset
-                for box in stretch.rectangles:
+            for span in stored(holding_of(rank)):
+                offset = span.offset
+                for box in span.rectangles:
                     padded = box + (slice(0, 1),) * (dims - len(box))
-                    rows.append(
-                        (
-                            number[stretch.name],
-                            rank,
-                            offset,
-                            *(cut.start for cut in padded),
-                            *(cut.stop for cut in padded),
-                        )
-                    )
+                    starts = (cut.start for cut in padded)
+                    stops = (cut.stop for cut in padded)
+                    rows.append((number[span.name], rank, offset, *starts, *stops))
                     offset += prod(cut.stop - cut.start for cut in box)
-        found = np.array(rows, np.uint64).reshape(len(rows), 3 + 2 * dims)
-        found = found[np.argsort(found[:, 0], kind="stable")]
-        return cls(
-            tuple(tensors),
-            found[:, 0],
-            found[:, 1],
-            found[:, 2],
-            found[:, 3 : 3 + dims],
-            found[:, 3 + dims :],
-        )
+        table = np.array(rows, np.uint64).reshape(len(rows), 3 + 2 * dims)
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        tensor, rank_of, offset_of = table[:, 0], table[:, 1], table[:, 2]
+        start, stop = table[:, 3 : 3 + dims], table[:, 3 + dims :]
+        return cls(tuple(tensors), tensor, rank_of, offset_of, start, stop)
 
     @cached_property
     def number(self) -> dict[str, int]:
-        """Of a tensor, by name."""
+        """Tensor name -> its number."""
         return {tensor.name: number for number, tensor in enumerate(self.tensors)}
 
     @cached_property
@@ -143,10 +137,10 @@ class Table:
         return np.prod(self.stop - self.start, axis=1, dtype=np.uint64)
 
     def elements(self, ranks: int) -> list[int]:
-        """What each rank stores of a slot."""
-        found = np.zeros(ranks, np.uint64)
-        np.add.at(found, self.rank.astype(np.int64), self.sizes)
-        return [int(count) for count in found]
+        """Return the elements that each rank stores of a slot."""
+        counts = np.zeros(ranks, np.uint64)
+        np.add.at(counts, self.rank.astype(np.int64), self.sizes)
+        return [int(count) for count in counts]
 
     @cached_property
     def _first(self) -> Array:
@@ -157,113 +151,108 @@ class Table:
 
     def box(self, piece: int) -> Slices:
         dims = len(self.tensors[int(self.tensor[piece])].shape)
-        return tuple(
-            slice(int(a), int(b))
-            for a, b in zip(self.start[piece, :dims], self.stop[piece, :dims], strict=True)
-        )
+        return _slices(self.start[piece, :dims], self.stop[piece, :dims])
 
     def parts(self, tensor: int, wanted: Slices) -> Iterator[Part]:
-        """What pieces have of a rectangle of a tensor, by rank and offset."""
-        found = self.pieces(tensor)
-        dims = len(wanted)
-        first = np.maximum(
-            self.start[found.start : found.stop, :dims],
-            np.array([cut.start for cut in wanted], np.uint64),
-        )
-        last = np.minimum(
-            self.stop[found.start : found.stop, :dims],
-            np.array([cut.stop for cut in wanted], np.uint64),
-        )
+        """Yield the parts of pieces that make up a rectangle of a tensor."""
+        pieces, dims = self.pieces(tensor), len(wanted)
+        rows = slice(pieces.start, pieces.stop)
+        begin = np.array([cut.start for cut in wanted], np.uint64)
+        end = np.array([cut.stop for cut in wanted], np.uint64)
+        first = np.maximum(self.start[rows, :dims], begin)
+        last = np.minimum(self.stop[rows, :dims], end)
         for index in np.flatnonzero((first < last).all(axis=1)):
-            piece = found.start + int(index)
-            whole = self.box(piece)
-            cuts = [slice(int(a), int(b)) for a, b in zip(first[index], last[index], strict=True)]
+            piece = pieces.start + int(index)
+            box = self.box(piece)
+            common = _slices(first[index], last[index])
             yield Part(
                 int(self.rank[piece]),
                 int(self.offset[piece]),
-                tuple(cut.stop - cut.start for cut in whole),
-                _seen_from(cuts, whole),
-                _seen_from(cuts, wanted),
+                tuple(cut.stop - cut.start for cut in box),
+                _seen_from(common, box),
+                _seen_from(common, wanted),
             )
 
     def problem(self, elements_of_rank: Sequence[int]) -> str:
-        """Why this cannot be the table of a checkpoint whose ranks have so many elements; empty if it can: then every element of every tensor, and
-        every element of every rank, is in one piece.
+        """Return why this cannot be the table of a checkpoint whose ranks have so many elements.
+
+        Empty if it can: then every element of every tensor, and every element of every rank, is in
+        one piece.
         """
-        if (
-            any(tensor.size >= _TOO_MANY for tensor in self.tensors)
-            or sum(elements_of_rank) >= _TOO_MANY
-        ):
+        is_large = any(tensor.size >= _TOO_MANY for tensor in self.tensors)
+        if is_large or sum(elements_of_rank) >= _TOO_MANY:
             return f"it has tensors of {_TOO_MANY} elements and more"
-        shapes = np.array(
-            [
-                tensor.shape + (1,) * (self.stop.shape[1] - len(tensor.shape))
-                for tensor in self.tensors
-            ],
-            np.uint64,
-        )
-        if len(self.rank) and int(self.rank.max()) >= len(elements_of_rank):
-            return f"it has pieces of rank {int(self.rank.max())}, and there are {len(elements_of_rank)} ranks"
-        outside = (self.start >= self.stop).any(axis=1) | (
-            len(self.rank) > 0 and (self.stop > shapes[self.tensor.astype(np.int64)]).any(axis=1)
-        )
+        dims, ranks = self.stop.shape[1], len(elements_of_rank)
+        shapes = [tensor.shape + (1,) * (dims - len(tensor.shape)) for tensor in self.tensors]
+        if len(self.rank) and int(self.rank.max()) >= ranks:
+            return f"it has pieces of rank {int(self.rank.max())}, and there are {ranks} ranks"
+        outside = (self.start >= self.stop).any(axis=1)
+        if len(self.rank):
+            limits = np.array(shapes, np.uint64)[self.tensor.astype(np.int64)]
+            outside |= (self.stop > limits).any(axis=1)
         if outside.any():
             tensor = self.tensors[int(self.tensor[np.flatnonzero(outside)[0]])]
             return f"pieces of {tensor.name} lie outside of its shape {list(tensor.shape)}"
-        return self._stored_twice(elements_of_rank) or self._not_whole()
+        return self._rank_problem(elements_of_rank) or self._tensor_problem()
 
-    def _stored_twice(self, elements_of_rank: Sequence[int]) -> str:
-        """The pieces of each rank follow each other."""
+    def _rank_problem(self, elements_of_rank: Sequence[int]) -> str:
+        """Refuse pieces of a rank that do not follow each other to the end of its data."""
         order = np.lexsort((self.offset, self.rank))
-        rank, offset, end = (
-            self.rank[order],
-            self.offset[order],
-            self.offset[order] + self.sizes[order],
-        )
-        is_first, is_last = np.diff(rank, prepend=-1) != 0, np.diff(rank, append=-1) != 0
+        rank, offset = self.rank[order], self.offset[order]
+        end = offset + self.sizes[order]
+        is_first = np.diff(rank, prepend=-1) != 0
+        is_last = np.diff(rank, append=-1) != 0
         ends = np.zeros(len(elements_of_rank), np.uint64)
         ends[rank[is_last].astype(np.int64)] = end[is_last]
         wrong = np.where(is_first, offset != 0, offset != np.roll(end, 1))
         if wrong.any():
-            return f"the pieces of rank {int(rank[np.flatnonzero(wrong)[0]])} do not follow each other in its data"
+            first = int(rank[np.flatnonzero(wrong)[0]])
+            return f"the pieces of rank {first} do not follow each other in its data"
         if (ends != np.array(elements_of_rank, np.uint64)).any():
             return "its pieces are not all of the ranks' data"
         return ""
 
-    def _not_whole(self) -> str:
-        """The pieces of a tensor cover it once. Each coordinate of a dimension gets a random measure, a rectangle the product of its sides': what is
-        covered twice or not at all would have to make up for each other in 64 random bits.
+    def _tensor_problem(self) -> str:
+        """Refuse pieces that do not cover their tensor once.
+
+        Each coordinate of a dimension gets a random measure, a rectangle the product of its sides':
+        what is covered twice or not at all would have to make up for each other in 64 random bits.
         """
         random = np.random.default_rng()
         measured = np.ones(len(self.tensor), np.uint64)
-        whole = np.ones(len(self.tensors), np.uint64)
+        expected = np.ones(len(self.tensors), np.uint64)
         for dim in range(self.stop.shape[1]):
             factor, shift = random.integers(0, 1 << 63, 2, np.uint64) * np.uint64(2) + np.uint64(1)
-            measured *= _mixed(self.stop[:, dim] * factor + shift) - _mixed(
-                self.start[:, dim] * factor + shift
-            )
+            stops = _mixed(self.stop[:, dim] * factor + shift)
+            measured *= stops - _mixed(self.start[:, dim] * factor + shift)
             lengths = np.array(
                 [tensor.shape[dim] if dim < len(tensor.shape) else 1 for tensor in self.tensors],
                 np.uint64,
             )
-            whole *= _mixed(lengths * factor + shift) - _mixed(np.zeros_like(lengths) + shift)
-        found = np.zeros(len(self.tensors), np.uint64)
-        np.add.at(found, self.tensor.astype(np.int64), measured)
-        for index in np.flatnonzero(found != whole):
-            if self.tensors[index].size or len(self.pieces(int(index))):
-                return f"the pieces of {self.tensors[index].name} are not all of it, or have parts of it twice"
+            ends = _mixed(lengths * factor + shift)
+            expected *= ends - _mixed(np.zeros_like(lengths) + shift)
+        covered = np.zeros(len(self.tensors), np.uint64)
+        np.add.at(covered, self.tensor.astype(np.int64), measured)
+        for index in np.flatnonzero(covered != expected):
+            tensor = self.tensors[index]
+            if tensor.size or len(self.pieces(int(index))):
+                return f"the pieces of {tensor.name} are not all of it, or have parts of it twice"
         return ""
 
 
 def _mixed(values: Array) -> Array:
-    """A random-looking number of 64 bits for each (the finalizer of SplitMix64)."""
+    """Return a random-looking number of 64 bits for each (the finalizer of SplitMix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-def _seen_from(cuts: Sequence[slice], base: Slices) -> Slices:
+def _slices(starts: Array, stops: Array) -> Slices:
+    return tuple(slice(int(a), int(b)) for a, b in zip(starts, stops, strict=True))
+
+
+def _seen_from(cuts: Slices, base: Slices) -> Slices:
     return tuple(
-        slice(cut.start - whole.start, cut.stop - whole.start)
-        for cut, whole in zip(cuts, base, strict=True)
+        slice(cut.start - outer.start, cut.stop - outer.start)
+        for cut, outer in zip(cuts, base, strict=True)
     )

@@ -1,16 +1,17 @@
-"""The safetensors format (https://github.com/huggingface/safetensors): 8 bytes with the length of a header in JSON, the header, the tensors' data.
+"""The safetensors format, read and written, and the export of a checkpoint's weights to it.
 
-Written and read by hand, tensor after tensor and stretch after stretch: the package `safetensors` wants a whole file's tensors in memory.
+A file is 8 bytes with the length of a header, the header in JSON, the tensors' data
+(https://github.com/huggingface/safetensors). It is read and written by hand, tensor after tensor
+and stretch after stretch: the package `safetensors` wants a whole file's tensors in memory.
 """
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,13 @@ from hpczero.safe_files import open_to_read, written_durably
 from hpczero.text import printable
 
 _DTYPES = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4",
-    "U16": "<u2", "U8": "u1", "BOOL": "?",
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "BOOL": "?",
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1",
+    "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1",
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
 _LONGEST_HEADER = 32 << 20  # bytes: some hundred for each of the tensors that a checkpoint can have
-_MOST_SIGNS = 4 * manifest.MOST_TENSORS + 10_000  # : of a header, each a key of something
+_MOST_SIGNS = 4 * manifest.MOST_TENSORS + 10_000  # colons of a header, one for each key
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Entry:
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """BF16 has none: its bits, as whole numbers."""
+        """The dtype for numpy, which has no BF16: its bits, as whole numbers."""
         return np.dtype(_DTYPES[self.dtype])
 
     @property
@@ -56,36 +58,32 @@ class Entry:
 
 
 def dtype_of(values: Array) -> str:
-    """Of those that a checkpoint can hold."""
-    return next(
-        name
-        for name, dtype in _DTYPES.items()
-        if np.dtype(dtype) == values.dtype and name != "BF16"
-    )
+    """Return the name of a dtype that a checkpoint can hold."""
+    names = (name for name, dtype in _DTYPES.items() if np.dtype(dtype) == values.dtype)
+    return next(name for name in names if name != "BF16")
 
 
 def placed(entries: Iterable[Entry]) -> list[Entry]:
-    """One after the other; the widest numbers first, so that each begins at a multiple of its width."""
-    found, begin = [], 0
+    """Place entries one after the other, each at a multiple of its width: the widest come first."""
+    result, begin = [], 0
     for entry in sorted(entries, key=lambda entry: -entry.numpy.itemsize):
-        found.append(Entry(entry.name, entry.dtype, entry.shape, begin))
-        begin = found[-1].end
-    return found
+        result.append(replace(entry, begin=begin))
+        begin = result[-1].end
+    return result
 
 
 def write(
     path: Path, entries: Sequence[Entry], metadata: Mapping[str, str], data: Iterable[Array]
 ) -> None:
-    """`data`: of the entries, one after the other. The file has all of it and is on the disk, or does not exist under this name."""
+    """Write a file; `data`: of the entries, one after the other.
+
+    It has all of it and is on the disk, or does not exist under this name.
+    """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    header |= {
-        entry.name: {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [entry.begin, entry.end],
-        }
-        for entry in entries
-    }
+    for entry in entries:
+        offsets = [entry.begin, entry.end]
+        described = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+        header[entry.name] = described
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     with written_durably(path) as file:
@@ -96,7 +94,7 @@ def write(
 
 
 class SafetensorsFile:
-    """Open for reading. InputError: it is none."""
+    """A file open for reading; InputError: it is no safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,27 +115,24 @@ class SafetensorsFile:
         if not isinstance(header, dict):
             raise self._wrong("its header is no table")
         self._data = 8 + length
-        self.metadata = header.pop("__metadata__", {})
-        if not isinstance(self.metadata, dict) or not all(
-            isinstance(value, str) for value in self.metadata.values()
-        ):
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
             raise self._wrong("its metadata is no table of texts")
+        self.metadata = metadata
         self.entries = [self._entry(name, described) for name, described in header.items()]
         self._refuse_gaps()
 
     def stretches(self, entry: Entry, length: int) -> Iterator[Array]:
-        """The elements of a tensor in memory order, flat, so many at a time."""
+        """Yield the elements of a tensor in memory order, flat, so many at a time."""
         for start in range(0, entry.size, length):
             values = np.empty(min(length, entry.size - start), entry.numpy)
-            rest, place = (
-                values.data.cast("B"),
-                self._data + entry.begin + start * entry.numpy.itemsize,
-            )
-            while rest:
-                count = os.preadv(self._file.fileno(), [rest], place)
+            room = values.data.cast("B")
+            offset = self._data + entry.begin + start * entry.numpy.itemsize
+            while room:
+                count = os.preadv(self._file.fileno(), [room], offset)
                 if not count:
                     raise self._wrong("it became shorter")
-                rest, place = rest[count:], place + count
+                room, offset = room[count:], offset + count
             yield values
 
     def _entry(self, name: str, described: Any) -> Entry:
@@ -145,61 +140,48 @@ class SafetensorsFile:
             case {
                 "dtype": str(dtype),
                 "shape": list(shape),
-                "data_offsets": [begin, end],
+                "data_offsets": [int(begin), int(end)],
                 **more,
-            } if dtype in _DTYPES and not more:
-                if (
-                    not manifest.problem({"any": shape}, {})
-                    and type(begin) is int
-                    and type(end) is int
-                ):
-                    entry = Entry(name, dtype, tuple(shape), begin)
-                    if begin >= 0 and entry.end == end <= self._size - self._data:
-                        return entry
-        raise self._wrong(
-            f"what it says of {printable(name, 100)} cannot be: {printable(str(described), 100)}"
-        )
+            } if dtype in _DTYPES and not more and not manifest.problem({"any": shape}, {}):
+                entry = Entry(name, dtype, tuple(shape), begin)
+                are_numbers = type(begin) is int and type(end) is int  # and neither true nor false
+                if are_numbers and begin >= 0 and entry.end == end <= self._size - self._data:
+                    return entry
+        said = f"{printable(name, 100)} cannot be: {printable(str(described), 100)}"
+        raise self._wrong(f"what it says of {said}")
 
     def _refuse_gaps(self) -> None:
-        """Each tensor begins where the one before ends, and the last one ends with the file."""
-        place = 0
+        """Refuse tensors that do not follow each other from the header to the end of the file."""
+        end, size = 0, self._size - self._data
         for entry in sorted(self.entries, key=lambda entry: (entry.begin, entry.end)):
-            if entry.begin != place:
-                raise self._wrong(
-                    f"{printable(entry.name, 100)} is at byte {entry.begin:,} of the data, and the tensors before end at {place:,}"
-                )
-            place = entry.end
-        if place != self._size - self._data:
-            raise self._wrong(
-                f"its tensors have {place:,} bytes, and it has {self._size - self._data:,}"
-            )
+            if entry.begin != end:
+                where = f"is at byte {entry.begin:,} of the data"
+                name = printable(entry.name, 100)
+                raise self._wrong(f"{name} {where}, and the tensors before end at {end:,}")
+            end = entry.end
+        if end != size:
+            raise self._wrong(f"its tensors have {end:,} bytes, and it has {size:,}")
 
     def _wrong(self, what: str) -> InputError:
-        return InputError(
-            f"{printable(str(self.path))} is no safetensors file, or is damaged: {what}"
-        )
+        name = printable(str(self.path))
+        return InputError(f"{name} is no safetensors file, or is damaged: {what}")
 
     def __enter__(self) -> "SafetensorsFile":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return table
 
 
 def from_float32(values: Array, dtype: str) -> Array:
-    """Rounded to the nearest, ties to even."""
+    """Round to the nearest number of a dtype, ties to even."""
     if dtype == "BF16":
         bits = values.view(np.uint32)
         rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -215,7 +197,9 @@ def to_float32(values: Array, dtype: str) -> Array:
         return values.astype(np.float32, copy=False)
 
 
-# The weights of a checkpoint as safetensors: whole tensors, in one file or several with an index, never more in memory than a stretch of one.
+# -- the export of a checkpoint's weights --------------------------------------------------------
+# Whole tensors, in one file or in several with an index; never more in memory than a stretch.
+
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _SOURCE = "hpczero.checkpoint"
 BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
@@ -223,7 +207,10 @@ WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Export:
-    """Of one checkpoint's weights in one dtype. `size`: bytes of data; `overflows`: weights that were finite and have become infinite."""
+    """The export of one checkpoint's weights in one dtype.
+
+    `size`: bytes of data. `overflows`: weights that were finite and have become infinite.
+    """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
         self.checkpoint, self.dtype = checkpoint, DTYPES[dtype]
@@ -243,28 +230,24 @@ class Export:
         return [path]
 
     def to_folder(self, folder: Path, largest: int, advance: Advance) -> list[Path]:
-        """Files of at most so many bytes of data (a tensor that has more is alone in one); the index comes last."""
-        groups = _dealt(self.entries, largest)
-        paths = [
-            folder / f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-            for number in range(1, len(groups) + 1)
-        ]
+        """Write files of at most so many bytes of data; the index comes last.
+
+        A tensor that has more bytes is alone in a file.
+        """
+        groups = _groups(self.entries, largest)
+        count = len(groups)
+        names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
+        paths = [folder / name for name in names]
         _refuse_existing([folder / _INDEX])
         _refuse_existing([path for path in paths if not self._began(path)])
         for path, group in zip(paths, groups, strict=True):
             self._write(path, group, advance)
-        where = {
-            entry.name: path.name
-            for path, group in zip(paths, groups, strict=True)
-            for entry in group
+        file_of = {
+            entry.name: name for name, group in zip(names, groups, strict=True) for entry in group
         }
+        text = json.dumps({"metadata": {"total_size": self.size}, "weight_map": file_of}, indent=2)
         with written_durably(folder / _INDEX) as file:
-            file.write(
-                json.dumps(
-                    {"metadata": {"total_size": self.size}, "weight_map": where}, indent=2
-                ).encode()
-                + b"\n"
-            )
+            file.write(text.encode() + b"\n")
         return [*paths, folder / _INDEX]
 
     def _write(self, path: Path, group: Sequence[Entry], advance: Advance) -> None:
@@ -284,8 +267,9 @@ class Export:
         return str(xxhash.xxh3_128_hexdigest(manifest.text(self.checkpoint.content).encode()))
 
     def _began(self, path: Path) -> bool:
-        """Return True if an export of this checkpoint to this dtype wrote the file. Without an index
-        it was killed, and the same command writes all files anew.
+        """Return True if an export of this checkpoint to this dtype wrote the file.
+
+        Without an index it was killed, and the same command writes all files anew.
         """
         try:
             with SafetensorsFile(path) as file:
@@ -305,20 +289,19 @@ class Export:
             yield self.checkpoint.buffers[entry.name].reshape(-1)
             return
         for values in self.checkpoint[f"/{SLOTS[0]}/{entry.name}"].stretches():
-            made = from_float32(values, self.dtype)
+            rounded = from_float32(values, self.dtype)
             if self.dtype != "F32":
-                self.overflows += int(np.isfinite(values).sum() - _finite(made, self.dtype))
-            yield made
+                self.overflows += int(np.isfinite(values).sum() - _finite(rounded, self.dtype))
+            yield rounded
 
 
 def _finite(values: Array, dtype: str) -> int:
-    return int(
-        ((values & 0x7F80) != 0x7F80).sum() if dtype == "BF16" else np.isfinite(values).sum()
-    )
+    is_finite = (values & 0x7F80) != 0x7F80 if dtype == "BF16" else np.isfinite(values)
+    return int(is_finite.sum())
 
 
-def _dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
-    """In order, a new file whenever the next tensor has no more room."""
+def _groups(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
+    """Deal entries to files in order; a new file begins when the next tensor has no more room."""
     groups: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -334,6 +317,5 @@ def _dealt(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
 def _refuse_existing(paths: Sequence[Path]) -> None:
     for path in paths:
         if os.path.lexists(path):
-            raise InputError(
-                f"{printable(str(path))} exists already and is left as it is: name another one"
-            )
+            name = printable(str(path))
+            raise InputError(f"{name} exists already and is left as it is: name another one")

@@ -1,10 +1,15 @@
-"""Shard files: the data of some ranks, as HDF5 that is made once and then filled by raw writes (docs/checkpoint-format.md).
+"""Shard files: the data of some ranks, as HDF5 that is made once and then filled by plain writes.
 
-    /rank-00003/model, /rank-00003/optimizer/moment1, …   float32, contiguous, at multiples of 4096 bytes and as long, padded with zeros
-    /rank-00003/checksums                                 uint64 [slots, blocks]: xxh3 of each block of a mebibyte
+    /rank-00003/model, /rank-00003/optimizer/moment1, …   float32, contiguous, at multiples of 4096
+                                                          bytes and as long, padded with zeros
+    /rank-00003/checksums                                 uint64 [slots, blocks]: xxh3 of each block
+                                                          of a mebibyte
 
-`make` writes the structure, closes the file and says where each dataset lies; whoever has the data writes it there (`Writer`), then the
-checksums. `rest` is a checksum of every byte that is not data: the structure, and the checksums.
+`make` writes the structure, closes the file and returns where each dataset lies. Whoever has the
+data writes it there (`Writer`), then the checksums. `rest` is a checksum of every byte that is not
+data: the structure, and the checksums. (docs/checkpoint-format.md)
+
+The errors of reading a checkpoint are here too, and the progress bar of long work on one.
 """
 
 import contextlib
@@ -17,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -31,108 +36,29 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.hdf5.in_memory import made_in_memory, write_all
 from hpczero.safe_files import open_for_writing
 
-# How far long work is: a bar on a terminal, nothing elsewhere.
-Advance = Callable[[int], None]  # so many more bytes are done
-
-
-@contextlib.contextmanager
-def bar(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
-    """On standard error, so that what a verb prints can be piped on."""
-    if not shown or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield partial(progress.advance, progress.add_task(doing, total=total))
-
-
-# Files of checkpoints: a stranger may have made them; only plain ones of the folder are read.
-_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
-
-
-class Damaged(HpczeroError):
-    """A checkpoint that is not what was written: bytes differ, or are missing."""
-
-
-class Unreadable(InputError):
-    """A checkpoint that may be whole, and that this process cannot read now: no permission, a disk's error, too many open files."""
-
-
-class Newer(Unreadable):
-    """A checkpoint of a format that this version does not know."""
-
-
-def not_read(path: Path, error: OSError, more: str = "") -> HpczeroError:
-    """What it says of a checkpoint that this happened while it was read."""
-    text = f"{path}: {error.strerror or error}{more}"
-    return (
-        Damaged(text)
-        if error.errno in _MISSING
-        else Unreadable(f"{text}: it cannot be told whether this checkpoint is damaged")
-    )
-
-
-def open_plain(path: Path) -> int:
-    """A descriptor to read from. Damaged: the file is missing, or is a link, a pipe, a device or a folder; Unreadable: it cannot be opened."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise (
-            Damaged(f"{path}: it is a link")
-            if error.errno == errno.ELOOP
-            else not_read(path, error)
-        ) from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise Damaged(f"{path}: it is no plain file")
-    return file
-
-
 SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
 BLOCK = 1 << 20  # bytes that have a checksum of their own
-PAGE = 4096  # bytes: what direct writing needs of addresses, offsets and lengths
+PAGE = 4096  # bytes: addresses, offsets and lengths of direct writes are multiples of it
 CHUNK = 8 << 20  # bytes that are written at a time
-CHUNKS = 3  # in memory: one is made, one waits, so that the disk does not, and one is written
+CHUNKS = 3  # in memory: one is filled, one waits, so that the disk does not, and one is written
 WIDTH = 4  # bytes of an element
+_MISSING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO}
 
 Array = np.ndarray[Any, Any]
-
-
-class DataSource(Protocol):
-    """What elements are taken from, in order: an array, or what makes one of a part of itself."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, part: slice, /) -> Any: ...
-
-
 Range = tuple[int, int]  # begin and end, in bytes of the file
+
+
+# -- where data lies, and making the file --------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a rank's data lies in its shard file."""
+    """The place of a rank's data in its shard file."""
 
     rank: int
     elements: int  # without the padding
     data: tuple[int, ...]  # for each slot the byte where it begins
-    checksums: int
+    checksums: int  # the byte where they begin
 
     @property
     def length(self) -> int:
@@ -143,7 +69,13 @@ class Extent:
     def blocks(self) -> int:
         return -(-self.length // BLOCK)
 
+    @property
+    def checksums_length(self) -> int:
+        """Bytes of the checksums of all slots."""
+        return 8 * len(SLOTS) * self.blocks
+
     def ranges(self) -> list[Range]:
+        """Return where the slots lie."""
         return [(begin, begin + self.length) for begin in self.data] if self.length else []
 
 
@@ -151,98 +83,131 @@ def padded(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
+def group_of(rank: int) -> str:
+    """Return the name of the group that a rank's datasets are in."""
+    return f"rank-{rank:05d}"
+
+
 def make(path: Path, elements: Mapping[int, int]) -> list[Extent]:
-    """A new file with room for so many elements of each rank. Its content is not on the disk yet."""
+    """Make a file with room for so many elements of each rank; it is not on the disk yet."""
+    made = []
     with made_in_memory(path, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
-        made = {}
         for rank, count in elements.items():
-            group = file.create_group(f"rank-{rank:05d}")
-            length = padded(count * WIDTH)
-            data = [_early(group, slot, (length // WIDTH,), np.dtype("<f4")) for slot in SLOTS]
-            made[rank] = (
-                data,
-                _early(group, "checksums", (len(SLOTS), -(-length // BLOCK)), np.dtype("<u8")),
-            )
+            group = file.create_group(group_of(rank))
+            extent = Extent(rank, count, (), 0)
+            slot_shape = (extent.length // WIDTH,)
+            slots = [_allocated(group, slot, slot_shape, "<f4") for slot in SLOTS]
+            checksums = _allocated(group, "checksums", (len(SLOTS), extent.blocks), "<u8")
+            made.append((extent, slots, checksums))
         file.flush()
         return [
-            Extent(rank, elements[rank], tuple(map(_offset, data)), _offset(checksums))
-            for rank, (data, checksums) in made.items()
+            replace(extent, data=tuple(map(_offset, slots)), checksums=_offset(checksums))
+            for extent, slots, checksums in made
         ]
 
 
-def _early(
-    group: h5py.Group, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+def _allocated(
+    group: h5py.Group, name: str, shape: tuple[int, ...], dtype: str
 ) -> h5py.h5d.DatasetID:
-    """A contiguous dataset whose place in the file is known from now on, and in which nothing is written."""
-    parts = name.split("/")
-    for part in parts[:-1]:
+    """Make a contiguous dataset that has its place in the file from now on, and no values."""
+    *outer, last = name.split("/")
+    for part in outer:
         group = group.require_group(part)
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    return h5py.h5d.create(
-        group.id,
-        parts[-1].encode(),
-        h5py.h5t.py_create(dtype),
-        h5py.h5s.create_simple(shape),
-        properties,
-    )
+    kind = h5py.h5t.py_create(np.dtype(dtype))
+    return h5py.h5d.create(group.id, last.encode(), kind, h5py.h5s.create_simple(shape), properties)
 
 
 def _offset(dataset: h5py.h5d.DatasetID) -> int:
-    """An empty dataset has no place."""
+    """Return where a dataset lies; an empty one lies nowhere."""
     return int(dataset.get_offset() or 0)
 
 
+# -- writing the data ----------------------------------------------------------------------------
+
+
+class DataSource(Protocol):
+    """Elements in order: an array, or what makes an array of a part of itself."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Any: ...
+
+
+def write_data(
+    path: Path,
+    extent: Extent,
+    slots: Iterable[Iterable[Array]],
+    pause_factor: float = 0.0,
+    pause: Callable[[float], object] = time.sleep,
+) -> None:
+    """Write a rank's data, its chunks slot after slot, and the checksums, to the disk."""
+    writer = Writer(path, extent, True, pause_factor, pause)
+    try:
+        for slot, chunks in enumerate(slots):
+            writer.write(slot, chunks)
+        writer.finish()
+    finally:
+        writer.close()
+
+
 class Writer:
-    """Writes a rank's data into its extent, a slot after the other, each from its beginning to its end."""
+    """Writes a rank's data into its extent, slot after slot, each from its beginning to its end."""
 
     def __init__(
         self,
         path: Path,
         extent: Extent,
         direct: bool,
-        rest: float = 0.0,
+        pause_factor: float = 0.0,
         pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        """`direct`: past the page cache, where the file system allows it. `rest`: others need the processor and the disk too; how long to pause
-        after each chunk, in times of what that took.
+        """`direct`: write past the page cache, where the file system allows it.
+
+        `pause_factor`: how long to pause after each chunk, in times of what that took, as others
+        need the processor and the disk too.
         """
-        self.path, self.extent, self.rest, self._pause = path, extent, rest, pause
+        self.path, self.extent = path, extent
+        self._pause_factor, self._pause = pause_factor, pause
         self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
         self._file = open_for_writing(path)
-        self._disk, self._waiting = ThreadPoolExecutor(1), deque[Future[None]]()
+        self._disk = ThreadPoolExecutor(1)
+        self._waiting = deque[Future[None]]()
 
     def write(self, slot: int, chunks: Iterable[Array]) -> None:
-        """`chunks`: float32, together the slot with its padding. Each begins at a multiple of PAGE in memory and, but for the last one, is of a
-        multiple of BLOCK bytes; it stays what it is until CHUNKS more were asked for, in the next slot too (`empty_chunks`): when this returns some
-        are still to be written; `finish` waits for them.
+        """Write float32 chunks, together the slot with its padding.
+
+        Each chunk begins at a multiple of PAGE in memory and, but for the last one, has a multiple
+        of BLOCK bytes. It must not change until CHUNKS more were asked for, in the next slot too
+        (`empty_chunks`): some are still to be written when this returns. `finish` waits for them.
         """
-        place, block = self.extent.data[slot], 0
+        offset, block = self.extent.data[slot], 0
         for chunk in chunks:
             begun = time.monotonic()
             data = memoryview(chunk.data).cast("B")
             for start in range(0, len(data), BLOCK):
                 self.checksums[slot, block] = xxhash.xxh3_64_intdigest(data[start : start + BLOCK])
                 block += 1
-            self._waiting.append(self._disk.submit(self._write_at, data, place))
-            place += len(data)
-            self._wait(0 if self.rest else CHUNKS - 1)
-            if self.rest:  # counts from when the chunk is written
-                self._pause(self.rest * (time.monotonic() - begun))
-        assert place == self.extent.data[slot] + self.extent.length, (
-            f"{self.path}: {place} is not the end of slot {SLOTS[slot]}"
+            self._waiting.append(self._disk.submit(self._write_at, data, offset))
+            offset += len(data)
+            self._wait(0 if self._pause_factor else CHUNKS - 1)
+            if self._pause_factor:  # the time includes that of the disk
+                self._pause(self._pause_factor * (time.monotonic() - begun))
+        assert offset == self.extent.data[slot] + self.extent.length, (
+            f"{self.path}: {offset} is not the end of slot {SLOTS[slot]}"
         )
 
     def _wait(self, left: int) -> None:
-        """Until no more chunks than these are to be written."""
+        """Wait until no more than so many chunks are still to be written."""
         while len(self._waiting) > left:
             self._waiting.popleft().result()
 
     def finish(self) -> None:
-        """All is on the disk, the checksums too."""
+        """Bring everything to the disk, the checksums too."""
         self._wait(0)
         if self.checksums.size:
             write_all(self._file, self.checksums.data.cast("B"), self.extent.checksums)
@@ -255,17 +220,17 @@ class Writer:
                 os.close(file)
         self._direct = None
 
-    def _write_at(self, data: memoryview, place: int) -> None:
+    def _write_at(self, data: memoryview, offset: int) -> None:
         if self._direct is not None:
             try:
-                write_all(self._direct, data, place)
+                write_all(self._direct, data, offset)
                 return
             except OSError as error:
-                if error.errno != 22:  # EINVAL: not this way, here
+                if error.errno != errno.EINVAL:  # this file system cannot write past the cache
                     raise
                 os.close(self._direct)
                 self._direct = None
-        write_all(self._file, data, place)
+        write_all(self._file, data, offset)
 
 
 def _open_direct(path: Path) -> int | None:
@@ -275,29 +240,31 @@ def _open_direct(path: Path) -> int | None:
 
 
 def aligned(size: int) -> Array:
-    """So many bytes of new memory that begins at a page."""
+    """Return so many bytes of new memory that begins at a page."""
     return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8, size)
 
 
 def empty_chunks(size: int = CHUNK) -> Iterator[Array]:
-    """CHUNKS new buffers of so many bytes in turn, without end. All slots of a `Writer` go through the same ones."""
+    """Yield CHUNKS new buffers of so many bytes in turn, without end.
+
+    All slots of a `Writer` go through the same ones.
+    """
     assert size % BLOCK == 0
     return cycle([aligned(size).view(np.float32) for _ in range(CHUNKS)])
 
 
 def bounce(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator[Array]:
-    """The elements of the sources, one after the other, in chunks that `Writer` can write."""
+    """Yield the elements of the sources, one after the other, in chunks for a `Writer`."""
     chunk, filled = np.empty(0, np.float32), 0
     for source in sources:
         begin = 0
         while begin < len(source):
-            if (
-                not filled
-            ):  # not before it is needed: one that is left out brings the others back too early
+            if not filled:  # not earlier: a buffer that is skipped brings the others back too early
                 chunk = next(empty)
             count = min(len(source) - begin, len(chunk) - filled)
             chunk[filled : filled + count] = source[begin : begin + count]
-            begin, filled = begin + count, filled + count
+            begin += count
+            filled += count
             if filled == len(chunk):
                 yield chunk
                 filled = 0
@@ -308,14 +275,104 @@ def bounce(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator[Ar
 
 
 def rest(file: int, size: int, data: Iterable[Range]) -> str:
-    """The checksum of all bytes but these ranges, in the order of the file."""
-    hasher, place = xxhash.xxh3_64(), 0
+    """Return the checksum of all bytes but these ranges, in the order of the file."""
+    hasher, offset = xxhash.xxh3_64(), 0
     for begin, end in [*sorted(data), (size, size)]:
-        while place < begin:
-            read = os.pread(file, min(CHUNK, begin - place), place)
-            if not read:
-                raise OSError(5, "it is shorter than it was")
-            hasher.update(read)
-            place += len(read)
-        place = max(place, end)
+        while offset < begin:
+            piece = os.pread(file, min(CHUNK, begin - offset), offset)
+            if not piece:
+                raise OSError(errno.EIO, "it is shorter than it was")
+            hasher.update(piece)
+            offset += len(piece)
+        offset = max(offset, end)
     return hasher.hexdigest()
+
+
+def sealed(path: Path, data: Iterable[Range] = ()) -> tuple[int, str]:
+    """Bring a file to the disk; return its size and the checksum of all bytes but these ranges."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+        size = os.fstat(file).st_size
+        return size, rest(file, size, data)
+    finally:
+        os.close(file)
+
+
+# -- reading files that a stranger may have made ---------------------------------------------------
+
+
+class Damaged(HpczeroError):
+    """A checkpoint that is not what was written: bytes differ, or are missing."""
+
+
+class Unreadable(InputError):
+    """A checkpoint that may be good, and that this process cannot read now.
+
+    It lacks the permission, a disk reports an error, or too many files are open.
+    """
+
+
+class Newer(Unreadable):
+    """A checkpoint of a format that this version does not know."""
+
+
+def not_read(path: Path, error: OSError, more: str = "") -> HpczeroError:
+    """Return the error to raise for one that occurred while a checkpoint was read."""
+    text = f"{path}: {error.strerror or error}{more}"
+    if error.errno in _MISSING:
+        return Damaged(text)
+    return Unreadable(f"{text}: it cannot be told whether this checkpoint is damaged")
+
+
+def open_plain(path: Path) -> int:
+    """Return a descriptor to read from.
+
+    Damaged: the file is missing, or is a link, a pipe, a device or a folder. Unreadable: it cannot
+    be opened.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        raise Damaged(f"{path}: it is a link") if is_link else not_read(path, error) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise Damaged(f"{path}: it is no plain file")
+    return file
+
+
+@contextlib.contextmanager
+def reading(path: Path, file: int) -> Iterator[int]:
+    """Close the file after reading; an OSError inside is raised as `not_read` has it."""
+    try:
+        yield file
+    except OSError as error:
+        raise not_read(path, error) from error
+    finally:
+        os.close(file)
+
+
+# -- progress of long work: a bar on a terminal, nothing elsewhere -------------------------------
+
+Advance = Callable[[int], None]  # so many more bytes are done
+
+
+@contextlib.contextmanager
+def bar(doing: str, total: int, shown: bool = True) -> Iterator[Advance]:
+    """Show a bar on standard error, so that what a verb prints can be piped on."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as shown_bar:
+        yield partial(shown_bar.advance, shown_bar.add_task(doing, total=total))

@@ -1,6 +1,7 @@
-"""Everything in a checkpoint held against its checksums: all damages are found, each with its file and the tensors that it concerns.
+"""Checking a checkpoint against all its checksums: every damage, with its file and its tensors.
 
-The work is dealt out as `Task`s, which do not depend on each other: under mpirun every rank takes its share.
+The work is dealt out as `Task`s, which do not depend on each other: under mpirun every rank takes
+its share.
 """
 
 import errno
@@ -25,8 +26,8 @@ from hpczero.checkpoint.shard_file import (
     Advance,
     Array,
     Damaged,
-    not_read,
     open_plain,
+    reading,
 )
 from hpczero.checkpoint.shards import problem_outside_data
 from hpczero.text import first_few
@@ -34,16 +35,18 @@ from hpczero.text import first_few
 
 @dataclass(frozen=True)
 class Damage:
-    """`tensors`: those that cannot be read any more as they were; `/optimizer/moment1/…` and so on, as far as the index tells."""
+    """A damage of a file. `tensors`: those that cannot be read any more as they were.
+
+    They are named `/optimizer/moment1/…` and so on, as far as the index tells.
+    """
 
     file: str
     what: str
     tensors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.what}" + (
-            f": {first_few(self.tensors)}" if self.tensors else ""
-        )
+        tensors = f": {first_few(self.tensors)}" if self.tensors else ""
+        return f"{self.file}: {self.what}{tensors}"
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,16 @@ class Task:
     slot: int = 0
 
     def size(self, content: Content) -> int:
-        return self.data.extent.length if self.data else content.index.size if self.shard < 0 else 0
+        if self.data:
+            return self.data.extent.length
+        return content.index.size if self.shard < 0 else 0
 
 
 class Verification:
-    """Of one checkpoint, whose manifest is what was written (else Damaged). Unreadable: what is asked for cannot be told."""
+    """The verification of one checkpoint.
+
+    Damaged: its manifest is not what was written. Unreadable: what is asked for cannot be told.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.content = folder, manifest.read(folder)
@@ -67,59 +75,47 @@ class Verification:
         self.table: Table | None = None
         self._apart = Apart(folder, self.content)
         try:
-            with Checkpoint.open(folder) as checkpoint:
+            with Checkpoint.open(folder, self.content) as checkpoint:
                 self.table = checkpoint.table
         except Damaged as error:
-            self.unreadable = str(error).removeprefix(f"{folder / INDEX}: ")
+            self.unreadable = self._without_path(error, INDEX)
 
     def tasks(self) -> list[Task]:
-        """The largest first: dealt out in turn, every rank has about as much to read."""
-        found = [Task()]
+        """Return the tasks, the largest first.
+
+        Dealt out in turn, every rank has about as much to read.
+        """
+        tasks = [Task()]
         for number, shard in enumerate(self.content.shards):
-            found.append(Task(number))
-            found += [
+            tasks.append(Task(number))
+            tasks += [
                 Task(number, data, slot) for data in shard.ranks for slot in range(len(SLOTS))
             ]
-        return sorted(found, key=lambda task: -task.size(self.content))
+        return sorted(tasks, key=lambda task: -task.size(self.content))
 
     def carry_out(self, task: Task, advance: Advance) -> list[Damage]:
         if task.shard < 0:
             advance(self.content.index.size)
-            return self._of_index()
+            problems = [self.unreadable] if self.table is None else self._apart.problems()
+            return [Damage(INDEX, problem) for problem in problems]
         shard = self.content.shards[task.shard]
+        path = self.folder / shard.file
         try:
-            file = open_plain(self.folder / shard.file)
+            file = open_plain(path)
         except Damaged as error:
-            if task.data:  # said once, by the task of the file
+            problems = [self._without_path(error, shard.file)]
+            if task.data:  # the task of the file reports it, once
                 return []
-            return [
-                Damage(
-                    shard.file,
-                    str(error).removeprefix(f"{self.folder / shard.file}: "),
-                    self._held_in(shard),
-                )
-            ]
-        try:
-            return (
-                list(self._of_data(shard, task.data, task.slot, file, advance))
-                if task.data
-                else self._of_file(task.shard, file)
-            )
-        except OSError as error:
-            raise not_read(self.folder / shard.file, error) from error
-        finally:
-            os.close(file)
+        else:
+            with reading(path, file):
+                if task.data:
+                    return list(self._data_damages(shard, task.data, task.slot, file, advance))
+                problem = problem_outside_data(shard, file)
+                problems = [problem] if problem else self._apart.problems(task.shard)
+        return [Damage(shard.file, problem, self._tensors_in(shard)) for problem in problems]
 
-    def _of_index(self) -> list[Damage]:
-        if self.table is None:
-            return [Damage(INDEX, self.unreadable)]
-        return [Damage(INDEX, problem) for problem in self._apart.problems()]
-
-    def _of_file(self, number: int, file: int) -> list[Damage]:
-        shard = self.content.shards[number]
-        problem = problem_outside_data(shard, file)
-        problems = [problem] if problem else self._apart.problems(number)
-        return [Damage(shard.file, problem, self._held_in(shard)) for problem in problems]
+    def _without_path(self, error: Damaged, file: str) -> str:
+        return str(error).removeprefix(f"{self.folder / file}: ")
 
     def close(self) -> None:
         self._apart.close()
@@ -130,47 +126,47 @@ class Verification:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _of_data(
+    def _data_damages(
         self, shard: ShardFile, data: RankData, slot: int, file: int, advance: Advance
     ) -> Iterator[Damage]:
-        """Each run of damaged blocks is one damage. What a file lacks takes no time or memory."""
-        extent, place, bad = data.extent, data.data[slot], list[int]()
-        stored = -(-(os.fstat(file).st_size - place) // BLOCK)
+        """Yield one damage for each run of damaged blocks.
+
+        Blocks that the file lacks take no time or memory.
+        """
+        extent, first, bad = data.extent, data.data[slot], list[int]()
+        stored = -(-(os.fstat(file).st_size - first) // BLOCK)
         there = min(extent.blocks, max(0, stored))
         for number, checksum in enumerate(_checksums(file, data, slot, there)):
             length = min(BLOCK, extent.length - number * BLOCK)
-            if not _fits(file, place + number * BLOCK, length, checksum):
+            if not _fits(file, first + number * BLOCK, length, checksum):
                 bad.append(number)
             advance(length)
         advance(max(0, extent.length - there * BLOCK))
         for run in _runs(bad, range(there, extent.blocks)):
             begin, end = run.start * BLOCK, min(run.stop * BLOCK, extent.length)
-            names = self._at(data.rank, slot, begin // WIDTH, end // WIDTH)
-            yield Damage(
-                shard.file,
-                f"damaged at bytes {place + begin} to {place + end - 1}, data of rank {data.rank}",
-                names,
-            )
+            names = self._tensors_at(data.rank, slot, begin // WIDTH, end // WIDTH)
+            damaged = f"damaged at bytes {first + begin} to {first + end - 1}"
+            yield Damage(shard.file, f"{damaged}, data of rank {data.rank}", names)
 
-    def _at(self, rank: int, slot: int, begin: int, end: int) -> tuple[str, ...]:
+    def _tensors_at(self, rank: int, slot: int, begin: int, end: int) -> tuple[str, ...]:
+        """Return the tensors that have something in these elements of a rank's slot."""
         if self.table is None:
             return (f"/{SLOTS[slot]}",)
         table = self.table
         there = (table.rank == rank) & (table.offset < end) & (table.offset + table.sizes > begin)
-        return tuple(
-            f"/{SLOTS[slot]}/{table.tensors[number].name}"
-            for number in np.unique(table.tensor[there]).astype(int)
-        )
+        return _names(table, there, SLOTS[slot : slot + 1])
 
-    def _held_in(self, shard: ShardFile) -> tuple[str, ...]:
-        """All tensors that have something in the file."""
+    def _tensors_in(self, shard: ShardFile) -> tuple[str, ...]:
+        """Return all tensors that have something in a file."""
         if self.table is None:
             return ()
         there = np.isin(self.table.rank, [data.rank for data in shard.ranks])
-        numbers = np.unique(self.table.tensor[there]).astype(int)
-        return tuple(
-            f"/{slot}/{self.table.tensors[number].name}" for slot in SLOTS for number in numbers
-        )
+        return _names(self.table, there, SLOTS)
+
+
+def _names(table: Table, pieces: Array, slots: Sequence[str]) -> tuple[str, ...]:
+    numbers = np.unique(table.tensor[pieces]).astype(int)
+    return tuple(f"/{slot}/{table.tensors[number].name}" for slot in slots for number in numbers)
 
 
 def _checksums(file: int, data: RankData, slot: int, blocks: int) -> Array:
@@ -180,9 +176,9 @@ def _checksums(file: int, data: RankData, slot: int, blocks: int) -> Array:
     return np.frombuffer(raw + bytes(size - len(raw)), "<u8")
 
 
-def _fits(file: int, place: int, length: int, checksum: int) -> bool:
+def _fits(file: int, offset: int, length: int, checksum: int) -> bool:
     try:
-        return xxhash.xxh3_64_intdigest(os.pread(file, length, place)) == checksum
+        return xxhash.xxh3_64_intdigest(os.pread(file, length, offset)) == checksum
     except OSError as error:
         if error.errno != errno.EIO:  # a place of the disk that is lost is a damage
             raise
@@ -190,16 +186,12 @@ def _fits(file: int, place: int, length: int, checksum: int) -> bool:
 
 
 def _runs(numbers: Sequence[int], last: range) -> Iterator[range]:
-    """Those that follow each other, together; `last` follows all of them."""
+    """Yield runs of consecutive numbers; `last` follows all of them."""
     begin, left = last.start, list(numbers)
     while left and last and left[-1] == begin - 1:
         begin = left.pop()
-    yield from _together(left)
-    if last:
-        yield range(begin, last.stop)
-
-
-def _together(numbers: Sequence[int]) -> Iterator[range]:
-    for _, run in groupby(enumerate(numbers), key=lambda one: one[1] - one[0]):
+    for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
         together = [number for _, number in run]
         yield range(together[0], together[-1] + 1)
+    if last:
+        yield range(begin, last.stop)

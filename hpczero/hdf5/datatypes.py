@@ -1,4 +1,4 @@
-"""Datatypes and shapes in the words of an HDF5 file's structure, as numpy has them (pure).
+"""Datatype and dataspace messages of an HDF5 file, turned into numpy's dtypes and shapes (pure).
 
 Only what hpczero writes is known: whole numbers, IEEE floats, bool as h5py stores it, and text of
 attributes. Anything else is `NotPlain`.
@@ -19,17 +19,17 @@ class NotPlain(ValueError):
     """The file does not have the structure that hpczero gives its files."""
 
 
-def unpacked(layout: str, raw: bytes, place: int = 0) -> tuple[Any, ...]:
-    """Numbers from bytes, as `struct` does it. NotPlain: there are too few bytes."""
+def unpacked(layout: str, raw: bytes, offset: int = 0) -> tuple[Any, ...]:
+    """Unpack numbers as `struct` does. NotPlain: there are too few bytes."""
     try:
-        return struct.unpack_from(layout, raw, place)
+        return struct.unpack_from(layout, raw, offset)
     except struct.error as error:
         raise NotPlain(f"a structure that ends too soon: {error}") from error
 
 
 @dataclass(frozen=True)
 class Kind:
-    """`dtype` of numbers; None: text, of fixed length or (`is_variable`) stored elsewhere."""
+    """A datatype. `dtype` is None for text, of fixed length or (`is_variable`) stored elsewhere."""
 
     dtype: np.dtype | None
     size: int
@@ -37,7 +37,7 @@ class Kind:
 
 
 def shape_of(raw: bytes) -> tuple[int, ...]:
-    """The dimensions that a dataspace message says; () of a single value."""
+    """Return the dimensions in a dataspace message; () for a single value."""
     version, rank, _, sort = unpacked("<BBBB", raw)
     if version not in (1, 2) or rank > _DEEPEST or (version == 2 and sort > 1):
         raise NotPlain(f"a dataspace of version {version} with {rank} dimensions")
@@ -72,12 +72,12 @@ def _integer(raw: bytes, order: str, sign: str, size: int) -> str:
 
 
 def _float(raw: bytes, order: str, size: int) -> str:
-    places = unpacked("<HHBBBBI", raw, 8)
+    described = unpacked("<HHBBBBI", raw, 8)
     mantissa, exponent, bias = _FLOATS.get(size, (0, 0, 0))
     sign = raw[2]
     if size not in _FLOATS or sign != 8 * size - 1:
         raise NotPlain(f"floats of {size} bytes")
-    if places != (0, 8 * size, mantissa, exponent, 0, mantissa, bias):
+    if described != (0, 8 * size, mantissa, exponent, 0, mantissa, bias):
         raise NotPlain(f"floats of {size} bytes that are not IEEE's")
     return f"{order}f{size}"
 

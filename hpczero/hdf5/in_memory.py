@@ -1,5 +1,6 @@
-"""A file that HDF5 makes in memory, and that plain writes then bring to the disk: HDF5 that meets a full disk while it writes its structure may
-end the process.
+"""HDF5 files as images: made in memory, then brought to the disk by plain writes.
+
+The HDF5 library may end the process when the disk fills up while it writes a file's structure.
 """
 
 import io
@@ -17,36 +18,37 @@ _PAGE = 4096  # bytes
 
 
 class Pages(io.RawIOBase):
-    """The stretches of a file that were written. What lies between (data that has a place and no values yet) reads as zeros and takes no memory."""
+    """An image of a file, which keeps only the pages that were written.
+
+    What lies between (data that has a place and no values yet) reads as zeros and takes no memory.
+    """
 
     def __init__(self) -> None:
         self._pages: dict[int, bytearray] = {}
-        self._place = self._size = 0
+        self._position = self._size = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._place = (
-            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
-        )
-        return self._place
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
+        self._position = offset + origins[whence]
+        return self._position
 
     def tell(self) -> int:
-        return self._place
+        return self._position
 
     def truncate(self, size: int | None = None) -> int:
-        self._size = self._place if size is None else size
+        self._size = self._position if size is None else size
         return self._size
 
     def write(self, data: Any) -> int:
-        for inside, number, begin, end in self._parts(memoryview(data).cast("B")):
-            self._pages.setdefault(number, bytearray(_PAGE))[begin:end] = inside
-        self._size = max(self._size, self._place)
+        for part, number, begin, end in self._parts(memoryview(data).cast("B")):
+            self._pages.setdefault(number, bytearray(_PAGE))[begin:end] = part
+        self._size = max(self._size, self._position)
         return len(data)
 
     def readinto(self, room: Any) -> int:
-        for inside, number, begin, end in self._parts(memoryview(room).cast("B")):
-            inside[:] = (
-                self._pages[number][begin:end] if number in self._pages else bytes(end - begin)
-            )
+        for part, number, begin, end in self._parts(memoryview(room).cast("B")):
+            page = self._pages.get(number)
+            part[:] = page[begin:end] if page else bytes(end - begin)
         return len(room)
 
     def readable(self) -> bool:
@@ -59,7 +61,7 @@ class Pages(io.RawIOBase):
         return True
 
     def save(self, path: Path) -> None:
-        """A new file. OSError: it cannot be written; what is there of it is left."""
+        """Write a new file. OSError: it cannot be written; what is there of it is left."""
         file = safe_files.create(path)
         try:
             self.write_to(file)
@@ -67,7 +69,7 @@ class Pages(io.RawIOBase):
             os.close(file)
 
     def write_to(self, file: int, but: Sequence[tuple[int, int]] = ()) -> None:
-        """Write what was written here; what lies between, and in the ranges `but`, stays as it is.
+        """Write the pages to a file; what lies between, and in the ranges `but`, stays as it is.
 
         OSError: it cannot be written.
         """
@@ -78,17 +80,21 @@ class Pages(io.RawIOBase):
         os.ftruncate(file, self._size)
 
     def _parts(self, data: memoryview) -> Iterator[tuple[memoryview, int, int, int]]:
-        """From the place on: a part of the data, the page that it belongs to, where in that."""
+        """Yield parts of the data, each with the page that it belongs to and begin and end there.
+
+        The position moves to the end of the data.
+        """
         while data:
-            number, begin = divmod(self._place, _PAGE)
+            number, begin = divmod(self._position, _PAGE)
             end = min(_PAGE, begin + len(data))
             yield data[: end - begin], number, begin, end
-            data, self._place = data[end - begin :], self._place + end - begin
+            data = data[end - begin :]
+            self._position += end - begin
 
 
 @contextmanager
 def made_in_memory(path: Path, **arguments: Any) -> Iterator[h5py.File]:
-    """An HDF5 file that is at this path, which is new, once all inside was done."""
+    """Give an HDF5 file to fill; it is at this path, which must be new, after the block."""
     pages = Pages()
     with h5py.File(pages, "w", libver=("earliest", "v110"), **arguments) as file:
         yield file
@@ -96,7 +102,7 @@ def made_in_memory(path: Path, **arguments: Any) -> Iterator[h5py.File]:
 
 
 def _outside(begin: int, end: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The parts of begin .. end that are in none of the ranges."""
+    """Yield the parts of begin .. end that are in none of the ranges."""
     for low, high in ranges:
         if low < end and high > begin:
             if begin < low:
@@ -106,7 +112,7 @@ def _outside(begin: int, end: int, ranges: Sequence[tuple[int, int]]) -> Iterato
         yield begin, end
 
 
-def write_all(file: int, data: memoryview, place: int) -> None:
+def write_all(file: int, data: memoryview, offset: int) -> None:
     while data:
-        written = os.pwrite(file, data, place)
-        data, place = data[written:], place + written
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written

@@ -1,11 +1,11 @@
-"""HDF5 files that a stranger may have made, read without the HDF5 library.
+"""Untrusted HDF5 files, which a stranger may have made, read without the HDF5 library.
 
 That library trusts what a file says about itself: a crafted file makes it write over the memory
 of the process. hpczero needs little of the format: groups, datasets that lie in one piece in the
 file, and attributes, in the structures that HDF5 writes by default ("earliest"). They are read
-here, each number held against the file's size before anything is done with it. What has another
-structure is `NotPlain`. (HDF5 File Format Specification 3.0, sections II to IV; superblocks 0
-and 1, symbol tables, object headers of version 1.)
+here, each number checked against the file's size before it is used. What has another structure is
+`NotPlain`. (HDF5 File Format Specification 3.0, sections II to IV; superblocks 0 and 1, symbol
+tables, object headers of version 1.)
 """
 
 import math
@@ -86,7 +86,7 @@ class PlainFile:
         return _dataset(self._messages(self._address(path, "dataset")), path, self.size)
 
     def datasets_below(self, path: str) -> Iterator[tuple[str, Dataset]]:
-        """All in a group and in groups in it, by their names below it."""
+        """Yield all in a group and in groups in it, by their names below it."""
         try:
             stack = [("", self._address(path, "group"))]
         except _Missing:
@@ -105,49 +105,49 @@ class PlainFile:
                     stack.append((f"{prefix}{name}/", inner))
 
     def values(self, dataset: Dataset) -> np.ndarray:
-        """All values of a dataset, as new memory: all together no more than the file has bytes."""
+        """Read a dataset into new memory; all calls together read no more than the file has."""
         self._values_left -= dataset.nbytes
         if self._values_left < 0:
             raise NotPlain(f"/{dataset.name} lies where other values lie")
         values = np.empty(dataset.shape, dataset.dtype)
-        room, place = values.reshape(-1).view(np.uint8).data, dataset.place
+        room, offset = values.reshape(-1).view(np.uint8).data, dataset.place
         while room:
-            count = os.preadv(self._descriptor, [room], place)
+            count = os.preadv(self._descriptor, [room], offset)
             if not count:
-                raise NotPlain(f"/{dataset.name} ends at byte {place:,}")
-            room, place = room[count:], place + count
+                raise NotPlain(f"/{dataset.name} ends at byte {offset:,}")
+            room, offset = room[count:], offset + count
         if values.dtype == bool and values.size and values.view(np.uint8).max() > 1:
             raise NotPlain(f"/{dataset.name} has values that are neither true nor false")
         return values
 
     @cached_property
     def attributes(self) -> dict[str, Value | None]:
-        """Those of the root; None: something other than a single number or text."""
-        found: dict[str, Value | None] = {}
+        """The attributes of the root; None for anything but a single number or text."""
+        attributes: dict[str, Value | None] = {}
         for kind, content in self._messages(self._root):
             if kind == _ATTRIBUTE:
                 name, value = self._attribute(content)
-                found[name] = value
+                attributes[name] = value
             if kind == _ATTRIBUTE_INFO:
                 raise NotPlain("attributes in a heap of their own: h5py's default libver does not")
-        return found
+        return attributes
 
     # -- structure ---------------------------------------------------------------------------------
 
-    def _read(self, place: int, length: int, what: str) -> bytes:
-        """Bytes of the structure. The sum of all is limited: a file may say the same often."""
+    def _read(self, offset: int, length: int, what: str) -> bytes:
+        """Read bytes of the structure. Their sum is limited: a file may refer to the same often."""
         self._left -= length
-        if not 0 <= place <= place + length <= self.size:
-            raise NotPlain(f"a {what} at bytes {place:,} to {place + length:,} of {self.size:,}")
+        if not 0 <= offset <= offset + length <= self.size:
+            raise NotPlain(f"a {what} at bytes {offset:,} to {offset + length:,} of {self.size:,}")
         if self._left < 0:
             raise NotPlain(f"more than {_MOST_STRUCTURE:,} bytes of structure")
-        found = os.pread(self._descriptor, length, place)
-        if len(found) < length:
-            raise NotPlain(f"a {what} that ends at byte {place + len(found):,}")
-        return found
+        raw = os.pread(self._descriptor, length, offset)
+        if len(raw) < length:
+            raise NotPlain(f"a {what} that ends at byte {offset + len(raw):,}")
+        return raw
 
     def _address(self, path: str, wanted: str) -> int:
-        """The object header of what has this path."""
+        """Return where the object header of a group or dataset lies."""
         address, done = self._root, ""
         for part in path.split("/") if path else ():
             links = self._links(address, done)
@@ -165,21 +165,21 @@ class PlainFile:
             why = ": its links are not hpczero's" if newer else ""
             raise _Missing(f"/{path} is missing, or not a group of this file{why}")
         tree, heap = unpacked("<QQ", messages[_SYMBOLS])
-        signature, length, _, place = unpacked("<8s3Q", self._read(heap, 32, "local heap"))
+        signature, length, _, begin = unpacked("<8s3Q", self._read(heap, 32, "local heap"))
         if signature[:5] != b"HEAP\0":
             raise NotPlain(f"/{path} has no local heap")
-        names, length_left = self._read(place, length, "local heap"), length
-        found: dict[str, int] = {}
+        names, length_left = self._read(begin, length, "local heap"), length
+        headers: dict[str, int] = {}
         for offset, header, cached in self._entries(tree, path):
             end = names.find(b"\0", offset, offset + _LONGEST_NAME + 1) if offset < length else -1
             name = names[offset:end].decode(errors="replace")
             length_left -= end - offset
-            if end <= offset or length_left < 0 or "/" in name or name in found:
+            if end <= offset or length_left < 0 or "/" in name or name in headers:
                 raise NotPlain(f"/{path} has a link without a name of its own")
             if cached not in _HARD:
                 raise NotPlain(f"/{path}/{name} is a link that leads on".replace("//", "/"))
-            found[name] = header
-        return found
+            headers[name] = header
+        return headers
 
     def _entries(self, tree: int, path: str) -> Iterator[tuple[int, int, int]]:
         """Yield the entries of a group's symbol table.
@@ -188,15 +188,17 @@ class PlainFile:
         """
         stack, seen = [tree], {tree}
         while stack:
-            place = stack.pop()
-            signature, kind, _, used = unpacked("<4s2BH", self._read(place, 8, "group"))
+            offset = stack.pop()
+            signature, kind, _, used = unpacked("<4s2BH", self._read(offset, 8, "group"))
             if signature == b"SNOD":
-                raw = self._read(place + 8, 40 * used, "symbol table")
-                yield from ((one[0], one[1], one[2]) for one in struct.iter_unpack("<2QI20x", raw))
+                raw = self._read(offset + 8, 40 * used, "symbol table")
+                yield from (
+                    (entry[0], entry[1], entry[2]) for entry in struct.iter_unpack("<2QI20x", raw)
+                )
                 continue
             if signature != b"TREE" or kind:
                 raise NotPlain(f"/{path} is no group: its tree cannot be read")
-            raw = self._read(place + 24, 16 * used + 8, "tree of a group")
+            raw = self._read(offset + 24, 16 * used + 8, "tree of a group")
             children = unpacked(f"<{2 * used + 1}Q", raw)[1::2]
             if seen.intersection(children) or len(set(children)) < used:
                 raise NotPlain(f"/{path} has parts of its tree twice")
@@ -204,30 +206,30 @@ class PlainFile:
             stack += reversed(children)
 
     def _messages(self, address: int) -> list[Message]:
-        """All of an object header."""
+        """Return all messages of an object header."""
         version, _, count, _, length = unpacked("<BBHII", self._read(address, 16, "object header"))
         if version != 1:
             raise NotPlain(f"an object header at byte {address:,} that is not of version 1")
-        found: list[Message] = []
+        messages: list[Message] = []
         chunks, seen = [(address + 16, length)], set()
-        while chunks and len(found) < count:
-            place, length = chunks.pop(0)
-            if place in seen:
+        while chunks and len(messages) < count:
+            offset, length = chunks.pop(0)
+            if offset in seen:
                 raise NotPlain(f"an object header at byte {address:,} that has itself inside")
-            seen.add(place)
-            for kind, content in self._chunk(place, length):
+            seen.add(offset)
+            for kind, content in self._chunk(offset, length):
                 if kind == _CONTINUED:
                     chunks.append(unpacked("<QQ", content))
-                found.append((kind, content))
-        return found
+                messages.append((kind, content))
+        return messages
 
-    def _chunk(self, place: int, length: int) -> Iterator[Message]:
-        raw, at = self._read(place, length, "object header"), 0
+    def _chunk(self, offset: int, length: int) -> Iterator[Message]:
+        raw, at = self._read(offset, length, "object header"), 0
         while at + 8 <= length:
             kind, size, flags = unpacked("<HHB", raw, at)
             content = raw[at + 8 : at + 8 + size]
             if len(content) < size or (flags & _SHARED and kind in (_SPACE, _TYPE, _ATTRIBUTE)):
-                raise NotPlain(f"a message at byte {place + at:,} that cannot be read")
+                raise NotPlain(f"a message at byte {offset + at:,} that cannot be read")
             if kind:
                 yield kind, content
             at += 8 + size
@@ -258,18 +260,18 @@ class PlainFile:
         return text.partition(b"\0")[0].decode(errors="replace")
 
     def _elsewhere(self, raw: bytes) -> bytes:
-        """The text of an attribute that lies in a global heap."""
+        """Return the text of an attribute that lies in a global heap."""
         length, heap, wanted = unpacked("<IQI", raw)
         if heap in (0, _NOWHERE) or not length:
             return b""
         signature, size = unpacked("<8sQ", self._read(heap, 16, "global heap"))
         if signature[:5] != b"GCOL\1":
             raise NotPlain(f"no global heap at byte {heap:,}")
-        there, at = self._read(heap, size, "global heap"), 16
+        objects, at = self._read(heap, size, "global heap"), 16
         while at + 16 <= size:
-            number, _, count = unpacked("<HH4xQ", there, at)
+            number, _, count = unpacked("<HH4xQ", objects, at)
             if number == wanted and length <= count <= size - at - 16:
-                return there[at + 16 : at + 16 + length]
+                return objects[at + 16 : at + 16 + length]
             if not number:
                 break
             at += 16 + -(-count // 8) * 8
@@ -281,24 +283,24 @@ class _Missing(NotPlain):
 
 
 def _dataset(messages: list[Message], path: str, file_size: int) -> Dataset:
-    found = dict(messages)
-    if not {_SPACE, _TYPE, _LAYOUT} <= found.keys():
+    content = dict(messages)
+    if not {_SPACE, _TYPE, _LAYOUT} <= content.keys():
         raise _Missing(f"/{path} is missing, or not a dataset of this file")
-    layout = found[_LAYOUT]
+    layout = content[_LAYOUT]
     version, sort = unpacked("<BB", layout)
     contiguous = version in (3, 4) and sort == _CONTIGUOUS
-    if not contiguous or _EXTERNAL in found or _FILTERS in found:
+    if not contiguous or _EXTERNAL in content or _FILTERS in content:
         raise NotPlain(f"/{path} is not stored as one piece inside this file")
-    kind, shape = kind_of(found[_TYPE]), shape_of(found[_SPACE])
-    place, stored = unpacked("<QQ", layout, 2)
+    kind, shape = kind_of(content[_TYPE]), shape_of(content[_SPACE])
+    offset, stored = unpacked("<QQ", layout, 2)
     if kind.dtype is None:
         raise NotPlain(f"/{path} has no numbers")
-    dataset = Dataset(kind.dtype, shape, 0 if place == _NOWHERE else place, path)
+    dataset = Dataset(kind.dtype, shape, 0 if offset == _NOWHERE else offset, path)
     if not dataset.size:
         return dataset
     end = dataset.place + dataset.nbytes
-    if place == _NOWHERE or end > file_size or dataset.nbytes > stored:
-        held = "nowhere" if place == _NOWHERE else f"in {stored} bytes"
+    if offset == _NOWHERE or end > file_size or dataset.nbytes > stored:
+        held = "nowhere" if offset == _NOWHERE else f"in {stored} bytes"
         raise NotPlain(
             f"/{path} has {shape_text(shape)} values and would end at byte {end} of {file_size}: "
             f"it lies {held}"
@@ -307,5 +309,5 @@ def _dataset(messages: list[Message], path: str, file_size: int) -> Dataset:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """3 x 4, in few characters."""
+    """Return a shape as "3 x 4", in few characters."""
     return " x ".join(map(str, shape[:8])) + (" x …" if len(shape) > 8 else "") or "1"

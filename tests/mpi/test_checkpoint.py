@@ -284,7 +284,7 @@ def test_ranks_meet_while_one_is_slow(
 def test_a_save_that_is_waited_for_makes_no_more_pauses(
     world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "_REST", 1e6)
+    monkeypatch.setattr(write, "_PAUSE_FACTOR", 1e6)
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         checkpoints.begin(1, ends=False)
         checkpoints.conclude()  # in this life

@@ -120,7 +120,7 @@ def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     own = saver(tmp_path, asynchronous)
-    monkeypatch.setattr(write.Writer, "finish", stale)
+    monkeypatch.setattr(Writer, "finish", stale)
     monkeypatch.setattr(directory, "free_bytes", stale)
     with pytest.raises(
         SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"
