@@ -147,7 +147,10 @@ class Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the job if this rank raised, as others may wait for it, and `initialize` started MPI."""
+        """Close; after an error on this rank, end the job if `initialize` started MPI.
+
+        Other ranks may be waiting for this one.
+        """
         if error is None:
             self.close()
         elif self._worlds:
@@ -176,7 +179,7 @@ def _problems(spec: Spec) -> list[str]:
         why = "nothing says how the layers of this module are shared out"
         problems.append(f"parallel.tensor = {tensor}: {why}; set it to 1")
     if pipeline > 1:
-        why = "a loop of your own runs the whole module, a pipeline its stages, batch after batch"
+        why = "a loop of your own runs the whole module, not the stages of a pipeline"
         instead = f"train by `hpczero run` {family} (docs/any-model.md)"
         problems.append(f"parallel.pipeline = {pipeline}: {why}; set it to 1, or {instead}")
     if spec.train.trace:
