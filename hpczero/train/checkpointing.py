@@ -64,9 +64,14 @@ class Checkpoints:
             grid.coordinate(world.rank, axis) == 0 for axis in ("data", "tensor")
         )
         self._stages = self._stages_of_pipeline()
+        self._buffer_types = self._of_all_stages(
+            {
+                name: (_dtype_when_saved(buffer), buffer.shape)
+                for name, buffer in self._persistent_buffers()
+            }
+        )
         if spec.checkpoint.every >= 0:
             world.run_on_all(self._refuse_what_cannot_be_saved)
-        self._buffer_shapes = self._shapes_of_buffers()
         job = SaveJob(
             self.path,
             spec.model_dump(mode="json"),
@@ -104,9 +109,9 @@ class Checkpoints:
         if self.engine.settings.own_model:
             return {}
         missed: dict[str, int] = self.engine.absent.missed
-        if self.grid.size("pipeline") == 1:  # then rank 0 knows all
-            return missed if self._speaks_for_stage else {}
-        return self._of_all_stages(lambda: missed)
+        if self.grid.size("pipeline") == 1:
+            return missed  # rank 0 has the only stage
+        return self._of_all_stages(missed)
 
     def _prune(self, newest: int) -> str:
         """Return what could not be removed."""
@@ -194,10 +199,9 @@ class Checkpoints:
                 if not only_weights:
                     refuse_another_run(path, checkpoint.content, self.spec)
                     refuse_other_data(path, checkpoint.identity, self.identity)
-                first = self.world.rank == 0
-                buffers = self._buffer_shapes if first else None
-                tensors = self._tensor_shapes() if first else _shapes_on_this_rank(self.engine)
-                refuse_another_model(checkpoint, tensors, buffers)
+                shapes = {name: tuple(shape) for name, (_, shape) in self._buffer_types.items()}
+                buffers = shapes if self.world.rank == 0 else None
+                refuse_another_model(checkpoint, self._tensor_shapes(), buffers)
                 restore(self.engine, checkpoint, only_weights)
                 self.identity.update(gone_on_with(checkpoint.identity, self.identity))
                 return "", checkpoint.content
@@ -206,22 +210,20 @@ class Checkpoints:
 
     # -- the model, described on rank 0 ------------------------------------------------------------
 
-    def _of_all_stages(self, collect: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Collect a dictionary on one rank of every stage; return their union on rank 0."""
-        of_ranks = self.world.gather_objects(collect() if self._speaks_for_stage else {})
+    def _of_all_stages(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Return on rank 0 the union of what one rank of every stage has; empty on the others."""
+        of_ranks = self.world.gather_objects(values if self._speaks_for_stage else {})
         return {name: value for of_rank in of_ranks or [] for name, value in of_rank.items()}
 
     def _stages_of_pipeline(self) -> list[Stage]:
-        """Return all stages on rank 0, in order, and nothing on the others."""
-        stage = str(self.grid.coordinate(self.world.rank, "pipeline"))
-        layouts = [unit.layout for unit in self.engine.units]
+        """Return all stages on rank 0, in order; its own stage alone on any other rank."""
+        layers = [_described(unit.layout) for unit in self.engine.units]
         copies = [unit.layout.name for unit in self.engine.copies]
-        described = self._of_all_stages(
-            lambda: {stage: [[_described(layout) for layout in layouts], copies]}
-        )
+        mine = {str(self.grid.coordinate(self.world.rank, "pipeline")): (layers, copies)}
+        stages = self._of_all_stages(mine) or mine
         return [
             ([_layer(*layer) for layer in layers], set(copies))
-            for _, (layers, copies) in sorted(described.items(), key=lambda item: int(item[0]))
+            for layers, copies in (stages[number] for number in sorted(stages, key=int))
         ]
 
     def _table(self) -> Table:
@@ -242,28 +244,12 @@ class Checkpoints:
         return Table.of(tensors, self.world.size, holding_of)
 
     def _tensor_shapes(self) -> Shapes:
-        """Return the shapes of all parameters on rank 0."""
+        """Return the shapes of all parameters on rank 0, of this stage's on any other rank."""
         layers = [layer for stage, _ in self._stages for layer in stage]
         return {p.name: p.shape for layer in layers for p in layer.parameters}
 
-    def _shapes_of_buffers(self) -> Shapes:
-        """Return the shapes of the buffers of all stages on rank 0."""
-        module = self.engine.module
-        shapes = self._of_all_stages(
-            lambda: {name: list(buffer.shape) for name, buffer in _persistent_buffers(module)}
-        )
-        return {name: tuple(shape) for name, shape in shapes.items()}
-
     def _refuse_what_cannot_be_saved(self) -> None:
-        """Collective; InputError on rank 0."""
-        module = self.engine.module
-        buffers = self._of_all_stages(
-            lambda: {
-                name: (_dtype_when_saved(buffer), list(buffer.shape))
-                for name, buffer in _persistent_buffers(module)
-            }
-        )
-        if problem := manifest.problem(self._tensor_shapes(), buffers):
+        if problem := manifest.problem(self._tensor_shapes(), self._buffer_types):
             advice = (
                 "a buffer with persistent=False is left out; "
                 "checkpoint.every = -1 trains without checkpoints"
@@ -272,22 +258,23 @@ class Checkpoints:
 
     def _buffers(self) -> dict[str, Array]:
         """Return the modules' buffers, of the first data rank of each stage, on rank 0."""
-        module = self.engine.module
-        packed = self._of_all_stages(
-            lambda: {name: _packed(buffer) for name, buffer in _persistent_buffers(module)}
-        )
+        packed = {name: _packed(buffer) for name, buffer in self._persistent_buffers()}
         return {
             name: np.frombuffer(base64.b64decode(text), dtype).reshape(shape)
-            for name, (text, dtype, shape) in packed.items()
+            for name, (text, dtype, shape) in self._of_all_stages(packed).items()
         }
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers of this stage that are saved, on the rank that speaks for it."""
+        modules = self.engine.module.named_modules() if self._speaks_for_stage else ()
+        for prefix, module in modules:
+            for name, buffer in module._buffers.items():
+                persistent = name not in module._non_persistent_buffers_set
+                if buffer is not None and persistent and not buffer.is_meta:
+                    yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 # -- what a rank has -------------------------------------------------------------------------------
-
-
-def _shapes_on_this_rank(engine: Engine) -> Shapes:
-    slots = [slot for unit in engine.units for slot in unit.layout.slots]
-    return {slot.parameter.name: slot.parameter.shape for slot in slots}
 
 
 def _described(layout: UnitLayout) -> list[Any]:
@@ -299,14 +286,6 @@ def _described(layout: UnitLayout) -> list[Any]:
 def _layer(name: str, parameters: list[list[Any]]) -> Layer:
     made = [Parameter(name, tuple(shape), ZEROS, *cut) for name, shape, *cut in parameters]
     return Layer(name, tuple(made))
-
-
-def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            persistent = name not in part._non_persistent_buffers_set
-            if buffer is not None and persistent and not buffer.is_meta:
-                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _dtype_when_saved(buffer: torch.Tensor) -> str:

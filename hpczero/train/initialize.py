@@ -27,7 +27,7 @@ def initialize(
     world: World | None = None,
     accumulates: bool = True,
 ) -> "Training":
-    """Hand a module's parameters to hpczero's engine. Collective: every rank passes the same module.
+    """Hand a module's parameters to an engine. Collective: every rank passes the same module.
 
     From now on the parameters lie in hpczero's memory, in `train.precision`, sharded by
     `zero.stage`, with rank 0's values. The spec is rank 0's; its tables model and data are ignored.

@@ -84,7 +84,7 @@ def select_device(world: World, spec: Spec) -> Spec:
 def carrier(wanted: str, kind: str, ranks: int, shared: bool, available: Collection[str]) -> str:
     """Return the library that `comm.backend` means: "mpi", "nccl" or "gloo" (pure).
 
-    `kind`: of the ranks' devices; `shared`: several ranks use one GPU; `available`: in this PyTorch.
+    `kind`: of the ranks' devices; `shared`: ranks share a GPU; `available`: in this PyTorch.
     """
     if wanted == "auto":
         nccl = kind == "cuda" and ranks > 1 and not shared and "nccl" in available

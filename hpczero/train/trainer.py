@@ -89,7 +89,7 @@ class Trainer:
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
-        """Run steps first .. train.steps - 1, which people see numbered from 1; there may be none."""
+        """Run steps first .. train.steps - 1 (numbered from 1 in reports); there may be none."""
         steps = self.spec.train.steps
         folder = self.reporter.directory.path if self.reporter else None
         outcome = Outcome("running" if first < steps else "finished", first, saved=first)
@@ -158,10 +158,7 @@ class Trainer:
         return self._outcome(before, step + 1, loss, validation, asked, result)
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Conclude the save in flight, and begin the next one if it is due after this step.
-
-        A failed save does not keep the next one from beginning.
-        """
+        """Conclude the save in flight; begin the next one if it is due, also after a failed one."""
         checkpoints = self.checkpoints
         ends = outcome.state in ("finished", "stopped")
         if checkpoints is None:
