@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from hpczero.train.resume import (
     readable,
     refuse_another_model,
     refuse_another_run,
-    refuse_other_data,
     restore,
     states,
 )
@@ -91,9 +91,13 @@ class Checkpoints:
     def begin(self, step: int, ends: bool) -> None:
         """Begin a save; SaveFailed, on all ranks alike."""
         engine, scale = self.engine, self.engine.loss_scale
-        counts = {"step": step, "updates": engine.updates, "good_steps": scale.good_steps}
-        missed = self._missed_updates()
-        state = TrainingState(**counts, loss_scale=scale.value, missed=missed)
+        state = TrainingState(
+            step=step,
+            updates=engine.updates,
+            loss_scale=scale.value,
+            good_steps=scale.good_steps,
+            missed=self._missed_updates(),
+        )
         self.saver.begin(state, self._buffers(), self.behind and not ends)
 
     def conclude(self) -> tuple[Saved, str]:
@@ -110,7 +114,7 @@ class Checkpoints:
             return {}
         missed: dict[str, int] = self.engine.absent.missed
         if self.grid.size("pipeline") == 1:
-            return missed  # rank 0 has the only stage
+            return dict(missed)  # rank 0 has the only stage
         return self._of_all_stages(missed)
 
     def _prune(self, newest: int) -> str:
@@ -172,9 +176,14 @@ class Checkpoints:
 
     def _on_first_rank(self, action: Callable[[], Any]) -> Any:
         """Run the action on rank 0 alone, and return its result on all ranks."""
-        mine = lambda: readable(action) if self.world.rank == 0 else None  # noqa: E731
         return self.world.broadcast_object(
-            self.world.run_on_all(lambda: run_while_polling(self.world, mine))
+            self._reading(lambda: None if self.world.rank else action())
+        )
+
+    def _reading(self, action: Callable[[], Any]) -> Any:
+        """Run an action that reads checkpoints; InputError on all ranks if one cannot."""
+        return self.world.run_on_all(
+            lambda: run_while_polling(self.world, lambda: readable(action))
         )
 
     def _load(self, path: Path, only_weights: bool) -> Content:
@@ -182,8 +191,7 @@ class Checkpoints:
 
         The engine's states are then undefined.
         """
-        read = lambda: readable(lambda: self._read(path, only_weights))  # noqa: E731
-        problem, content = self.world.run_on_all(lambda: run_while_polling(self.world, read))
+        problem, content = self._reading(lambda: self._read(path, only_weights))
         problems = self.world.broadcast_object(self.world.gather_objects(problem))
         if first := next(filter(None, problems), None):
             raise Damaged(first)
@@ -197,8 +205,7 @@ class Checkpoints:
                 if path.parent == self.path:
                     directory.refuse_misnamed(path, checkpoint.content.state.step)
                 if not only_weights:
-                    refuse_another_run(path, checkpoint.content, self.spec)
-                    refuse_other_data(path, checkpoint.identity, self.identity)
+                    refuse_another_run(checkpoint, self.spec, self.identity)
                 shapes = {name: tuple(shape) for name, (_, shape) in self._buffer_types.items()}
                 buffers = shapes if self.world.rank == 0 else None
                 refuse_another_model(checkpoint, self._tensor_shapes(), buffers)
@@ -228,20 +235,20 @@ class Checkpoints:
 
     def _table(self) -> Table:
         tensors = [Tensor(name, shape) for name, shape in self._tensor_shapes().items()]
-        grid, layouts = self.grid, {}
+        grid = self.grid
 
-        def holding_of(rank: int) -> RankShard:
+        @cache
+        def layouts(stage: int, tensor_rank: int) -> list[UnitLayout]:
+            sizes = grid.size("data"), grid.size("tensor")
+            return [unit_layout(layer, *sizes, tensor_rank) for layer in self._stages[stage][0]]
+
+        def shard_of(rank: int) -> RankShard:
             stage, tensor_rank = grid.coordinate(rank, "pipeline"), grid.coordinate(rank, "tensor")
-            layers, copies = self._stages[stage]
-            if (stage, tensor_rank) not in layouts:
-                layouts[stage, tensor_rank] = [
-                    unit_layout(layer, grid.size("data"), grid.size("tensor"), tensor_rank)
-                    for layer in layers
-                ]
-            shard = grid.coordinate(rank, "data")
-            return RankShard(layouts[stage, tensor_rank], shard, tensor_rank, copies)
+            copies = self._stages[stage][1]
+            units = layouts(stage, tensor_rank)
+            return RankShard(units, grid.coordinate(rank, "data"), tensor_rank, copies)
 
-        return Table.of(tensors, self.world.size, holding_of)
+        return Table.of(tensors, self.world.size, shard_of)
 
     def _tensor_shapes(self) -> Shapes:
         """Return the shapes of all parameters on rank 0, of this stage's on any other rank."""

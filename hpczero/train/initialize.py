@@ -176,15 +176,21 @@ def _problems(spec: Spec) -> list[str]:
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
     problems = []
     if tensor > 1:
-        why = "nothing says how the layers of this module are shared out"
-        problems.append(f"parallel.tensor = {tensor}: {why}; set it to 1")
+        problems.append(
+            f"parallel.tensor = {tensor}: nothing says how the layers of this module are "
+            "shared out; set it to 1"
+        )
     if pipeline > 1:
-        why = "a loop of your own runs the whole module, not the stages of a pipeline"
-        instead = f"train by `hpczero run` {family} (docs/any-model.md)"
-        problems.append(f"parallel.pipeline = {pipeline}: {why}; set it to 1, or {instead}")
+        problems.append(
+            f"parallel.pipeline = {pipeline}: a loop of your own runs the whole module, not the "
+            "stages of a pipeline; set it to 1, or "
+            f"train by `hpczero run` {family} (docs/any-model.md)"
+        )
     if spec.train.trace:
-        why = f"traces are of the steps of `hpczero run` ({family})"
-        problems.append(f"train.trace = true: {why}; set it to false in a loop of your own")
+        problems.append(
+            f"train.trace = true: traces are of the steps of `hpczero run` ({family}); "
+            "set it to false in a loop of your own"
+        )
     return problems
 
 

@@ -100,8 +100,7 @@ def look_ahead(spec: Spec, identity: Mapping[str, str] | None = None) -> None:
 def _look_into(path: Path, spec: Spec, identity: Mapping[str, str]) -> None:
     with Checkpoint.open(path) as checkpoint:
         if not spec.checkpoint.weights_only:
-            refuse_another_run(path, checkpoint.content, spec)
-            refuse_other_data(path, checkpoint.identity, identity)
+            refuse_another_run(checkpoint, spec, identity)
 
 
 def readable(action: Callable[[], Result]) -> Result:
@@ -159,10 +158,23 @@ def differences(content: Content, spec: Spec, role: Role) -> list[str]:
     return [printable(line) for line in lines]
 
 
-def refuse_another_run(path: Path, content: Content, spec: Spec) -> None:
-    if lines := differences(content, spec, "identity"):
+def refuse_another_run(checkpoint: Checkpoint, spec: Spec, identity: Mapping[str, str]) -> None:
+    """Raise InputError if a key of role "identity" differs, or the tokens are others.
+
+    A checkpoint of an older version does not say which tokens its run has read.
+    """
+    path, there = checkpoint.folder, checkpoint.identity
+    if lines := differences(checkpoint.content, spec, "identity"):
         shown = "".join(f"\n  {line}" for line in lines)
         raise InputError(f"{path} is a checkpoint of another run:{shown}")
+    if _DATA in there and _DATA in identity and there[_DATA] != identity[_DATA]:
+        was, now = printable(there[_DATA], 80), printable(identity[_DATA], 80)
+        raise InputError(
+            f"{path} is a checkpoint of a run on other data: {_DATA} was {was} and is {now} "
+            "(`hpczero data show` prints it): put the token file back that was there, or begin "
+            "another run with these weights: another name, checkpoint.resume and "
+            "checkpoint.weights_only = true"
+        )
 
 
 def identity_of(fingerprint: str, rule: int = 0) -> dict[str, str]:
@@ -180,21 +192,6 @@ def gone_on_with(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str,
     Its initial values were made by the checkpoint's rule: 1, if the checkpoint does not name one.
     """
     return {**here, _VALUES: there.get(_VALUES, "1")} if _VALUES in here else dict(here)
-
-
-def refuse_other_data(path: Path, there: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """Raise InputError if the run would not read the tokens that the checkpoint's run has read.
-
-    A checkpoint of an older version does not say which these were.
-    """
-    if _DATA in there and _DATA in here and there[_DATA] != here[_DATA]:
-        was, now = printable(there[_DATA], 80), printable(here[_DATA], 80)
-        raise InputError(
-            f"{path} is a checkpoint of a run on other data: {_DATA} was {was} and is {now} "
-            "(`hpczero data show` prints it): put the token file back that was there, or begin "
-            "another run with these weights: another name, checkpoint.resume and "
-            "checkpoint.weights_only = true"
-        )
 
 
 def other_data(content: Content, spec: Spec, step: int) -> list[str]:

@@ -188,9 +188,8 @@ def _carry_out(
     trainer = Trainer(spec, world, runner, batches, reporter, checkpoints)
     meter.start()
     outcome = trainer.train(first)
-    meter.stop()
     buffers = {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
-    measured = meter.of_ranks(runner.memory() | buffers)
+    measured = meter.stop(runner.memory() | buffers)
     trace = tracing.conclude() if tracing else None
     engine.close()
     losses = outcome.first_loss, outcome.final_loss
@@ -232,7 +231,7 @@ class _Meter:
     """Measures the time, cores and memory of the training, from before the engine is built."""
 
     def __init__(self, job: TrainingJob) -> None:
-        """Collective, as `of_ranks`."""
+        """Collective, as `stop`."""
         spec, self._world = job.spec, job.world
         self._placement = placement(spec, job.grid, self._world.rank)
         platform = setup.platform_of(self._world, spec)
@@ -240,18 +239,15 @@ class _Meter:
             need(spec, job.layers, self._placement, platform).rank if job.layers else {}
         )
         self._held = process_memory.held_on_nodes(self._world)
-        self.seconds = 0.0
 
     def start(self) -> None:
         self._began = time.perf_counter()
         self._processor_seconds = time.process_time()
 
-    def stop(self) -> None:
-        self.seconds = time.perf_counter() - self._began
-
-    def of_ranks(self, allocated: dict[str, int]) -> dict[str, Any]:
+    def stop(self, allocated: dict[str, int]) -> dict[str, Any]:
         """Return the figures of all ranks on rank 0. `allocated`: bytes of this rank, by kind."""
         world = self._world
+        self.seconds = time.perf_counter() - self._began
         growth = process_memory.growth(self._held, process_memory.held_on_nodes(world))
         of_rank = self._placement.part_of_rank(allocated)
         memory = process_memory.summary(world, self._predicted, of_rank, growth)

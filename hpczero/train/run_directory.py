@@ -111,15 +111,15 @@ class RunDirectory:
         return Earlier.of(kept)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """Append a line, with the time at which it is written."""
+        """Append a line; as every line, it has the time at which it is written."""
         if time.monotonic() - self._looked > _LOOK_EVERY:
             self._restore_if_removed()
-        _append(self._metrics, {"time": _now(), **values})
+        _append(self._metrics, values)
         self._lock.beat()
 
     def event(self, name: str, **values: Any) -> None:
         self._restore_if_removed()
-        _append(self._events, {"time": _now(), "event": name, **values})
+        _append(self._events, {"event": name, **values})
 
     def sync(self) -> None:
         """Bring the lines to the disk: a power cut must not leave the checkpoint alone."""
@@ -158,7 +158,7 @@ class RunDirectory:
             raise HpczeroError(f"{what}: {error.strerror}") from error
         what = f"{self.path} was removed under this run, or a part of it: it is made again"
         print(f"hpczero: WARN {what}", file=sys.stderr, flush=True)
-        _append(self._events, {"time": _now(), "event": "WARN", "what": what})
+        _append(self._events, {"event": "WARN", "what": what})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         path = self.path / "summary.json"
@@ -226,13 +226,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
 def _append(file: TextIO, values: Mapping[str, Any]) -> None:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
-        file.write(json.dumps(_finite(values)) + "\n")
+        file.write(json.dumps(_finite({"time": now, **values})) + "\n")
         file.flush()
     except OSError as error:
         raise HpczeroError(f"cannot write {file.name}: {error.strerror}") from error

@@ -7,7 +7,7 @@ allocated before `fit_to_memory` has found that there is room for it.
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -113,10 +113,7 @@ def _device(world: World, wanted: str) -> Device:
     if wanted == "auto" and not any(_all_gather(world, machine.gpu_driver())):
         return CPU
     kind = device.agreed(wanted, _all_gather(world, device.visible()), world.hosts)
-    computers = _all_gather(world, _computer(world))
-    neighbours = [
-        rank for rank, computer in enumerate(computers) if computer == computers[world.rank]
-    ]
+    neighbours = _neighbours(world)
     position = neighbours.index(world.rank)
     return world.run_on_all(lambda: device.of_rank(kind, position, len(neighbours)))
 
@@ -136,6 +133,13 @@ def _available(wanted: str, chosen: Device) -> Collection[str]:
 def _computer(world: World) -> str:
     """Return what tells computers apart: `comm.ranks_per_node` can make several nodes of one."""
     return machine.boot_identity() or world.hosts[world.rank]
+
+
+def _neighbours(world: World) -> list[int]:
+    """Return the ranks on this rank's computer. Collective."""
+    mine = _computer(world)
+    computers = enumerate(_all_gather(world, mine))
+    return [rank for rank, computer in computers if computer == mine]
 
 
 def _all_gather(world: World, value: object) -> list[Any]:
@@ -165,14 +169,11 @@ def use_kernels(world: World) -> None:
 
 def use_threads(world: World) -> int:
     """Let torch run as many threads as this rank's share of the cores, and return how many."""
-    computer = _computer(world)
-    cores, quota = sorted(machine.usable_cores()), machine.cpu_quota()
-    mine = {"computer": computer, "cores": cores, "quota": quota}
-    everyone = _all_gather(world, mine)
-    ranks = [rank for rank, one in enumerate(everyone) if one["computer"] == computer]
-    cores_of_ranks = [set(everyone[rank]["cores"]) for rank in ranks]
-    threads_of_ranks = machine.threads_per_rank(cores_of_ranks, everyone[ranks[0]]["quota"])
-    threads = threads_of_ranks[ranks.index(world.rank)]
+    ranks = _neighbours(world)
+    usable = _all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
+    cores = [set(usable[rank][0]) for rank in ranks]
+    _, quota = usable[ranks[0]]
+    threads = machine.threads_per_rank(cores, quota)[ranks.index(world.rank)]
     torch.set_num_threads(threads)
     return threads
 
@@ -187,10 +188,9 @@ def remove_stale_segments(world: World) -> None:
     _, removed = machine.remove_stale_segments({"MPICH"})
     if removed:
         size = in_bytes(sum(segment.size for segment in removed))
-        files = counted(len(removed), "shared-memory file")
+        files = f"{counted(len(removed), 'shared-memory file')} ({size})"
         what = f"removed {files} that killed MPICH jobs left in /dev/shm"
-        host = world.hosts[world.rank]
-        print(f"hpczero: {host}: {what} ({size})", file=sys.stderr, flush=True)
+        print(f"hpczero: {world.hosts[world.rank]}: {what}", file=sys.stderr, flush=True)
 
 
 def packages() -> dict[str, str | None]:
@@ -252,9 +252,7 @@ def fit_to_memory(
 def _problem(world: World, spec: Spec, layers: Sequence[Layer], built: int) -> str | None:
     """Return on all ranks what rank 0 says against it, from what every rank sees. Collective."""
     seen = world.gather_objects(_seen(world, spec, built))
-    problem = None if seen is None else refusal(spec, layers, site_of(seen))
-    agreed: str | None = world.broadcast_object(problem)
-    return agreed
+    return world.broadcast_object(seen and refusal(spec, layers, site_of(seen)))
 
 
 def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
@@ -262,7 +260,7 @@ def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
 
     What it holds itself already (`held`) is a part of its need.
     """
-    shm = machine.shared_memory()
+    shm, platform = machine.shared_memory(), platform_of(world, spec)
     return {
         "node": world.node,
         "host": world.hosts[world.rank],
@@ -272,25 +270,29 @@ def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
         "shm": shm.free if shm else 0,
         "held": min(process_memory.held(), RUNTIME + built),
         "gpu": _gpu(world.device),
-        "kernels": sorted(platform_of(world, spec).kernels),
-        "native": world.backend != "mpi",
+        "kernels": sorted(platform.kernels),
+        "native": platform.native,
     }
 
 
 def platform_of(world: World, spec: Spec) -> Platform:
     """Return what this rank runs on."""
-    native = world.backend != "mpi"
-    if world.device.kind != "cuda" or spec.model.kernels == "torch":
-        return Platform(world.device.kind, native=native)
-    return Platform("cuda", dispatch.of_gpus(DTYPES[spec.train.precision]), native=native)
+    kernels: frozenset[str] = frozenset()
+    if world.device.kind == "cuda" and spec.model.kernels != "torch":
+        kernels = dispatch.of_gpus(DTYPES[spec.train.precision])
+    return Platform(world.device.kind, kernels, native=world.backend != "mpi")
 
 
 def _gpu(device: Device) -> dict[str, Any] | None:
     memory = device.memory()
     if memory is None:
         return None
-    names = {"identity": device.identity, "name": device.name}
-    return names | {"free": memory.free, "held": memory.held}
+    return {
+        "identity": device.identity,
+        "name": device.name,
+        "free": memory.free,
+        "held": memory.held,
+    }
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,7 @@ class Claim:
     It keeps it together with all ranks of its computer that name the same thing.
     """
 
+    rank: Mapping[str, Any]  # as `_seen` describes it
     what: str
     free: int
     place: str
@@ -307,13 +310,13 @@ class Claim:
     part: str = "all"
 
 
-def site_of(seen: Sequence[dict[str, Any]]) -> Site:
+def site_of(seen: Sequence[Mapping[str, Any]]) -> Site:
     """Return the bounds that the ranks must keep together, from what each has seen (pure)."""
-    groups: dict[tuple[str, str], list[tuple[dict[str, Any], Claim]]] = {}
+    groups: dict[tuple[str, str], list[Claim]] = {}
     for rank in seen:
         for claim in _claims(rank):
-            groups.setdefault((rank["computer"], claim.what), []).append((rank, claim))
-    bounds = tuple(_bound(group) for group in groups.values())
+            groups.setdefault((rank["computer"], claim.what), []).append(claim)
+    bounds = tuple(map(_bound, groups.values()))
     on_gpus = any(rank.get("gpu") for rank in seen)
     kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
     native = all(rank.get("native", False) for rank in seen)
@@ -321,26 +324,24 @@ def site_of(seen: Sequence[dict[str, Any]]) -> Site:
     return Site(Counter(rank["node"] for rank in seen), bounds, platform)
 
 
-def _claims(rank: dict[str, Any]) -> Iterator[Claim]:
+def _claims(rank: Mapping[str, Any]) -> Iterator[Claim]:
     host, gpu = rank["host"], rank.get("gpu")
     part = "host" if gpu else "all"
     if rank["available"]:
-        yield Claim("memory", rank["available"], f"on {host}", part=part)
+        yield Claim(rank, "memory", rank["available"], f"on {host}", part=part)
     for folder, free in rank["limits"].items():
-        yield Claim(folder, free, f"in the cgroup {folder} on {host}", part=part)
+        yield Claim(rank, folder, free, f"in the cgroup {folder} on {host}", part=part)
     if gpu:
-        on_gpu = f"on {gpu['name']} of {host}"
-        yield Claim(f"gpu {gpu['identity']}", gpu["free"], on_gpu, part="device")
-    yield Claim("shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
+        place = f"on {gpu['name']} of {host}"
+        yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, part="device")
+    yield Claim(rank, "shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
 
 
-def _bound(group: Sequence[tuple[dict[str, Any], Claim]]) -> Bound:
-    ranks = [rank for rank, _ in group]
-    first = group[0][1]
-    held = 0
-    if not first.windows:
-        holders = (rank["gpu"] if first.part == "device" else rank for rank in ranks)
-        held = sum(holder["held"] for holder in holders)
-    free = min(claim.free for _, claim in group) + held
-    nodes = Counter(rank["node"] for rank in ranks)
+def _bound(claims: Sequence[Claim]) -> Bound:
+    first = claims[0]
+    free = min(claim.free for claim in claims)
+    if not first.windows:  # then what the ranks hold already counts as free
+        holders = (claim.rank["gpu"] if first.part == "device" else claim.rank for claim in claims)
+        free += sum(holder["held"] for holder in holders)
+    nodes = Counter(claim.rank["node"] for claim in claims)
     return Bound(nodes, free, first.place, first.windows, first.part)

@@ -20,13 +20,25 @@ import psutil
 from hpczero import env
 
 _LAUNCHERS = (
-    *("mpirun", "mpiexec", "hydra_", "pmi_proxy"),
-    *("prterun", "prted", "orterun", "orted", "oshrun"),
+    "mpirun",
+    "mpiexec",
+    "hydra_",
+    "pmi_proxy",
+    "prterun",
+    "prted",
+    "orterun",
+    "orted",
+    "oshrun",
 )
 # Options that make a launcher write somewhere else, or put words before each line.
 _REDIRECTING = (
-    *("-outfile", "-errfile", "-output", "-tag-output", "-timestamp-output"),
-    *("-xterm", "-prepend"),
+    "-outfile",
+    "-errfile",
+    "-output",
+    "-tag-output",
+    "-timestamp-output",
+    "-xterm",
+    "-prepend",
 )
 _LABELLING = "-l"
 

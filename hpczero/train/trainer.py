@@ -154,7 +154,8 @@ class Trainer:
                 validation, asked = self.evaluate(requests)
             metrics |= validation.facts() if validation else {}
         if self.reporter:
-            self._report(self.reporter, metrics, result, first=before.first_loss is None)
+            first = before.first_loss is None
+            self._report(self.reporter, metrics, result, validation, first)
         return self._outcome(before, step + 1, loss, validation, asked, result)
 
     def _keep(self, outcome: Outcome) -> Outcome:
@@ -260,7 +261,12 @@ class Trainer:
         return tally.validation(windows, self.spec.model.seq_len), ""
 
     def _report(
-        self, reporter: Reporter, metrics: dict[str, Any], result: StepResult, first: bool
+        self,
+        reporter: Reporter,
+        metrics: dict[str, Any],
+        result: StepResult,
+        validation: Validation | None,
+        first: bool,
     ) -> None:
         step = metrics["step"]
         reporter.directory.metrics(metrics)
@@ -277,12 +283,9 @@ class Trainer:
                 loss_scale=result.loss_scale,
             )
         reporter.output.step(step, metrics)
-        if "validation_loss" in metrics:
+        if validation:
             entropy = self.batches.source.unigram_entropy("validation")
-            figures = {
-                name: figure for name, figure in metrics.items() if name.startswith("validation_")
-            }
-            reporter.event("eval", step=step, **figures, unigram_entropy=entropy)
+            reporter.event("eval", step=step, **validation.facts(), unigram_entropy=entropy)
 
     def _outcome(
         self,
