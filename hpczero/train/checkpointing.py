@@ -59,7 +59,7 @@ class Checkpoints:
         self.identity = dict(identity or {})  # besides the spec (`resume.identity_of`)
         self.path = path_of(spec) / "checkpoints"
         self.behind = saves_behind(spec)
-        # Of the ranks that have the same layers and buffers, one speaks.
+        # One of the ranks that have the same layers and buffers speaks for them all.
         self._speaks_for_stage = all(
             grid.coordinate(world.rank, axis) == 0 for axis in ("data", "tensor")
         )
@@ -140,13 +140,13 @@ class Checkpoints:
         are set aside: the run goes on without them.
         """
         named = Candidates(**self._on_first_rank(lambda: asdict(candidates(self.spec, self.path))))
-        only_weights = self.spec.checkpoint.weights_only and not named.own
+        only_weights = self.spec.checkpoint.weights_only and not named.of_this_run
         damaged: list[str] = []
         for path in map(Path, named.paths):
             try:
                 content = self._load(path, only_weights)
             except Damaged as error:
-                if not named.own:
+                if not named.of_this_run:
                     raise InputError(f"checkpoint.resume: {error}") from error
                 damaged.append(str(error))
             else:

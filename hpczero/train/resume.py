@@ -43,10 +43,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidates:
-    """Checkpoints, the newest first. `own`: of this run, where damaged ones are passed over."""
+    """Checkpoints, the newest first; damaged ones are passed over if they are of this run."""
 
     paths: tuple[str, ...]
-    own: bool
+    of_this_run: bool
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Resumed:
 
 
 def candidates(spec: Spec, checkpoints: Path) -> Candidates:
-    own, wanted = directory.steps(checkpoints), spec.checkpoint.resume
-    if wanted == "auto" or _began_alike(own.values(), spec):
-        return Candidates(tuple(map(str, own.values())), True)
+    paths, wanted = directory.steps(checkpoints).values(), spec.checkpoint.resume
+    if wanted == "auto" or _began_alike(paths, spec):
+        return Candidates(tuple(map(str, paths)), True)
     if wanted == "never":
         return Candidates((), True)
     return Candidates((str(checkpoint_at(Path(env.expand(wanted)).absolute())),), False)
@@ -88,11 +88,11 @@ def look_ahead(spec: Spec, identity: Mapping[str, str] | None = None) -> None:
 
     Nothing is written before this has been asked.
     """
-    found = readable(lambda: candidates(spec, path_of(spec) / "checkpoints"))
-    if found.own:
+    named = readable(lambda: candidates(spec, path_of(spec) / "checkpoints"))
+    if named.of_this_run:
         return
     try:
-        readable(lambda: _look_into(Path(found.paths[0]), spec, identity or {}))
+        readable(lambda: _look_into(Path(named.paths[0]), spec, identity or {}))
     except Damaged as error:
         raise InputError(f"checkpoint.resume: {error}") from error
 

@@ -52,7 +52,7 @@ from hpczero_kernels import dispatch, random
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What all ranks have agreed on before anything is written."""
+    """The facts that all ranks have agreed on before anything is written."""
 
     spec: Spec
     world: World

@@ -96,10 +96,10 @@ def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     job, steps = summary["last_job"], summary["steps"]
     speed = f"{job['tokens_per_second']:,.0f} tokens/s on {counted(job['ranks'], 'rank')}"
     pace = f"({job['seconds']:.0f} s, {speed})"
-    whole = job["steps"] == steps
+    alone = job["steps"] == steps  # the run took this job only
     trained = f"{what}, on {summary['tokens']:,} tokens in {counted(steps, 'step')}"
-    words = [f"trained:    {trained} {pace}" if whole else f"trained:    {trained}"]
-    if job["steps"] and not whole:
+    words = [f"trained:    {trained} {pace}" if alone else f"trained:    {trained}"]
+    if job["steps"] and not alone:
         several = f"steps {job['first_step']:,} to {steps:,}"
         span = several if job["steps"] > 1 else f"step {steps:,}"
         at_first = f"loss {loss(job['first_loss'])} at its first step"
