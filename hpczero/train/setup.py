@@ -237,7 +237,7 @@ def fit_to_memory(
     fit, from which checkpoints are saved while training goes on, return the spec without it.
     `module`: what this rank has built already; its memory is freed as the engine's states come.
     """
-    parameters = module.parameters() if module else ()
+    parameters = () if module is None else module.parameters()
     built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
     problem = _problem(world, spec, layers, built)
     if problem and saves_behind(spec):
