@@ -188,8 +188,8 @@ def remove_stale_segments(world: World) -> None:
     _, removed = machine.remove_stale_segments({"MPICH"})
     if removed:
         size = in_bytes(sum(segment.size for segment in removed))
-        files = f"{counted(len(removed), 'shared-memory file')} ({size})"
-        what = f"removed {files} that killed MPICH jobs left in /dev/shm"
+        files = counted(len(removed), "shared-memory file")
+        what = f"removed {files} that killed MPICH jobs left in /dev/shm ({size})"
         print(f"hpczero: {world.hosts[world.rank]}: {what}", file=sys.stderr, flush=True)
 
 
