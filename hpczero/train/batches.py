@@ -1,8 +1,21 @@
-"""What a rank reads at each step: its micro-batches of the global batch, as tensors."""
+"""The micro-batches that a rank reads at each step, and the validation loss of those it evaluates.
+
+An evaluation reads windows of tokens drawn without replacement from the whole validation split, so
+that the mean loss over them estimates the mean over the split without bias. The standard error
+follows from how much they differ among each other, however alike windows of one document are
+(Cochran 1977, Sampling Techniques, chapter 2):
+
+    standard error = sqrt((1 - n / N) s^2 / n)
+
+where n of N windows are read, and s^2 is the variance of their losses. A model that gives one loss
+for a whole micro-batch tells the same variance by fewer numbers: the mean of m windows differs by
+s^2 / m.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
+from operator import add
 
 import numpy as np
 import torch
@@ -15,7 +28,7 @@ from hpczero.spec.schema import Spec
 
 @dataclass(frozen=True)
 class Batches:
-    """The same global batches whatever `data_ranks` is; this rank takes the part of `data_rank`."""
+    """The global batches, the same for any number of `data_ranks`; this rank reads its part."""
 
     spec: Spec
     source: TokenSource
@@ -23,7 +36,10 @@ class Batches:
     data_ranks: int
 
     def parts(self) -> list[range]:
-        """This rank's positions in the global batch, a range per micro-batch (empty ones where there are more ranks than samples)."""
+        """Return this rank's positions in the global batch, a range per micro-batch.
+
+        Some are empty if there are more ranks than samples.
+        """
         train = self.spec.train
         return sampler.micro_batches_of(
             self.data_rank, train.global_batch, train.micro_batch, self.data_ranks
@@ -31,67 +47,47 @@ class Batches:
 
     def training(self, step: int) -> list[MicroBatch]:
         windows, first = self.source.windows("train"), step * self.spec.train.global_batch
-        return [
-            self._read(
-                "train",
-                part,
-                [sampler.window(self.spec.seed, windows, first + position) for position in part],
-                step,
-            )
-            for part in self.parts()
-        ]
+        return [self._read("train", windows, first, part, step) for part in self.parts()]
 
     def evaluation_batches(self) -> int:
-        """Global batches in an evaluation: as many as the spec asks for and the validation text fills (its last one may be shorter)."""
+        """Return the number of global batches in an evaluation; the last one may be shorter."""
         available = -(-self.source.windows("validation") // self.spec.train.global_batch)
         return min(self.spec.train.eval_batches, available)
 
     def evaluation(self, number: int) -> list[MicroBatch]:
-        """Global batch `number` of the evaluation: always the same windows, drawn from the whole split by a hash of the run's seed.
+        """Return global batch `number` of the evaluation: always the same windows.
 
-        The first windows of the split would be a few documents, whose loss is not the split's.
+        They are drawn from the whole split by a hash of the run's seed. The first windows would be
+        a few documents, whose loss is not the split's.
         """
         windows, first = self.source.windows("validation"), number * self.spec.train.global_batch
         parts = [
             range(part.start, max(part.start, min(part.stop, windows - first)))
             for part in self.parts()
         ]
-        drawn = [
-            [sampler.window(self.spec.seed, windows, first + position) for position in part]
+        return [
+            replace(self._read("validation", windows, first, part, 0), by_sample=True)
             for part in parts
         ]
-        read = [
-            self._read("validation", part, own, 0) for part, own in zip(parts, drawn, strict=True)
-        ]
-        return [replace(batch, by_sample=True) for batch in read]
 
-    def _read(self, split: str, positions: range, windows: list[int], step: int) -> MicroBatch:
-        rows = np.empty((len(windows), self.spec.model.seq_len + 1), np.int64)
-        for row, window in zip(rows, windows, strict=True):
+    def _read(
+        self, split: str, windows: int, first: int, positions: range, step: int
+    ) -> MicroBatch:
+        """Read these positions of the global batch whose first sample is `first`."""
+        rows = np.empty((len(positions), self.spec.model.seq_len + 1), np.int64)
+        for row, position in zip(rows, positions, strict=True):
+            window = sampler.window(self.spec.seed, windows, first + position)
             self.source.fill(split, window, row)
         text = torch.from_numpy(rows)
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
         return MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)
 
 
-# The validation loss of a random sample of windows, and how far it may be from the whole split's.
-#
-# The windows that an evaluation reads are drawn without replacement from the whole split
-# (`Batches.evaluation`), so that the mean over them estimates the mean over the split without bias.
-# The standard error follows from how much they differ among each other, however alike windows of one
-# document are (Cochran 1977, Sampling Techniques, chapter 2):
-#
-#     standard error = sqrt((1 - n / N) s^2 / n)
-#
-# where n of N windows are read, and s^2 is the variance of their losses.
-#
-# A model that gives one loss for a whole micro-batch tells the same variance by fewer numbers: the
-# mean of m windows differs by s^2 / m.
 @dataclass(frozen=True)
 class Validation:
-    """The mean loss in nats per token, over so many of the split's tokens.
+    """The mean loss in nats per token, over `tokens` of the split's.
 
-    `standard_error` is None where one number says nothing.
+    `standard_error` is None if there is only one number.
     """
 
     loss: float
@@ -120,23 +116,21 @@ class Tally:
     @classmethod
     def of(cls, batches: Iterable[MicroBatch], losses: Iterable[list[float]]) -> "Tally":
         """`losses`: of each batch, either one for each of its windows, or one for all of them."""
-        found = cls()
-        for batch, own in zip(batches, losses, strict=True):
-            samples = len(batch.samples)
-            if samples:
-                each = samples / len(own)
-                found += cls(sum(own), sum(loss * loss for loss in own) / each, len(own), samples)
-        return found
+        tally = cls()
+        for batch, groups in zip(batches, losses, strict=True):
+            if windows := len(batch.samples):
+                squares = sum(loss * loss for loss in groups) / (windows / len(groups))
+                tally += cls(sum(groups), squares, len(groups), windows)
+        return tally
 
     def __add__(self, other: "Tally") -> "Tally":
-        pairs = zip(self.values(), other.values(), strict=True)
-        return Tally(*(own + theirs for own, theirs in pairs))
+        return Tally(*map(add, self.values(), other.values()))
 
     def values(self) -> list[float]:
         return [self.loss, self.squares, self.groups, self.windows]
 
     def validation(self, of_windows: int, seq_len: int) -> Validation:
-        """From these to the loss of a split of so many windows."""
+        """Estimate the loss of a split of `of_windows` windows."""
         tokens = round(self.windows) * seq_len
         error = self._standard_error(of_windows, seq_len)
         return Validation(self.loss / tokens, error, tokens, of_windows * seq_len)

@@ -1,8 +1,9 @@
-"""What a run says while it goes on (rank 0 only): `Lines` for files and logs, `Live` for people at a terminal.
+"""The progress of a run on rank 0's stdout: `Lines` for files and logs, `Live` at a terminal.
 
-Both take the same three calls: `event(name, **values)`, `step(step, metrics)` after every step, `close()`.
-Everything said here is in the run directory too (metrics.jsonl, events.jsonl): where the reader cannot take it (a full disk, a terminal
-that is gone) the run goes on unheard. A closed pipe ends the program, as it does for every command.
+Both take the same three calls: `event(name, **values)`, `step(step, metrics)` after every step, and
+`close()`. The run directory has all that is said here (metrics.jsonl, events.jsonl): if stdout
+cannot be written (a full disk, a terminal that is gone) the run goes on in silence. A closed pipe
+ends the program, as it does for every command.
 """
 
 import sys
@@ -24,7 +25,7 @@ class Output(Protocol):
 
 
 def choose(mode: str, steps: int, log_every: int, stream: TextIO | None = None) -> Output:
-    """`mode`: "live", "lines", or "auto": live where a person can see it, lines wherever that cannot be found out."""
+    """Return the output of this mode; "auto" is "live" if a person is known to see the stream."""
     stream = stream or sys.stdout
     if mode == "auto":
         mode = "live" if terminal.find(stream) else "lines"
@@ -57,22 +58,16 @@ class Lines:
         self._recent.append(metrics)
         if step % self._log_every and step < self._pace.steps:
             return
-        figures = {
-            "loss": loss(metrics.get("loss")),
-            "grad_norm": number(metrics.get("grad_norm")),
-            "lr": number(metrics.get("lr")),
-        }
-        speed = {"tokens/s": number(tokens_per_second(self._recent))}
-        times = {kind: f"{share:.0%}" for kind, share in shares(self._recent).items()}
-        values = {
-            "step": f"{step}/{self._pace.steps}",
-            **figures,
-            **speed,
-            **times,
-            "left": self._pace.left(),
-        }
-        self._stream.write(line("step", values) + "\n")
-        self._stream.flush()
+        self.event(
+            "step",
+            step=f"{step}/{self._pace.steps}",
+            loss=loss(metrics.get("loss")),
+            grad_norm=number(metrics.get("grad_norm")),
+            lr=number(metrics.get("lr")),
+            **{"tokens/s": number(tokens_per_second(self._recent))},
+            **{kind: f"{share:.0%}" for kind, share in shares(self._recent).items()},
+            left=self._pace.left(),
+        )
         self._recent.clear()
 
     def close(self) -> None:

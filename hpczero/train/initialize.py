@@ -1,4 +1,4 @@
-"""`hpczero.initialize`: what trains any module in a training loop of one's own."""
+"""`hpczero.initialize`: training of any module, in a training loop of the user's own."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from hpczero import machine
-from hpczero.comm.grid import Grid
-from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.optim.learning_rate import learning_rate
@@ -19,13 +17,9 @@ from hpczero.parallel.parallelize import build_engine
 from hpczero.parallel.user_module import layers_of, refuse_modules_that_differ
 from hpczero.parallel.zero.engine import Engine, StepResult
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.planner.memory import bucket_bytes
-from hpczero.planner.volumes import resolved
-from hpczero.process_memory import keep_free_memory
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import setup
-from hpczero.train.setup import select_device
 
 
 def initialize(
@@ -34,53 +28,43 @@ def initialize(
     world: World | None = None,
     accumulates: bool = True,
 ) -> "Training":
-    """Takes over the module's parameters: they lie in hpczero's memory from now on, in `train.precision`, cut as `zero.stage` says. Collective:
-    every rank calls it with the same module; the values are rank 0's. Of the spec (rank 0's too) the tables model and data do not matter.
+    """Hand a module's parameters to an engine. Collective: every rank passes the same module.
 
-    Without `world` MPI is started, and ended by `close`; started without mpirun there is one rank. A `world` of all ranks is watched from now on,
-    if it is not yet. `accumulates=False` saves memory where every step has one backward.
+    From now on the parameters lie in hpczero's memory, in `train.precision`, sharded by
+    `zero.stage`, with rank 0's values. The spec is rank 0's; its tables model and data are ignored.
+
+    Without `world`, MPI is started here and ended by `close`; a program started without mpirun has
+    one rank. A `world` must have all ranks, and the watchdog watches it from now on.
+    `accumulates=False` saves memory where every step has one backward.
     """
-    whole = world or World.start()
-    spec = _agreed(spec, whole)
-    own = (
-        None
-        if world
-        else whole.part(
-            range(whole.size),
-            spec.comm.ranks_per_node,
-            Limits(staging=bucket_bytes(spec.zero, "cpu")),
-        )
-    )
-    if not whole.is_watched:
-        whole.watch(spec.comm.timeout_s)
-    inner = own or whole
-    setup.use_kernels(inner)
-    keep_free_memory()
-    spec = select_device(inner, spec)
-    grid = Grid.build(resolved(spec, inner.node_of_rank), inner.node_of_rank)
+    started = world or World.start()
+    spec = _agreed(spec, started)
+    created = None if world else setup.training_world(started, spec)
+    if not started.is_watched:
+        started.watch(spec.comm.timeout_s)
+    inner = created or started
+    spec, grid = setup.prepare(inner, spec)
     layers = inner.run_on_all(lambda: [layer for _, layer in layers_of(module)])
     refuse_modules_that_differ(module, inner)
-    given = sum(own.nbytes for own in module.parameters() if not own.is_meta)
-    setup.refuse_what_does_not_fit(inner, _counted(spec, inner.size, accumulates), layers, given)
+    setup.fit_to_memory(inner, _counted(spec, inner.size, accumulates), layers, module)
     engine = build_engine(module, spec, inner, grid, accumulates, setup.use_threads(inner))
-    return Training(engine, spec, (own, whole) if own else ())
+    return Training(engine, spec, (created, started) if created else ())
 
 
 class Training:
-    """A module in training: call it, then `backward` (once or more), then `step`. All of it is collective: every rank does the same.
+    """A module in training: call it, then `backward` (once or more), then `step`.
 
-    `rank` and `size`: the place of this process among those that train together; `dtype`: of the parameters; `device`: where they are, and
-    the module's inputs must be; `steps` so far.
+    All methods are collective: every rank calls the same.
+
+    `rank` and `size`: of this process among those that train together; `dtype` and `device`: of the
+    parameters (the module's inputs must be on this device); `steps`: done so far.
     """
 
     def __init__(self, engine: Engine, spec: Spec, worlds: tuple[World, ...]) -> None:
-        """`worlds` end with it, in this order."""
+        """`worlds` are closed by `close`, in this order."""
         self.engine, self.spec, self.module = engine, spec, engine.module
-        self.rank, self.size, self.dtype = (
-            engine.axis.rank,
-            engine.axis.size,
-            DTYPES[spec.train.precision],
-        )
+        self.rank, self.size = engine.axis.rank, engine.axis.size
+        self.dtype = DTYPES[spec.train.precision]
         self.device = engine.device.torch
         self.steps = 0
         self._worlds = worlds
@@ -90,49 +74,59 @@ class Training:
         return self._opened()(*arguments, **named)
 
     def backward(self, loss: torch.Tensor, last: bool = False) -> None:
-        """Adds the gradient of this rank's `loss`. A step follows the *sum* over all backwards and all ranks: for a mean, divide the loss. If
-        the caller says which backward is the `last` of a step, stages 0 and 1 reduce while it goes on.
+        """Add the gradient of this rank's `loss`.
+
+        A step follows the *sum* over all backwards and all ranks: for a mean, divide the loss.
+        With `last` for the last backward of a step, stages 0 and 1 reduce gradients during it.
         """
         self._opened().backward(loss, last)
 
     def step(self, lr: float | None = None) -> StepResult:
-        """Clips, and updates the parameters, at the spec's learning rate for this step if none is given. A gradient that is not finite is left
-        out: the result says where it was.
+        """Clip the gradients and update the parameters; `lr` defaults to the spec's for this step.
+
+        A step whose gradient is not finite updates nothing: the result says where it was.
         """
-        result = self._opened().finish_step(
-            learning_rate(self.spec, self.steps) if lr is None else lr
-        )
+        lr = learning_rate(self.spec, self.steps) if lr is None else lr
+        result = self._opened().finish_step(lr)
         self.engine.weights_here()
         self.steps += 1
         return result
 
     def zero_grad(self) -> None:
-        """Drop what the backwards since the last step have added, on all ranks.
+        """Drop the gradients that the backwards since the last step have added, on all ranks.
 
-        A batch can so be left out; after a backward that raised, training goes on with this alone.
+        Call it to leave out a batch, and always after a backward that raised.
         """
         self._opened().zero_grad()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """On rank 0 what the module's state_dict would be, whole tensors, parameters in fp32; empty on the other ranks."""
+        """Return the module's state_dict on rank 0: whole tensors, parameters in fp32.
+
+        It is empty on the other ranks.
+        """
         return self._opened().full_state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Parameters and buffers become those that rank 0 gives, which must be all; the optimizer's moments stay as they are."""
+        """Load rank 0's parameters and buffers, which must be all of them.
+
+        The optimizer's moments stay as they are.
+        """
         self._opened().load_state_dict(state)
 
     def gathered(
         self, parameters: Iterable[torch.Tensor], modify: bool = False
     ) -> AbstractContextManager[None]:
-        """Inside, these parameters can be read as a whole, at every stage. With `modify`, what rank 0 has changed in them becomes everyone's at
-        the end; what other ranks have changed is dropped.
+        """Gather these parameters: inside the context they can be read as a whole, at every stage.
+
+        With `modify`, all ranks get rank 0's changes at the end; other ranks' changes are dropped.
         """
         return self._opened().gathered(parameters, modify)
 
     def close(self) -> None:
-        """The end. The module is an ordinary one again; where the ranks had its parameters in parts (stage 3), or the
-        node has no room for a copy on every rank, they are gone, and an error when they are read: take home before
-        what is wanted of it (full_state_dict).
+        """End the training; the module is an ordinary one again.
+
+        Its parameters are gone, and raise an error when read, if they were sharded (stage 3) or the
+        node has no room for a copy on every rank: call `full_state_dict` before.
         """
         if self._open:
             self._open = False
@@ -142,9 +136,7 @@ class Training:
 
     def _opened(self) -> Engine:
         if not self._open:
-            raise HpczeroError(
-                "this engine is closed: all that it is asked for comes before close()"
-            )
+            raise HpczeroError("this engine is closed: call its methods before close()")
         return self.engine
 
     def __enter__(self) -> "Training":
@@ -156,7 +148,10 @@ class Training:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """An error on one rank ends the job, as others may be waiting for it, where the world is this object's own."""
+        """Close; after an error on this rank, end the job if `initialize` started MPI.
+
+        Other ranks may be waiting for this one.
+        """
         if error is None:
             self.close()
         elif self._worlds:
@@ -164,38 +159,48 @@ class Training:
 
 
 def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
-    """Rank 0's."""
+    """Return rank 0's spec; InputError on all ranks where a loop of one's own cannot follow it."""
 
-    def read() -> str:
-        if world.rank:
-            return ""
+    def read() -> Spec:
         if isinstance(spec, Mapping):
-            return from_dict(spec).spec.model_dump_json()
-        return (spec if isinstance(spec, Spec) else load(spec).spec).model_dump_json()
+            return from_dict(spec).spec
+        return spec if isinstance(spec, Spec) else load(spec).spec
 
-    agreed = Spec.model_validate_json(world.broadcast_object(world.run_on_all(read)))
-    parallel, family = agreed.parallel, 'with model.family = "package.module:factory"'
-    problems = []
-    if parallel.tensor > 1:
-        problems.append(
-            f"parallel.tensor = {parallel.tensor}: nothing says how the layers of this module are shared out; set it to 1"
-        )
-    if parallel.pipeline > 1:
-        whole = "a loop of one's own runs the whole module, and a pipeline its stages, many micro-batches at a time"
-        problems.append(
-            f"parallel.pipeline = {parallel.pipeline}: {whole}; set it to 1, or train by `hpczero run` {family} (docs/any-model.md)"
-        )
-    if agreed.train.trace:
-        problems.append(
-            f"train.trace = true: traces are of the steps of `hpczero run` ({family}); set it to false in a loop of one's own"
-        )
-    if problems:
+    agreed = setup.agree_on_spec(world, read)
+    if problems := _problems(agreed):
         raise InputError("; ".join(problems))
     return agreed
 
 
+def _problems(spec: Spec) -> list[str]:
+    family = 'with model.family = "package.module:factory"'
+    tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
+    problems = []
+    if tensor > 1:
+        problems.append(
+            f"parallel.tensor = {tensor}: nothing says how the layers of this module are "
+            "shared out; set it to 1"
+        )
+    if pipeline > 1:
+        problems.append(
+            f"parallel.pipeline = {pipeline}: a loop of your own runs the whole module, not the "
+            "stages of a pipeline; set it to 1, or "
+            f"train by `hpczero run` {family} (docs/any-model.md)"
+        )
+    if spec.train.trace:
+        problems.append(
+            f"train.trace = true: traces are of the steps of `hpczero run` ({family}); "
+            "set it to false in a loop of your own"
+        )
+    return problems
+
+
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:
-    """As many micro-batches as the loop has backwards in a step, one or several: so its gradients are counted. Nothing more is known of its data."""
+    """Return the spec by which memory is counted: nothing is known of the loop's data.
+
+    Its micro-batches stand for the backwards of a step, one or several, which decide what memory
+    the gradients take.
+    """
     unknown = spec.model.model_copy(update={"family": "module:factory", "seq_len": 1})
     train = spec.train.model_copy(
         update={"micro_batch": 1, "global_batch": (1 + accumulates) * ranks}

@@ -1,4 +1,4 @@
-"""The live display of a run: a panel that stays at the bottom of the terminal, events as lines above it."""
+"""The live display of a run: a panel at the bottom of the terminal, events as lines above it."""
 
 import sys
 import time
@@ -23,15 +23,14 @@ _STEPS_IN_AVERAGES = 20
 
 
 class Live:
-    """Output (see `hpczero.train.console`) for people at a terminal."""
+    """An `Output` (see `hpczero.train.console`) for people at a terminal."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
         self._terminal = terminal.find(stream)
-        plain = env.variable("NO_COLOR") is not None
         self._console = Console(
             file=cast(IO[str], Tolerant(stream)),
             force_terminal=True,
-            no_color=plain,
+            no_color=env.variable("NO_COLOR") is not None,
             highlight=False,
         )
         self._pace = Pace(steps)
@@ -40,17 +39,16 @@ class Live:
         self._evaluation = ""
         self._drawn = 0.0
         self._fit()
-        same_place = self._terminal is not None and terminal.find(sys.stderr) == self._terminal
+        stderr_too = self._terminal is not None and terminal.find(sys.stderr) == self._terminal
         self._region = Region(
             console=self._console,
             auto_refresh=False,
-            redirect_stderr=same_place,
+            redirect_stderr=stderr_too,
             get_renderable=self._panel,
         )
         self._region.start()
-        self._console.show_cursor(
-            True
-        )  # a job that is killed must not leave a terminal without its cursor
+        # A job that is killed must not leave a terminal without its cursor.
+        self._console.show_cursor(True)
 
     def event(self, event: str, /, **values: object) -> None:
         if event == "eval":
@@ -94,12 +92,13 @@ class Live:
 
     def _figures(self) -> dict[str, str]:
         last: Metrics = self._recent[-1] if self._recent else {}
+        norm = f"gradient norm {number(last.get('grad_norm'))}"
+        rate = f"learning rate {number(last.get('lr'))}"
+        speed = f"{number(tokens_per_second(self._recent))} tokens/s"
+        times = [f"{kind} {share:.0%}" for kind, share in shares(self._recent).items()]
         figures = {
-            "loss": f"{loss(last.get('loss'))}   gradient norm {number(last.get('grad_norm'))}   learning rate {number(last.get('lr'))}",
-            "speed": f"{number(tokens_per_second(self._recent))} tokens/s   {number(last.get('step_seconds'))} s a step",
-            "time in": "   ".join(
-                f"{kind} {share:.0%}" for kind, share in shares(self._recent).items()
-            )
-            or "?",
+            "loss": f"{loss(last.get('loss'))}   {norm}   {rate}",
+            "speed": f"{speed}   {number(last.get('step_seconds'))} s a step",
+            "time in": "   ".join(times) or "?",
         }
         return figures | ({"evaluation": self._evaluation} if self._evaluation else {})

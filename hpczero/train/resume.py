@@ -1,70 +1,98 @@
-"""Where a run begins: with checkpoints of its own, with the one that `checkpoint.resume` names, or anew.
+"""Resuming: which checkpoint a run begins from, what is refused, and what is read back.
 
-A path, or "never", says how a run begins: once it has checkpoints of its own that began so (their spec says the same), it goes on from these, as
-with "auto". Otherwise a job that is started again and again would never get further.
+A run begins with its own newest checkpoint, with the one that `checkpoint.resume` names, or anew.
+A path, or "never", applies to the beginning only: once the run has checkpoints of its own that
+began so (their spec says the same), it goes on from these, as with "auto". Otherwise a job that is
+started again and again would never get further.
 
-Only a checkpoint that is Damaged is passed over. What cannot be read now, or not by this version, is no reason to go on from an older one.
+Only a Damaged checkpoint is passed over. If one cannot be read now, or not by this version, the run
+does not go on from an older one.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from hpczero import env
 from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.directory import checkpoint_at
-from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.load import Checkpoint, Wanted
 from hpczero.checkpoint.manifest import Content
-from hpczero.checkpoint.shard_file import Damaged
+from hpczero.checkpoint.shard_file import SLOTS, Damaged
 from hpczero.errors import HpczeroError, InputError
+from hpczero.parallel.zero.engine import Engine
+from hpczero.parallel.zero.unit import Unit
 from hpczero.spec.keys import keys
 from hpczero.spec.load import Difference
 from hpczero.spec.schema import Role, Spec
 from hpczero.text import printable
 from hpczero.train.run_directory import path_of
 
-_HOW = ("checkpoint.resume", "checkpoint.weights_only")
+Shapes = Mapping[str, tuple[int, ...]]
+
+_BEGINNING = ("checkpoint.resume", "checkpoint.weights_only")  # the keys that say how a run begins
+_SHOWN = 5  # tensors in a message
+_DATA, _VALUES = "data.fingerprint", "model.initial_values"
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The newest first. `own`: those of the run, of which damaged ones are passed over."""
+    """Checkpoints, the newest first; damaged ones are passed over if they are of this run."""
 
     paths: tuple[str, ...]
-    own: bool
+    of_this_run: bool
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The step from which a run begins, and what people should know about it."""
+
+    step: int
+    path: Path | None = None  # of the checkpoint; None: there is none
+    changed: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+# -- which checkpoint ------------------------------------------------------------------------------
 
 
 def candidates(spec: Spec, checkpoints: Path) -> Candidates:
-    own, wanted = directory.steps(checkpoints), spec.checkpoint.resume
-    if wanted == "auto" or _began_so(own.values(), spec):
-        return Candidates(tuple(map(str, own.values())), True)
+    paths, wanted = directory.steps(checkpoints).values(), spec.checkpoint.resume
+    if wanted == "auto" or _began_alike(paths, spec):
+        return Candidates(tuple(map(str, paths)), True)
     if wanted == "never":
         return Candidates((), True)
     return Candidates((str(checkpoint_at(Path(env.expand(wanted)).absolute())),), False)
 
 
-def _began_so(own: Any, spec: Spec) -> bool:
-    """Whether the run's newest checkpoint is of a run that began as this one is to begin."""
-    for path in own:
+def _began_alike(checkpoints: Iterable[Path], spec: Spec) -> bool:
+    """Return True if the newest of these belongs to a run that began as this one is to begin."""
+    for path in checkpoints:
         try:
             there = flat(manifest.read(path).spec)
         except Damaged:
             continue
         here = flat(spec.model_dump(mode="json"))
-        return all(there[key] == here[key] for key in _HOW)
+        return all(there[key] == here[key] for key in _BEGINNING)
     return False
 
 
 def look_ahead(spec: Spec, identity: Mapping[str, str] | None = None) -> None:
-    """Before anything is written: InputError if the run cannot begin from the checkpoint that `checkpoint.resume` names."""
-    found = readable(lambda: candidates(spec, path_of(spec) / "checkpoints"))
-    if found.own:
+    """Raise InputError if the run cannot begin from the checkpoint that `checkpoint.resume` names.
+
+    Nothing is written before this has been asked.
+    """
+    named = readable(lambda: candidates(spec, path_of(spec) / "checkpoints"))
+    if named.of_this_run:
         return
     try:
-        readable(lambda: _look_into(Path(found.paths[0]), spec, identity or {}))
+        readable(lambda: _look_into(Path(named.paths[0]), spec, identity or {}))
     except Damaged as error:
         raise InputError(f"checkpoint.resume: {error}") from error
 
@@ -72,12 +100,14 @@ def look_ahead(spec: Spec, identity: Mapping[str, str] | None = None) -> None:
 def _look_into(path: Path, spec: Spec, identity: Mapping[str, str]) -> None:
     with Checkpoint.open(path) as checkpoint:
         if not spec.checkpoint.weights_only:
-            refuse_another_run(path, checkpoint.content, spec)
-            refuse_other_data(path, checkpoint.identity, identity)
+            refuse_another_run(checkpoint, spec, identity)
 
 
 def readable(action: Callable[[], Result]) -> Result:
-    """InputError if what the action reads cannot be read now; Damaged, if it is not what was written, is left to the caller."""
+    """Run an action that reads checkpoints; InputError if something cannot be read now.
+
+    Damaged (what is there is not what was written) is left to the caller.
+    """
     try:
         return action()
     except (Damaged, InputError):
@@ -86,13 +116,18 @@ def readable(action: Callable[[], Result]) -> Result:
         raise InputError(str(error)) from error
     except OSError as error:
         what = f"{error.filename or 'a checkpoint'}: {error.strerror or error}"
-        raise InputError(
-            f"{what}: it cannot be read now, and the run does not go on from an older one for that"
-        ) from error
+        why = "it cannot be read now, and the run does not go on from an older one for that"
+        raise InputError(f"{what}: {why}") from error
+
+
+# -- what is refused: another run, other data, another model ---------------------------------------
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """ "train.steps" -> value, of a spec as JSON, perhaps another version's: a key that it lacks has its default."""
+    """Return a spec given as JSON as {"train.steps": value}.
+
+    A key that it lacks, as another version may have written it, has its default.
+    """
     return _flat(Spec().model_dump(mode="json")) | _flat(tree)
 
 
@@ -104,73 +139,150 @@ def _flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(content: Content, spec: Spec, role: Role) -> list[str]:
-    """Keys of this role that are not those of the checkpoint; one that this version does not know makes another run. A run may have another name."""
+    """Return the keys of this role whose values are not those of the checkpoint.
+
+    A key that this version does not know makes another run; another name does not.
+    """
     there, here, known = flat(content.spec), flat(spec.model_dump(mode="json")), keys()
-    of_role = [
-        key for key in here if known[key].role == role and key != "name" and there[key] != here[key]
+    lines = [
+        str(Difference(key, there[key], value, role))
+        for key, value in here.items()
+        if known[key].role == role and key != "name" and there[key] != value
     ]
-    lines = [str(Difference(key, there[key], here[key], role)) for key in of_role]
     if role == "identity":
         lines += [
-            f"{key}: {there[key]!r} there, and this version of hpczero does not know it"
-            for key in there
+            f"{key}: {value!r} there, and this version of hpczero does not know it"
+            for key, value in there.items()
             if key not in here
         ]
     return [printable(line) for line in lines]
 
 
-def refuse_another_run(path: Path, content: Content, spec: Spec) -> None:
-    if other := differences(content, spec, "identity"):
+def refuse_another_run(checkpoint: Checkpoint, spec: Spec, identity: Mapping[str, str]) -> None:
+    """Raise InputError if a key of role "identity" differs, or the tokens are others.
+
+    A checkpoint of an older version does not say which tokens its run has read.
+    """
+    path, there = checkpoint.folder, checkpoint.identity
+    if lines := differences(checkpoint.content, spec, "identity"):
+        shown = "".join(f"\n  {line}" for line in lines)
+        raise InputError(f"{path} is a checkpoint of another run:{shown}")
+    if _DATA in there and _DATA in identity and there[_DATA] != identity[_DATA]:
+        was, now = printable(there[_DATA], 80), printable(identity[_DATA], 80)
         raise InputError(
-            f"{path} is a checkpoint of another run:" + "".join(f"\n  {line}" for line in other)
+            f"{path} is a checkpoint of a run on other data: {_DATA} was {was} and is {now} "
+            "(`hpczero data show` prints it): put the token file back that was there, or begin "
+            "another run with these weights: another name, checkpoint.resume and "
+            "checkpoint.weights_only = true"
         )
 
 
-_DATA, _VALUES = "data.fingerprint", "model.initial_values"
-
-
 def identity_of(fingerprint: str, rule: int = 0) -> dict[str, str]:
-    """Return what makes a run what it is besides its spec.
+    """Return what a run's results depend on besides its spec.
 
-    That is the tokens, whatever the path says, and the rule by which hpczero made its initial values
-    (0: the model made them itself).
+    That is the tokens, whatever path they were read from, and the rule by which hpczero made the
+    initial values (0: the model made them itself).
     """
     return {_DATA: fingerprint} | ({_VALUES: str(rule)} if rule else {})
 
 
 def gone_on_with(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
-    """Return the identity of a run that goes on from a checkpoint with this one.
+    """Return the identity of a run that goes on from a checkpoint with the identity `there`.
 
-    Its values were made by the rule of its beginning, which was 1 before checkpoints said so.
+    Its initial values were made by the checkpoint's rule: 1, if the checkpoint does not name one.
     """
     return {**here, _VALUES: there.get(_VALUES, "1")} if _VALUES in here else dict(here)
 
 
-def refuse_other_data(path: Path, there: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """InputError: the tokens are not those that the checkpoint's run has read.
-
-    A checkpoint of an older version does not say which these were.
-    """
-    if _DATA in there and _DATA in here and there[_DATA] != here[_DATA]:
-        raise InputError(
-            f"{path} is a checkpoint of a run on other data: {_DATA} was {printable(there[_DATA], 80)} "
-            f"and is {printable(here[_DATA], 80)} (`hpczero data show` prints it): put the token file "
-            "back that was there, or begin another run with these weights: another name, "
-            "checkpoint.resume and checkpoint.weights_only = true"
-        )
-
-
 def other_data(content: Content, spec: Spec, step: int) -> list[str]:
-    """What is said where the steps that are done had batches of another size: the data goes on at this step's batch of the new size."""
+    """Return a warning if `train.global_batch` has changed since the steps that are done.
+
+    The data goes on at this step's batch of the new size.
+    """
     before, now = flat(content.spec)["train.global_batch"], spec.train.global_batch
     if not isinstance(before, int) or before == now or step == 0:
         return []
     seen, begins = step * before, step * now
-    what = (
-        f"samples {begins} to {seen - 1} come once more"
-        if begins < seen
-        else f"samples {seen} to {begins - 1} are left out"
-    )
+    what = f"samples {seen} to {begins - 1} are left out"
+    if begins < seen:
+        what = f"samples {begins} to {seen - 1} come once more"
+    condition = f"if it was {before} in all {step} steps"
+    return [f"train.global_batch was {before} and is {now}: {what} ({condition})"]
+
+
+def refuse_another_model(checkpoint: Checkpoint, tensors: Shapes, buffers: Shapes | None) -> None:
+    """Raise InputError if the checkpoint lacks these tensors, or has them with other shapes.
+
+    With `buffers` it must hold exactly these tensors and buffers, and no others.
+    """
+    there = {tensor.name: tensor.shape for tensor in checkpoint.table.tensors}
+    wrong = _lacking(there, tensors)
+    if buffers is not None:
+        buffers_there = {name: values.shape for name, values in checkpoint.buffers.items()}
+        wrong += _unknown(there, tensors)
+        lines = _lacking(buffers_there, buffers) + _unknown(buffers_there, buffers)
+        wrong += [f"buffer {line}" for line in lines]
+    if wrong:
+        more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        shown = "".join(f"\n  {printable(line)}" for line in wrong[:_SHOWN]) + more
+        raise InputError(f"{checkpoint.folder} does not have this model's tensors:{shown}")
+
+
+def _lacking(there: Shapes, here: Shapes) -> list[str]:
     return [
-        f"train.global_batch was {before} and is {now}: {what} (if it was {before} in all {step} steps)"
+        f"{name}: {there.get(name, 'nothing')} there, {shape} now"
+        for name, shape in here.items()
+        if there.get(name) != shape
     ]
+
+
+def _unknown(there: Shapes, here: Shapes) -> list[str]:
+    return [
+        f"{name}: {shape} there, nothing now" for name, shape in there.items() if name not in here
+    ]
+
+
+# -- what is read back -----------------------------------------------------------------------------
+
+
+def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> None:
+    """Read this rank's elements into the engine's states, all buffers, and the counters.
+
+    Slot after slot, as a rank's data lies: with the same layout, it is read from front to back.
+    """
+    units = [(unit, checkpoint.runs(_wanted(unit))) for unit in engine.units]
+    for slot in range(1 if only_weights else len(SLOTS)):
+        for unit, runs in units:
+            elements = states(unit)[slot]
+            on_host = elements.cpu()  # the same tensor, unless it lies on another device
+            checkpoint.read_runs(slot, runs, on_host.numpy())
+            elements.copy_(on_host)
+    buffers = dict(engine.module.named_buffers())
+    for name, saved in checkpoint.buffers.items():
+        if name in buffers and tuple(buffers[name].shape) == saved.shape:  # rank 0 refuses others
+            buffers[name].copy_(torch.from_numpy(saved))
+    if only_weights:
+        return
+    state = checkpoint.content.state
+    engine.updates = state.updates
+    engine.absent.missed = {
+        name: state.missed[name] for name in engine.names if name in state.missed
+    }
+    if engine.loss_scale.dynamic and flat(checkpoint.content.spec)["train.precision"] == "fp16":
+        engine.loss_scale = replace(
+            engine.loss_scale, value=state.loss_scale, good_steps=state.good_steps
+        )
+
+
+def states(unit: Unit) -> tuple[torch.Tensor, ...]:
+    """Return the elements that this rank updates, in the order of SLOTS."""
+    return unit.master, unit.moment1, unit.moment2
+
+
+def _wanted(unit: Unit) -> Iterator[Wanted]:
+    """Yield the rectangles of tensors that the elements of this rank are, one after the other."""
+    for slot, span in unit.layout.stretches(unit.owned.start, unit.owned.stop):
+        at = span.start - unit.owned.start
+        for box in slot.rectangles(span.start, span.stop):
+            yield at, slot.parameter.name, box
+            at += prod(cut.stop - cut.start for cut in box)

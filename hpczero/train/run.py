@@ -1,7 +1,8 @@
 """`hpczero run`: from the spec to a trained model.
 
-Everything that can be wrong with the input is found before anything is written, and found by all ranks together: they end with the same exit code and
-rank 0 says the one message. From then on a failure belongs to the rank that meets it: it says so and ends the job.
+All ranks check the input together, before anything is written: they end with the same exit code,
+and rank 0 prints the one message. A later failure belongs to the rank that meets it: it says so and
+ends the job.
 """
 
 import argparse
@@ -14,7 +15,6 @@ from typing import Any
 
 from hpczero import process_memory
 from hpczero.comm.grid import Grid
-from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.data.dataset import TokenSource, open_source
 from hpczero.data.sampler import micro_batch_sizes
@@ -24,9 +24,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, find
 from hpczero.parallel.user_module import layers_of
 from hpczero.planner.forecast import sharing_left_out
-from hpczero.planner.memory import bucket_bytes, need, placement
-from hpczero.planner.volumes import resolved
-from hpczero.process_memory import keep_free_memory
+from hpczero.planner.memory import need, placement
 from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
@@ -38,32 +36,23 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
-from hpczero.train.setup import select_device
-from hpczero.train.summary import Earlier, LastJob, closing_words, of_run
+from hpczero.train.summary import (
+    Earlier,
+    LastJob,
+    closing_words,
+    ending_words,
+    kernels_of_ranks,
+    mixed_kernels,
+    of_run,
+)
 from hpczero.train.tracing import NAME, Tracing
 from hpczero.train.trainer import Outcome, Reporter, Trainer
 from hpczero_kernels import dispatch, random
 
-_OR = " or "
-
-
-def run(options: argparse.Namespace) -> int:
-    began = time.perf_counter()
-    with (
-        World.start() as world
-    ):  # an error that one rank meets alone is said, and ends the job, here
-        try:
-            job, directory = _prepare(world, options)
-        except InputError as error:
-            if world.rank == 0:
-                print(f"hpczero: {error}", file=sys.stderr, flush=True)
-            return error.exit_code
-        return _train(job, directory, options.progress, began) if job else 0
-
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """What all ranks have agreed on before anything is written."""
+    """The facts that all ranks have agreed on before anything is written."""
 
     spec: Spec
     world: World
@@ -71,106 +60,209 @@ class TrainingJob:
     source: TokenSource
     threads: int
     layers: list[Layer] | None  # of the whole model; None: not known
-    found: UserModel | None  # what model.family = "package.module:factory" has made
-    no_room_for_copy: bool  # of the states: a checkpoint is saved while training waits
+    user_model: UserModel | None  # made by model.family = "package.module:factory"
+    no_room_for_copy: bool  # of the states: training waits while a checkpoint is saved
+
+
+def run(options: argparse.Namespace) -> int:
+    began = time.perf_counter()
+    with World.start() as world:  # reports an error that one rank meets alone, and ends the job
+        try:
+            prepared = _prepare(world, options)
+        except InputError as error:
+            if world.rank == 0:
+                print(f"hpczero: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        return _train(*prepared, options.progress, began) if prepared else 0
+
+
+# -- before anything is written --------------------------------------------------------------------
 
 
 def _prepare(
-    world: World, options: argparse.Namespace
-) -> tuple[TrainingJob | None, RunDirectory | None]:
-    """Everything up to the claim of the run directory (rank 0 has it); no job if the run is finished already."""
-    first = world.rank == 0
-    setup.remove_stale_segments(world)
-    text = world.run_on_all(
-        lambda: load(options.spec, options.overrides).spec.model_dump_json() if first else ""
-    )
-    spec = Spec.model_validate_json(world.broadcast_object(text))
-    whole, world = (
-        world,
-        world.part(
-            range(world.size),
-            spec.comm.ranks_per_node,
-            Limits(staging=bucket_bytes(spec.zero, "cpu")),
-        ),
-    )
-    setup.use_kernels(world)
-    keep_free_memory()
-    spec = select_device(world, spec)
-    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-    missing = unavailable(spec)
-    if missing:
+    started: World, options: argparse.Namespace
+) -> tuple[TrainingJob, RunDirectory | None] | None:
+    """Check the input and claim the run directory, which rank 0 gets; None if the run is finished.
+
+    Collective; InputError on all ranks.
+    """
+    first = started.rank == 0
+    setup.remove_stale_segments(started)
+    spec = setup.agree_on_spec(started, lambda: load(options.spec, options.overrides).spec)
+    world = setup.training_world(started, spec)
+    spec, grid = setup.prepare(world, spec)
+    if missing := unavailable(spec):
         raise InputError("; ".join(missing))
     if not families.known(spec.model):
         world.run_on_all(lambda: build.factory_of(spec.model))  # before data is built
     source = world.run_on_all(lambda: open_source(spec, world.broadcast_object, first))
-    done = world.broadcast_object(
-        world.run_on_all(
-            lambda: run_directory.finished(spec) if first and not options.fresh else None
-        )
-    )
-    if done:
-        if first:
-            print(
-                f"{run_directory.path_of(spec)}: all {done['steps']} steps are done (final loss {loss(done['final_loss'])}); --fresh starts anew"
-            )
-        return None, None
-    found = None if families.known(spec.model) else find(spec, world, grid)
-    layers, fits = _layers(spec, found), spec
+    if _is_finished(world, spec, options.fresh):
+        return None
+    user_model = None if families.known(spec.model) else find(spec, world, grid)
+    layers = _layers(spec, user_model)
+    carried_out = spec
     if layers:
-        given = (
-            sum(own.nbytes for own in found.module.parameters() if not own.is_meta) if found else 0
-        )
-        fits = setup.fitting(world, spec, layers, given)
-    world.run_on_all(
-        lambda: look_ahead(spec, identity_of(source.describe()["fingerprint"])) if first else None
-    )
+        module = user_model.module if user_model else None
+        carried_out = setup.fit_to_memory(world, spec, layers, module)
+    identity = identity_of(source.describe()["fingerprint"])
+    world.run_on_all(lambda: look_ahead(spec, identity) if first else None)
     directory = world.run_on_all(
         lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None
     )
-    whole.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
-    return TrainingJob(
-        fits,
-        world,
-        grid,
-        source,
-        setup.use_threads(world),
-        layers,
-        found,
-        no_room_for_copy=fits is not spec,
-    ), directory
+    started.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
+    threads = setup.use_threads(world)
+    waits = carried_out is not spec
+    job = TrainingJob(carried_out, world, grid, source, threads, layers, user_model, waits)
+    return job, directory
 
 
-def _layers(spec: Spec, found: UserModel | None) -> list[Layer] | None:
-    if found is None:
+def _is_finished(world: World, spec: Spec, fresh: bool) -> bool:
+    """Return True, and say so, if all steps of the run are done. Collective; rank 0 looks."""
+    done = world.broadcast_object(
+        world.run_on_all(lambda: None if world.rank or fresh else run_directory.finished(spec))
+    )
+    if done and world.rank == 0:
+        result = f"all {done['steps']} steps are done (final loss {loss(done['final_loss'])})"
+        print(f"{run_directory.path_of(spec)}: {result}; --fresh starts anew")
+    return bool(done)
+
+
+def _layers(spec: Spec, user_model: UserModel | None) -> list[Layer] | None:
+    if user_model is None:
         return families.layers(spec.model)
-    return [layer for _, layer in layers_of(found.module)] if found.stage is None else None
+    if user_model.stage is None:
+        return [layer for _, layer in layers_of(user_model.module)]
+    return None
+
+
+# -- the training ----------------------------------------------------------------------------------
 
 
 def _train(job: TrainingJob, directory: RunDirectory | None, progress: str, began: float) -> int:
-    train = job.spec.train
-    voice = (
-        Reporter(choose(progress, train.steps, train.log_every), directory) if directory else None
-    )
+    train, reporter = job.spec.train, None
+    if directory:
+        reporter = Reporter(choose(progress, train.steps, train.log_every), directory)
     try:
-        outcome, summary = _carry_out(job, voice, began)
+        outcome, summary = _carry_out(job, reporter, began)
     finally:
-        if voice:
-            voice.close()
-    if voice:
-        print(
-            "\n".join(closing_words(summary, _what(job, summary)) + _how_it_ended(job, outcome)),
-            flush=True,
-        )
-    stopped = outcome.state == "stopped" and outcome.saved == outcome.steps
-    return Stopped.exit_code if stopped else 0 if outcome.state == "finished" else 1
+        if reporter:
+            reporter.close()
+    saved = outcome.saved == outcome.steps
+    if reporter:
+        family = job.spec.model.family
+        family = family.upper() if families.known(job.spec.model) else family
+        model = f"a {family} of {summary['parameters']:,} parameters"
+        words = closing_words(summary, f"{job.spec.name}, {model}")
+        words += ending_words(summary, reporter.directory.path, train.steps, saved)
+        print("\n".join(words), flush=True)
+    if outcome.state == "stopped" and saved:
+        return Stopped.exit_code
+    return 0 if outcome.state == "finished" else 1
 
 
 def _carry_out(
-    job: TrainingJob, voice: Reporter | None, began: float
+    job: TrainingJob, reporter: Reporter | None, began: float
 ) -> tuple[Outcome, dict[str, Any]]:
-    spec, world = job.spec, job.world
-    packages = setup.packages()
-    places = world.gather_objects(
+    """Build the engine, train, and return the outcome and the summary. Collective."""
+    spec, world, grid = job.spec, job.world, job.grid
+    _report_start(job, reporter)
+    batches = Batches(spec, job.source, grid.coordinate(world.rank, "data"), grid.size("data"))
+    tracing = Tracing(spec, world, grid) if spec.train.trace else None
+    meter = _Meter(job)
+    runner = assemble(
+        spec,
+        world,
+        grid,
+        accumulates=len(batches.parts()) > 1,
+        threads=job.threads,
+        found=job.user_model,
+        bare=True,
+    )
+    engine, known = runner.engine, families.known(spec.model)
+    parameters = families.parameter_count(spec.model) if known else engine.parameter_count()
+    if reporter:
+        _report_layout(reporter, job, batches, parameters)
+    identity = identity_of(job.source.describe()["fingerprint"], random.RULE if known else 0)
+    checkpoints = Checkpoints(spec, world, grid, engine, identity)
+    first, earlier = _load_or_initialize(checkpoints, reporter)
+    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints)
+    meter.start()
+    outcome = trainer.train(first)
+    buffers = {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
+    measured = meter.stop(runner.memory() | buffers)
+    trace = tracing.conclude() if tracing else None
+    engine.close()
+    losses = outcome.first_loss, outcome.final_loss
+    steps, tokens = outcome.steps - first, trainer.step_tokens
+    last_job = LastJob(first, steps, tokens, meter.seconds, world.size, *losses)
+    summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
+    summary |= {"wall_seconds": time.perf_counter() - began} | measured
+    summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
+    summary |= {"trace": trace} if trace else {}
+    if reporter:
+        _report_end(reporter, outcome, summary)
+    return outcome, summary
+
+
+def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> tuple[int, Earlier]:
+    """Load the checkpoint to begin from, or make the initial values. Collective.
+
+    Return how many steps are done, and what rank 0 knows of them.
+    """
+    resumed, earlier = checkpoints.resume(), Earlier()
+    if resumed.path:
+        checkpoints.refresh_weights()
+    elif families.known(checkpoints.spec.model):
+        checkpoints.engine.renew(lambda unit: unit.fill_owned(checkpoints.engine.initial_values))
+    if reporter:
+        directory = reporter.directory
+        of_this_run = resumed.path and resumed.path.parent == directory.path / "checkpoints"
+        missing = directory.missing_before(resumed.step + 1) if of_this_run else ""
+        earlier = directory.keep_metrics_before(resumed.step + 1)
+        for warning in filter(None, (missing, *resumed.warnings)):
+            reporter.event("WARN", what=warning)
+        if resumed.path:
+            changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
+            reporter.event("resume", step=resumed.step, path=str(resumed.path), **changed)
+    return resumed.step, earlier
+
+
+class _Meter:
+    """Measures the time, cores and memory of the training, from before the engine is built."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        """Collective, as `stop`."""
+        spec, self._world = job.spec, job.world
+        self._placement = placement(spec, job.grid, self._world.rank)
+        platform = setup.platform_of(self._world, spec)
+        self._predicted = (
+            need(spec, job.layers, self._placement, platform).rank if job.layers else {}
+        )
+        self._held = process_memory.held_on_nodes(self._world)
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        self._processor_seconds = time.process_time()
+
+    def stop(self, allocated: dict[str, int]) -> dict[str, Any]:
+        """Return the figures of all ranks on rank 0. `allocated`: bytes of this rank, by kind."""
+        world = self._world
+        self.seconds = time.perf_counter() - self._began
+        growth = process_memory.growth(self._held, process_memory.held_on_nodes(world))
+        of_rank = self._placement.part_of_rank(allocated)
+        memory = process_memory.summary(world, self._predicted, of_rank, growth)
+        ledgers = world.gather_objects(world.ledger.as_dict())
+        cores = (time.process_time() - self._processor_seconds) / self.seconds
+        return {"memory": memory, "comm": ledgers, "cores_used": world.gather_objects(cores)}
+
+
+# -- events and summary ----------------------------------------------------------------------------
+
+
+def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
+    """Collective."""
+    world = job.world
+    ranks = world.gather_objects(
         {
             "rank": world.rank,
             "host": socket.gethostname(),
@@ -179,195 +271,80 @@ def _carry_out(
             "device": world.device.name,
         }
     )
-    if voice:
-        voice.output.event(
-            "start",
-            run=str(voice.directory.path),
-            ranks=world.size,
-            hosts=len(set(world.hosts)),
-            mpi=world.library,
-        )
-        voice.directory.event(
-            "start", ranks=places, packages=packages, git=setup.git_state(), mpi=world.library
-        )
-    batches = Batches(
-        spec, job.source, job.grid.coordinate(world.rank, "data"), job.grid.size("data")
-    )
-    part = placement(spec, job.grid, world.rank)
-    platform = setup.platform_of(world, spec)
-    needed = need(spec, job.layers, part, platform) if job.layers else None
-    if voice and job.found:
-        what = "activations are not known" if needed else "what the stages need is not known"
-        voice.event(
-            "WARN",
-            what=f"whether {spec.model.family} fits was not judged{' to the end' if needed else ''}: {what}",
-        )
-    if voice:
-        for what in filter(None, [sharing_left_out(spec.zero, job.grid), *site_profile.left_out()]):
-            voice.event("WARN", what=what)
-    if voice and job.no_room_for_copy:
-        voice.event(
-            "WARN",
-            what="no room for a copy of the states: training waits while a checkpoint is saved",
-        )
-    tracing = Tracing(spec, world, job.grid) if spec.train.trace else None
-    before = process_memory.held_on_nodes(world)
-    way = assemble(
-        spec,
-        world,
-        job.grid,
-        accumulates=len(batches.parts()) > 1,
-        threads=job.threads,
-        found=job.found,
-        bare=True,
-    )
-    engine = way.engine
-    parameters = (
-        families.parameter_count(spec.model)
-        if families.known(spec.model)
-        else engine.parameter_count()
-    )
-    if voice:
-        _say_layout(voice, job, batches, parameters)
-    identity = identity_of(
-        job.source.describe()["fingerprint"], random.RULE if families.known(spec.model) else 0
-    )
-    checkpoints = Checkpoints(spec, world, job.grid, engine, identity)
-    first, earlier = _begin_again(checkpoints, voice)
-    trainer = Trainer(spec, world, way, batches, voice, checkpoints)
-    began_training, cpu_before = time.perf_counter(), time.process_time()
-    outcome = trainer.train(first)
-    seconds = time.perf_counter() - began_training
-    measured = process_memory.growth(before, process_memory.held_on_nodes(world))
-    held = way.memory() | {
-        "communication": world.buffered,
-        "checkpoint copy": checkpoints.saver.copied,
-    }
-    of_ranks = {
-        "memory": process_memory.summary(
-            world, needed.rank if needed else {}, part.part_of_rank(held), measured
-        ),
-        "comm": world.gather_objects(world.ledger.as_dict()),
-        "cores_used": world.gather_objects((time.process_time() - cpu_before) / seconds),
-    }
-    traced = tracing.conclude() if tracing else None
-    engine.close()
-    tokens = spec.train.global_batch * spec.model.seq_len
-    last_job = LastJob(
-        first,
-        outcome.steps - first,
-        tokens,
-        seconds,
-        world.size,
-        outcome.first_loss,
-        outcome.final_loss,
-    )
-    summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
-    summary |= {"wall_seconds": time.perf_counter() - began} | of_ranks
-    kernels = world.gather_objects(dispatch.choices())
-    if voice:
-        summary["kernels"] = _kernels_of_all(kernels or [])
-        if several := [
-            f"{what}: {names}" for what, names in summary["kernels"].items() if _OR in names
-        ]:
-            voice.event("WARN", what="the ranks do not all have the same kernels", kernels=several)
-        if traced:
-            summary["trace"] = traced
-            _say_trace(voice, traced)
-        voice.directory.summary(summary)
-        voice.event(
-            "stop",
-            state=outcome.state,
-            step=outcome.steps,
-            reason=outcome.reason or "all steps done",
-            loss=outcome.final_loss,
-        )
-    return outcome, summary
+    if reporter is None:
+        return
+    directory, mpi = reporter.directory, world.library
+    hosts = len(set(world.hosts))
+    reporter.output.event("start", run=str(directory.path), ranks=world.size, hosts=hosts, mpi=mpi)
+    packages, git = setup.packages(), setup.git_state()
+    directory.event("start", ranks=ranks, packages=packages, git=git, mpi=mpi)
+    if job.user_model:
+        memory = f"the memory that {job.spec.model.family} needs"
+        if job.layers:
+            what = f"{memory} was checked without its activations, which are not known"
+        else:
+            what = f"{memory} was not checked: what the stages need is not known"
+        reporter.event("WARN", what=what)
+    for what in filter(None, [sharing_left_out(job.spec.zero, job.grid), *site_profile.left_out()]):
+        reporter.event("WARN", what=what)
+    if job.no_room_for_copy:
+        what = "no room for a copy of the states: training waits while a checkpoint is saved"
+        reporter.event("WARN", what=what)
 
 
-def _begin_again(checkpoints: Checkpoints, voice: Reporter | None) -> tuple[int, Earlier]:
-    """Loads the checkpoint to begin from, or makes the initial values; how many steps are done, and what rank 0 knows of them."""
-    resumed = checkpoints.resume()
-    if resumed.path:
-        checkpoints.refresh_weights()
-    elif families.known(checkpoints.spec.model):
-        checkpoints.engine.renew(lambda unit: unit.fill_owned(checkpoints.engine.initial_values))
-    earlier = Earlier()
-    if voice:
-        own = resumed.path and resumed.path.parent == voice.directory.path / "checkpoints"
-        if own and (missing := voice.directory.missing_before(resumed.step + 1)):
-            voice.event("WARN", what=missing)
-        earlier = voice.directory.keep_metrics_before(resumed.step + 1)
-        for warning in resumed.warnings:
-            voice.event("WARN", what=warning)
-        if resumed.path:
-            changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
-            voice.event("resume", step=resumed.step, path=str(resumed.path), **changed)
-    return resumed.step, earlier
-
-
-def _say_layout(voice: Reporter, job: TrainingJob, batches: Batches, parameters: int) -> None:
-    train = job.spec.train
+def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int) -> None:
+    train, world = job.spec.train, job.world
     count, smallest, largest = micro_batch_sizes(
         train.global_batch, train.micro_batch, batches.data_ranks
     )
-    voice.event(
+    sizes = f"{largest}" if smallest == largest else f"{smallest}-{largest}"
+    device = {}
+    if world.device.kind != "cpu" or world.backend != "mpi":
+        device = {"device": world.device.name, "collectives": world.backend}
+    reporter.event(
         "layout",
         grid={axis: job.grid.size(axis) for axis in job.grid.axes},
-        nodes=len(set(job.world.node_of_rank)),
+        nodes=len(set(world.node_of_rank)),
         zero=job.spec.zero.stage,
         threads_per_rank=job.threads,
-        **_on_gpus(job.world),
+        **device,
         parameters=parameters,
         precision=train.precision,
-        micro_batches=f"{count}x{largest}"
-        if smallest == largest
-        else f"{count}x{smallest}-{largest}",
+        micro_batches=f"{count}x{sizes}",
         data=job.source.describe()["path"],
     )
 
 
-def _on_gpus(world: World) -> dict[str, str]:
-    return (
-        {"device": world.device.name, "collectives": world.backend}
-        if world.device.kind != "cpu" or world.backend != "mpi"
-        else {}
+def _report_end(reporter: Reporter, outcome: Outcome, summary: dict[str, Any]) -> None:
+    if mixed := mixed_kernels(summary["kernels"]):
+        what = "the ranks do not all have the same kernels"
+        reporter.event("WARN", what=what, kernels=mixed)
+    if "trace" in summary:
+        _report_trace(reporter, summary["trace"])
+    reporter.directory.summary(summary)
+    reporter.event(
+        "stop",
+        state=outcome.state,
+        step=outcome.steps,
+        reason=outcome.reason or "all steps done",
+        loss=outcome.final_loss,
     )
 
 
-def _kernels_of_all(of_ranks: list[dict[str, str]]) -> dict[str, str]:
-    """What any rank used; the stages of a pipeline use different operations."""
-    found: dict[str, set[str]] = {}
-    for choices in of_ranks:
-        for what, name in choices.items():
-            found.setdefault(what, set()).add(name)
-    return {what: _OR.join(sorted(names)) for what, names in sorted(found.items())}
-
-
-def _say_trace(voice: Reporter, traced: dict[str, Any]) -> None:
-    if problem := traced.get("problem"):
-        voice.event("WARN", what=problem)
+def _report_trace(reporter: Reporter, trace: dict[str, Any]) -> None:
+    if problem := trace.get("problem"):
+        reporter.event("WARN", what=problem)
         return
-    left_out = {
-        kind: traced[kind]
-        for kind in ("steps_left_out", "ranks_left_out", "events_left_out")
-        if traced[kind]
-    }
-    voice.event(
-        "trace",
-        file=str(voice.directory.path / NAME),
-        steps=traced["steps"],
-        events=traced["events"],
-        **left_out,
-    )
+    path = str(reporter.directory.path / NAME)
+    kinds = ("steps_left_out", "ranks_left_out", "events_left_out")
+    left_out = {kind: trace[kind] for kind in kinds if trace[kind]}
+    reporter.event("trace", file=path, steps=trace["steps"], events=trace["events"], **left_out)
 
 
 def _validation(outcome: Outcome) -> dict[str, Any] | None:
-    return (
-        outcome.validation.facts() | {"validation_step": outcome.validated}
-        if outcome.validation
-        else None
-    )
+    if outcome.validation is None:
+        return None
+    return outcome.validation.facts() | {"validation_step": outcome.validated}
 
 
 def _summary(
@@ -385,32 +362,3 @@ def _summary(
         "threads_per_rank": job.threads,
         "data": job.source.describe(),
     }
-
-
-def _what(job: TrainingJob, summary: dict[str, Any]) -> str:
-    family = (
-        job.spec.model.family.upper() if families.known(job.spec.model) else job.spec.model.family
-    )
-    return f"{job.spec.name}, a {family} of {summary['parameters']:,} parameters"
-
-
-def _how_it_ended(job: TrainingJob, outcome: Outcome) -> list[str]:
-    words = [
-        f"run:        {run_directory.path_of(job.spec)} (metrics.jsonl, events.jsonl, summary.json)"
-    ]
-    if outcome.final_loss is None:
-        words.append(
-            f"nothing was left to do: {outcome.steps} steps are done, and train.steps = {job.spec.train.steps}"
-        )
-    if outcome.state == "stopped":
-        again = (
-            "started again, it goes on there"
-            if outcome.saved == outcome.steps
-            else "no checkpoint was saved there"
-        )
-        words.append(
-            f"stopped by {outcome.reason} after step {outcome.steps} of {job.spec.train.steps}: {again}"
-        )
-    if outcome.state == "failed":
-        words.append(f"failed: {outcome.reason}")
-    return words

@@ -1,11 +1,11 @@
-"""The run directory `<output>/<name>` (design 5): who may write there, and what is written. Rank 0 only.
+"""The run directory `<output>/<name>`: who may write there, and what is written. Rank 0 only.
 
 spec.toml      the resolved spec
 metrics.jsonl  a line a step
 events.jsonl   start, resume, signal, skip, stop, ...
 summary.json   at the end
 trace.json.gz  at the end, if asked for (`tracing`)
-lock           while somebody writes
+lock           while a run writes
 """
 
 import contextlib
@@ -14,8 +14,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,24 +28,23 @@ from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
 from hpczero.train.summary import Earlier
 
-
-def path_of(spec: Spec) -> Path:
-    return Path(env.expand(spec.output)).absolute() / spec.name
-
-
 _LEFTOVERS = {"lock", "spec.toml.new", "batch"}  # of a start that ended before it wrote the spec
 _OF_A_RUN = _LEFTOVERS | {
     *("spec.toml", "metrics.jsonl", "events.jsonl", "summary.json", "trace.json.gz"),
     *("checkpoints", "watch", "stop"),
 }
-_LOOKS_EVERY = 5.0  # seconds between two looks whether the folder is still there
+_LOOK_EVERY = 5.0  # seconds between two looks whether the folder is still there
+
+
+def path_of(spec: Spec) -> Path:
+    return Path(env.expand(spec.output)).absolute() / spec.name
 
 
 class RunDirectory:
     """`claim` takes the directory; the other methods write into it.
 
-    A folder that is removed under the run is made again, with the spec: what is saved from then on
-    is a run's, and the command that started it goes on from there.
+    A folder that is removed under the run is made again, with the spec: the checkpoints saved from
+    then on belong to a run, which the same command resumes.
     """
 
     def __init__(self, path: Path, lock: RunLock, spec: str) -> None:
@@ -60,13 +60,12 @@ class RunDirectory:
 
     @classmethod
     def claim(cls, spec: Spec, resume: bool, fresh: bool) -> "RunDirectory":
-        """Checks first and writes last: with an InputError nothing has changed."""
+        """Lock the directory and write the spec; an InputError leaves everything as it was."""
         path = path_of(spec)
         exists = _exists(path / "spec.toml")
         if resume and not exists and not _exists(path / "checkpoints"):
-            raise InputError(
-                f"--resume: there is no run in {path}; leave --resume out to start one"
-            )
+            advice = "leave --resume out to start one"
+            raise InputError(f"--resume: there is no run in {path}; {advice}")
         new = not _exists(path)
         if not new and not exists:
             _refuse_strangers(path, spec, fresh)
@@ -75,13 +74,11 @@ class RunDirectory:
         try:
             safe_files.own_folder(path)
         except OSError as error:
-            raise InputError(
-                f"cannot create the run directory {path}: {error.strerror}; set output to a folder that you may write in"
-            ) from error
+            raise _no_access("create", path, error) from error
         lock = RunLock(path)
         try:
             lock.take_in_job()
-            exists = _exists(path / "spec.toml")  # its holder may have written it meanwhile
+            exists = _exists(path / "spec.toml")  # the lock's last holder may have written it
             if exists and not fresh:
                 _same_run(path, spec)
             if fresh and (exists or not _only_leftovers(path)):
@@ -95,41 +92,37 @@ class RunDirectory:
         except (OSError, InputError) as error:
             lock.release()
             if new:
-                with contextlib.suppress(OSError):  # another writer's by now
+                with contextlib.suppress(OSError):  # it may be another writer's by now
                     safe_files.remove_empty(path)
             if isinstance(error, InputError):
                 raise
-            raise InputError(
-                f"cannot write in the run directory {path}: {error.strerror}"
-            ) from error
+            what = f"cannot write in the run directory {path}: {error.strerror}"
+            raise InputError(what) from error
 
     def keep_metrics_before(self, step: int) -> Earlier:
-        """Drops the lines of steps that are going to be computed again; what the others say."""
+        """Drop the lines of steps that are computed again; return what the other lines say."""
         self._metrics.close()
         path = self.path / "metrics.jsonl"
-        kept = [
-            line
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-            if _step_of(line) < step
-        ]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) < step]
         with written_durably(path) as file:
             file.write("".join(kept).encode())
         self._metrics = safe_files.append_to(path)
         return Earlier.of(kept)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """A line, with the time at which it is written."""
-        if time.monotonic() - self._looked > _LOOKS_EVERY:
-            self._stay()
-        _append(self._metrics, {"time": _now(), **values})
+        """Append a line; as every line, it has the time at which it is written."""
+        if time.monotonic() - self._looked > _LOOK_EVERY:
+            self._restore_if_removed()
+        _append(self._metrics, values)
         self._lock.beat()
 
     def event(self, name: str, **values: Any) -> None:
-        self._stay()
-        _append(self._events, {"time": _now(), "event": name, **values})
+        self._restore_if_removed()
+        _append(self._events, {"event": name, **values})
 
     def sync(self) -> None:
-        """Bring the lines to the disk, so that a checkpoint is not all that a power cut leaves."""
+        """Bring the lines to the disk: a power cut must not leave the checkpoint alone."""
         for file in (self._metrics, self._events):
             try:
                 os.fsync(file.fileno())
@@ -139,8 +132,8 @@ class RunDirectory:
     def missing_before(self, step: int) -> str:
         """Return which of the last steps before this one have no line; "" if none is missing."""
         text = (self.path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-        known = (found for line in text.splitlines() if (found := _step_of(line)) < step)
-        last = int(max(known, default=0))
+        steps = map(_step_of, text.splitlines())
+        last = int(max((known for known in steps if known < step), default=0))
         if last >= step - 1:
             return ""
         return (
@@ -148,11 +141,10 @@ class RunDirectory:
             "their lines were not yet on the disk when the computer went down, or were removed"
         )
 
-    def _stay(self) -> None:
-        """Make the folder again if it was removed."""
+    def _restore_if_removed(self) -> None:
         self._looked = time.monotonic()
         files = (self._metrics, self._events)
-        if all(_leads_to(Path(file.name), file) for file in files):
+        if all(_is_open_as(Path(file.name), file) for file in files):
             return
         try:
             safe_files.own_folder(self.path)
@@ -166,7 +158,7 @@ class RunDirectory:
             raise HpczeroError(f"{what}: {error.strerror}") from error
         what = f"{self.path} was removed under this run, or a part of it: it is made again"
         print(f"hpczero: WARN {what}", file=sys.stderr, flush=True)
-        _append(self._events, {"time": _now(), "event": "WARN", "what": what})
+        _append(self._events, {"event": "WARN", "what": what})
 
     def summary(self, values: Mapping[str, Any]) -> None:
         path = self.path / "summary.json"
@@ -178,15 +170,16 @@ class RunDirectory:
 
     def close(self) -> None:
         for file in (self._metrics, self._events):
-            with contextlib.suppress(
-                OSError
-            ):  # every line was flushed: this one could not be written, and that has been said
+            with contextlib.suppress(OSError):  # a line that could not be written was reported
                 file.close()
         self._lock.release()
 
 
 def finished(spec: Spec) -> dict[str, Any] | None:
-    """The summary of this run if it has done all its steps, and is not to begin elsewhere now; InputError if it is another run that is there."""
+    """Return the summary of this run if all its steps are done, and it is not to begin elsewhere.
+
+    InputError if the directory holds another run.
+    """
     path = path_of(spec)
     if not _exists(path / "spec.toml"):
         return None
@@ -206,7 +199,7 @@ def finished(spec: Spec) -> dict[str, Any] | None:
 
 
 def refuse_another(spec: Spec) -> None:
-    """InputError if it is another run that is there, or something else; nothing is written."""
+    """Raise InputError if the directory holds anything but this run; nothing is written."""
     path = path_of(spec)
     if _exists(path / "spec.toml"):
         _same_run(path, spec)
@@ -215,13 +208,17 @@ def refuse_another(spec: Spec) -> None:
 
 
 def _no_run_directory(path: Path) -> InputError:
-    return InputError(
-        f"{path} exists and is no run directory: give the run another name or output, or move it away"
-    )
+    advice = "give the run another name or output, or move it away"
+    return InputError(f"{path} exists and is no run directory: {advice}")
+
+
+def _no_access(action: str, path: Path, error: OSError) -> InputError:
+    what = f"cannot {action} the run directory {path}: {error.strerror}"
+    return InputError(f"{what}; set output to a folder that you may write in")
 
 
 def _finite(value: Any) -> Any:
-    """As JSON can say it: what is not a finite number becomes null."""
+    """Return the value as JSON can say it: NaN and infinities become null."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -229,13 +226,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
 def _append(file: TextIO, values: Mapping[str, Any]) -> None:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
     try:
-        file.write(json.dumps(_finite(values)) + "\n")
+        file.write(json.dumps(_finite({"time": now, **values})) + "\n")
         file.flush()
     except OSError as error:
         raise HpczeroError(f"cannot write {file.name}: {error.strerror}") from error
@@ -245,21 +239,22 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise InputError(
-            f"cannot look into the run directory {path}: {error.strerror}; set output to a folder that you may write in"
-        ) from error
+        raise _no_access("look into", path, error) from error
 
 
 def _only_leftovers(path: Path) -> bool:
-    """A start that ended between making the folder and writing the spec leaves these; `batch` is there before a submitted run begins."""
+    """Return True for a run that never began.
+
+    A start that ended before it wrote the spec leaves these; `hpczero submit` makes `batch`.
+    """
     return path.is_dir() and {entry.name for entry in path.iterdir()} <= _LEFTOVERS
 
 
 def _refuse_strangers(path: Path, spec: Spec, fresh: bool) -> None:
-    """InputError unless the folder, which has no spec, was a run's, and this one may go on in it.
+    """Raise InputError unless this run may go on in a folder that has no spec.
 
     An import that was killed before its last action leaves such a folder, and so does a run whose
-    folder was removed while it saved. What their checkpoints say of the run counts.
+    folder was removed while it saved. Their checkpoints have the spec.
     """
     if _only_leftovers(path):
         return
@@ -270,9 +265,9 @@ def _refuse_strangers(path: Path, spec: Spec, fresh: bool) -> None:
     from hpczero.checkpoint import directory, manifest
     from hpczero.checkpoint.shard_file import Damaged
 
-    for found in directory.steps(path / "checkpoints").values():
+    for checkpoint in directory.steps(path / "checkpoints").values():
         try:
-            written = manifest.read(found).spec
+            written = manifest.read(checkpoint).spec
         except Damaged:
             continue
         try:
@@ -282,13 +277,13 @@ def _refuse_strangers(path: Path, spec: Spec, fresh: bool) -> None:
         _refuse_difference(path, old.model_copy(update={"name": spec.name}), spec)
         return
     raise InputError(
-        f"{path} has no spec.toml and no checkpoint that is complete: an import or a run left it "
-        "that did not come to its end; give the same import again, or start anew with --fresh"
+        f"{path} has no spec.toml and no complete checkpoint: an import or a run that did not come "
+        "to its end left it; give the same import again, or start anew with --fresh"
     )
 
 
 def _same_run(path: Path, spec: Spec) -> Spec:
-    """What it was started with before."""
+    """Return the spec that the run was started with; InputError if it is another run's."""
     old = load(path / "spec.toml").spec
     _refuse_difference(path, old, spec)
     return old
@@ -298,38 +293,29 @@ def _refuse_difference(path: Path, old: Spec, spec: Spec) -> None:
     other = [difference for difference in differences(old, spec) if difference.role == "identity"]
     if other:
         shown = "".join(f"\n  {difference}" for difference in other)
-        raise InputError(
-            f"{path} holds another run:{shown}\ngive this run another name, or use --fresh to move that one aside"
-        )
+        advice = "give this run another name, or use --fresh to move that one aside"
+        raise InputError(f"{path} holds another run:{shown}\n{advice}")
 
 
 def _move_aside(path: Path, lock: RunLock) -> RunLock:
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
-    aside = _free_name(
-        lambda number: path.with_name(f"{path.name}.{stamp}" + (f"-{number}" if number else ""))
-    )
+    name = f"{path.name}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}"
+    names = chain([name], (f"{name}-{number}" for number in count(1)))
+    aside = next(free for free in map(path.with_name, names) if not free.exists())
     lock.release()
     safe_files.rename(path, aside)
     safe_files.make_folder(path)
     return RunLock(path).take()
 
 
-def _free_name(candidate: Callable[[int], Path]) -> Path:
-    number = 0
-    while candidate(number).exists():
-        number += 1
-    return candidate(number)
-
-
 def _step_of(line: str) -> float:
-    """A line that was cut short by a kill counts as past the end."""
+    """Return the step of a line of metrics; infinity if a kill has cut the line short."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
 
 
-def _leads_to(path: Path, file: TextIO) -> bool:
+def _is_open_as(path: Path, file: TextIO) -> bool:
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file.fileno()))
     except OSError:
@@ -337,7 +323,7 @@ def _leads_to(path: Path, file: TextIO) -> bool:
 
 
 def _is_cut_short(path: Path) -> bool:
-    """Return True if the last line has no end: the next one would become a part of it."""
+    """Return True if the last line has no end: the next one would be joined to it."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))

@@ -1,16 +1,23 @@
-"""Where a run's tensors live and what carries its collectives: `train.device` and `comm.backend`, decided by all ranks together."""
+"""The start that `hpczero run` and `hpczero.initialize` share: spec, device, kernels, memory.
+
+All ranks decide together: what is wrong on one of them is an InputError on all. Nothing is
+allocated before `fit_to_memory` has found that there is room for it.
+"""
 
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
+from torch import nn
 
 from hpczero import device, env, kernel_cache, machine, process_memory
+from hpczero.comm.grid import Grid
+from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
@@ -18,38 +25,70 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.planner.fit import Bound, Site, refusal
 from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes, saves_behind
+from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
-from hpczero.text import in_bytes
+from hpczero.text import counted, in_bytes
 from hpczero_kernels import dispatch
+
+_PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
+
+
+def agree_on_spec(world: World, read: Callable[[], Spec]) -> Spec:
+    """Return the spec that rank 0 reads, on all ranks. Collective."""
+    text = world.run_on_all(lambda: "" if world.rank else read().model_dump_json())
+    return Spec.model_validate_json(world.broadcast_object(text))
+
+
+def training_world(world: World, spec: Spec) -> World:
+    """Return a world of the same ranks, with the nodes and buffers that the spec asks for.
+
+    Collective. The caller closes it before `world`.
+    """
+    limits = Limits(staging=bucket_bytes(spec.zero, "cpu"))
+    return world.part(range(world.size), spec.comm.ranks_per_node, limits)
+
+
+def prepare(world: World, spec: Spec) -> tuple[Spec, Grid]:
+    """Choose kernels, device and grid, and keep freed memory. Collective, before any group is made.
+
+    The spec that is returned is the one that is carried out: `select_device` changes it.
+    """
+    use_kernels(world)
+    process_memory.keep_free_memory()
+    spec = select_device(world, spec)
+    return spec, Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+
+
+# -- device and backend ----------------------------------------------------------------------------
 
 
 def select_device(world: World, spec: Spec) -> Spec:
-    """Collective, before the world's groups are made. The spec as it is carried out: on GPUs nothing lies in a node's shared memory."""
-    own = _device(world, spec.train.device)
-    shared = (
-        own.kind == "cuda"
-        and len(set(_together(world, [_computer(world), own.identity]))) < world.size
-    )
-    backend = carrier(
-        spec.comm.backend, own.kind, world.size, shared, _available(spec.comm.backend, own)
-    )
-    if own is CPU and backend == "mpi":
+    """Carry out `train.device` and `comm.backend`. Collective, before any group is made.
+
+    Return the spec that is carried out: on GPUs nothing lies in a node's shared memory.
+    """
+    chosen = _device(world, spec.train.device)
+    gpus = _all_gather(world, [_computer(world), chosen.identity]) if chosen.kind == "cuda" else []
+    shared = len(set(gpus)) < len(gpus)
+    available = _available(spec.comm.backend, chosen)
+    backend = carrier(spec.comm.backend, chosen.kind, world.size, shared, available)
+    if chosen is CPU and backend == "mpi":
         return spec
-    world.use(own, backend, bucket_bytes(spec.zero, own.kind))
-    if not isinstance(own, Cuda):
+    world.use(chosen, backend, bucket_bytes(spec.zero, chosen.kind))
+    if not isinstance(chosen, Cuda):
         return spec
-    world.run_on_all(lambda: kernel_cache.of_gpu(own.capability))
-    return as_run(spec, own.kind)
+    world.run_on_all(lambda: kernel_cache.of_gpu(chosen.capability))
+    return as_run(spec, chosen.kind)
 
 
 def carrier(wanted: str, kind: str, ranks: int, shared: bool, available: Collection[str]) -> str:
-    """What `comm.backend` means for so many ranks on devices of this kind: "mpi", "nccl" or "gloo" (pure). `shared`: several have one GPU
-    together; `available`: what PyTorch offers.
+    """Return the library that `comm.backend` means: "mpi", "nccl" or "gloo" (pure).
+
+    `kind`: of the ranks' devices; `shared`: ranks share a GPU; `available`: in this PyTorch.
     """
     if wanted == "auto":
-        return (
-            "nccl" if kind == "cuda" and ranks > 1 and not shared and "nccl" in available else "mpi"
-        )
+        nccl = kind == "cuda" and ranks > 1 and not shared and "nccl" in available
+        return "nccl" if nccl else "mpi"
     if wanted == "mpi":
         return "mpi"
     fitting = {"nccl": "cuda", "gloo": "cpu"}[wanted]
@@ -59,33 +98,29 @@ def carrier(wanted: str, kind: str, ranks: int, shared: bool, available: Collect
     elif wanted not in available:
         problem = "this PyTorch was built without it"
     elif wanted == "nccl" and shared:
-        problem = "several ranks have one GPU together, which NCCL refuses: start as many ranks as there are GPUs"
+        problem = (
+            "several ranks have one GPU together, which NCCL refuses: "
+            "start as many ranks as there are GPUs"
+        )
     if problem:
         raise InputError(f'comm.backend = "{wanted}": {problem}; or set comm.backend = "mpi"')
     return wanted
 
 
 def _device(world: World, wanted: str) -> Device:
-    if wanted == "cpu" or (wanted == "auto" and not any(_together(world, machine.gpu_driver()))):
+    if wanted == "cpu":
         return CPU
-    kind = device.agreed(wanted, _together(world, device.visible()), world.hosts)
-    computers = _together(world, _computer(world))
-    neighbours = [
-        rank for rank, computer in enumerate(computers) if computer == computers[world.rank]
-    ]
-    return world.run_on_all(
-        lambda: device.of_rank(kind, neighbours.index(world.rank), len(neighbours))
-    )
+    if wanted == "auto" and not any(_all_gather(world, machine.gpu_driver())):
+        return CPU
+    kind = device.agreed(wanted, _all_gather(world, device.visible()), world.hosts)
+    neighbours = _neighbours(world)
+    position = neighbours.index(world.rank)
+    return world.run_on_all(lambda: device.of_rank(kind, position, len(neighbours)))
 
 
-def _computer(world: World) -> str:
-    """Several tried-out nodes may be one."""
-    return machine.boot_identity() or world.hosts[world.rank]
-
-
-def _available(wanted: str, own: Device) -> Collection[str]:
-    """Of what may be chosen."""
-    if wanted == "mpi" or (wanted == "auto" and own is CPU):
+def _available(wanted: str, chosen: Device) -> Collection[str]:
+    """Return the backends of this PyTorch among which `carrier` may choose."""
+    if wanted == "mpi" or (wanted == "auto" and chosen is CPU):
         return ()
     from torch import distributed
 
@@ -95,70 +130,35 @@ def _available(wanted: str, own: Device) -> Collection[str]:
     return [name for name, is_available in asked.items() if is_available()]
 
 
-def _together(world: World, value: object) -> list[Any]:
-    """Every rank's."""
-    found = world.broadcast_object(world.gather_objects(value))
-    return [tuple(one) if isinstance(one, list) else one for one in found]
+def _computer(world: World) -> str:
+    """Return what tells computers apart: `comm.ranks_per_node` can make several nodes of one."""
+    return machine.boot_identity() or world.hosts[world.rank]
 
 
-# What a run notes about where it runs: packages, git state, memory, and its share of the cores.
-_PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
+def _neighbours(world: World) -> list[int]:
+    """Return the ranks on this rank's computer. Collective."""
+    mine = _computer(world)
+    computers = enumerate(_all_gather(world, mine))
+    return [rank for rank, computer in computers if computer == mine]
 
 
-def packages() -> dict[str, str | None]:
-    return {"python": sys.version.split()[0], "hpczero": env.VERSION} | {
-        name: _version(name) for name in _PACKAGES
-    }
+def _all_gather(world: World, value: object) -> list[Any]:
+    """Return every rank's value, in rank order; a list becomes a tuple. Collective."""
+    values = world.broadcast_object(world.gather_objects(value))
+    return [tuple(one) if isinstance(one, list) else one for one in values]
 
 
-def git_state() -> dict[str, object] | None:
-    """Commit and cleanliness of the folder that the job was started in; None outside a checkout or without git."""
-    commit, changed = (
-        _git("rev-parse", "HEAD"),
-        _git("status", "--porcelain", "--untracked-files=no"),
-    )
-    return None if commit is None else {"commit": commit, "changed": bool(changed)}
-
-
-def use_threads(world: World) -> int:
-    """This rank takes its share of the cores: torch runs that many threads from now on. Several tried-out nodes may be one computer."""
-    computer = machine.boot_identity() or world.hosts[world.rank]
-    mine = {
-        "computer": computer,
-        "cores": sorted(machine.usable_cores()),
-        "quota": machine.cpu_quota(),
-    }
-    everyone = world.broadcast_object(world.gather_objects(mine))
-    ranks = [rank for rank, one in enumerate(everyone) if one["computer"] == computer]
-    cores = [set(everyone[rank]["cores"]) for rank in ranks]
-    threads = machine.threads_per_rank(cores, everyone[ranks[0]]["quota"])[ranks.index(world.rank)]
-    torch.set_num_threads(threads)
-    return threads
-
-
-def remove_stale_segments(world: World) -> None:
-    """Remove what MPICH left of this user's killed jobs in /dev/shm: the room is needed, and nobody
-    else gives it back. One rank of each node does, and says so; as `hpczero doctor --clean`.
-    """
-    if world.local_rank:
-        return
-    _, gone = machine.remove_stale_segments({"MPICH"})
-    if gone:
-        size = in_bytes(sum(segment.size for segment in gone))
-        what = f"removed {len(gone)} shared-memory files that killed MPICH jobs left in /dev/shm"
-        host = world.hosts[world.rank]
-        print(f"hpczero: {host}: {what} ({size})", file=sys.stderr, flush=True)
+# -- kernels, threads, facts -----------------------------------------------------------------------
 
 
 def use_kernels(world: World) -> None:
-    """Collective. What the environment asks for is taken from now on, on all ranks; it has to be the same there."""
-    asked = world.broadcast_object(world.gather_objects(env.forced_kernels()))
+    """Use the kernels that HPCZERO_KERNELS names. Collective; it must be the same on all ranks."""
+    asked = list(dict.fromkeys(_all_gather(world, env.forced_kernels())))
 
     def force() -> None:
-        if len(set(asked)) > 1:
-            raise InputError(
-                f"HPCZERO_KERNELS is not the same on all ranks: {', '.join(map(repr, dict.fromkeys(asked)))}"
-            )
+        if len(asked) > 1:
+            values = ", ".join(map(repr, asked))
+            raise InputError(f"HPCZERO_KERNELS is not the same on all ranks: {values}")
         try:
             dispatch.force(asked[0])
         except ValueError as error:
@@ -167,11 +167,52 @@ def use_kernels(world: World) -> None:
     world.run_on_all(force)
 
 
+def use_threads(world: World) -> int:
+    """Let torch run as many threads as this rank's share of the cores, and return how many."""
+    ranks = _neighbours(world)
+    usable = _all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
+    cores = [set(usable[rank][0]) for rank in ranks]
+    _, quota = usable[ranks[0]]
+    threads = machine.threads_per_rank(cores, quota)[ranks.index(world.rank)]
+    torch.set_num_threads(threads)
+    return threads
+
+
+def remove_stale_segments(world: World) -> None:
+    """Remove what MPICH left of this user's killed jobs in /dev/shm, as `hpczero doctor --clean`.
+
+    One rank of each node does, and says so: the memory is needed, and nobody else gives it back.
+    """
+    if world.local_rank:
+        return
+    _, removed = machine.remove_stale_segments({"MPICH"})
+    if removed:
+        size = in_bytes(sum(segment.size for segment in removed))
+        files = counted(len(removed), "shared-memory file")
+        what = f"removed {files} that killed MPICH jobs left in /dev/shm ({size})"
+        print(f"hpczero: {world.hosts[world.rank]}: {what}", file=sys.stderr, flush=True)
+
+
+def packages() -> dict[str, str | None]:
+    versions = {name: _version(name) for name in _PACKAGES}
+    return {"python": sys.version.split()[0], "hpczero": env.VERSION} | versions
+
+
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def git_state() -> dict[str, object] | None:
+    """Return commit and cleanliness of the folder that the job was started in.
+
+    None outside a checkout or without git.
+    """
+    commit = _git("rev-parse", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return None if commit is None else {"commit": commit, "changed": bool(changed)}
 
 
 def _git(*arguments: str) -> str | None:
@@ -184,97 +225,84 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-# Before anything is allocated: is there room for it? Every rank says what it sees, rank 0 decides, all ranks end together.
-def refuse_what_does_not_fit(
-    world: World, spec: Spec, layers: Sequence[Layer], given: int = 0
-) -> None:
-    """Collective; InputError on all ranks if the memory of any node, or a cgroup's limit, or /dev/shm, is too small for a model of these layers.
-    `given`: bytes of a module that this rank has built, which goes as the engine's states come.
+# -- memory preflight ------------------------------------------------------------------------------
+
+
+def fit_to_memory(
+    world: World, spec: Spec, layers: Sequence[Layer], module: nn.Module | None
+) -> Spec:
+    """Check that a model of these layers fits into every node, cgroup, GPU and /dev/shm.
+
+    Collective; InputError on all ranks where it does not. If only the copy of the states does not
+    fit, from which checkpoints are saved while training goes on, return the spec without it.
+    `module`: what this rank has built already; its memory is freed as the engine's states come.
     """
-    problem = _problem(world, spec, layers, given)
+    parameters = () if module is None else module.parameters()
+    built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
+    problem = _problem(world, spec, layers, built)
+    if problem and saves_behind(spec):
+        waits = spec.checkpoint.model_copy(update={"asynchronous": False})
+        spec = spec.model_copy(update={"checkpoint": waits})
+        problem = _problem(world, spec, layers, built)
     if problem:
         raise InputError(problem)
-
-
-def fitting(world: World, spec: Spec, layers: Sequence[Layer], given: int = 0) -> Spec:
-    """As `refuse_what_does_not_fit`, but where only the copy for saving behind the training does not fit: then the spec without that."""
-    if not saves_behind(spec):
-        refuse_what_does_not_fit(world, spec, layers, given)
-    elif _problem(world, spec, layers, given):
-        spec = spec.model_copy(
-            update={"checkpoint": spec.checkpoint.model_copy(update={"asynchronous": False})}
-        )
-        refuse_what_does_not_fit(world, spec, layers, given)
     return spec
 
 
-def _problem(world: World, spec: Spec, layers: Sequence[Layer], given: int) -> str | None:
-    """The same on all ranks."""
-    seen = world.gather_objects(_seen(world, spec, given))
-    problem: str | None = world.broadcast_object(
-        refusal(spec, layers, site_of(seen)) if seen is not None else None
-    )
-    return problem
+def _problem(world: World, spec: Spec, layers: Sequence[Layer], built: int) -> str | None:
+    """Return on all ranks what rank 0 says against it, from what every rank sees. Collective."""
+    seen = world.gather_objects(_seen(world, spec, built))
+    return world.broadcast_object(seen and refusal(spec, layers, site_of(seen)))
 
 
-def _seen(world: World, spec: Spec, given: int) -> dict[str, Any]:
-    """What this rank knows of its node, as plain data. What it holds itself already is part of its need."""
-    shm = machine.shared_memory()
+def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
+    """Return what this rank knows of its node, as plain data.
+
+    What it holds itself already (`held`) is a part of its need.
+    """
+    shm, platform = machine.shared_memory(), platform_of(world, spec)
     return {
         "node": world.node,
         "host": world.hosts[world.rank],
-        "computer": machine.boot_identity()
-        or world.hosts[world.rank],  # several tried-out nodes may be one
+        "computer": _computer(world),
         "available": machine.memory().available,
         "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
         "shm": shm.free if shm else 0,
-        "held": min(process_memory.held(), RUNTIME + given),
+        "held": min(process_memory.held(), RUNTIME + built),
         "gpu": _gpu(world.device),
-        "kernels": sorted(platform_of(world, spec).kernels),
-        "native": world.backend != "mpi",
+        "kernels": sorted(platform.kernels),
+        "native": platform.native,
     }
 
 
 def platform_of(world: World, spec: Spec) -> Platform:
     """Return what this rank runs on."""
-    if world.device.kind != "cuda" or spec.model.kernels == "torch":
-        return Platform(world.device.kind, native=world.backend != "mpi")
-    kernels = dispatch.of_gpus(DTYPES[spec.train.precision])
-    return Platform("cuda", kernels, native=world.backend != "mpi")
+    kernels: frozenset[str] = frozenset()
+    if world.device.kind == "cuda" and spec.model.kernels != "torch":
+        kernels = dispatch.of_gpus(DTYPES[spec.train.precision])
+    return Platform(world.device.kind, kernels, native=world.backend != "mpi")
 
 
 def _gpu(device: Device) -> dict[str, Any] | None:
     memory = device.memory()
-    return (
-        None
-        if memory is None
-        else {
-            "identity": device.identity,
-            "name": device.name,
-            "free": memory.free,
-            "held": memory.held,
-        }
-    )
-
-
-def site_of(seen: Sequence[dict[str, Any]]) -> Site:
-    """From what all ranks have seen to the bounds that they must keep together."""
-    groups: dict[tuple[str, str], list[tuple[dict[str, Any], Claim]]] = {}
-    for rank in seen:
-        for claim in _claims(rank):
-            groups.setdefault((rank["computer"], claim.what), []).append((rank, claim))
-    bounds = tuple(_bound(group) for group in groups.values())
-    on_gpus = any(rank.get("gpu") for rank in seen)
-    kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
-    native = all(rank.get("native", False) for rank in seen)
-    platform = Platform("cuda" if on_gpus else "cpu", kernels, native)
-    return Site(Counter(rank["node"] for rank in seen), bounds, platform)
+    if memory is None:
+        return None
+    return {
+        "identity": device.identity,
+        "name": device.name,
+        "free": memory.free,
+        "held": memory.held,
+    }
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That one rank keeps within `free` bytes, together with all ranks of its computer that name the same thing."""
+    """A rank's promise to stay within `free` bytes.
 
+    It keeps it together with all ranks of its computer that name the same thing.
+    """
+
+    rank: Mapping[str, Any]  # as `_seen` describes it
     what: str
     free: int
     place: str
@@ -282,31 +310,38 @@ class Claim:
     part: str = "all"
 
 
-def _claims(rank: dict[str, Any]) -> Iterator[Claim]:
+def site_of(seen: Sequence[Mapping[str, Any]]) -> Site:
+    """Return the bounds that the ranks must keep together, from what each has seen (pure)."""
+    groups: dict[tuple[str, str], list[Claim]] = {}
+    for rank in seen:
+        for claim in _claims(rank):
+            groups.setdefault((rank["computer"], claim.what), []).append(claim)
+    bounds = tuple(map(_bound, groups.values()))
+    on_gpus = any(rank.get("gpu") for rank in seen)
+    kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
+    native = all(rank.get("native", False) for rank in seen)
+    platform = Platform("cuda" if on_gpus else "cpu", kernels, native)
+    return Site(Counter(rank["node"] for rank in seen), bounds, platform)
+
+
+def _claims(rank: Mapping[str, Any]) -> Iterator[Claim]:
     host, gpu = rank["host"], rank.get("gpu")
     part = "host" if gpu else "all"
     if rank["available"]:
-        yield Claim("memory", rank["available"], f"on {host}", part=part)
+        yield Claim(rank, "memory", rank["available"], f"on {host}", part=part)
     for folder, free in rank["limits"].items():
-        yield Claim(folder, free, f"in the cgroup {folder} on {host}", part=part)
+        yield Claim(rank, folder, free, f"in the cgroup {folder} on {host}", part=part)
     if gpu:
-        yield Claim(
-            f"gpu {gpu['identity']}", gpu["free"], f"on {gpu['name']} of {host}", part="device"
-        )
-    yield Claim("shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
+        place = f"on {gpu['name']} of {host}"
+        yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, part="device")
+    yield Claim(rank, "shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
 
 
-def _bound(group: Sequence[tuple[dict[str, Any], Claim]]) -> Bound:
-    first = group[0][1]
-    held = (
-        0
-        if first.windows
-        else sum(
-            rank["gpu"]["held"] if first.part == "device" else rank["held"] for rank, _ in group
-        )
-    )
-    ranks, free = (
-        Counter(rank["node"] for rank, _ in group),
-        min(claim.free for _, claim in group) + held,
-    )
-    return Bound(ranks, free, first.place, first.windows, first.part)
+def _bound(claims: Sequence[Claim]) -> Bound:
+    first = claims[0]
+    free = min(claim.free for claim in claims)
+    if not first.windows:  # then what the ranks hold already counts as free
+        holders = (claim.rank["gpu"] if first.part == "device" else claim.rank for claim in claims)
+        free += sum(holder["held"] for holder in holders)
+    nodes = Counter(claim.rank["node"] for claim in claims)
+    return Bound(nodes, free, first.place, first.windows, first.part)

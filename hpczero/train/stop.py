@@ -1,6 +1,7 @@
-"""Requests to stop: SIGTERM, SIGINT, SIGUSR2, a file named `stop` in the run directory, and the end of the job's time.
+"""Requests to stop: SIGTERM, SIGINT, SIGUSR2, a `stop` file, and the end of the job's time.
 
-A handler only sets a flag; the trainer asks at every step boundary and all ranks agree there. A second SIGINT ends the process at once.
+The file lies in the run directory. A handler only sets a flag; the trainer asks at every step
+boundary, and all ranks agree there. A second SIGINT ends the process at once.
 """
 
 import signal
@@ -11,21 +12,27 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-# When the job ends, and whether there is time to go on (rank 0 asks).
-#
-# A look is taken at every step boundary, and between the batches of an evaluation. There must be time for what lies between two looks, for the save
-# after it, and for the end of the program: the longest of the recent intervals and of the saves so far, and half as much again.
-_SPARE = 1.5  # times what was measured
-_ENDING = 8.0  # seconds: the run's last words, MPI's end, the launcher's
+WRITTEN = 200e6  # bytes a second that a node writes, as long as no save has been measured
+REASONS = ("SIGTERM", "SIGINT", "SIGUSR2", "stop file", "the end of the job's time")
+
+_SPARE = 1.5  # times the measured seconds
+_ENDING = 8.0  # seconds: the run's last words, the end of MPI and of the launcher
 _INTERVALS = 50  # that are remembered
-WRITTEN = 200e6  # bytes a second that a node writes, as long as no save has shown it
+_LOOK_EVERY = 1.0  # seconds between two looks for the stop file: metadata servers are shared
 
 
 class Deadline:
+    """The end of the job's time, on rank 0, which asks whether it `is_near`.
+
+    It asks at every step boundary, and between the batches of an evaluation. There must be time for
+    what lies between two looks, for the save after it, and for the end of the program: the longest
+    of the recent intervals and of the saves so far, and half as much again.
+    """
+
     def __init__(
         self, at: float | None, save_seconds: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """`at`: seconds since 1970, or None where nobody knows; `save_seconds`: an estimate, until a save has been measured."""
+        """`at`: seconds since 1970, or None if unknown; `save_seconds`: the estimate of a save."""
         self.at, self._clock = at, clock
         self._estimate, self._longest_save = save_seconds, 0.0
         self._looked: float | None = None
@@ -36,12 +43,12 @@ class Deadline:
 
     @property
     def needed(self) -> float:
-        """Seconds from one look to the end of the program, if the run is asked to stop at the next."""
+        """Seconds from a look to the end of the program, if the next look asks the run to stop."""
         save = self._longest_save or self._estimate
         return _SPARE * (max(self._intervals, default=0.0) + save) + _ENDING
 
     def is_near(self) -> bool:
-        """A look."""
+        """Look at the clock."""
         now = self._clock()
         if self._looked is not None:
             self._intervals.append(now - self._looked)
@@ -49,12 +56,11 @@ class Deadline:
         return self.at is not None and now + self.needed >= self.at
 
 
-REASONS = ("SIGTERM", "SIGINT", "SIGUSR2", "stop file", "the end of the job's time")
-_LOOK_EVERY = 1.0  # seconds between two looks for the stop file: a file system's metadata server has other things to do
-
-
 class StopRequests:
-    """`with StopRequests(run_directory, deadline) as requests:` then `requests.pending()`; both are None where another rank looks after them."""
+    """Collects requests inside `with StopRequests(run_directory, deadline) as requests:`.
+
+    Both arguments are None on the ranks that do not watch them.
+    """
 
     def __init__(self, run_directory: Path | None, deadline: Deadline | None = None) -> None:
         self._deadline = deadline
@@ -79,7 +85,7 @@ class StopRequests:
             signal.signal(number, handler)
 
     def pending(self) -> list[bool]:
-        """Which of REASONS have been seen so far."""
+        """Return for each of REASONS whether it has been seen so far."""
         if self._file and time.monotonic() - self._looked > _LOOK_EVERY:
             self._looked = time.monotonic()
             self._seen[3] = self._file.exists()

@@ -1,6 +1,6 @@
-"""The figures of a run at its end: summary.json and the closing words.
+"""The figures of a run: at its end (summary.json, the closing words) and over its last steps.
 
-Those of the run and of its last job are apart: a run may have taken several jobs.
+Figures of the run and of its last job are apart: a run may have taken several jobs.
 """
 
 import json
@@ -13,14 +13,12 @@ from typing import Any
 from hpczero.text import counted, duration, loss
 
 _VALIDATION = "validation_"
+_OR = " or "  # between the kernels that different ranks used
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """The steps that were done before this job, as metrics.jsonl tells them.
-
-    Of lines that are missing it knows nothing.
-    """
+    """The steps that were done before this job, as far as metrics.jsonl has lines of them."""
 
     steps: int = 0  # lines
     tokens: int = 0
@@ -47,7 +45,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class LastJob:
-    """The work of this job: the steps after `first`, in so many seconds of the training loop."""
+    """The work of this job: the steps after `first`, in `seconds` of the training loop."""
 
     first: int
     steps: int
@@ -74,10 +72,9 @@ class LastJob:
 
 
 def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) -> dict[str, Any]:
-    """The figures of the whole run; `last_job` has those of its last job.
+    """Return the figures of the whole run; `last_job` has those of its last job.
 
-    Of steps whose lines are missing, tokens are counted as this job's, and neither first loss nor
-    time are known.
+    A step whose line is missing counts with this job's tokens; the run's time is then unknown.
     """
     known = earlier.steps == job.first
     seconds = earlier.seconds + job.seconds if known else None
@@ -99,10 +96,10 @@ def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     job, steps = summary["last_job"], summary["steps"]
     speed = f"{job['tokens_per_second']:,.0f} tokens/s on {counted(job['ranks'], 'rank')}"
     pace = f"({job['seconds']:.0f} s, {speed})"
-    whole = job["steps"] == steps
+    alone = job["steps"] == steps  # the run took this job only
     trained = f"{what}, on {summary['tokens']:,} tokens in {counted(steps, 'step')}"
-    words = [f"trained:    {trained} {pace}" if whole else f"trained:    {trained}"]
-    if job["steps"] and not whole:
+    words = [f"trained:    {trained} {pace}" if alone else f"trained:    {trained}"]
+    if job["steps"] and not alone:
         several = f"steps {job['first_step']:,} to {steps:,}"
         span = several if job["steps"] > 1 else f"step {steps:,}"
         at_first = f"loss {loss(job['first_loss'])} at its first step"
@@ -112,13 +109,47 @@ def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     return words + _validation_words(summary)
 
 
+def ending_words(
+    summary: dict[str, Any], directory: object, planned: int, saved: bool
+) -> list[str]:
+    """Return the lines that say how the run ended, of `planned` steps.
+
+    `saved`: there is a checkpoint of the last step.
+    """
+    state, reason, steps = summary["state"], summary["reason"], summary["steps"]
+    words = [f"run:        {directory} (metrics.jsonl, events.jsonl, summary.json)"]
+    if not summary["last_job"]["steps"]:
+        words.append(f"nothing was left to do: {steps} steps are done, and train.steps = {planned}")
+    if state == "stopped":
+        again = "started again, it goes on there" if saved else "no checkpoint was saved there"
+        words.append(f"stopped by {reason} after step {steps} of {planned}: {again}")
+    if state == "failed":
+        words.append(f"failed: {reason}")
+    return words
+
+
+def kernels_of_ranks(choices_of_ranks: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Return the kernels that any rank used: the stages of a pipeline use different operations."""
+    names: dict[str, set[str]] = {}
+    for choices in choices_of_ranks:
+        for operation, name in choices.items():
+            names.setdefault(operation, set()).add(name)
+    return {operation: _OR.join(sorted(used)) for operation, used in sorted(names.items())}
+
+
+def mixed_kernels(kernels: Mapping[str, str]) -> list[str]:
+    """Return the operations for which ranks used different kernels."""
+    return [f"{operation}: {names}" for operation, names in kernels.items() if _OR in names]
+
+
 def _validation_words(summary: dict[str, Any]) -> list[str]:
     if summary["validation_loss"] is None:
         return []
     step = summary["validation_step"]
     at = f" after step {step:,}" if step != summary["steps"] else ""
-    found = f"{summary['validation_loss']:.4f}{_extent(summary)}{at}"
-    return [f"validation: {found}; the text's unigram entropy is {summary['unigram_entropy']:.4f}"]
+    result = f"{summary['validation_loss']:.4f}{_extent(summary)}{at}"
+    entropy = f"the text's unigram entropy is {summary['unigram_entropy']:.4f}"
+    return [f"validation: {result}; {entropy}"]
 
 
 def _extent(summary: dict[str, Any]) -> str:
@@ -134,15 +165,18 @@ def _extent(summary: dict[str, Any]) -> str:
 
 
 def _validation_of(metrics: dict[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in metrics.items() if name.startswith(_VALIDATION)}
-    return found | {"validation_step": metrics["step"]}
+    figures = {name: value for name, value in metrics.items() if name.startswith(_VALIDATION)}
+    return figures | {"validation_step": metrics["step"]}
 
 
 def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-# step, loss, grad_norm, lr, tokens, step_seconds, tokens_per_second, data_seconds, comm_seconds, compute_seconds
+# -- the last steps --------------------------------------------------------------------------------
+
+# Of one step: step, loss, grad_norm, lr, tokens, tokens_per_second, and the seconds step_seconds,
+# data_seconds, comm_seconds, compute_seconds.
 Metrics = Mapping[str, Any]
 
 
@@ -152,7 +186,7 @@ def tokens_per_second(steps: Collection[Metrics]) -> float | None:
 
 
 def shares(steps: Collection[Metrics]) -> dict[str, float]:
-    """Where the steps' time went: shares of compute, communication, data, and the rest."""
+    """Return the shares of the steps' time in computation, communication, data and the rest."""
     seconds = _sum(steps, "step_seconds")
     if seconds <= 0:
         return {}
@@ -166,7 +200,7 @@ def _sum(steps: Collection[Metrics], key: str) -> float:
 
 
 class Pace:
-    """Time left, from the pace of the last steps: by the clock, so that evaluations and checkpoints count."""
+    """Time left, from the pace of the last steps by the clock: evaluations and saves count."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -176,12 +210,10 @@ class Pace:
         self._seen.append((time.monotonic() if now is None else now, step))
 
     def left(self) -> str:
-        """h:mm:ss, or "?" as long as nothing can be said."""
+        """Return h:mm:ss, or "?" as long as nothing can be said."""
         if len(self._seen) < 2:
             return "?"
         (first, begin), (last, end) = self._seen[0], self._seen[-1]
-        return (
-            duration((last - first) / (end - begin) * max(0, self.steps - end))
-            if end > begin
-            else "?"
-        )
+        if end <= begin:
+            return "?"
+        return duration((last - first) / (end - begin) * max(0, self.steps - end))

@@ -1,9 +1,10 @@
-"""Whether a person sees what this process prints.
+"""The terminal, if there is one, at which a person sees what this process prints.
 
-A rank's own stdout says little: under MPICH it is a pipe, under Open MPI a pseudo-terminal even if mpirun's output goes to a file. So the
-stream is followed from hand to hand: whoever among the launchers that started this process holds the other end of the pipe or
-pseudo-terminal passes it on to its own stdout, and so on, until nobody takes it any further. Where that ends at a terminal, it is seen.
-Whatever cannot be found out counts as not seen.
+A rank's own stdout says little: under MPICH it is a pipe, under Open MPI a pseudo-terminal even if
+mpirun's output goes to a file. So the stream is followed through the launchers that started this
+process: whichever holds the other end of the pipe or pseudo-terminal passes it on to its own
+stdout, and so on, until no launcher takes it any further. If it ends at a terminal, it is seen.
+Anything that cannot be found out counts as not seen.
 """
 
 import fcntl
@@ -29,7 +30,7 @@ _LAUNCHERS = (
     "orted",
     "oshrun",
 )
-# What makes a launcher write somewhere else, or put words before each line.
+# Options that make a launcher write somewhere else, or put words before each line.
 _REDIRECTING = (
     "-outfile",
     "-errfile",
@@ -38,21 +39,22 @@ _REDIRECTING = (
     "-timestamp-output",
     "-xterm",
     "-prepend",
-    "-l",
 )
+_LABELLING = "-l"
 
 
 def find(stream: TextIO) -> str | None:
-    """The path of the terminal that shows what is written to `stream` (stdout or stderr)."""
+    """Return the path of the terminal that shows `stream` (stdout or stderr), or None."""
     if env.variable("TERM") in (None, "dumb"):
         return None
     try:
         channel = stream.fileno()
+        passed_on = 2 if channel == 2 else 1
         process, end = psutil.Process(), os.readlink(f"/proc/self/fd/{channel}")
         while (reader := _reader(process, end)) is not None:
             if _redirects(reader.cmdline()):
                 return None
-            process, end = reader, os.readlink(f"/proc/{reader.pid}/fd/{2 if channel == 2 else 1}")
+            process, end = reader, os.readlink(f"/proc/{reader.pid}/fd/{passed_on}")
         return end if _is_terminal(end) else None
     except (OSError, ValueError, psutil.Error):
         return None
@@ -66,13 +68,12 @@ def is_file(stream: TextIO) -> bool:
 
 
 def size(path: str) -> tuple[int, int] | None:
-    """Columns and rows of the terminal `path` at this moment."""
+    """Return the columns and rows of the terminal `path`, or None."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            rows, columns, _, _ = struct.unpack(
-                "4H", fcntl.ioctl(descriptor, termios.TIOCGWINSZ, bytes(8))
-            )
+            answer = fcntl.ioctl(descriptor, termios.TIOCGWINSZ, bytes(8))
+            rows, columns, _, _ = struct.unpack("4H", answer)
         finally:
             os.close(descriptor)
     except OSError:
@@ -81,7 +82,7 @@ def size(path: str) -> tuple[int, int] | None:
 
 
 def _reader(process: psutil.Process, end: str) -> psutil.Process | None:
-    """The launcher among the ancestors of `process` that reads what is written into `end`."""
+    """Return the launcher among the ancestors of `process` that reads what `end` is given."""
     for ancestor in process.parents():
         if ancestor.name().startswith(_LAUNCHERS) and _holds_other_side(ancestor.pid, end):
             return ancestor
@@ -93,13 +94,10 @@ def _holds_other_side(pid: int, end: str) -> bool:
         try:
             link = os.readlink(f"/proc/{pid}/fd/{descriptor}")
             if end.startswith("/dev/pts/"):
-                if link.endswith("ptmx") and _terminal_index(pid, descriptor) == end.removeprefix(
-                    "/dev/pts/"
-                ):
+                index = end.removeprefix("/dev/pts/")
+                if link.endswith("ptmx") and _terminal_index(pid, descriptor) == index:
                     return True
-            elif link == end and not end.startswith(
-                "/"
-            ):  # a pipe; a socket's two sides have different names
+            elif link == end and not end.startswith("/"):  # a pipe; a socket's sides have two names
                 return True
         except FileNotFoundError:  # closed since
             continue
@@ -107,14 +105,14 @@ def _holds_other_side(pid: int, end: str) -> bool:
 
 
 def _terminal_index(pid: int, descriptor: str) -> str | None:
-    """Which /dev/pts/<index> a pseudo-terminal's master side belongs to (`tty-index` since Linux 4.14)."""
+    """Return the index in /dev/pts that a pseudo-terminal's master side belongs to (Linux 4.14)."""
     with open(f"/proc/{pid}/fdinfo/{descriptor}", encoding="ascii") as lines:
         return next((line.split()[1] for line in lines if line.startswith("tty-index:")), None)
 
 
 def _redirects(command: list[str]) -> bool:
     return any(
-        word.replace("--", "-", 1).startswith(_REDIRECTING[:-1]) or word == _REDIRECTING[-1]
+        word == _LABELLING or word.replace("--", "-", 1).startswith(_REDIRECTING)
         for word in command
     )
 
@@ -130,18 +128,18 @@ def _is_terminal(path: str) -> bool:
 
 
 class Tolerant:
-    """A text stream that escapes what its encoding lacks, and that goes silent, instead of failing, when it cannot be written."""
+    """A text stream that escapes characters its encoding lacks, and drops what it cannot write.
+
+    Only a closed pipe is an error.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self.encoding = stream.encoding or "utf-8"
 
     def write(self, text: str) -> int:
-        self._attempt(
-            lambda: self._stream.write(
-                text.encode(self.encoding, "backslashreplace").decode(self.encoding)
-            )
-        )
+        encoded = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+        self._attempt(lambda: self._stream.write(encoded))
         return len(text)
 
     def flush(self) -> None:

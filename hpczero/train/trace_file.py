@@ -1,7 +1,11 @@
-"""The trace as a file: JSON in the Trace Event Format, compressed, for https://ui.perfetto.dev and chrome://tracing.
+"""A trace as a file, and figures from its events: where a step's time went, and what was hidden.
 
-A process is a rank. Its first thread is the main track; an axis has as many more as operations of it were under way at the same time, as events of
-one thread may only lie in each other. Arrows lead from where a message was sent to where it was received.
+The file is JSON in the Trace Event Format, compressed, for https://ui.perfetto.dev and
+chrome://tracing. A process is a rank. Its first thread is the main track. An axis has as many more
+as operations of it were in flight at the same time, because events of one thread may only nest.
+Arrows lead from where a message was sent to where it was received.
+
+The figures are pure: events of one rank in, figures out.
 """
 
 import gzip
@@ -18,10 +22,12 @@ from hpczero.safe_files import written_whole
 _MAIN = 1
 _OF_AN_AXIS = 1000  # numbers of threads
 
+Interval = tuple[int, int]
+
 
 @dataclass(frozen=True)
 class Rank:
-    """What is to be written of a rank; its times are rank 0's."""
+    """The events to write of one rank; its times are by rank 0's clock."""
 
     number: int
     name: str
@@ -29,7 +35,7 @@ class Rank:
 
 
 def write(path: Path, ranks: Iterable[Rank], facts: Mapping[str, Any], begin: int) -> None:
-    """`begin` is time 0 of the file. The file is there as a whole or not at all."""
+    """Write the whole file or none. `begin` is time 0 of the file."""
     with (
         written_whole(path) as packed,
         gzip.open(packed, "wt", compresslevel=5, encoding="utf-8") as file,
@@ -45,50 +51,41 @@ def write(path: Path, ranks: Iterable[Rank], facts: Mapping[str, Any], begin: in
 
 
 def read(path: Path) -> dict[int, list[Event]]:
-    """Of every rank, in the order of their begins; the facts are in the file's `otherData`."""
+    """Return every rank's events, ordered by their begins; the facts are in `otherData`."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        found = json.load(file)["traceEvents"]
-    ranks: dict[int, list[Event]] = {event["pid"]: [] for event in found if event["ph"] == "M"}
-    for event in found:
-        if event["ph"] == "X":
-            ranks[event["pid"]].append(_event(event))
-    return {
-        rank: sorted(events, key=lambda event: (event.begin, -event.end))
-        for rank, events in ranks.items()
-    }
+        lines = json.load(file)["traceEvents"]
+    ranks: dict[int, list[Event]] = {line["pid"]: [] for line in lines if line["ph"] == "M"}
+    for line in lines:
+        if line["ph"] == "X":
+            ranks[line["pid"]].append(_event(line))
+    return {rank: _outer_first(events) for rank, events in ranks.items()}
 
 
 def _lines(rank: Rank, begin: int) -> Iterator[str]:
-    yield _said("process_name", rank.number, 0, {"name": rank.name})
-    yield _said("process_sort_index", rank.number, 0, {"sort_index": rank.number})
+    yield _metadata("process_name", rank.number, 0, {"name": rank.name})
+    yield _metadata("process_sort_index", rank.number, 0, {"sort_index": rank.number})
     yield from _thread(rank.number, _MAIN, "main")
-    for event in sorted(main_track(rank.events), key=lambda event: (event.begin, -event.end)):
+    for event in _outer_first(main_track(rank.events)):
         yield _line(rank.number, _MAIN, event, begin)
-    for place, axis in enumerate(
-        sorted({event.what.axis for event in rank.events if event.what.kind == OPERATION}), 1
-    ):
-        operations = [
-            event
-            for event in rank.events
-            if event.what.kind == OPERATION and event.what.axis == axis
-        ]
-        chosen = lanes([(event.begin, event.end) for event in operations])
-        for lane in range(max(chosen) + 1):
-            yield from _thread(
-                rank.number, place * _OF_AN_AXIS + lane, f"{axis} {lane + 1}" if lane else axis
-            )
-        for event, lane in zip(operations, chosen, strict=True):
-            yield _line(rank.number, place * _OF_AN_AXIS + lane, event, begin)
+    axes = {event.what.axis for event in rank.events if event.what.kind == OPERATION}
+    for number, axis in enumerate(sorted(axes), 1):
+        operations = _operations(rank.events, axis)
+        lane_of = lanes(list(map(_interval, operations)))
+        first = number * _OF_AN_AXIS
+        for lane in range(max(lane_of) + 1):
+            yield from _thread(rank.number, first + lane, f"{axis} {lane + 1}" if lane else axis)
+        for event, lane in zip(operations, lane_of, strict=True):
+            yield _line(rank.number, first + lane, event, begin)
             if event.what.peer >= 0:
-                yield _arrow(rank.number, place * _OF_AN_AXIS + lane, event, begin)
+                yield _arrow(rank.number, first + lane, event, begin)
 
 
 def _thread(pid: int, tid: int, name: str) -> Iterator[str]:
-    yield _said("thread_name", pid, tid, {"name": name})
-    yield _said("thread_sort_index", pid, tid, {"sort_index": tid})
+    yield _metadata("thread_name", pid, tid, {"name": name})
+    yield _metadata("thread_sort_index", pid, tid, {"sort_index": tid})
 
 
-def _said(what: str, pid: int, tid: int, args: dict[str, Any]) -> str:
+def _metadata(what: str, pid: int, tid: int, args: dict[str, Any]) -> str:
     return json.dumps({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": args})
 
 
@@ -100,12 +97,16 @@ def _line(pid: int, tid: int, event: Event, begin: int) -> str:
     args |= {"peer": what.peer} if what.peer >= 0 else {}
     args |= {"unfinished": True} if what.unfinished else {}
     label = json.dumps(_label(event))
-    times = f'"ts": {_microseconds(event.begin - begin)}, "dur": {_microseconds(event.end - event.begin)}'
-    return f'{{"ph": "X", "pid": {pid}, "tid": {tid}, "cat": "{what.kind}", "name": {label}, {times}, "args": {json.dumps(args)}}}'
+    start = _microseconds(event.begin - begin)
+    duration = _microseconds(event.end - event.begin)
+    return (
+        f'{{"ph": "X", "pid": {pid}, "tid": {tid}, "cat": "{what.kind}", "name": {label}, '
+        f'"ts": {start}, "dur": {duration}, "args": {json.dumps(args)}}}'
+    )
 
 
 def _label(event: Event) -> str:
-    """As people see it: "step 7", "wait all_reduce", "send to 3"."""
+    """Return the name that people see: "step 7", "wait all_reduce", "send to 3"."""
     what = event.what
     if what.kind in (WAIT, ADVANCE):
         return f"{what.kind} {what.name}"
@@ -122,49 +123,44 @@ def _event(line: dict[str, Any]) -> Event:
     name = name.removeprefix(f"{kind} ") if kind in (WAIT, ADVANCE) else name
     if "peer" in args or name == f"step {args.get('number')}":
         name = name.partition(" ")[0]
-    what = What(
-        kind, name, args.get("axis", ""), args.get("peer", -1), args.get("unfinished", False)
-    )
+    peer, unfinished = args.get("peer", -1), args.get("unfinished", False)
+    what = What(kind, name, args.get("axis", ""), peer, unfinished)
     begin = round(line["ts"] * 1000)
-    return Event(
-        what, begin, begin + round(line["dur"] * 1000), args.get("bytes", 0), args.get("number", -1)
-    )
+    end = begin + round(line["dur"] * 1000)
+    return Event(what, begin, end, args.get("bytes", 0), args.get("number", -1))
 
 
 def _arrow(pid: int, tid: int, event: Event, begin: int) -> str:
-    """Both ends of a message make up the same name for it."""
+    """Return one end of an arrow; both ends of a message derive the same identity for it."""
     leaves = event.what.name == "send"
     pair = (pid, event.what.peer) if leaves else (event.what.peer, pid)
     text = f"{event.what.axis} {pair[0]} {pair[1]} {event.number}"
     identity = int.from_bytes(blake2b(text.encode(), digest_size=6).digest(), "little")
     at = event.begin if leaves else max(event.begin, event.end - 1)
-    arrow = {"ph": "s"} if leaves else {"ph": "f", "bp": "e"}
-    rest = f'"cat": "message", "name": "message", "id": {identity}, "pid": {pid}, "tid": {tid}, "ts": {_microseconds(at - begin)}'
-    return f"{json.dumps(arrow)[:-1]}, {rest}}}"
+    end = '"ph": "s"' if leaves else '"ph": "f", "bp": "e"'
+    return (
+        f'{{{end}, "cat": "message", "name": "message", "id": {identity}, '
+        f'"pid": {pid}, "tid": {tid}, "ts": {_microseconds(at - begin)}}}'
+    )
 
 
 def _microseconds(nanoseconds: int) -> str:
-    """Exact: a float would put the ends of neighbours into each other."""
+    """Return the exact decimal; rounded floats would make neighbours overlap."""
     return f"{nanoseconds // 1000}.{nanoseconds % 1000:03}"
 
 
-# What a trace says: where a step's time went, and what of the communication ran behind it. Pure: events of one rank in, figures out.
-#
-# `own_seconds`: every moment of the main track belongs to the innermost thing that goes on; so the parts add up to the whole.
-Interval = tuple[int, int]
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def of_step(events: Iterable[Event], number: int) -> list[Event]:
-    """What happened within a step (an evaluation comes after it); what reaches over its ends is cut off there. Nothing of a step that did not
-    come to its end, or of which not all could be kept.
+    """Return the events within a step, cut off at its ends; an evaluation comes after it.
+
+    Nothing is left of a step that did not end, or of which some events were lost.
     """
     events = list(events)
-    ended = (
-        (event.begin, event.end)
-        for event in events
-        if event.what == What(SPAN, "step") and event.number == number
-    )
-    begin, end = next(ended, (0, 0))
+    step = What(SPAN, "step")
+    ended = (event for event in events if event.what == step and event.number == number)
+    begin, end = next(map(_interval, ended), (0, 0))
     inside = (
         event._replace(begin=max(begin, event.begin), end=min(end, event.end)) for event in events
     )
@@ -172,40 +168,56 @@ def of_step(events: Iterable[Event], number: int) -> list[Event]:
 
 
 def own_seconds(events: Iterable[Event]) -> dict[str, float]:
-    """By name of the span, "wait <axis>" and "advance <axis>" (this rank's part in operations, where it takes long)."""
+    """Return the seconds of each span's name, "wait <axis>" and "advance <axis>".
+
+    Every moment of the main track belongs to the innermost event, so the seconds add up to the
+    whole. "advance" is this rank's work on operations, where it takes long.
+    """
     seconds: dict[str, float] = {}
-    around: list[Event] = []
-    for event in sorted(main_track(events), key=lambda event: (event.begin, -event.end)):
-        while around and around[-1].end <= event.begin:
-            around.pop()
+    outer: list[Event] = []
+    for event in _outer_first(main_track(events)):
+        while outer and outer[-1].end <= event.begin:
+            outer.pop()
         _add(seconds, event, event.end - event.begin)
-        if around:
-            _add(seconds, around[-1], event.begin - event.end)
-        around.append(event)
+        if outer:
+            _add(seconds, outer[-1], event.begin - event.end)
+        outer.append(event)
     return seconds
 
 
 def hidden(events: Sequence[Event], axis: str) -> float:
-    """Of the time in which operations of an axis were under way, the share in which this rank neither waited nor worked for any; 1 if none were."""
-    under_way = union(
-        (event.begin, event.end)
-        for event in events
-        if event.what.kind == OPERATION and event.what.axis == axis
-    )
-    busy = union((event.begin, event.end) for event in events if event.what.kind in (WAIT, ADVANCE))
-    whole = length(under_way)
-    return 1 - length(overlap(under_way, busy)) / whole if whole else 1.0
+    """Return the hidden share of the time in which operations of an axis were in flight.
+
+    That is the share in which this rank neither waited nor worked for any; 1 if there were none.
+    """
+    in_flight = union(map(_interval, _operations(events, axis)))
+    busy = union(_interval(event) for event in events if event.what.kind in (WAIT, ADVANCE))
+    total = length(in_flight)
+    return 1 - length(overlap(in_flight, busy)) / total if total else 1.0
 
 
 def started_during(events: Sequence[Event], operation: str, span: str) -> tuple[int, int]:
-    """How many of these operations started while such a span went on, and how many there are."""
-    spans = [(event.begin, event.end) for event in events if event.what[:2] == (SPAN, span)]
+    """Return how many of these operations started during such a span, and how many there are."""
+    spans = [_interval(event) for event in events if event.what[:2] == (SPAN, span)]
     starts = [event.begin for event in events if event.what[:2] == (OPERATION, operation)]
     return sum(any(begin <= start < end for begin, end in spans) for start in starts), len(starts)
 
 
 def main_track(events: Iterable[Event]) -> list[Event]:
     return [event for event in events if event.what.kind != OPERATION]
+
+
+def _interval(event: Event) -> Interval:
+    return event.begin, event.end
+
+
+def _operations(events: Iterable[Event], axis: str) -> list[Event]:
+    return [event for event in events if event.what.kind == OPERATION and event.what.axis == axis]
+
+
+def _outer_first(events: Iterable[Event]) -> list[Event]:
+    """Return the events ordered by their begins; of two that begin together, the longer first."""
+    return sorted(events, key=lambda event: (event.begin, -event.end))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -219,17 +231,17 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Of two unions."""
-    found, i, j = [], 0, 0
+    """Return the intervals that two unions have in common."""
+    common, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if begin < end:
-            found.append((begin, end))
+            common.append((begin, end))
         if one[i][1] < other[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def length(intervals: Iterable[Interval]) -> int:
@@ -237,14 +249,14 @@ def length(intervals: Iterable[Interval]) -> int:
 
 
 def lanes(intervals: Sequence[Interval]) -> list[int]:
-    """A lane for each, in which it overlaps no other: the first that is free when it begins."""
+    """Return a lane for each interval, without overlaps: the first that is free when it begins."""
     free_from: list[int] = []
     chosen = [0] * len(intervals)
-    for place in sorted(range(len(intervals)), key=lambda place: intervals[place]):
-        begin, end = intervals[place]
+    for index in sorted(range(len(intervals)), key=intervals.__getitem__):
+        begin, end = intervals[index]
         lane = next((lane for lane, free in enumerate(free_from) if free <= begin), len(free_from))
         free_from[lane : lane + 1] = [end]
-        chosen[place] = lane
+        chosen[index] = lane
     return chosen
 
 

@@ -1,7 +1,8 @@
-"""The trace of a run (`train.trace`): recorded on every rank, written at the end as <run>/trace.json.gz.
+"""The trace of a run (`train.trace`): recorded on every rank, written at its end.
 
-An end that all ranks come to, whatever the reason, brings their events together. A rank that fails, or whose wait the watchdog ends, writes
-its own as <run>/trace-rank-<number>.json.gz before it ends the job.
+At an end that all ranks reach, whatever the reason, rank 0 writes the events of all of them as
+<run>/trace.json.gz. A rank that fails, or whose wait the watchdog ends, writes its own events as
+<run>/trace-rank-<number>.json.gz before it ends the job.
 """
 
 import base64
@@ -25,19 +26,19 @@ from hpczero.train.run_directory import path_of
 NAME = "trace.json.gz"
 MOST = 1_000_000  # events in the file: the viewers cannot show many more
 
-Shift = Callable[[int], int]  # a time of this host's clock -> how far it is ahead of rank 0's
+Ahead = Callable[[int], int]  # a time of this host's clock -> how far it is ahead of rank 0's
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is written: these steps, of the first so many ranks."""
+    """The part of a trace that is written: these steps, of the first `ranks` ranks."""
 
     steps: Sequence[int]
     ranks: int
 
 
 class Tracing:
-    """Begun and concluded by all ranks together."""
+    """Records from its construction to `conclude`; both are collective."""
 
     def __init__(self, spec: Spec, world: World, grid: Grid) -> None:
         self._world, self._run, self._folder = world, spec.name, path_of(spec)
@@ -45,7 +46,7 @@ class Tracing:
         self._name = f"rank {world.rank} on {world.hosts[world.rank]} ({coordinates})"
         self._begun = datetime.now(UTC).isoformat(timespec="seconds")
         if world.rank == 0:
-            for old in (self._folder / NAME, *self._folder.glob(_part_of("*"))):
+            for old in (self._folder / NAME, *self._folder.glob(_name_of("*"))):
                 remove(old)
         self._clock, self._read = world.clock(), time.perf_counter_ns()
         self._recording = Recording()
@@ -53,7 +54,7 @@ class Tracing:
         world.status.last_words = self._leave
 
     def conclude(self) -> dict[str, Any] | None:
-        """Stops, and writes the file; on rank 0 what there is to say about it."""
+        """Stop recording and write the file; return on rank 0 what it holds. Collective."""
         world, recording = self._world, self._recording
         world.record(Trace())
         world.status.last_words = str
@@ -64,45 +65,40 @@ class Tracing:
         )
         selection = select([dict(of_rank) for of_rank in sizes], MOST)
         chosen = [step for step in recording.steps if step.number in selection.steps]
+        written = chosen if world.rank < selection.ranks else []
         packed = _packed(
-            chosen if world.rank < selection.ranks else [],
-            recording.whats,
-            lambda at: clock.ahead + round(drift * (at - read)),
+            written, recording.whats, lambda at: clock.ahead + round(drift * (at - read))
         )
-        parts = world.gather_objects(
-            self._described(packed, max(clock.uncertainty, self._clock.uncertainty))
-        )
+        uncertainty = max(clock.uncertainty, self._clock.uncertainty)
+        parts = world.gather_objects(self._described(packed, uncertainty))
         figures = world.gather_objects([_figures(step, recording.whats) for step in chosen])
         if parts is None or figures is None:
             return None
-        facts = self._facts(selection, parts)
+        facts, path = self._facts(selection, parts), self._folder / NAME
+        begin = min((part["begin"] for part in parts if part["events"]), default=0)
         try:
             ranks = (_unpacked(rank, part) for rank, part in enumerate(parts[: selection.ranks]))
-            trace_file.write(
-                self._folder / NAME,
-                ranks,
-                facts,
-                min((part["begin"] for part in parts if part["events"]), default=0),
-            )
+            trace_file.write(path, ranks, facts, begin)
         except OSError as error:
-            facts["problem"] = f"cannot write {self._folder / NAME}: {error.strerror}"
+            facts["problem"] = f"cannot write {path}: {error.strerror}"
         return facts | {"mean_step": mean([of_step for of_rank in figures for of_step in of_rank])}
 
     def _leave(self) -> None:
-        """Before this rank ends the job: what it has, alone. What keeps that from being written must not hide why the job ends."""
+        """Write the events of this rank alone, before it ends the job.
+
+        An error here must not hide why the job ends.
+        """
         rank, recording = self._world.rank, self._recording
         recording.keep_unfinished()
         steps = list(recording.steps)
         if not steps:
             return
-        part = self._described(
-            _packed(steps, recording.whats, lambda at: self._clock.ahead), self._clock.uncertainty
-        )
+        packed = _packed(steps, recording.whats, lambda at: self._clock.ahead)
+        part = self._described(packed, self._clock.uncertainty)
         facts = self._facts(Selection([step.number for step in steps], 1), [part]) | {"rank": rank}
+        path = self._folder / _name_of(rank)
         with contextlib.suppress(Exception):
-            trace_file.write(
-                self._folder / _part_of(rank), [_unpacked(rank, part)], facts, part["begin"]
-            )
+            trace_file.write(path, [_unpacked(rank, part)], facts, part["begin"])
 
     def _described(self, packed: dict[str, Any], uncertainty: int) -> dict[str, Any]:
         return packed | {
@@ -113,7 +109,7 @@ class Tracing:
         }
 
     def _facts(self, selection: Selection, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the trace holds and what not."""
+        """Return what the trace holds and what it lacks."""
         first = parts[0]["first"]
         return {
             "run": self._run,
@@ -129,8 +125,10 @@ class Tracing:
 
 
 def select(sizes: Sequence[Mapping[int, int]], most: int) -> Selection:
-    """From how many events each rank has of each step: the last steps that all have, as many as fit; of a step that does not fit alone the
-    first ranks.
+    """Select the last steps that all ranks have, as many as fit into `most` events (pure).
+
+    `sizes`: how many events each rank has of each step. Of a step that does not fit alone, the
+    first ranks are taken.
     """
     steps: list[int] = []
     room = most
@@ -145,27 +143,26 @@ def select(sizes: Sequence[Mapping[int, int]], most: int) -> Selection:
 
 
 def _ranks_that_fit(sizes: Sequence[int], most: int) -> int:
-    return max(
-        1, next(ranks for ranks in range(len(sizes) - 1, -1, -1) if sum(sizes[:ranks]) <= most)
-    )
+    fitting = (ranks for ranks in range(len(sizes) - 1, 0, -1) if sum(sizes[:ranks]) <= most)
+    return next(fitting, 1)
 
 
 def mean(steps: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """Of what `_figures` says of each step of each rank. A step without some kind of event spent 0 seconds on it; an axis without operations has
-    nothing to hide.
+    """Return the means of `_figures` over steps and ranks.
+
+    A step without some kind of event spent 0 seconds on it; a step without operations of an axis
+    does not count in that axis's hidden share.
     """
     kinds = sorted({kind for step in steps for kind in step["seconds"]})
     axes = sorted({axis for step in steps for axis in step["hidden"]})
     seconds = {
         kind: sum(step["seconds"].get(kind, 0.0) for step in steps) / len(steps) for kind in kinds
     }
-    hidden = {
+    shares = {
         axis: [step["hidden"][axis] for step in steps if axis in step["hidden"]] for axis in axes
     }
-    return {
-        "seconds": seconds,
-        "hidden": {axis: sum(shares) / len(shares) for axis, shares in hidden.items()},
-    }
+    hidden = {axis: sum(of_steps) / len(of_steps) for axis, of_steps in shares.items()}
+    return {"seconds": seconds, "hidden": hidden}
 
 
 def _figures(step: Step, whats: list[What]) -> dict[str, dict[str, float]]:
@@ -176,16 +173,15 @@ def _figures(step: Step, whats: list[What]) -> dict[str, dict[str, float]]:
     return {"seconds": seconds, "hidden": {axis: trace_file.hidden(inside, axis) for axis in axes}}
 
 
-def _packed(steps: Sequence[Step], whats: list[What], ahead: Shift) -> dict[str, Any]:
-    """What JSON can carry; times by rank 0's clock."""
+def _packed(steps: Sequence[Step], whats: list[What], ahead: Ahead) -> dict[str, Any]:
+    """Return the steps as JSON can carry them, with times by rank 0's clock."""
     rows = array("q")
     for step in steps:
         rows.extend(step.rows)
     for column in (1, 2):
         rows[column::ROW] = array("q", [at - ahead(at) for at in rows[column::ROW]])
-    text = base64.b64encode(zlib.compress(rows.tobytes(), 1)).decode()
     return {
-        "rows": text,
+        "rows": base64.b64encode(zlib.compress(rows.tobytes(), 1)).decode(),
         "whats": whats,
         "events": len(rows) // ROW,
         "begin": min(rows[1::ROW], default=0),
@@ -195,14 +191,13 @@ def _packed(steps: Sequence[Step], whats: list[What], ahead: Shift) -> dict[str,
 def _unpacked(rank: int, part: Mapping[str, Any]) -> trace_file.Rank:
     rows = array("q")
     rows.frombytes(zlib.decompress(base64.b64decode(part["rows"])))
-    return trace_file.Rank(
-        rank, part["name"], list(events(rows, [What(*what) for what in part["whats"]]))
-    )
+    whats = [What(*what) for what in part["whats"]]
+    return trace_file.Rank(rank, part["name"], list(events(rows, whats)))
 
 
 def _span(steps: Sequence[int]) -> str:
     return f"{steps[0]}-{steps[-1]}" if steps else ""
 
 
-def _part_of(rank: int | str) -> str:
+def _name_of(rank: int | str) -> str:
     return f"trace-rank-{rank}.json.gz"

@@ -1,9 +1,12 @@
 """The training loop. A step on every rank:
 
-    read the micro-batches, forward and backward (the engine sums gradients meanwhile), the optimizer's step, one small all-reduce that carries
-    the loss, the requests to stop, and whether a save is still being written: so all ranks know the same loss and stop at the same step boundary.
+    take the prefetched micro-batches
+    run forward and backward (`StepRunner`); the engine reduces gradients meanwhile
+    update the parameters (`Engine.finish_step`)
+    all-reduce the loss, the requests to stop, and whether a save is still being written
 
-Rank 0 also speaks and writes the run directory.
+The small all-reduce gives all ranks the same loss, and they stop at the same step boundary.
+Rank 0 also reports and writes the run directory.
 """
 
 import time
@@ -34,7 +37,10 @@ _MOST_SKIPPED = 100  # steps in a row without an update after which the run give
 
 @dataclass(frozen=True)
 class Outcome:
-    """How far the loop came, equal on all ranks: "running", "finished", "stopped" (by `reason`) or "failed" (for `reason`)."""
+    """Progress of the loop, equal on all ranks.
+
+    `state`: "running", "finished", or, for a `reason`, "stopped" or "failed".
+    """
 
     state: str
     steps: int
@@ -42,13 +48,13 @@ class Outcome:
     first_loss: float | None = None
     final_loss: float | None = None
     validation: Validation | None = None
-    validated: int = 0  # the step after which that was
+    validated: int = 0  # the step after which `validation` was made
     saved: int = -1  # the step of the newest checkpoint that this run has written or begun from
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """Where rank 0 speaks and writes."""
+    """Rank 0's output and run directory."""
 
     output: Output
     directory: RunDirectory
@@ -63,36 +69,32 @@ class Reporter:
 
 
 class Trainer:
+    """Runs the steps; on every rank, all methods are collective. Rank 0 has the `reporter`."""
+
     def __init__(
         self,
         spec: Spec,
         world: World,
-        way: StepRunner,
+        runner: StepRunner,
         batches: Batches,
-        voice: Reporter | None,
+        reporter: Reporter | None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.spec, self.world, self.batches, self.voice, self.checkpoints = (
-            spec,
-            world,
-            batches,
-            voice,
-            checkpoints,
-        )
-        self.way, self.engine = way, way.engine
+        self.spec, self.world, self.batches = spec, world, batches
+        self.reporter, self.checkpoints = reporter, checkpoints
+        self.runner, self.engine = runner, runner.engine
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
-        self.skipped = 0
-        self._all_written = True  # by all ranks, of the save under way
-        self.deadline = Deadline(env.deadline(), self._save_estimate()) if voice else None
+        self.skipped = 0  # steps in a row
+        self._all_written = True  # all ranks have written their data of the save in flight
+        self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
 
     def train(self, first: int = 0) -> Outcome:
-        """Steps first .. train.steps - 1, numbered from 1 wherever people see them; there may be none left."""
+        """Run steps first .. train.steps - 1 (numbered from 1 in reports); there may be none."""
         steps = self.spec.train.steps
+        folder = self.reporter.directory.path if self.reporter else None
         outcome = Outcome("running" if first < steps else "finished", first, saved=first)
         prefetcher = Prefetcher(self.batches.training, first, steps - 1, self.spec.data.prefetch)
-        with StopRequests(
-            self.voice.directory.path if self.voice else None, self.deadline
-        ) as requests:
+        with StopRequests(folder, self.deadline) as requests:
             try:
                 for step in range(first, steps):
                     outcome = self._keep(self._step(step, prefetcher, requests, outcome))
@@ -104,9 +106,9 @@ class Trainer:
         return outcome
 
     def _save_estimate(self) -> float:
-        """Seconds, from what this node writes: three fp32 numbers a parameter."""
-        own = sum(unit.owned.stop - unit.owned.start for unit in self.engine.units)
-        return 12 * own * self.world.local_size / WRITTEN if self.checkpoints else 0.0
+        """Return the seconds of a save: its node writes three fp32 numbers for each element."""
+        elements = sum(unit.owned.stop - unit.owned.start for unit in self.engine.units)
+        return 12 * elements * self.world.local_size / WRITTEN if self.checkpoints else 0.0
 
     def _step(
         self,
@@ -123,7 +125,7 @@ class Trainer:
                 micro_batches, waited = prefetcher.next()
             lr = learning_rate(self.spec, step)
             self.engine.module.train()
-            read_loss = self.way.train(micro_batches, self.step_tokens, trace)
+            read_loss = self.runner.train(micro_batches, self.step_tokens, trace)
             with trace.span("optimizer step"):
                 result = self.engine.finish_step(lr)
             with trace.span("loss agreement"):
@@ -151,13 +153,15 @@ class Trainer:
             with trace.span("evaluation"):
                 validation, asked = self.evaluate(requests)
             metrics |= validation.facts() if validation else {}
-        if self.voice:
-            self._report(self.voice, metrics, result, first=before.first_loss is None)
+        if self.reporter:
+            first = before.first_loss is None
+            self._report(self.reporter, metrics, result, validation, first)
         return self._outcome(before, step + 1, loss, validation, asked, result)
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Brings the save under way to its end, and begins the next one when it is time: also when the one before has failed."""
-        checkpoints, ends = self.checkpoints, outcome.state in ("finished", "stopped")
+        """Conclude the save in flight; begin the next one if it is due, also after a failed one."""
+        checkpoints = self.checkpoints
+        ends = outcome.state in ("finished", "stopped")
         if checkpoints is None:
             return outcome
         due = outcome.state != "failed" and checkpoints.is_due(outcome.steps, ends)
@@ -167,7 +171,10 @@ class Trainer:
             outcome = self._attempted(outcome, self._save)
         unsaved = checkpoints.is_due(outcome.steps, ends) and outcome.saved != outcome.steps
         if outcome.state == "finished" and unsaved:
-            reason = "all steps are done, but the last one is not saved: started again, the run goes on from its newest checkpoint"
+            reason = (
+                "all steps are done, but the last one is not saved: "
+                "started again, the run goes on from its newest checkpoint"
+            )
             return replace(outcome, state="failed", reason=reason)
         return outcome
 
@@ -179,106 +186,106 @@ class Trainer:
         return self._conclude(outcome) if ends or not self.checkpoints.behind else outcome
 
     def _attempted(self, outcome: Outcome, action: Callable[[Outcome], Outcome]) -> Outcome:
-        """What has failed ends the run if that is asked for; one that ends anyway still has its last save before it."""
+        """Return what the action does; if the save fails, report that, and end a running run.
+
+        With `checkpoint.on_error = "continue"` the run goes on.
+        """
         try:
             return action(outcome)
         except SaveFailed as error:
-            if self.voice:
-                self.voice.event("WARN", what=str(error), step=outcome.steps)
+            if self.reporter:
+                self.reporter.event("WARN", what=str(error), step=outcome.steps)
             if self.spec.checkpoint.on_error == "stop" and outcome.state == "running":
-                return replace(
-                    outcome,
-                    state="failed",
-                    reason=f'{error}; with checkpoint.on_error = "continue" training goes on',
-                )
+                reason = f'{error}; with checkpoint.on_error = "continue" training goes on'
+                return replace(outcome, state="failed", reason=reason)
             return outcome
 
     def _conclude(self, outcome: Outcome) -> Outcome:
         assert self.checkpoints
-        directory = self.voice.directory if self.voice else None
-        run_while_polling(self.world, lambda: directory.sync() if directory else None)
-        saved, left = self.checkpoints.conclude()
+        reporter = self.reporter
+        run_while_polling(self.world, lambda: reporter.directory.sync() if reporter else None)
+        saved, not_removed = self.checkpoints.conclude()
         if self.deadline:
             self.deadline.saved(saved.seconds)
-        if self.voice:
-            self.voice.event(
+        if reporter:
+            reporter.event(
                 "save",
                 step=saved.step,
                 path=str(saved.path),
                 bytes=saved.size,
                 seconds=saved.seconds,
             )
-            if left:
-                self.voice.event("WARN", what=left, step=outcome.steps)
+            if not_removed:
+                reporter.event("WARN", what=not_removed, step=outcome.steps)
         return replace(outcome, saved=saved.step)
 
     def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
-        """The mean loss over all ranks' tokens, and the first reason to stop that any rank has seen."""
-        busy = self.checkpoints is not None and not self.checkpoints.saver.written
-        (total, still_busy), asked = self._sum_over_ranks(
-            [loss_sum * self.engine.losses_count, float(busy)], requests
+        """Return the mean loss over all ranks' tokens, and the reason to stop ("": none)."""
+        writing = self.checkpoints is not None and not self.checkpoints.saver.written
+        (total, writers), asked = self._sum_over_ranks(
+            [loss_sum * self.engine.losses_count, float(writing)], requests
         )
-        self._all_written = still_busy == 0
+        self._all_written = writers == 0
         return total / self.step_tokens, asked
 
     def _sum_over_ranks(
         self, values: list[float], requests: StopRequests
     ) -> tuple[list[float], str]:
-        together = torch.tensor([*values, *map(float, requests.pending())], dtype=torch.float64)
-        self.world.everyone.all_reduce(together)
-        counts = together[len(values) :].tolist()
-        return together[: len(values)].tolist(), next(
-            (reason for reason, count in zip(REASONS, counts, strict=True) if count), ""
-        )
+        """Return the sums of the values, and the first of REASONS that any rank has seen."""
+        sums = torch.tensor([*values, *map(float, requests.pending())], dtype=torch.float64)
+        self.world.everyone.all_reduce(sums)
+        counts = sums[len(values) :].tolist()
+        asked = next((reason for reason, count in zip(REASONS, counts, strict=True) if count), "")
+        return sums[: len(values)].tolist(), asked
 
     def _evaluates_after(self, step: int) -> bool:
-        every, last = self.spec.train.eval_every, step + 1 == self.spec.train.steps
-        return self.batches.evaluation_batches() > 0 and (
-            last or (every > 0 and (step + 1) % every == 0)
-        )
+        every = self.spec.train.eval_every
+        due = every > 0 and (step + 1) % every == 0
+        last = step + 1 == self.spec.train.steps
+        return (due or last) and self.batches.evaluation_batches() > 0
 
     def evaluate(self, requests: StopRequests) -> tuple[Validation | None, str]:
-        """The loss on the validation text: every rank takes its part of each batch. A request to stop ends it without a result."""
+        """Return the loss on the validation text; a request to stop ends it without a result."""
         self.engine.module.eval()
         tally = Tally()
         with torch.no_grad():
             for number in range(self.batches.evaluation_batches()):
                 batches = self.batches.evaluation(number)
-                own = Tally.of(batches, self.way.evaluate(batches)).values()
-                sums, asked = self._sum_over_ranks(
-                    [value * self.engine.losses_count for value in own], requests
-                )
+                tally_here = Tally.of(batches, self.runner.evaluate(batches))
+                values = [value * self.engine.losses_count for value in tally_here.values()]
+                sums, asked = self._sum_over_ranks(values, requests)
                 if asked:
                     return None, asked
                 tally += Tally(*sums)
-        return tally.validation(
-            self.batches.source.windows("validation"), self.spec.model.seq_len
-        ), ""
+        windows = self.batches.source.windows("validation")
+        return tally.validation(windows, self.spec.model.seq_len), ""
 
     def _report(
-        self, voice: Reporter, metrics: dict[str, Any], result: StepResult, first: bool
+        self,
+        reporter: Reporter,
+        metrics: dict[str, Any],
+        result: StepResult,
+        validation: Validation | None,
+        first: bool,
     ) -> None:
-        voice.directory.metrics(metrics)
+        step = metrics["step"]
+        reporter.directory.metrics(metrics)
         if first:
-            voice.event(
-                "first", step=metrics["step"], loss=metrics["loss"], seconds=metrics["step_seconds"]
+            reporter.event(
+                "first", step=step, loss=metrics["loss"], seconds=metrics["step_seconds"]
             )
         if result.bad:
-            scale = result.loss_scale
-            voice.event(
+            reporter.event(
                 "WARN",
                 what="gradient not finite, step skipped",
-                step=metrics["step"],
+                step=step,
                 where=str(result.bad),
-                loss_scale=scale,
+                loss_scale=result.loss_scale,
             )
-        voice.output.step(metrics["step"], metrics)
-        if "validation_loss" in metrics:
+        reporter.output.step(step, metrics)
+        if validation:
             entropy = self.batches.source.unigram_entropy("validation")
-            said = {
-                name: figure for name, figure in metrics.items() if name.startswith("validation_")
-            }
-            voice.event("eval", step=metrics["step"], **said, unigram_entropy=entropy)
+            reporter.event("eval", step=step, **validation.facts(), unigram_entropy=entropy)
 
     def _outcome(
         self,
@@ -298,7 +305,7 @@ class Trainer:
             state, reason = "failed", f"{what}: a lower optimizer.lr or a longer warm-up may help"
         elif asked and not done:
             state, reason = "stopped", asked
-        found = replace(
+        after = replace(
             before, state=state, steps=steps, reason=reason, first_loss=first, final_loss=loss
         )
-        return replace(found, validation=validation, validated=steps) if validation else found
+        return replace(after, validation=validation, validated=steps) if validation else after

@@ -121,7 +121,7 @@ def test_a_directory_that_lost_its_spec_is_left_or_begun_anew(spec: Spec, direct
     (directory / "summary.json").write_text(FINISHED)
     (directory / "spec.toml").unlink()
     assert run_directory.finished(spec) is None
-    with pytest.raises(InputError, match=r"has no spec\.toml and no checkpoint.* --fresh"):
+    with pytest.raises(InputError, match=r"has no spec\.toml and no complete checkpoint.* --fresh"):
         RunDirectory.claim(spec, resume=False, fresh=False)
     RunDirectory.claim(spec, resume=False, fresh=True).close()
     assert not (directory / "summary.json").exists()
