@@ -38,7 +38,7 @@ def held_on_nodes(world: World) -> list[int] | None:
     divided among their users.
     """
     give_back_free_memory()
-    world.broadcast_object(world.gather_objects(0))  # a barrier: no rank is allocating now
+    world.all_gather_objects(0)  # a barrier: no rank is allocating now
     on_device = world.device.memory()
     of_ranks = world.gather_objects(on_device.held if on_device else held())
     if of_ranks is None:

@@ -284,7 +284,7 @@ class Saver:
                 directory.remove(path)
 
     def _gathered(self, value: Any) -> list[Any]:
-        values: list[Any] = self.world.broadcast_object(self.world.gather_objects(value))
+        values: list[Any] = self.world.all_gather_objects(value)
         return values
 
 

@@ -331,9 +331,7 @@ def _of_all_ranks(world: "World | None", rows: list[Any]) -> list[Any]:
     """Return the rows of all ranks on all ranks; collective."""
     if not world:
         return rows
-    return [
-        row for of_rank in world.broadcast_object(world.gather_objects(rows)) for row in of_rank
-    ]
+    return [row for of_rank in world.all_gather_objects(rows) for row in of_rank]
 
 
 def _numeric_order(text: str) -> list[tuple[int, str]]:

@@ -120,7 +120,7 @@ def _of_all_ranks(report: Report, clean: bool) -> list[Report] | None:
         report.node = world.node_of_rank[world.rank]
         if world.local_rank == 0 and world.rank > 0:  # the other nodes' segments
             facts.look_for_stale_segments(report, clean)
-        world.broadcast_object(world.gather_objects(0))  # a barrier: the clocks are read after it
+        world.all_gather_objects(0)  # a barrier: the clocks are read after it
         now = time.time()
         report.skew = now - float(world.broadcast_object(now))
         collected = world.gather_objects(facts.as_json(report))

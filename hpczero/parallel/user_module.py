@@ -241,7 +241,7 @@ def refuse_modules_that_differ(module: nn.Module, world: World) -> None:
     """Collective. InputError on all ranks unless all modules are alike but for their values."""
     own = list(_entries(module))
     digest = hashlib.sha256(json.dumps(own).encode()).hexdigest()
-    digests = world.broadcast_object(world.gather_objects(digest))
+    digests = world.all_gather_objects(digest)
     other = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
     if other is None:
         return

@@ -192,7 +192,7 @@ class Checkpoints:
         The engine's states are then undefined.
         """
         problem, content = self._reading(lambda: self._read(path, only_weights))
-        problems = self.world.broadcast_object(self.world.gather_objects(problem))
+        problems = self.world.all_gather_objects(problem)
         if first := next(filter(None, problems), None):
             raise Damaged(first)
         assert content

@@ -144,8 +144,7 @@ def _neighbours(world: World) -> list[int]:
 
 def _all_gather(world: World, value: object) -> list[Any]:
     """Return every rank's value, in rank order; a list becomes a tuple. Collective."""
-    values = world.broadcast_object(world.gather_objects(value))
-    return [tuple(one) if isinstance(one, list) else one for one in values]
+    return [tuple(one) if isinstance(one, list) else one for one in world.all_gather_objects(value)]
 
 
 # -- kernels, threads, facts -----------------------------------------------------------------------

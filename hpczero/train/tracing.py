@@ -60,9 +60,7 @@ class Tracing:
         world.status.last_words = str
         clock, read = world.clock(), time.perf_counter_ns()
         drift = (clock.ahead - self._clock.ahead) / (read - self._read)
-        sizes = world.broadcast_object(
-            world.gather_objects([(step.number, step.size) for step in recording.steps])
-        )
+        sizes = world.all_gather_objects([(step.number, step.size) for step in recording.steps])
         selection = select([dict(of_rank) for of_rank in sizes], MOST)
         chosen = [step for step in recording.steps if step.number in selection.steps]
         written = chosen if world.rank < selection.ranks else []
