@@ -23,7 +23,10 @@ _BUFFERS = 2  # reductions of a group whose pieces arrive at the same time; othe
 
 @dataclass(frozen=True)
 class Means:
-    """What the connections of a world share. `direct`: MPI takes the device's memory as it is."""
+    """The means that all connections of a world use.
+
+    `direct`: MPI takes the device's memory as it is.
+    """
 
     mpi: Any
     progress: Progress

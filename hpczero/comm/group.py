@@ -234,19 +234,19 @@ class Group:
 
     # --------------------------------------------------------------------------------- carriers
 
-    def _carrier(self, tensor: Tensor) -> Carrier:
-        """Choose torch.distributed for tensors that it takes, MPI for all others."""
-        return self.native if self.native and self.native.takes(tensor) else self._messages
-
     def _shard_carrier(self, tensor: Tensor) -> ShardCarrier:
-        """Choose the node's memory, if the ranks share it and `tensor` is short; else `_carrier`.
+        """Choose the node's memory for a short tensor, if the ranks share it; else as `_carrier`.
 
         A group has a window only where its world has no other backend than MPI.
         """
         window = self.window
-        if window is None or not window.takes(tensor) or self.connection.on_device(tensor):
-            return self._carrier(tensor)
-        return window
+        if window and window.takes(tensor) and not self.connection.on_device(tensor):
+            return window
+        return self.native if self.native and self.native.takes(tensor) else self._messages
+
+    def _carrier(self, tensor: Tensor) -> Carrier:
+        """Choose torch.distributed for tensors that it takes, MPI for all others."""
+        return self.native if self.native and self.native.takes(tensor) else self._messages
 
     def _queue(self, tensor: Tensor, by_mpi: bool) -> Queue | None:
         if self.native and not by_mpi and self.native.takes(tensor):

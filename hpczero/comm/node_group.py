@@ -105,7 +105,7 @@ class NodeGroup:
         return self.group.start_steps("reduce_scatter", steps, between, read)
 
     def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
-        """Bring every rank's shard to all: once per node, or to each rank that has `copies`."""
+        """Bring every shard to all: once per node, or (`copies`) into each rank's own tensor."""
         between = (len(self._ranks_of) - 1) * tensor.numel() // self.size * tensor.element_size()
         read = 0
         if copies:

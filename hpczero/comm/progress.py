@@ -85,7 +85,7 @@ class Work:
 
     @property
     def ended(self) -> bool:
-        """Whether all of it has been asked for: then whoever waits may go on."""
+        """True once all of it has been asked for: then whoever waits may go on."""
         return self.done or self._mark is not None
 
     def wait(self) -> None:

@@ -117,9 +117,9 @@ class Status:
         name, axis = _ENTRY.unpack_from(self.slot, _entry_at(entry))
         return _text(axis), str(name)
 
-    def in_words(self, place: WaitPoint) -> str:
-        axis = self.group_at(place.entry)[0] if place.entry >= 0 else ""
-        return in_words(_text(place.label), axis, place.number)
+    def in_words(self, point: WaitPoint) -> str:
+        axis = self.group_at(point.entry)[0] if point.entry >= 0 else ""
+        return in_words(_text(point.label), axis, point.number)
 
     def leave(self, entry: int) -> None:
         _ENTRY.pack_into(self.slot, _entry_at(entry), 0, b"")
@@ -132,10 +132,10 @@ class Status:
         _RECORD.pack_into(self.slot, at, number, code, history, label)
         _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
 
-    def waits(self, place: WaitPoint, missing: Callable[[], Sequence[int]] | None = None) -> None:
+    def waits(self, point: WaitPoint, missing: Callable[[], Sequence[int]] | None = None) -> None:
         now = time.monotonic()
-        self.wait = Wait(place, now, missing)
-        _WAIT.pack_into(self.slot, _WAIT_AT, now, place.entry, place.number, place.label)
+        self.wait = Wait(point, now, missing)
+        _WAIT.pack_into(self.slot, _WAIT_AT, now, point.entry, point.number, point.label)
 
     def goes_on(self) -> None:
         self.wait = None

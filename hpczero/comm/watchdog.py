@@ -75,7 +75,7 @@ class Watch:
         self._slots = slots
         self._seconds = seconds
         self._folder = folder
-        self._published: set[int] = set()  # resting ranks when the node's file was written
+        self._published: set[int] = set()  # ranks that rested at the last look
         self._suspected: Wait | None = None
         self._done = threading.Event()
         self._stacks = os.fdopen(os.memfd_create(_STACKS), "r+b", buffering=0)
