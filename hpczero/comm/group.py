@@ -23,14 +23,7 @@ from torch import Tensor
 
 from hpczero.comm import mpi_backend
 from hpczero.comm.connection import Connection
-from hpczero.comm.mpi_backend import (
-    ByMessages,
-    Carrier,
-    Combine,
-    ShardCarrier,
-    combine_into,
-    shard,
-)
+from hpczero.comm.mpi_backend import ByMessages, Carrier, Combine, ShardCarrier, combine_into, shard
 from hpczero.comm.progress import Steps, Work
 from hpczero.comm.shared_memory import ByWindow
 from hpczero.comm.status import Signature, WaitPoint
