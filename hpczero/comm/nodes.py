@@ -1,4 +1,4 @@
-"""Where the ranks of a world run: hosts and nodes, memory that they share, how far apart their clocks are.
+"""Hosts and nodes of the ranks: what memory they share, how far apart their clocks are.
 
 Every computer's monotonic clock begins when the computer was started. Rank 0 asks one rank of each
 other computer for its time, several times: the answer was given between question and arrival, so

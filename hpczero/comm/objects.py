@@ -1,8 +1,8 @@
 """Collectives of Python objects: what JSON can carry, among the ranks of a communicator.
 
-Work on files takes one rank a second and another, whose disk is slow, many minutes. So that the
-watchdog does not take the slow rank for a dead one, `run_while_polling` does such work in a thread,
-which calls no MPI, while the ranks meet now and then until all have done theirs.
+Work on files takes one rank a second and another, whose disk is slow, many minutes. The watchdog
+must not take the slow rank for a dead one. So `run_while_polling` does such work in a thread, which
+calls no MPI, while the ranks meet now and then until all have done theirs.
 """
 
 import json

@@ -1,9 +1,12 @@
-"""Operations under way. Each is a generator that yields the requests it waits for, MPI's or others with a Test(); blocking is starting and waiting.
+"""Operations in flight: steps that wait for requests, and what moves them on.
 
-Whoever waits for one operation moves all of them: a rank that waits here may be what another rank, waiting elsewhere, needs.
+An operation is a generator that yields the requests it waits for, MPI's or others with a `Test()`.
+A blocking call starts it and waits. Whoever waits for one operation moves all of them: a rank that
+waits here may be what another rank, waiting elsewhere, needs.
 
-What an operation asks of a device that does things later goes into a queue of its own (`hpczero.device`). The generator may come to its end long
-before the device does: then whoever waited goes on, and what it asks of the device comes after the operation.
+Work for a device that does things later goes into the operation's own queue (`hpczero.device`). The
+generator may end long before the device has done it. Then whoever waited goes on, and what it asks
+of the device comes after the operation.
 """
 
 import os
@@ -21,10 +24,12 @@ from hpczero.errors import HpczeroError
 if TYPE_CHECKING:
     from hpczero.device import Mark, Queue
 
+# Seconds; with UCX's own segment size over TCP (see env.prepare_mpi) half of what 1 Gbit/s carries.
+_PERIOD = 0.001
+
 What = tuple[str, str, int]  # axis, operation, the other rank of a message or -1
-Steps = Generator[
-    Sequence[Any], None, None
-]  # yields requests; an empty yield means "not yet: ask again"
+# Yields requests; an empty yield means "not yet: ask again".
+Steps = Generator[Sequence[Any], None, None]
 
 
 class CommunicationError(HpczeroError):
@@ -32,22 +37,27 @@ class CommunicationError(HpczeroError):
 
 
 class RequestFailed(Exception):
-    """Of a request that is not MPI's, said by its library."""
+    """The library of a request that is not MPI's says that it failed."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes in bytes: of the buffers that arriving pieces are kept in until they are summed, and of the largest single message."""
+    """Sizes in bytes.
+
+    `staging`: buffers that keep arriving pieces until they are summed; `message`: the largest
+    single message.
+    """
 
     staging: int = 4 << 20
     message: int = 1 << 30
 
 
 class Work:
-    """An operation under way; its tensors belong to it until `wait()` has returned or `poll()` has said True.
+    """An operation in flight; it owns its tensors until `wait()` returns or `poll()` returns True.
 
-    `wait()` orders: what follows it sees the result. On the CPU that means the host waits; an operation on a device's tensors makes
-    the device's stream wait, and the host only until all of it has been asked for. `done`: the device has done it, too.
+    `wait()` orders: what follows it sees the result. On the CPU that means the host waits. An
+    operation on a device's tensors makes the device's stream wait, and the host only until all of
+    it has been asked for. `done` is True when the device has done it, too.
     """
 
     def __init__(
@@ -55,27 +65,27 @@ class Work:
         progress: "Progress",
         steps: Steps,
         entry: Entry,
-        place: WaitPoint,
+        point: WaitPoint,
         what: What,
         size: int,
         queue: "Queue | None" = None,
     ) -> None:
-        """`queue`: what the steps ask of the device goes there."""
+        """`queue` takes what the steps ask of the device."""
         self.done = False
         self.queue = queue
         self.tensors: Sequence[object] = ()  # kept for the device until it is done with them
-        self._mark: Mark | None = None  # where the steps have ended
-        self.place = place
+        self.point = point
         self.what = what
-        self.ticket = progress.trace.started(what, size, place.number)
+        self.ticket = progress.trace.started(what, size, point.number)
         self.requests: Sequence[Any] = ()
+        self._mark: Mark | None = None  # where the steps have ended in the queue
         self._progress = progress
         self._steps = steps
         self._entry = entry
 
     @property
     def ended(self) -> bool:
-        """Whether all of it has been asked for: then whoever waits may go on."""
+        """True once all of it has been asked for: then whoever waits may go on."""
         return self.done or self._mark is not None
 
     def wait(self) -> None:
@@ -90,12 +100,12 @@ class Work:
         self._entry.seconds += time.perf_counter() - begun
 
     def host_sync(self) -> None:
-        """The host waits until it is done."""
+        """Make the host wait until the operation is done."""
         if not self.done:
             self._progress.finish(self, until_done=True)
 
     def poll(self) -> bool:
-        """Move everything that can move; say whether this operation is done."""
+        """Move everything that can move; return True if this operation is done."""
         self._progress.check()
         if not self.done:
             begun = self._progress.trace.now()
@@ -104,7 +114,7 @@ class Work:
         return self.done
 
     def resume(self) -> None:
-        """The requests are complete: take the next step."""
+        """Take the next step, when the requests are complete."""
         self.requests = ()
         try:
             if self.queue is None:
@@ -114,7 +124,8 @@ class Work:
                     self.requests = next(self._steps)
         except StopIteration:
             if self.queue is None or self._mark:
-                self.done, self.tensors = True, ()
+                self.done = True
+                self.tensors = ()
             else:
                 self._mark = self.queue.mark()
                 self.requests = (self._mark,)
@@ -124,39 +135,43 @@ class Work:
 
 
 class Progress:
-    """All operations under way in this process, oldest first."""
+    """All operations in flight in this process, oldest first."""
 
     def __init__(self, mpi: Any, status: Status, lock: "threading.RLock | None" = None) -> None:
-        """`lock`: held in every call of MPI; one for the process."""
+        """`lock` is held in every call of MPI; there is one for the process."""
         self.status = status
         self.lock = lock or threading.RLock()
         self.trace = Trace()
         self._request_class = mpi.Request
         self._failure = mpi.Exception
         self._library = mpi.get_vendor()[0]
-        self._under_way: list[Work] = []
+        self._in_flight: list[Work] = []
         self._far: set[Work] = set()  # those that send to other nodes
-        self._background = Background(self._advance_behind)
-        self._waits = False
-        self._behind = False  # whether it is the background that moves operations now
+        self._background = Background(self._advance_in_background)
+        self._is_waiting = False
+        self._is_background = False  # whether the background is moving operations now
         self._failed: BaseException | None = None  # in the background
 
     def start(
         self,
         steps: Steps,
         entry: Entry,
-        place: WaitPoint,
+        point: WaitPoint,
         what: What,
         size: int = 0,
         far: bool = False,
         queue: "Queue | None" = None,
     ) -> Work:
-        """`far`: it sends to other nodes, and goes on while the rank computes. `queue`: of the device whose tensors it is about."""
+        """Start an operation.
+
+        `far`: it sends to other nodes, and goes on while the rank computes. `queue`: of the device
+        whose tensors it works on.
+        """
         with self.lock:
             if queue:
                 queue.begins()
-            work = Work(self, steps, entry, place, what, size, queue)
-            self._under_way.append(work)
+            work = Work(self, steps, entry, point, what, size, queue)
+            self._in_flight.append(work)
             if far:
                 self._far.add(work)
             try:
@@ -172,58 +187,36 @@ class Progress:
         self.check()
 
     def check(self) -> None:
-        """What failed in the background fails here."""
+        """Raise what failed in the background."""
         if self._failed:
             raise self._failed
 
-    def _advance_behind(self) -> bool:
-        """In the background."""
-        with self.lock:
-            if not self._waits and self._failed is None:  # else the rank itself moves them
-                self._behind = True
-                try:
-                    self.advance()
-                except BaseException as error:
-                    self._failed = error
-                finally:
-                    self._behind = False
-            return bool(self._far) and self._failed is None
-
     def advance(self) -> bool:
-        """Take every step whose requests are complete; say whether there was one."""
+        """Take every step whose requests are complete; return True if there was one."""
         with self.lock:
             self.check()
             return self._advance()
 
-    def _advance(self) -> bool:
-        moved = False
-        for work in tuple(self._under_way):
-            while not work.done and self._complete(work, self._request_class.Testall):
-                self._resume(work)
-                if not work.requests:
-                    break
-                moved = True
-            moved |= work.done
-        return moved
-
     def snapshot(self) -> Callable[[], None]:
-        """The host waits until the device has done all operations started before now. To be called before a value is read that they are for:
-        that would wait, too, but unseen by the watchdog.
+        """Return a call that waits until the device has done all operations started before now.
+
+        Call this before reading a value that those operations produce: the reading would wait, too,
+        but unseen by the watchdog.
         """
         with self.lock:
-            started = [work for work in self._under_way if work.queue]
+            started = [work for work in self._in_flight if work.queue]
 
-        def settle() -> None:
+        def host_sync() -> None:
             for work in started:
                 work.host_sync()
 
-        return settle
+        return host_sync
 
     def finish(self, work: Work, until_done: bool = False) -> None:
-        """Until all of it has been asked for, or until it is done."""
-        self.status.waits(work.place)
-        self.trace.wait(*work.what[:2], work.place.number)
-        self._waits = True
+        """Wait until all of the operation has been asked for, or until it is done."""
+        self.status.waits(work.point)
+        self.trace.wait(*work.what[:2], work.point.number)
+        self._is_waiting = True
         try:
             while not (work.done if until_done else work.ended):
                 if not self._move_on(work):
@@ -231,26 +224,47 @@ class Progress:
         except CommunicationError as error:
             raise self._explained(work, error) from error.__cause__
         finally:
-            self._waits = False
+            self._is_waiting = False
             self.trace.end()
             self.status.goes_on()
 
-    def _explained(self, work: Work, error: CommunicationError) -> CommunicationError:
-        """Return the error with what the other ranks are doing."""
-        if self.status.wait is None:
-            self.status.waits(work.place)
-        return CommunicationError("\n".join(filter(None, [str(error), self.status.explain()])))
-
     def _move_on(self, work: Work) -> bool:
         with self.lock:
-            if len(self._under_way) == 1 and work.requests and not work.queue and not self._failed:
+            if len(self._in_flight) == 1 and work.requests and not work.queue and not self._failed:
                 self._complete(work, self._request_class.Waitall)
                 self._resume(work)
                 return True
             return self.advance()
 
+    def _advance(self) -> bool:
+        has_moved = False
+        for work in tuple(self._in_flight):
+            while not work.done and self._complete(work, self._request_class.Testall):
+                self._resume(work)
+                if not work.requests:
+                    break
+                has_moved = True
+            has_moved |= work.done
+        return has_moved
+
+    def _advance_in_background(self) -> bool:
+        with self.lock:
+            if not self._is_waiting and self._failed is None:  # else the rank itself moves them
+                self._is_background = True
+                try:
+                    self.advance()
+                except BaseException as error:
+                    self._failed = error
+                finally:
+                    self._is_background = False
+            return bool(self._far) and self._failed is None
+
     def _complete(self, work: Work, how: Callable[[Sequence[Any]], bool]) -> bool:
-        """MPI itself notices some operations that do not fit together: it has been sent more than was asked for."""
+        """Test or wait for the requests; return True if they are complete.
+
+        MPI itself notices some operations that do not fit together: more has been sent than was
+        asked for.
+        """
         try:
             if work.queue is None:
                 return how(work.requests)
@@ -258,43 +272,48 @@ class Progress:
                 return moved(work.requests)
         except (self._failure, RequestFailed) as error:
             library = "" if isinstance(error, RequestFailed) else f"{self._library}: "
-            raise CommunicationError(
-                f"{self.status.in_words(work.place)}: {library}{error}"
-            ) from error
+            words = f"{self.status.in_words(work.point)}: {library}{error}"
+            raise CommunicationError(words) from error
 
     def _resume(self, work: Work) -> None:
         begun = self.trace.now()
         try:
             work.resume()
         except RequestFailed as error:
-            raise CommunicationError(f"{self.status.in_words(work.place)}: {error}") from error
+            raise CommunicationError(f"{self.status.in_words(work.point)}: {error}") from error
         finally:
-            if not self._behind:  # else it is no part of what the rank does meanwhile
+            if not self._is_background:  # else it is no part of what the rank does meanwhile
                 self.trace.advanced(*work.what[:2], begun)
             if work.done:
-                self._under_way.remove(work)
+                self._in_flight.remove(work)
                 self._far.discard(work)
                 self.trace.finished(work.ticket)
 
-
-# Operations between nodes go on while the rank computes.
-#
-# MPI moves larger messages only inside its calls. Polls between layers come too seldom for a network: a thread makes them while something is on its
-# way to or from another node, a thousand times a second, which costs some 3 % of a core then, and nothing else. All calls of MPI are made
-# under one lock, so MPI_THREAD_SERIALIZED is enough.
-_PERIOD = 0.001  # seconds; with UCX's own segment size over TCP (see env.prepare_mpi) half of what 1 Gbit/s carries
+    def _explained(self, work: Work, error: CommunicationError) -> CommunicationError:
+        """Return the error with what the other ranks are doing."""
+        if self.status.wait is None:
+            self.status.waits(work.point)
+        return CommunicationError("\n".join(filter(None, [str(error), self.status.explain()])))
 
 
 class Background:
+    """A thread that moves operations between nodes while the rank computes.
+
+    MPI moves larger messages only inside its calls, and polls between layers come too seldom for a
+    network. So the thread polls a thousand times a second while something is on its way to or from
+    another node. That costs some 3 % of a core then, and nothing else. All calls of MPI are made
+    under one lock, so MPI_THREAD_SERIALIZED is enough.
+    """
+
     def __init__(self, advance: Callable[[], bool]) -> None:
-        """`advance` moves what can move, and says whether there is more to come."""
+        """`advance` moves what can move, and returns True if there is more to come."""
         self._advance = advance
         self._awake = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends = False
 
     def wake(self) -> None:
-        """Something has been started."""
+        """Begin to poll: something has been started."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hpczero-messages", daemon=True)
             self._thread.start()

@@ -1,33 +1,30 @@
-"""What each rank is doing, in a slot of memory that the other ranks of its node can read.
+"""The status of each rank, in a slot of memory that the other ranks of its node can read.
 
-A rank writes its own slot and never waits for a reader: `started` with every operation, `waits` and `goes_on` around every wait. Whoever
-reads a slot that is being written may see a mixture; slots are judged only when nothing has happened in them for long.
+A rank writes its own slot and never waits for a reader: `started` with every operation, `waits` and
+`goes_on` around every wait. A reader of a slot that is being written may see a mixture. Slots are
+judged only when nothing has happened in them for long.
 
-A slot: a head, one entry per group, then for each of these the operations started last in it,
+A slot has a head, one entry per group, and for each group the operations that it started last,
 numbered in the order in which the group starts them. Behind every operation stands a hash of all
-that the group has started up to it: ranks that have parted can be told apart long after the
-operation by which they did has been overwritten.
+that the group has started up to it. So ranks whose operations differ can be told apart long after
+the first operation that differed has been overwritten.
 """
 
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-_PROCESS = struct.Struct(
-    "<QQQ"
-)  # process id, its namespace, the file that its stacks are written to
+_PROCESS = struct.Struct("<QQQ")  # process id, its namespace, the file for its stacks
 _STEP = struct.Struct("<q")
-_CHANGED = struct.Struct(
-    "<d"
-)  # when an operation was last started or a wait ended; the node's monotonic clock
-_WAIT = struct.Struct(
-    "<dqQ64s"
-)  # since when (0: it does not wait), entry of the group (-1: none), number, label
+# When an operation was last started or a wait ended; the node's monotonic clock.
+_CHANGED = struct.Struct("<d")
+# Since when (0: it does not wait), entry of the group (-1: none), number, label.
+_WAIT = struct.Struct("<dqQ64s")
 _ENTRY = struct.Struct("<Q40s")  # identity of the group (0: free), axis
 _RECORD = struct.Struct("<QQQ64s")  # number (0: none), code, history, label
 _STEP_AT, _CHANGED_AT, _WAIT_AT, _ENTRIES_AT = 24, 32, 40, 128
@@ -43,7 +40,7 @@ NOWHERE = -1  # the entry of a wait that belongs to no group
 
 
 class Signature(NamedTuple):
-    """What must be equal on all ranks of a collective: the label says it to people."""
+    """A code that is equal on all ranks of a collective, and a label that says it to people."""
 
     code: int
     label: bytes
@@ -55,7 +52,10 @@ class Signature(NamedTuple):
 
 
 class WaitPoint(NamedTuple):
-    """Where a rank waits: operation `number` of a group, or something else that the label says, with `ranks`."""
+    """A place where a rank waits: operation `number` of a group, or what `label` says.
+
+    `ranks`: those that it then waits with.
+    """
 
     label: bytes
     entry: int = NOWHERE
@@ -70,30 +70,27 @@ class Wait(NamedTuple):
 
 
 class Status:
-    """The writer of this rank's slot; also keeps what only this process needs."""
+    """The writer of this rank's slot; it also keeps what only this process needs."""
 
     def __init__(self) -> None:
-        self.explain: Callable[[], str] = (
-            str  # who does not fit what this rank waits for: the watchdog knows
-        )
-        self.last_words: Callable[[], object] = (
-            str  # called before an error ends the process; raises nothing
-        )
+        # Says what the other ranks do while this one waits; the watchdog sets it.
+        self.explain: Callable[[], str] = str
+        # Called before an error ends the process; raises nothing.
+        self.last_words: Callable[[], object] = str
         self.slot = memoryview(bytearray(SLOT))
         self.ranks_of: dict[int, tuple[int, ...]] = {}  # entry -> ranks of the group
-        self._made: dict[
-            tuple[str, tuple[int, ...]], int
-        ] = {}  # how often there has been such a group
+        # How many groups there have been with this axis and these ranks.
+        self._made: dict[tuple[str, tuple[int, ...]], int] = {}
         self._history: dict[int, int] = {}  # entry -> hash of what its group has started
         self.wait: Wait | None = None
         _STEP.pack_into(self.slot, _STEP_AT, -1)
 
     def move_to(self, slot: memoryview) -> None:
-        """From now on write there, where the first CLEARED bytes are 0."""
+        """Write to this slot from now on; its first CLEARED bytes must be 0."""
         slot[:CLEARED] = self.slot[:CLEARED]
-        for entry in self.ranks_of:  # the rest takes up no memory until it is used
-            kept = slice(_history_at(entry), _history_at(entry) + _HISTORY_SIZE)
-            slot[kept] = self.slot[kept]
+        for entry in self.ranks_of:  # entries that are not used take up no memory
+            history = _history_of(entry)
+            slot[history] = self.slot[history]
         self.slot = slot
 
     def identify(self, stacks: int) -> None:
@@ -103,26 +100,26 @@ class Status:
         _STEP.pack_into(self.slot, _STEP_AT, step)
 
     def enter(self, axis: str, ranks: Sequence[int]) -> int:
-        """An entry for a new group; its operations are recorded there."""
+        """Return an entry for a new group; its operations are recorded there."""
         entry = next((entry for entry in range(_ENTRIES) if entry not in self.ranks_of), NOWHERE)
         assert entry != NOWHERE, f"a rank takes part in at most {_ENTRIES} groups at a time"
-        self.ranks_of[entry] = tuple(ranks)
-        occurrence = self._made[axis, tuple(ranks)] = self._made.get((axis, tuple(ranks)), 0) + 1
+        key = axis, tuple(ranks)
+        self.ranks_of[entry] = key[1]
+        occurrence = self._made[key] = self._made.get(key, 0) + 1
         self._history[entry] = 0
-        kept = slice(_history_at(entry), _history_at(entry) + _HISTORY_SIZE)
-        self.slot[kept] = bytes(_HISTORY_SIZE)
+        self.slot[_history_of(entry)] = bytes(_HISTORY_SIZE)
         name = identity(axis, ranks, occurrence)
         _ENTRY.pack_into(self.slot, _entry_at(entry), name, axis.encode()[:40])
         return entry
 
     def group_at(self, entry: int) -> tuple[str, str]:
-        """Axis and identity."""
+        """Return axis and identity of the group."""
         name, axis = _ENTRY.unpack_from(self.slot, _entry_at(entry))
         return _text(axis), str(name)
 
-    def in_words(self, place: WaitPoint) -> str:
-        axis = self.group_at(place.entry)[0] if place.entry >= 0 else ""
-        return in_words(_text(place.label), axis, place.number)
+    def in_words(self, point: WaitPoint) -> str:
+        axis = self.group_at(point.entry)[0] if point.entry >= 0 else ""
+        return in_words(_text(point.label), axis, point.number)
 
     def leave(self, entry: int) -> None:
         _ENTRY.pack_into(self.slot, _entry_at(entry), 0, b"")
@@ -135,10 +132,10 @@ class Status:
         _RECORD.pack_into(self.slot, at, number, code, history, label)
         _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
 
-    def waits(self, place: WaitPoint, missing: Callable[[], Sequence[int]] | None = None) -> None:
+    def waits(self, point: WaitPoint, missing: Callable[[], Sequence[int]] | None = None) -> None:
         now = time.monotonic()
-        self.wait = Wait(place, now, missing)
-        _WAIT.pack_into(self.slot, _WAIT_AT, now, place.entry, place.number, place.label)
+        self.wait = Wait(point, now, missing)
+        _WAIT.pack_into(self.slot, _WAIT_AT, now, point.entry, point.number, point.label)
 
     def goes_on(self) -> None:
         self.wait = None
@@ -147,7 +144,7 @@ class Status:
 
     @contextmanager
     def waiting(self, label: str, ranks: Sequence[int]) -> Iterator[None]:
-        """Around a call that returns only once all these ranks have called it."""
+        """Enclose a call that returns only once all these ranks have called it."""
         self.waits(WaitPoint(label.encode()[:64], ranks=tuple(ranks)))
         try:
             yield
@@ -165,7 +162,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class RankState:
-    """A slot as read; ages in seconds."""
+    """The contents of a slot; ages in seconds."""
 
     pid: int
     namespace: int
@@ -174,20 +171,34 @@ class RankState:
     idle: float  # since an operation was last started or a wait ended
     waited: float | None
     place: str  # where it waits, in words
-    started: dict[str, list[Operation]] = field(
-        default_factory=dict
-    )  # identity of the group -> its last operations, oldest first
+    # Identity of the group -> its last operations, oldest first.
+    started: dict[str, list[Operation]] = field(default_factory=dict)
+
+    @classmethod
+    def published(cls, facts: Mapping[str, Any], ago: float) -> "RankState":
+        """Return a state that was written as `asdict` gives it, `ago` seconds ago.
+
+        Nothing has happened since, or it would have been written again.
+        """
+        started = {
+            group: [Operation(**operation) for operation in operations]
+            for group, operations in facts["started"].items()
+        }
+        waited = None if facts["waited"] is None else facts["waited"] + ago
+        changed = {"started": started, "idle": facts["idle"] + ago, "waited": waited}
+        return cls(**{**facts, **changed})
 
     @property
     def resting(self) -> float:
-        """For how long nothing has happened on this rank."""
+        """Seconds for which nothing has happened on this rank."""
         return self.idle if self.waited is None else self.waited
 
 
 def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
-    """`whole`: also the operations of every group, of which there are many."""
+    """Read a slot. `whole`: with the operations of every group, of which there are many."""
     pid, namespace, stacks = _PROCESS.unpack_from(slot, 0)
-    (step,), (changed,) = _STEP.unpack_from(slot, _STEP_AT), _CHANGED.unpack_from(slot, _CHANGED_AT)
+    (step,) = _STEP.unpack_from(slot, _STEP_AT)
+    (changed,) = _CHANGED.unpack_from(slot, _CHANGED_AT)
     since, entry, number, label = _WAIT.unpack_from(slot, _WAIT_AT)
     started: dict[str, list[Operation]] = {}
     for position in range(_ENTRIES) if whole else ():
@@ -201,26 +212,28 @@ def read(slot: memoryview, now: float, whole: bool = True) -> RankState:
 
 
 def _operations(slot: memoryview, entry: int) -> list[Operation]:
-    """Oldest first."""
-    begin = _history_at(entry)
-    records = _RECORD.iter_unpack(slot[begin : begin + _HISTORY_SIZE])
-    found = [Operation(n, code, _text(label), history) for n, code, history, label in records if n]
-    return sorted(found, key=lambda operation: operation.number)
+    """Return the operations recorded for a group, oldest first."""
+    records = _RECORD.iter_unpack(slot[_history_of(entry)])
+    kept = [Operation(n, code, _text(label), history) for n, code, history, label in records if n]
+    return sorted(kept, key=lambda operation: operation.number)
 
 
 def in_words(label: str, axis: str, number: int) -> str:
-    """ "all_reduce of 4096 bytes of float32 (number 7 along data)" """
+    """Name an operation: "all_reduce of 4096 bytes of float32 (number 7 along data)"."""
     return f"{label} (number {number} along {axis})" if axis else label
 
 
 def identity(axis: str, ranks: Sequence[int], occurrence: int) -> int:
-    """Names a group, equal on all its ranks, as they make their groups together; never 0."""
+    """Name a group by a number, never 0.
+
+    It is equal on all ranks of the group, as they make their groups together.
+    """
     text = f"{axis} {' '.join(map(str, ranks))} {occurrence}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little") | 1
 
 
 def process_namespace() -> int:
-    """Process ids mean something only to processes of the same namespace."""
+    """Return the namespace in which this process's id means something."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 
@@ -230,6 +243,10 @@ def _entry_at(entry: int) -> int:
 
 def _history_at(entry: int) -> int:
     return CLEARED + entry * _HISTORY_SIZE
+
+
+def _history_of(entry: int) -> slice:
+    return slice(_history_at(entry), _history_at(entry) + _HISTORY_SIZE)
 
 
 def _text(field: bytes) -> str:

@@ -1,24 +1,25 @@
-"""From what the ranks are doing to words: who waits where, who has not come. Pure."""
+"""The verdict on a wait, from the states of the ranks: who waits where, who has not come. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpczero.comm.status import Operation, RankState
 
-HERE, STARTED = (
-    "waiting in it",
-    "has started it, but waits in nothing, so that it does not go on there",
-)
-DIFFERENT, ABSENT, UNKNOWN = "in a different operation", "not come", "no news of"
+# What another rank is doing, seen from one that waits.
+HERE = "waiting in it"
+STARTED = "has started it, but waits in nothing, so that it does not go on there"
+DIFFERENT = "in a different operation"
+ABSENT = "not come"
+UNKNOWN = "no news of"
 _SHOWN = 8  # ranks told about one by one
 
 
 @dataclass(frozen=True)
 class Question:
-    """The thing that a rank waits for, and the ranks with which it does.
+    """The place where `rank` waits, and the ranks that it waits with.
 
-    If that is operation `number` of a group, `started` are those of the group that are remembered; it
-    need not be among them.
+    If it waits for operation `number` of a group, `started` are those operations of the group that
+    are remembered; it need not be among them.
     """
 
     place: str
@@ -32,12 +33,9 @@ class Question:
 
 
 def judge(question: Question, states: Mapping[int, RankState]) -> dict[int, str]:
-    """Of every other rank that takes part: HERE, STARTED, DIFFERENT, ABSENT or UNKNOWN."""
-    return {
-        rank: _judge(question, rank, states.get(rank))
-        for rank in question.ranks
-        if rank != question.rank
-    }
+    """Return HERE, STARTED, DIFFERENT, ABSENT or UNKNOWN for every other rank that takes part."""
+    others = [rank for rank in question.ranks if rank != question.rank]
+    return {rank: _judge(question, rank, states.get(rank)) for rank in others}
 
 
 def _judge(question: Question, rank: int, state: RankState | None) -> str:
@@ -58,15 +56,13 @@ def _judge(question: Question, rank: int, state: RankState | None) -> str:
 def _parting(
     ours: Sequence[Operation], theirs: Sequence[Operation]
 ) -> tuple[Operation, Operation] | None:
-    """The first operation of the same number that is not the same, or that follows such a one."""
+    """Return the first operation of the same number that differs, or that follows such a one."""
     by_number = {operation.number: operation for operation in theirs}
-    common = [operation for operation in ours if operation.number in by_number]
-    pairs = [(operation, by_number[operation.number]) for operation in common]
-    return next(((our, their) for our, their in pairs if not _agree(our, their)), None)
-
-
-def _agree(our: Operation, their: Operation) -> bool:
-    return (our.code, our.history) == (their.code, their.history)
+    for our in ours:
+        their = by_number.get(our.number)
+        if their and (our.code, our.history) != (their.code, their.history):
+            return our, their
+    return None
 
 
 def suspects(
@@ -75,27 +71,29 @@ def suspects(
     states: Mapping[int, RankState],
     gone: Collection[int],
 ) -> list[int]:
-    """The ranks that the others wait for, in the order of what speaks against them: those `gone`
-    (ended or stopped); one that started another operation than most; ranks that wait for nothing;
-    ranks that wait elsewhere than most. Empty where that cannot be told, as of two ranks.
+    """Return the ranks that the others wait for; none where that cannot be told.
+
+    The first of these that there are: ranks that are `gone` (ended or stopped); ranks that started
+    another operation than most; ranks that wait for nothing; ranks that wait elsewhere than most.
     """
     if gone:
         return sorted(gone)
     if DIFFERENT in judged.values():
-        return _outvoted(
-            {rank: _started_instead(question, states.get(rank)) for rank in question.ranks}
-        )
-    since = states[question.rank].waited or 0.0 if question.rank in states else 0.0
+        started = {rank: _started_instead(question, states.get(rank)) for rank in question.ranks}
+        return _outvoted(started)
+    asking = states.get(question.rank)
+    waited = (asking.waited if asking else None) or 0.0
     busy = [
-        rank for rank, state in states.items() if state.waited is None and state.idle > since / 2
+        rank for rank, state in states.items() if state.waited is None and state.idle > waited / 2
     ]
     late = [rank for rank in busy if judged.get(rank) in (ABSENT, STARTED)]
     if late or busy:
         return sorted(late or busy)
-    places = {question.rank: question.place}
-    everywhere = {rank: state.place for rank, state in states.items()} | places
-    here = {rank: place for rank, place in everywhere.items() if rank in judged} | places
-    return (_outvoted(here) if len(here) == len(judged) + 1 else []) or _outvoted(everywhere)
+    own_place = {question.rank: question.place}
+    everywhere = {rank: state.place for rank, state in states.items()} | own_place
+    in_group = {rank: place for rank, place in everywhere.items() if rank in judged} | own_place
+    all_known = len(in_group) == len(judged) + 1
+    return (_outvoted(in_group) if all_known else []) or _outvoted(everywhere)
 
 
 def _started_instead(question: Question, state: RankState | None) -> str:
@@ -104,7 +102,7 @@ def _started_instead(question: Question, state: RankState | None) -> str:
 
 
 def _outvoted(choices: Mapping[int, str]) -> list[int]:
-    """The ranks that have not chosen what more than half of them have."""
+    """Return the ranks that have not chosen what more than half of them have."""
     for choice in set(choices.values()):
         others = [rank for rank, theirs in choices.items() if theirs != choice]
         if 2 * len(others) < len(choices):
@@ -116,20 +114,19 @@ def headline(judged: Mapping[int, str], seconds: float) -> str:
     kinds = set(judged.values())
     if DIFFERENT in kinds:
         return "not all ranks are in the same operation, or not with the same size"
-    missing = "a rank did not come" if ABSENT in kinds else "all have come, but it does not end"
-    return (
-        f"after {seconds:.1f} s {missing}"
-        if ABSENT in kinds or UNKNOWN not in kinds
-        else f"it has not ended after {seconds:.1f} s"
-    )
+    if ABSENT in kinds:
+        return f"after {seconds:.1f} s a rank did not come"
+    if UNKNOWN in kinds:
+        return f"it has not ended after {seconds:.1f} s"
+    return f"after {seconds:.1f} s all have come, but it does not end"
 
 
 def cause(ranks: Sequence[int], hosts: Mapping[int, str]) -> list[str]:
-    """The suspects in words."""
+    """Say who the suspects are; no line if there are none."""
     if not ranks:
         return []
-    on = sorted({hosts[rank] for rank in ranks})
-    return [f"  most likely the cause: {_named(ranks)} on {', '.join(on[:_SHOWN])}"]
+    their_hosts = sorted({hosts[rank] for rank in ranks})[:_SHOWN]
+    return [f"  most likely the cause: {_named(ranks)} on {', '.join(their_hosts)}"]
 
 
 def account(
@@ -139,43 +136,37 @@ def account(
     hosts: Mapping[int, str],
     notes: Mapping[int, str],
 ) -> list[str]:
-    """The other ranks, by what they are doing. `notes`: what is known of their processes."""
-    here = [question.rank, *(rank for rank, kind in judged.items() if kind == HERE)]
-    lines = [f"  {HERE}: {_named(here)}"]
-    for kind in (STARTED, DIFFERENT, ABSENT, UNKNOWN):
-        ranks = [rank for rank, found in judged.items() if found == kind]
-        lines += [
-            f"  {kind}: rank {rank} on {hosts[rank]}{_doing(question, states.get(rank), notes.get(rank))}"
-            for rank in ranks[:_SHOWN]
-        ]
+    """Say what the other ranks are doing. `notes`: what is known of their processes."""
+    of_kind = {
+        kind: [rank for rank, theirs in judged.items() if theirs == kind]
+        for kind in (HERE, STARTED, DIFFERENT, ABSENT, UNKNOWN)
+    }
+    here = of_kind.pop(HERE)
+    lines = [f"  {HERE}: {_named([question.rank, *here])}"]
+    for kind, ranks in of_kind.items():
+        for rank in ranks[:_SHOWN]:
+            doing = _doing(question, states.get(rank), notes.get(rank))
+            lines.append(f"  {kind}: rank {rank} on {hosts[rank]}{doing}")
         if len(ranks) > _SHOWN:
             lines.append(f"  {kind}: {len(ranks) - _SHOWN} more: {_named(ranks[_SHOWN:])}")
-    lines += [
-        f"  rank {rank} on {hosts[rank]}: {note}"
-        for rank, note in notes.items()
-        if judged.get(rank) == HERE
-    ]
+    noted = [rank for rank in notes if rank in here]
+    lines += [f"  rank {rank} on {hosts[rank]}: {notes[rank]}" for rank in noted]
     return lines + _advice(question, judged, states)
 
 
 def _advice(
     question: Question, judged: Mapping[int, str], states: Mapping[int, RankState]
 ) -> list[str]:
-    """Where ranks wait for different things, and one of these is a layer's parameters."""
-    others = [
-        states[rank]
-        for rank, kind in judged.items()
-        if kind in (DIFFERENT, ABSENT) and rank in states
-    ]
+    """Advise where ranks wait for different things, and one of these is a layer's parameters."""
+    apart = [rank for rank, kind in judged.items() if kind in (DIFFERENT, ABSENT)]
+    others = [states[rank] for rank in apart if rank in states]
     places = [question.place, *(state.place for state in others if state.waited is not None)]
-    if len(places) == 1 or not any(
-        place.startswith("all_gather ") and not place.startswith("all_gather of ")
-        for place in places
-    ):
+    gathers = [place for place in places if place.startswith("all_gather ")]
+    if len(places) == 1 or all(place.startswith("all_gather of ") for place in gathers):
         return []
-    gathered = "parameters are gathered as layers run (zero.stage = 3)"
     return [
-        f"  {gathered}: all ranks must run the same layers, in one order; at zero.stage = 2 they need not"
+        "  parameters are gathered as layers run (zero.stage = 3): all ranks must run the same "
+        "layers, in one order; at zero.stage = 2 they need not"
     ]
 
 
@@ -199,15 +190,14 @@ def _doing(question: Question, state: RankState | None, note: str | None) -> str
 
 
 def _parted(axis: str, our: Operation, their: Operation) -> str:
+    number = f"number {our.number} along {axis}"
     if our.code == their.code:
-        return (
-            f"an operation before number {our.number} along {axis} was not the same there and here"
-        )
-    return f"number {our.number} along {axis} is {their.label} there, {our.label} here"
+        return f"an operation before {number} was not the same there and here"
+    return f"{number} is {their.label} there, {our.label} here"
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0 2 4 6 … 98" """
+    """Name ranks: "rank 3", "ranks 0 2 4 6 … 98"."""
     shown = [str(rank) for rank in sorted(ranks)]
     if len(shown) > 2 * _SHOWN:
         shown = [*shown[: 2 * _SHOWN - 2], "…", shown[-1]]

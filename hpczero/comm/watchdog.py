@@ -1,17 +1,20 @@
-"""The watchdog: a thread of every rank that ends the job when the rank has waited too long, and says for whom.
+"""The watchdog: a thread of every rank that ends the job, and says why, when a rank waits too long.
 
-It calls no MPI. Ranks of one node read each other's slots (`status`) in a window that they share. Where nothing has happened on a rank for
-half of the time allowed, its node writes what its ranks are doing to <folder>/node-<number>.json, so that ranks of other nodes, when their
-time is up, know what the one that they miss is doing. Without a folder they know its name only.
+It calls no MPI. Ranks of one node read each other's slots (`status`) in a window that they share.
+Where nothing has happened on a rank for half of the time allowed, its node writes what its ranks
+are doing to <folder>/node-<number>.json. So ranks of other nodes, when their time is up, know what
+the rank that they miss is doing. Without a folder they know its name only.
 
-When the time is up, one rank of the node speaks (and one node of the job, where there is a folder; the others write their words to
-<folder>/node-<number>.txt): the operation, who is in it and who is not, and the stacks of all threads of the rank that waits and of those
-missing that run on its node. For these, every rank writes its stacks to a file of its own in memory on SIGRTMIN+5, which works
-wherever the rank is stuck. Then the process ends with code 1, and the launcher ends the others; those that it does not reach end themselves.
+When the time is up, one rank of the node reports: the operation, who is in it and who is not, and
+the stacks of all threads of the rank that waits and of those missing that run on its node. For
+these, every rank writes its stacks to a file of its own in memory on SIGRTMIN+5, which works
+wherever the rank is stuck. Where there is a folder, one node of the job prints its report, and all
+nodes write theirs to <folder>/node-<number>.txt. Then the process ends with code 1, and the
+launcher ends the others; those that it does not reach end themselves.
 
-Nothing keeps the job from its end: an error of the watchdog itself ends it, too, with that error;
-files are written by a thread of their own, as a file server may not answer; and who speaks has
-`_SPEAKING` seconds for it.
+Nothing keeps the job from its end. An error of the watchdog itself ends it, too, with that error.
+Files are written by a thread of their own, as a file server may not answer. A report has
+`_REPORTING` seconds.
 """
 
 import contextlib
@@ -24,32 +27,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpczero.comm import verdict
-from hpczero.comm.status import (
-    Operation,
-    RankState,
-    Status,
-    Wait,
-    in_words,
-    process_namespace,
-    read,
-)
+from hpczero.comm.status import RankState, Status, Wait, in_words, process_namespace, read
 from hpczero.comm.verdict import Question
 from hpczero.errors import InputError
 from hpczero.safe_files import own_folder, remove, rename, write_new, write_text
 
 DUMP_STACKS = signal.SIGRTMIN + 5
 _STACKS = "hpczero-stacks"
-_ENDED, _STOPPED = "its process has ended", "its process is stopped (by a signal or a debugger)"
+_ENDED = "its process has ended"
+_STOPPED = "its process is stopped (by a signal or a debugger)"
+_BLOCKED = "its process waits for a disk or a file server"
+_PROCESS_STATES = {"Z": _ENDED, "X": _ENDED, "T": _STOPPED, "t": _STOPPED, "D": _BLOCKED}
 _ASKED_FOR_STACKS = 4  # missing ranks
 _WRITING = 1.0  # seconds that a rank gets to write its stacks
-_SPEAKING = 6.0  # seconds that the rank that speaks gets before the others of its node end, too
-_LAST_WORDS = 0.3  # seconds that the launcher gets to pass them on
+_REPORTING = 6.0  # seconds that the rank that reports gets before the others of its node end, too
+_LAST_WORDS = 0.3  # seconds that the launcher gets to pass on what was printed
 
 
 @dataclass(frozen=True)
@@ -69,29 +67,28 @@ class Watch:
         seconds: float,
         folder: Path | None,
     ) -> None:
-        """`slots` of the ranks of this node, this rank's included."""
+        """`slots`: of the ranks of this node, this rank's included."""
         self._status = status
-        self._rank, self._node = member.rank, member.node
+        self._rank = member.rank
+        self._node = member.node
         self._members = {other.rank: other for other in members}
         self._slots = slots
         self._seconds = seconds
         self._folder = folder
-        self._told: set[int] = set()  # ranks that the node's file tells of
+        self._published: set[int] = set()  # ranks that rested at the last look
         self._suspected: Wait | None = None
         self._done = threading.Event()
         self._stacks = os.fdopen(os.memfd_create(_STACKS), "r+b", buffering=0)
         faulthandler.register(DUMP_STACKS, self._stacks, all_threads=True)
         status.identify(self._stacks.fileno())
         if folder and self._rank == min(slots):
-            for path in (
-                self._file("json"),
-                self._file("txt"),
-                *([folder / "report"] if member == members[0] else []),
-            ):
-                remove(path)
+            remove(self._file("json"))
+            remove(self._file("txt"))
+            if member == members[0]:
+                remove(folder / "report")
         status.explain = self.explain
         self._period = min(1.0, seconds / 10)
-        duties = [self._end_what_waits, self._tell_others] if folder else [self._end_what_waits]
+        duties = [self._end_if_stuck, self._publish] if folder else [self._end_if_stuck]
         self._threads = [
             threading.Thread(target=self._run, args=[duty], name="hpczero-watch", daemon=True)
             for duty in duties
@@ -100,47 +97,44 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """To be called when all ranks have come to the end."""
+        """Stop watching; to be called when all ranks have come to the end."""
         self._done.set()
         for thread in self._threads:
-            thread.join(_SPEAKING)
+            thread.join(_REPORTING)
         self._status.explain = str
         faulthandler.unregister(DUMP_STACKS)
         self._stacks.close()
 
     def explain(self) -> str:
-        """What the other ranks are doing, for an error of the operation that this rank is in."""
+        """Say what the other ranks are doing, for an error of the operation this rank is in."""
         wait = self._status.wait
         return self._try_to_explain(wait, self._states) if wait else ""
 
     def _run(self, duty: Callable[[], None]) -> None:
-        """An error ends the job: it would go on unwatched."""
+        """Do a duty again and again; an error ends the job, which would go on unwatched."""
         try:
             while not self._done.wait(self._period):
                 duty()
         except BaseException:
             if self._done.is_set():
                 return
-            host = self._members[self._rank].host
-            words = (
-                f"hpczero: rank {self._rank} on {host}: the watchdog failed, and so the job ends"
-            )
+            words = f"{self._speaker()}: the watchdog failed, and so the job ends"
             self._leave(
                 lambda: print(f"{words}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
             )
 
-    def _end_what_waits(self) -> None:
+    def _end_if_stuck(self) -> None:
         wait = self._status.wait
         waited = time.monotonic() - wait.since if wait else 0.0
         if wait and (waited > self._seconds or (waited > self._period and self._is_hopeless(wait))):
-            self._leave(lambda: self._speak(wait))
+            self._leave(lambda: self._report(wait))
 
-    def _leave(self, speak: Callable[[], object]) -> None:
-        """End this process with code 1, having spoken, whatever comes of that."""
+    def _leave(self, report: Callable[[], object]) -> None:
+        """End this process with code 1 after the report, whatever comes of that."""
         with contextlib.suppress(RuntimeError):  # no more threads are to be had
             threading.Thread(target=_leave_late, name="hpczero-end", daemon=True).start()
         try:
-            speak()
+            report()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -148,52 +142,56 @@ class Watch:
             os._exit(1)
 
     def _is_hopeless(self, wait: Wait) -> bool:
-        """Another rank is in a different operation or has ended; seen twice, as slots are read while they are written."""
-        states = self._states_here()
+        """Return True if another rank is in a different operation or has ended.
+
+        It must be seen twice, as slots are read while they are written.
+        """
+        states = self._states_on_node()
         judged = verdict.judge(self._question(wait, states), states)
         if verdict.DIFFERENT not in judged.values() and not self._ended(judged, states):
             return False
         suspected, self._suspected = self._suspected, wait
         return suspected is wait
 
-    # ------------------------------------------------------------------------------------------------------ what the ranks do
+    # ------------------------------------------------------------------------ states of the ranks
 
-    def _states_here(self, whole: bool = True) -> dict[int, RankState]:
+    def _states_on_node(self, whole: bool = True) -> dict[int, RankState]:
         now = time.monotonic()
         return {rank: read(slot, now, whole) for rank, slot in self._slots.items()}
 
     def _states(self) -> dict[int, RankState]:
-        """Of this node's ranks, and of those that other nodes have written down."""
-        states = self._states_here()
-        for node in (
-            {member.node for member in self._members.values()} - {self._node}
-            if self._folder
-            else ()
-        ):
-            written = self._written(node)
+        """Return the states of this node's ranks, and those that other nodes have published."""
+        states = self._states_on_node()
+        if not self._folder:
+            return states
+        for node in {member.node for member in self._members.values()} - {self._node}:
+            written = self._published_by(node)
             ago = max(0.0, time.time() - written["at"])
-            states |= {int(rank): _state(facts, ago) for rank, facts in written["states"].items()}
+            published = written["states"].items()
+            states |= {int(rank): RankState.published(facts, ago) for rank, facts in published}
         return states
 
-    def _written(self, node: int) -> dict[str, Any]:
+    def _published_by(self, node: int) -> dict[str, Any]:
         try:
             return json.loads(self._file("json", node).read_text())
         except (OSError, ValueError):
             return {"at": 0.0, "states": {}, "stacks": {}}
 
-    def _tell_others(self) -> None:
-        """Write down what the node's ranks do, when nothing has happened for long on more of them than before."""
-        states = self._states_here(whole=False)
+    def _publish(self) -> None:
+        """Write the node's file, when more ranks than before have long done nothing.
+
+        One rank of them writes; a rank that waits is able to.
+        """
+        states = self._states_on_node(whole=False)
         resting = {rank for rank, state in states.items() if state.resting > self._seconds / 2}
-        if resting <= self._told:
-            self._told = resting
+        is_more = not resting <= self._published
+        self._published = resting
+        if not is_more:
             return
-        self._told = resting
-        if self._rank != min(
-            resting, key=lambda rank: (states[rank].waited is None, rank)
-        ):  # one that waits is able to write
+        writer = min(resting, key=lambda rank: (states[rank].waited is None, rank))
+        if writer != self._rank:
             return
-        states = self._states_here()
+        states = self._states_on_node()
         silent = [rank for rank in sorted(resting) if states[rank].waited is None]
         facts = {
             "at": time.time(),
@@ -207,39 +205,38 @@ class Watch:
         return self._folder / f"node-{self._node if node is None else node:04}.{ending}"
 
     def _write(self, path: Path, text: str) -> None:
-        """Whole or not at all. That the folder cannot be written to must not keep the job from ending."""
+        """Write the whole file or nothing; a folder that fails must not keep the job alive."""
         new = path.with_name(f".{path.name}.{self._rank}")
         with contextlib.suppress(OSError, InputError):
             own_folder(path.parent)
             write_text(new, text)
             rename(new, path)
 
-    # -------------------------------------------------------------------------------------------------------------- the stacks
+    # -------------------------------------------------------------------------------- the report
 
-    def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> dict[int, str]:
-        here = [rank for rank in ranks if rank in self._slots][:_ASKED_FOR_STACKS]
-        written = _ask_for_stacks([states[rank] for rank in here])
-        return {rank: stacks for rank, stacks in zip(here, written, strict=True) if stacks}
-
-    # ----------------------------------------------------------------------------------------------------------------- the end
-
-    def _speak(self, wait: Wait) -> None:
-        states = self._states_here()
+    def _report(self, wait: Wait) -> None:
+        states = self._states_on_node()
         self._status.last_words()
-        if not self._may_speak(states):
-            time.sleep(_SPEAKING)
+        if not self._may_report(states):
+            time.sleep(_REPORTING)
             return
-        said = self._try_to_explain(wait, self._states)
-        words = f"hpczero: rank {self._rank} on {self._members[self._rank].host}: {said}"
+        words = f"{self._speaker()}: {self._try_to_explain(wait, self._states)}"
         if self._is_first_node():
             print(words, file=sys.stderr, flush=True)
         if self._folder:
             self._write(self._file("txt"), words)
 
-    def _may_speak(self, states: Mapping[int, RankState]) -> bool:
-        """The first of the node's ranks to lock a file of the lowest one's; where that cannot be reached, every rank speaks."""
+    def _speaker(self) -> str:
+        return f"hpczero: rank {self._rank} on {self._members[self._rank].host}"
+
+    def _may_report(self, states: Mapping[int, RankState]) -> bool:
+        """Return True for the first of the node's ranks to lock a file of the lowest rank's.
+
+        Where that file cannot be reached, every rank reports.
+        """
         try:
-            self._claim = open(_stacks_file(states[min(self._slots)]), "rb")  # noqa: SIM115  # open, and so locked, until the end
+            # Stays open, and so locked, until the end.
+            self._claim = open(_stacks_file(states[min(self._slots)]), "rb")  # noqa: SIM115
             fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -260,7 +257,7 @@ class Watch:
         return True
 
     def _try_to_explain(self, wait: Wait, states: Callable[[], Mapping[int, RankState]]) -> str:
-        """Who does not come; where that fails, at least what this rank waits for."""
+        """Say who does not come; where that fails, at least what this rank waits for."""
         try:
             return self._explain(wait, states())
         except Exception:
@@ -271,76 +268,60 @@ class Watch:
     def _explain(self, wait: Wait, states: Mapping[int, RankState]) -> str:
         question = self._question(wait, states)
         judged = verdict.judge(question, states)
-        here = {rank: _process(states[rank]) for rank in self._slots if rank in states}
-        gone = [rank for rank, note in here.items() if note in (_ENDED, _STOPPED)]
+        processes = {rank: _process(states[rank]) for rank in self._slots if rank in states}
+        gone = [rank for rank, note in processes.items() if note in (_ENDED, _STOPPED)]
         suspects = verdict.suspects(question, judged, states, gone)
-        notes = {rank: here[rank] for rank in judged if here.get(rank)}
+        notes = {rank: processes[rank] for rank in judged if processes.get(rank)}
         hosts = {rank: member.host for rank, member in self._members.items()}
         lines = [f"{question.place}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
         lines += verdict.cause(suspects, hosts)
         lines += verdict.account(question, judged, states, hosts, notes)
-        wrong = [
-            rank
-            for rank, kind in judged.items()
-            if kind in (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)
-        ]
-        wrong = [*suspects, *(rank for rank in wrong if rank not in suspects)]
-        stacks = (
-            self._stacks_of([self._rank], states)
-            | self._stacks_of(wrong, states)
-            | self._stacks_elsewhere(wrong)
-        )
-        for rank, text in stacks.items():
+        missing = (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)
+        wrong = dict.fromkeys([*suspects, *(rank for rank in judged if judged[rank] in missing)])
+        stacks = self._stacks_of([self._rank], states) | self._stacks_of(wrong, states)
+        for rank, text in (stacks | self._stacks_elsewhere(wrong)).items():
             lines += [f"stacks of rank {rank} on {hosts[rank]}:", text.rstrip()]
         return "\n".join(lines)
 
-    def _ended(self, judged: Mapping[int, str], states: Mapping[int, RankState]) -> list[int]:
-        """Those of this node that have not come and never will."""
-        absent = [
-            rank for rank, kind in judged.items() if kind == verdict.ABSENT and rank in self._slots
-        ]
-        return [rank for rank in absent if _process(states[rank]) == _ENDED]
+    def _stacks_of(self, ranks: Iterable[int], states: Mapping[int, RankState]) -> dict[int, str]:
+        asked = [rank for rank in ranks if rank in self._slots][:_ASKED_FOR_STACKS]
+        written = _ask_for_stacks([states[rank] for rank in asked])
+        return {rank: stacks for rank, stacks in zip(asked, written, strict=True) if stacks}
 
-    def _stacks_elsewhere(self, ranks: Sequence[int]) -> dict[int, str]:
+    def _stacks_elsewhere(self, ranks: Collection[int]) -> dict[int, str]:
         if not self._folder:
             return {}
-        nodes = {self._members[rank].node for rank in ranks} - {self._node}
-        written = {
-            int(rank): text
-            for node in nodes
-            for rank, text in self._written(node)["stacks"].items()
-        }
-        return {rank: text for rank, text in written.items() if rank in ranks}
+        stacks: dict[int, str] = {}
+        for node in {self._members[rank].node for rank in ranks} - {self._node}:
+            published = self._published_by(node)["stacks"]
+            stacks |= {int(rank): text for rank, text in published.items() if int(rank) in ranks}
+        return stacks
+
+    def _ended(self, judged: Mapping[int, str], states: Mapping[int, RankState]) -> list[int]:
+        """Return the ranks of this node that have not come and never will."""
+        here = [rank for rank in judged if rank in self._slots and judged[rank] == verdict.ABSENT]
+        return [rank for rank in here if _process(states[rank]) == _ENDED]
 
     def _question(self, wait: Wait, states: Mapping[int, RankState]) -> Question:
-        place = wait.place
-        label = place.label.decode(errors="replace")
+        point = wait.place
+        label = point.label.decode(errors="replace")
         missing = None if wait.missing is None else set(wait.missing())
-        if place.entry < 0:
-            return Question(label, self._rank, place.ranks, missing=missing)
-        axis, group = self._status.group_at(place.entry)
+        if point.entry < 0:
+            return Question(label, self._rank, point.ranks, missing=missing)
+        axis, group = self._status.group_at(point.entry)
         started = states[self._rank].started.get(group, [])
-        words, ranks = in_words(label, axis, place.number), self._status.ranks_of[place.entry]
-        return Question(words, self._rank, ranks, group, axis, place.number, started, missing)
+        words = in_words(label, axis, point.number)
+        ranks = self._status.ranks_of[point.entry]
+        return Question(words, self._rank, ranks, group, axis, point.number, started, missing)
 
 
 def _leave_late() -> None:
-    time.sleep(_SPEAKING)
+    time.sleep(_REPORTING)
     os._exit(1)
 
 
-def _state(facts: dict[str, Any], ago: float) -> RankState:
-    """As written down so many seconds ago; nothing has happened since, or it would have been written again."""
-    started = {
-        group: [Operation(**operation) for operation in operations]
-        for group, operations in facts["started"].items()
-    }
-    waited = None if facts["waited"] is None else facts["waited"] + ago
-    return RankState(**facts | {"started": started, "idle": facts["idle"] + ago, "waited": waited})
-
-
 def _stacks_file(state: RankState) -> str:
-    """Of a process of this node; only if the id still is that process's."""
+    """Name the file for the stacks of a process of this node, if the id still is that process's."""
     path = f"/proc/{state.pid}/fd/{state.stacks}"
     if state.namespace != process_namespace() or _STACKS not in os.readlink(path):
         raise FileNotFoundError(path)
@@ -348,17 +329,18 @@ def _stacks_file(state: RankState) -> str:
 
 
 def _ask_for_stacks(states: Sequence[RankState]) -> list[str]:
-    """The stacks of all threads of these processes, which are given the same short time to write
-    them; "" for one that does not, or cannot be asked.
+    """Return the stacks of all threads of these processes.
+
+    All have the same short time to write them; "" for one that does not, or cannot be asked.
     """
     with contextlib.ExitStack() as files:
-        asked = [_asked(state, files) for state in states]
+        answers = [_ask(state, files) for state in states]
         deadline = time.monotonic() + _WRITING
-        return [_read_once_written(*one, deadline) if one else "" for one in asked]
+        return [_read_once_written(*answer, deadline) if answer else "" for answer in answers]
 
 
-def _asked(state: RankState, files: contextlib.ExitStack) -> tuple[int, int] | None:
-    """The descriptor from which its answer can be read, and where that begins."""
+def _ask(state: RankState, files: contextlib.ExitStack) -> tuple[int, int] | None:
+    """Ask for stacks; return the descriptor to read them from, and where they begin."""
     try:
         descriptor = os.open(_stacks_file(state), os.O_RDONLY | os.O_CLOEXEC)
         files.callback(os.close, descriptor)
@@ -381,17 +363,11 @@ def _read_once_written(descriptor: int, begin: int, deadline: float) -> str:
 
 
 def _process(state: RankState) -> str:
-    """What is amiss with a process of this node; "" where nothing is, or it cannot be told."""
+    """Say what is amiss with a process of this node; "" if nothing is, or it cannot be told."""
     if state.namespace != process_namespace():
         return ""
     try:
         letter = (Path("/proc") / str(state.pid) / "stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return _ENDED
-    return {
-        "Z": _ENDED,
-        "X": _ENDED,
-        "T": _STOPPED,
-        "t": _STOPPED,
-        "D": "its process waits for a disk or a file server",
-    }.get(letter, "")
+    return _PROCESS_STATES.get(letter, "")

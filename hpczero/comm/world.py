@@ -94,7 +94,7 @@ class World(Nodes):
 
     @property
     def is_watched(self) -> bool:
-        """Whether a watchdog runs; a part of a world is not watched by itself."""
+        """True if a watchdog runs; a part of a world is not watched by itself."""
         return self._is_part or self._watch is not None
 
     def watch(self, seconds: float, folder: Path | None = None) -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hpczero import machine
-from hpczero.comm.node_group import NodeWindow
-from hpczero.comm.shared_memory import shortage
+from hpczero.comm.shared_memory import NodeWindow, shortage
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 

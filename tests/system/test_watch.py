@@ -17,7 +17,7 @@ PROGRAM = """
 import os, sys, time
 from pathlib import Path
 import torch
-from hpczero.comm.node_group import NodeWindow
+from hpczero.comm.shared_memory import NodeWindow
 from hpczero.comm.world import World
 from hpczero.device import CPU
 from tests.queued import Queued
@@ -312,7 +312,7 @@ def test_calls_of_the_world_that_do_not_fit(tmp_path: Path) -> None:
         tmp_path,
         "share",
         "not all ranks are in the same operation",
-        r"number \d along world is (share|collect) there, (share|collect) here",
+        r"number \d along world is (broadcast|gather)_objects? there, (broadcast|gather)_objects? here",
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from hpczero.comm.connection import Connection, Means
 from hpczero.comm.mpi_backend import Order
 from hpczero.comm.progress import Limits
+from hpczero.comm.status import WaitPoint
 from hpczero.comm.torch_backend import Native
 from hpczero.device import Device
 from hpczero.model.families import layers
@@ -59,7 +60,7 @@ def rounds(bucket: int, sizes: list[int]) -> tuple[int, int]:
     native = Native(processes, Meeting(), 0, bucket, Order(None))  # type: ignore[arg-type]
     for size in sizes:
         tensor = torch.empty(size, dtype=torch.bfloat16, device="meta")
-        for requests in native.reduce_scatter(tensor, lambda *_: None, 0):
+        for requests in native.reduce_scatter(tensor, lambda *_: None, WaitPoint(b""), 0):
             assert all(request.Test() for request in requests)
     return processes.rounds, native.buffered
 

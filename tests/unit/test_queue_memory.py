@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpczero.comm.connection import Connection, Means
 from hpczero.comm.mpi_backend import ByMessages, Order, combine_into
 from hpczero.comm.progress import Limits
+from hpczero.comm.status import WaitPoint
 from hpczero.comm.torch_backend import Native
 from tests.carriers import FakeMpi, Silent
 from tests.queued import Queued
 
 RANKS = 3
-LENGTH = 12
+LENGTH = 3 * 4096  # elements: more than an all_reduce takes for a tiny tensor
+POINT = WaitPoint(b"")
 
 
 class Allocations(TorchDispatchMode):
@@ -65,12 +67,12 @@ def test_starting_an_operation_makes_nothing_outside_of_its_queue(carrier: Any) 
     parts = list(torch.zeros(RANKS, 4).unbind())
     combine = combine_into(shard, "sum")
     with Allocations() as found:
-        carrier.all_reduce_tiny(one, "sum", 0, None)
-        carrier.all_reduce(whole, "sum", 0)
-        carrier.reduce_scatter(whole, combine, 0)
-        carrier.all_gather(whole, shard, 0)
-        carrier.exchange(parts, parts, 0)
-        carrier.broadcast(whole, 0, 0)
+        carrier.all_reduce(one, "sum", POINT, 0)
+        carrier.all_reduce(whole, "sum", POINT, 0)
+        carrier.reduce_scatter(whole, combine, POINT, 0)
+        carrier.all_gather(whole, shard, POINT, 0)
+        carrier.exchange(parts, parts, POINT, 0)
+        carrier.broadcast(whole, 0, POINT, 0)
     assert not found.made
 
 
