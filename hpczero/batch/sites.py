@@ -15,7 +15,7 @@ from hpczero.batch import command
 from hpczero.errors import HpczeroError, InputError
 from hpczero.planner.memory import Hardware, Platform, device_of
 from hpczero.spec import site_profile as profiles
-from hpczero.spec.reference import toml_value
+from hpczero.spec.load import toml_value
 from hpczero.spec.schema import VARIABLE, WALLTIME, WORD, Batch, Spec, Table
 from hpczero.text import clock, listed, printable
 

@@ -33,8 +33,7 @@ from hpczero.data.supply import look
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
 from hpczero.safe_files import make_folder, own_folder, write_text
-from hpczero.spec.load import load, to_toml
-from hpczero.spec.reference import toml_value
+from hpczero.spec.load import load, to_toml, toml_value
 from hpczero.spec.schema import Batch, Spec
 from hpczero.text import listed, shown
 from hpczero.train import run_directory

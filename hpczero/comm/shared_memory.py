@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Generator, Sequence
 from ctypes import memmove
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from hpczero.comm.mpi_backend import TINY, Combine, combine_parts, mismatch, sha
 from hpczero.comm.progress import Progress, Steps
 from hpczero.comm.status import Status, WaitPoint
 from hpczero.errors import InputError
-
-if TYPE_CHECKING:
-    from hpczero.comm.world import World
 
 PAGE = 4096
 LINE = 64  # bytes of a cache line
@@ -129,6 +126,22 @@ def _address(memory: memoryview) -> int:
 # ------------------------------------------------------------------------ windows with counters
 
 
+class SharesMemory(Protocol):
+    """Ranks that can share memory: `Nodes`."""
+
+    rank: int
+    status: Status
+    progress: Progress
+
+    def numbers(self, ranks: Sequence[int]) -> tuple[int, ...]: ...
+
+    def share_memory(
+        self, ranks: Sequence[int], name: str, size: int, cleared: int
+    ) -> SharedBlocks: ...
+
+    def unshare_memory(self, shared: SharedBlocks, ranks: Sequence[int]) -> None: ...
+
+
 class NodeWindow:
     """Memory that ranks of one node share; built with `NodeWindow.allocate`.
 
@@ -141,7 +154,12 @@ class NodeWindow:
     """
 
     def __init__(
-        self, name: str, world: "World", ranks: Sequence[int], shared: SharedBlocks, counters: int
+        self,
+        name: str,
+        world: SharesMemory,
+        ranks: Sequence[int],
+        shared: SharedBlocks,
+        counters: int,
     ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
@@ -159,7 +177,7 @@ class NodeWindow:
     @classmethod
     def allocate(
         cls,
-        world: "World",
+        world: SharesMemory,
         ranks: Sequence[int],
         size: int,
         counters: int = 64,

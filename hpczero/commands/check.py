@@ -12,8 +12,7 @@ from hpczero.errors import InputError
 from hpczero.safe_files import write_new
 from hpczero.spec import site_profile
 from hpczero.spec.keys import flat, keys, no_such_key
-from hpczero.spec.load import Loaded, load
-from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text, to_start_from
+from hpczero.spec.load import ROLES, Loaded, as_data, as_markdown, as_text, load, to_start_from
 from hpczero.spec.rules import unavailable, without_effect
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, shown

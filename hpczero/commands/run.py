@@ -5,7 +5,7 @@ import sys
 
 from hpczero import env, kernel_cache
 from hpczero.text import line
-from hpczero.train.terminal import Tolerant
+from hpczero.train.console import Tolerant
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,8 +18,7 @@ from hpczero import safe_files
 from hpczero.data.corpus import Tokenizer, token_dtype
 from hpczero.data.raw_files import BLOCK, Blocks, RawFile, blocks_of, checksum, writing
 from hpczero.errors import InputError
-from hpczero.hdf5.datatypes import NotPlain
-from hpczero.hdf5.reader import Dataset, PlainFile
+from hpczero.hdf5.reader import Dataset, NotPlain, PlainFile
 from hpczero.text import printable
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import Any
 from hpczero.batch.job import BatchJob, Here, plan
 from hpczero.batch.render import render
 from hpczero.batch.sites import all_names
-from hpczero.spec.load import load
-from hpczero.spec.reference import toml_value
+from hpczero.spec.load import load, toml_value
 
 FOLDER = Path(__file__).parent / "golden"
 HERE = Here(folder="/work/jobs", environment="/work/venv", schedulers=())

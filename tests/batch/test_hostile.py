@@ -21,8 +21,7 @@ from hpczero.batch import render as header
 from hpczero.batch.job import BatchJob, Here, plan
 from hpczero.batch.render import render, words
 from hpczero.errors import InputError
-from hpczero.spec.load import load
-from hpczero.spec.reference import toml_value
+from hpczero.spec.load import load, toml_value
 
 EVIL = [
     "$(touch HERE)",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpczero_kernels.attention import attention, attention_reference, supports
+from hpczero_kernels.operations import attention, attention_reference, supports
 
 SHAPES = [
     (4, 16, 128, 64),

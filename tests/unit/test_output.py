@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.text import duration, line, number, value
-from hpczero.train import console, terminal
+from hpczero.train import console
 from hpczero.train.console import Lines
 from hpczero.train.summary import Pace, shares
 from tests.launch import on_a_terminal
@@ -215,7 +215,7 @@ def test_a_pipe_from_a_terminal_gets_lines() -> None:
     "option", ["--output", "-outfile-pattern=x", "--tag-output", "-l", "-prepend-rank"]
 )
 def test_a_launcher_that_rewrites_the_output_is_no_terminal(option: str) -> None:
-    assert terminal._redirects(["mpirun", option, "-n", "2", "python"])
-    assert not terminal._redirects(
+    assert console._redirects(["mpirun", option, "-n", "2", "python"])
+    assert not console._redirects(
         ["mpirun", "-n", "2", "-launcher", "ssh", "--oversubscribe", "python"]
     )

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from hpczero.commands.check import check
 from hpczero.errors import InputError
 from hpczero.spec.keys import flat, keys, tables
-from hpczero.spec.load import load, to_toml
-from hpczero.spec.reference import to_start_from
+from hpczero.spec.load import load, to_start_from, to_toml
 from hpczero.spec.schema import Spec
 
 TEXTS = [to_toml(Spec()), to_start_from("fuzz"), 'extends = "other.toml"\n[train]\nsteps = 3\n']

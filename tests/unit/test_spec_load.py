@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hpczero.errors import InputError
 from hpczero.spec.keys import flat, keys
-from hpczero.spec.load import differences, load, to_toml
-from hpczero.spec.reference import toml_value
+from hpczero.spec.load import differences, load, to_toml, toml_value
 from hpczero.spec.rules import contradictions, unavailable, without_effect
 from hpczero.spec.schema import Model, Parallel, Spec
 

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.spec.keys import about, flat, keys, nearest, tables
-from hpczero.spec.load import load
-from hpczero.spec.reference import ROLES, as_data, as_markdown, as_text, to_start_from
+from hpczero.spec.load import ROLES, as_data, as_markdown, as_text, load, to_start_from
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, shown
 

@@ -14,7 +14,7 @@ EXCEPTIONS = {
     "hpczero/hdf5/in_memory.py": {"h5py.File"},  # into memory: `Pages`
     "hpczero/data/token_file.py": {"h5py.File"},  # likewise
     "hpczero/train/trace_file.py": {"gzip.open"},  # into a file that the module has opened
-    "hpczero/train/terminal.py": {"os.open"},  # a terminal that is there, to ask whether it is one
+    "hpczero/train/console.py": {"os.open"},  # a terminal that is there, to ask whether it is one
 }
 MODES = set("wax+")
 FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND", "O_TMPFILE"}
