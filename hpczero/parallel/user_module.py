@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
-from hpczero.parallel.values import reset_of
 from hpczero.parallel.zero.gather import used_around_others
+from hpczero.parallel.zero.state_dict import reset_of
 from hpczero.parallel.zero.unit import taken
 from hpczero.text import printable
 
