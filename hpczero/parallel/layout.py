@@ -85,13 +85,13 @@ def tensor_part(parameter: Parameter, ranks: int, rank: int) -> Slices:
     """The rectangle of a parameter that one of the tensor ranks holds: all of it, unless it is split."""
     whole = [slice(0, length) for length in parameter.shape]
     if parameter.split is not None:
-        whole[parameter.split] = share(
+        whole[parameter.split] = shard_range(
             parameter.shape[parameter.split], parameter.grain, ranks, rank
         )
     return tuple(whole)
 
 
-def share(length: int, grain: int, ranks: int, rank: int) -> slice:
+def shard_range(length: int, grain: int, ranks: int, rank: int) -> slice:
     """Rank's part of `length` elements dealt out in grains (a head's columns stay together); the first ranks may get one grain more."""
     grains, more = divmod(-(-length // grain), ranks)
     first = rank * grains + min(rank, more)
