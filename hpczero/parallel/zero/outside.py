@@ -1,4 +1,4 @@
-"""Detection of changes that others make to an engine's module, and protection from their modes.
+"""Guards of an engine's module: changes by others are found, and their modes kept out.
 
 PyTorch counts every write to a parameter, whoever writes. The engine knows the counts after its own
 writes, so a changed count is somebody else's write, which the master weights would never know. A
@@ -169,3 +169,35 @@ def undisturbed(function: Callable[_Arguments, _Result]) -> Callable[_Arguments,
             return function(*arguments, **named)
 
     return alone
+
+
+def without_view(
+    unit_under: Callable[[torch.Tensor], Unit | None], module: nn.Module, leaf: object
+) -> object:
+    """Copy an output of the module that is a view of gathered weights; refuse one in an object."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone() if unit_under(leaf) else leaf
+    attributes = vars(leaf).items() if hasattr(leaf, "__dict__") else ()
+    for name, value in attributes:
+        if isinstance(value, torch.Tensor) and unit_under(value):
+            what = f"a view of its weights as {name} of a {type(leaf).__name__}"
+            raise HpczeroError(
+                f"{type(module).__name__} gives {what}: these weights are gone when it is read"
+                " (zero.stage = 3); give a copy (.clone())"
+            )
+    return leaf
+
+
+@contextmanager
+def explain_missing_hooks() -> Iterator[None]:
+    """Name the way out where torch.func's gradients refuse the hooks that stage 3 needs."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "saved tensor hooks" not in str(problem):
+            raise
+        raise HpczeroError(
+            "zero.stage = 3 sees by hooks which weights autograd saves, and something in this"
+            f" forward does without them ({problem}): use torch.autograd.grad in its place, or take"
+            " zero.stage = 2 (or zero.node_shared = true, with all ranks on one node)"
+        ) from problem
