@@ -84,7 +84,8 @@ class Reduction:
         self._bad: list[tuple[int, int]] = []  # (index in names_backwards, data rank)
         self._index_of: dict[Tensor, tuple[Unit, int]] = {}
         for unit in units:
-            self._index_of |= {own: (unit, index) for index, own in enumerate(unit.parameters)}
+            for index, parameter in enumerate(unit.parameters):
+                self._index_of[parameter] = unit, index
 
     def _set_order(self, units: list[Unit]) -> None:
         """Begin a pass in which the sums of these units start, in this order."""
