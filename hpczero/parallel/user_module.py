@@ -314,7 +314,9 @@ def _difference(of_rank_0: Sequence[Entry], entries: Sequence[Entry], rank: int)
         what = f"rank 0 has {_shown(theirs)} where rank {rank} has {_shown(ours)}"
     way_out = "every rank must build the same module, but for its values"
     if ours and theirs and _names(of_rank_0) == _names(entries):
-        way_out += " (Python orders a set differently in every process: sort what you take from it)"
+        way_out += (
+            " (Python orders a set differently in every process: sort what you take from one)"
+        )
     return f"the ranks' modules differ: {printable(what)}; {way_out}"
 
 
