@@ -1,9 +1,9 @@
-"""Where every element of the model lies (pure): the one source for the engine, checkpoints and the planner.
+"""Position of every element of the model (pure), for the engine, checkpoints and the planner.
 
-A *unit* is what is gathered, reduced and stepped together: the parameters of one layer, one after the other in a flat buffer, each
-beginning at a multiple of 64 elements. The buffer is cut into `shards` equal shards, padded so that each is a multiple of 64 elements; data
-rank r owns shard r.
-A parameter that tensor parallelism cuts lies in the buffer as this tensor rank's part of it.
+A *unit* is what is gathered, reduced and stepped together: the parameters of one layer, one after
+the other in a flat buffer, each beginning at a multiple of 64 elements. The buffer is cut into
+`shards` equal shards, padded so that each is a multiple of 64 elements; data rank r owns shard r.
+Of a parameter that tensor parallelism cuts, the buffer has this tensor rank's part.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,10 @@ Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """A parameter in its unit: `held` is the rectangle of the logical tensor that this tensor rank holds, at elements offset .. stop - 1."""
+    """A parameter in its unit, at elements offset .. stop - 1 of the buffer.
+
+    `held`: the rectangle of the logical tensor that this tensor rank holds.
+    """
 
     parameter: Parameter
     held: Slices
@@ -34,11 +37,17 @@ class ParameterSlot:
         return self.offset + prod(self.shape)
 
     def logical(self, start: int, stop: int) -> Iterator[slice]:
-        """Where elements start .. stop - 1 of this rank's part, flattened, lie in the flattened logical parameter: stretches, in order."""
+        """Yield where elements start .. stop - 1 of this rank's part lie in the logical parameter.
+
+        Both are flattened; the stretches come in order.
+        """
         return stretches_of_part(self.parameter.shape, self.held, start, stop)
 
     def rectangles(self, start: int, stop: int) -> Iterator[Slices]:
-        """Elements start .. stop - 1 of the unit's buffer, all of this parameter, as rectangles of the logical tensor, in that order."""
+        """Yield the rectangles of the logical tensor at elements start .. stop - 1 of the buffer.
+
+        All these elements are of this parameter; the rectangles come in their order.
+        """
         for inner in rectangles(self.shape, start - self.offset, stop - self.offset):
             yield tuple(
                 slice(base.start + part.start, base.start + part.stop)
@@ -61,38 +70,40 @@ class UnitLayout:
         return slice(index * self.shard_size, (index + 1) * self.shard_size)
 
     def stretches(self, start: int, stop: int) -> Iterator[tuple[ParameterSlot, slice]]:
-        """The parameters that lie in elements start .. stop - 1 of the buffer, each with the elements of the buffer that are its own there."""
-        for place in self.slots:
-            first, last = max(start, place.offset), min(stop, place.stop)
+        """Yield the parameters in elements start .. stop - 1 of the buffer, each with its own."""
+        for slot in self.slots:
+            first, last = max(start, slot.offset), min(stop, slot.stop)
             if first < last:
-                yield place, slice(first, last)
+                yield slot, slice(first, last)
 
 
 def unit_layout(
     layer: Layer, shards: int = 1, tensor_ranks: int = 1, tensor_rank: int = 0
 ) -> UnitLayout:
-    places, offset = [], 0
+    slots, offset = [], 0
     for parameter in layer.parameters:
-        places.append(
-            ParameterSlot(parameter, tensor_part(parameter, tensor_ranks, tensor_rank), offset)
-        )
-        offset += -(-prod(places[-1].shape) // ALIGNMENT) * ALIGNMENT
+        held = tensor_part(parameter, tensor_ranks, tensor_rank)
+        slot = ParameterSlot(parameter, held, offset)
+        slots.append(slot)
+        offset = -(-slot.stop // ALIGNMENT) * ALIGNMENT
     shard_size = -(-offset // (shards * ALIGNMENT)) * ALIGNMENT
-    return UnitLayout(layer.name, tuple(places), shards, shard_size)
+    return UnitLayout(layer.name, tuple(slots), shards, shard_size)
 
 
 def tensor_part(parameter: Parameter, ranks: int, rank: int) -> Slices:
-    """The rectangle of a parameter that one of the tensor ranks holds: all of it, unless it is split."""
-    whole = [slice(0, length) for length in parameter.shape]
-    if parameter.split is not None:
-        whole[parameter.split] = share(
-            parameter.shape[parameter.split], parameter.grain, ranks, rank
-        )
-    return tuple(whole)
+    """Return the rectangle of a parameter that a tensor rank holds: all, unless it is split."""
+    held = [slice(0, length) for length in parameter.shape]
+    dim = parameter.split
+    if dim is not None:
+        held[dim] = shard_range(parameter.shape[dim], parameter.grain, ranks, rank)
+    return tuple(held)
 
 
-def share(length: int, grain: int, ranks: int, rank: int) -> slice:
-    """Rank's part of `length` elements dealt out in grains (a head's columns stay together); the first ranks may get one grain more."""
+def shard_range(length: int, grain: int, ranks: int, rank: int) -> slice:
+    """Return the rank's range of `length` elements, dealt out in grains.
+
+    A head's columns are one grain and stay together. The first ranks may get one grain more.
+    """
     grains, more = divmod(-(-length // grain), ranks)
     first = rank * grains + min(rank, more)
     last = first + grains + (rank < more)
@@ -102,33 +113,36 @@ def share(length: int, grain: int, ranks: int, rank: int) -> slice:
 def stretches_of_part(
     shape: tuple[int, ...], part: Slices, start: int, stop: int
 ) -> Iterator[slice]:
-    """Elements start .. stop - 1 of a rectangle `part` of a tensor, in memory order of a copy of it: where they lie in the flattened tensor.
+    """Yield where elements start .. stop - 1 of a rectangle `part` lie in the flattened tensor.
 
-    As few stretches as possible; together they are as long as stop - start.
+    The elements are numbered in the memory order of a copy of the rectangle. The stretches are as
+    few as possible; together they are as long as stop - start.
     """
     lengths = [cut.stop - cut.start for cut in part]
-    inner = len(
-        shape
-    )  # dimensions from here on are whole, so that their elements lie together in both
+    inner = len(shape)  # dimensions from here on are whole: contiguous in both
     while inner and lengths[inner - 1] == shape[inner - 1]:
         inner -= 1
-    dim = max(inner - 1, 0)  # the last one that is cut: its run of elements lies together too
-    run, base = prod(lengths[dim:]), part[dim].start * prod(shape[dim + 1 :]) if shape else 0
+    dim = max(inner - 1, 0)  # the last one that is cut: its run of elements is contiguous too
+    run = prod(lengths[dim:])
+    base = part[dim].start * prod(shape[dim + 1 :]) if shape else 0
     while start < stop:
         row, offset = divmod(start, run)
         count = min(run - offset, stop - start)
-        row_of_whole, stride = 0, 1
+        logical_row, stride = 0, 1
         for outer in reversed(range(dim)):
             row, index = divmod(row, lengths[outer])
-            row_of_whole += (part[outer].start + index) * stride
+            logical_row += (part[outer].start + index) * stride
             stride *= shape[outer]
-        first = row_of_whole * prod(shape[dim:]) + base + offset
+        first = logical_row * prod(shape[dim:]) + base + offset
         yield slice(first, first + count)
         start += count
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Slices]:
-    """Elements start .. stop - 1 of a tensor in memory order, as rectangles in that order (at most 2 x dimensions - 1 of them)."""
+    """Yield elements start .. stop - 1 of a tensor, in memory order, as rectangles.
+
+    There are at most 2 x dimensions - 1 of them.
+    """
     if start >= stop:
         return
     if len(shape) <= 1:
@@ -139,14 +153,12 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Slices
     if first_row > last_row:  # all inside one row
         yield from _in_row(shape, start // row, start % row, stop - start // row * row)
         return
-    yield from (
-        _in_row(shape, first_row - 1, row - (first_row * row - start), row)
-        if start < first_row * row
-        else ()
-    )
+    if start < first_row * row:
+        yield from _in_row(shape, first_row - 1, row - (first_row * row - start), row)
     if first_row < last_row:
         yield (slice(first_row, last_row), *(slice(0, length) for length in shape[1:]))
-    yield from _in_row(shape, last_row, 0, stop - last_row * row) if last_row * row < stop else ()
+    if last_row * row < stop:
+        yield from _in_row(shape, last_row, 0, stop - last_row * row)
 
 
 def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Slices]:
@@ -154,20 +166,16 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
         yield (slice(row, row + 1), *inner)
 
 
-# Where parts lie in a space of constant size, as they come and go (pure).
-_ALIGNMENT = 64
-
-
 class Gaps:
-    """First fit over elements 0 .. size - 1; parts begin at multiples of 64 elements."""
+    """First-fit allocation over elements 0 .. size - 1; parts begin at multiples of 64 elements."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._taken: dict[int, int] = {}  # first element -> number of elements
 
     def take(self, elements: int) -> int | None:
-        """The first element of a part of so many, or None where no gap is large enough."""
-        length = -(-elements // _ALIGNMENT) * _ALIGNMENT
+        """Return the first element of a part of so many; None if no gap is large enough."""
+        length = -(-elements // ALIGNMENT) * ALIGNMENT
         end = 0
         for first in [*sorted(self._taken), self.size]:
             if first - end >= length:

@@ -32,9 +32,9 @@ from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
 from hpczero.parallel.tensor.linear import residual_of
 from hpczero.parallel.tensor.plan import apply_plan
 from hpczero.parallel.user_module import Layers
-from hpczero.parallel.values import OwnValues, no_values
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
 from hpczero.parallel.zero.engine import Engine
+from hpczero.parallel.zero.state_dict import OwnValues, no_values
 from hpczero.parallel.zero.weights import DTYPES, EngineSettings, ModelParts
 from hpczero.spec.schema import Spec
 

@@ -1,4 +1,4 @@
-"""How an engine's model runs the micro-batches of a step: on one rank as a whole, or as the stages of a pipeline."""
+"""Runners of a step's micro-batches: on one rank as a whole, or as the stages of a pipeline."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -13,8 +13,8 @@ from hpczero.parallel.user_module import Part
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
 
-Call = Callable[[Tensor, MicroBatch], Tensor]  # what a layer does
-Later = Callable[[], float]  # a number that the device may not have made yet
+Call = Callable[[Tensor, MicroBatch], Tensor]  # a layer's forward
+Later = Callable[[], float]  # reads a number that the device may not have made yet
 
 
 class SingleStage:
@@ -24,13 +24,15 @@ class SingleStage:
         self.engine = engine
 
     def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
-        """The gradient of the losses' sum over `tokens`, the step's; what reads the losses' sum. The loss is weighted by tokens, so that every way
-        to cut the global batch gives the same gradient.
+        """Run forward and backward of the step's batches; return a function that reads the loss.
+
+        The gradient and the loss are those of the losses' sum over `tokens`, the tokens of the
+        step: every cut of the global batch gives the same gradient.
         """
-        losses, batches = [], _on_device(batches, self.engine)
-        for number, batch in enumerate(
-            batches
-        ):  # empty ones too: their collectives are the others' as well
+        losses = []
+        batches = _on_device(batches, self.engine)
+        # Empty batches run too: their collectives are also the other ranks'.
+        for number, batch in enumerate(batches):
             with trace.span("forward", number):
                 loss = self.engine(batch)
             with trace.span("backward", number):
@@ -39,7 +41,7 @@ class SingleStage:
         return _sum(losses, self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
-        """The losses of each batch: one for all of it, or, of a model that knows `by_sample`, one for each sample."""
+        """Return the losses of each batch: a single one, or with `by_sample` one per sample."""
         return _all([self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine)
 
     def memory(self) -> dict[str, int]:
@@ -57,16 +59,15 @@ class PipelineStage:
         chunks: Sequence[Sequence[Part]],
         calls: Sequence[Sequence[Call]],
     ) -> None:
-        """`calls`: what the layers of each chunk do, one after the other."""
+        """`calls`: the layers of each chunk as functions, in the order in which they run."""
         self.engine, self.pipeline, self._calls = engine, pipeline, calls
         used = [{unit for _, layer in chunk for unit in engine.units_of(layer)} for chunk in chunks]
-        before: list[set[Unit]] = [set().union(*used[:chunk]) for chunk in range(len(chunks))]
-        # The last backward of a chunk is the last of what earlier ones do not use; where gradients are sharded every backward is summed.
-        self._units = (
-            used
-            if engine.sharded.gradients
-            else [own - earlier for own, earlier in zip(used, before, strict=True)]
-        )
+        if not engine.sharded.gradients:
+            # Backward reaches the first chunk last: it completes units that later chunks use too.
+            # Sharded gradients are summed in every backward, whichever chunk it is of.
+            earlier: list[set[Unit]] = [set().union(*used[:chunk]) for chunk in range(len(chunks))]
+            used = [units - others for units, others in zip(used, earlier, strict=True)]
+        self._units = used
         self._tokens, self._trace = 1, Trace()
 
     def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
@@ -74,7 +75,7 @@ class PipelineStage:
         return _sum(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
-        """Return the losses as above on the last stage; elsewhere zeros, one for each batch."""
+        """Return the losses as `SingleStage` on the last stage; elsewhere zeros, one per batch."""
         self._trace = Trace()
         losses = self.pipeline.evaluate(self, _on_device(batches, self.engine))
         return _all(losses, self.engine) if losses else [[0.0] for _ in batches]
@@ -111,20 +112,21 @@ def _sum(losses: Sequence[Tensor], engine: Engine) -> Later:
 def _all(losses: Sequence[Tensor], engine: Engine) -> list[list[float]]:
     if not losses:
         return []
-    found = iter(
-        _later(torch.cat([loss.detach().reshape(-1).float() for loss in losses]), engine)()
-    )
-    return [list(islice(found, loss.numel())) for loss in losses]
+    joined = torch.cat([loss.detach().reshape(-1).float() for loss in losses])
+    figures = iter(_later(joined, engine)())
+    return [list(islice(figures, loss.numel())) for loss in losses]
 
 
 def _later(values: Tensor, engine: Engine) -> Callable[[], list[float]]:
-    read, settle = engine.device.later(values), engine.axis.group.connection.progress.snapshot()
+    """Return a function that waits for the device and MPI, then gives the values."""
+    read = engine.device.later(values)
+    host_sync = engine.axis.group.connection.progress.snapshot()
 
-    def settled() -> list[float]:
-        settle()
+    def read_after_sync() -> list[float]:
+        host_sync()
         return read()
 
-    return settled
+    return read_after_sync
 
 
 StepRunner = SingleStage | PipelineStage

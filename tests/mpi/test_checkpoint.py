@@ -22,7 +22,6 @@ from hpczero.checkpoint.shard_file import SLOTS
 from hpczero.comm.world import World
 from hpczero.model.families import layers
 from hpczero.parallel.zero.engine import Engine
-from hpczero.parallel.zero.state_dict import gathered
 from hpczero.parallel.zero.unit import Unit
 from hpczero.spec.schema import Spec
 from tests.checkpoints import seal
@@ -63,15 +62,13 @@ def save(world: World, spec: Spec) -> None:
 
 def assert_weights(engine: Engine) -> None:
     """What is computed with are the states' weights, rounded, on every rank."""
-    with gathered(
-        engine, [parameter for unit in engine.units for parameter in unit.parameters], modify=False
-    ):
-        for unit in engine.units:
-            for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                assert torch.equal(
-                    parameter,
-                    truth(place.parameter.name, 0, place.parameter.shape)[place.held].bfloat16(),
-                ), place.parameter.name
+    engine.weights_here()
+    for unit in engine.units:
+        weights = engine._copy(unit) if engine.sharded.parameters else None
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+            values = parameter if weights is None else unit.part(weights, slot)
+            expected = truth(slot.parameter.name, 0, slot.parameter.shape)[slot.held].bfloat16()
+            assert torch.equal(values, expected), slot.parameter.name
 
 
 def assert_whole(path: Path) -> None:

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from hpczero.checkpoint.piece_table import RankShard, stored
 from hpczero.model import families
 from hpczero.model.shapes import ZEROS, Layer, Parameter
-from hpczero.parallel.layout import ALIGNMENT, rectangles, share, stretches_of_part, unit_layout
+from hpczero.parallel.layout import (
+    ALIGNMENT,
+    rectangles,
+    shard_range,
+    stretches_of_part,
+    unit_layout,
+)
 from hpczero.spec.schema import Model
 
 ODD = Model(layers=2, hidden=10, heads=3, vocab=11, seq_len=5, ffn=7)
@@ -39,7 +45,7 @@ def test_rectangles_are_the_stretch_in_order(shape, data):
     [(24, 4, 4), (24, 4, 6), (24, 4, 7), (257, 1, 4), (10, 4, 3), (0, 1, 2), (5, 1, 1)],
 )
 def test_shares_deal_out_whole_grains(length, grain, ranks):
-    parts = [share(length, grain, ranks, rank) for rank in range(ranks)]
+    parts = [shard_range(length, grain, ranks, rank) for rank in range(ranks)]
     assert [element for part in parts for element in range(part.start, part.stop)] == list(
         range(length)
     )
@@ -50,7 +56,7 @@ def test_shares_deal_out_whole_grains(length, grain, ranks):
 
 def test_six_heads_on_four_ranks():
     assert [
-        (part.stop - part.start) // 4 for part in (share(24, 4, 4, rank) for rank in range(4))
+        (part.stop - part.start) // 4 for part in (shard_range(24, 4, 4, rank) for rank in range(4))
     ] == [2, 2, 1, 1]
 
 

@@ -11,7 +11,7 @@ from math import inf, lcm
 
 from hpczero.model.families import family, known
 from hpczero.model.shapes import Layer, Parameter
-from hpczero.parallel.layout import UnitLayout, share, unit_layout
+from hpczero.parallel.layout import UnitLayout, shard_range, unit_layout
 from hpczero.spec.schema import Model, Spec
 
 
@@ -85,7 +85,7 @@ def _apart(
 def handed_on(spec: Spec, tensor_rank: int) -> tuple[int, int]:
     """What a part of the model hands on to the next one of a sequence: [positions, hidden], with sequence parallelism the rank's own positions."""
     ranks = spec.parallel.tensor if spec.parallel.sequence_parallel else 1
-    rows = share(spec.model.seq_len, 1, ranks, tensor_rank if ranks > 1 else 0)
+    rows = shard_range(spec.model.seq_len, 1, ranks, tensor_rank if ranks > 1 else 0)
     return rows.stop - rows.start, spec.model.hidden
 
 

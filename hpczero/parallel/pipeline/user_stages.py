@@ -18,8 +18,8 @@ from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.partition import layers_of, parts
 from hpczero.parallel.step import Call
 from hpczero.parallel.user_module import refuse_changed_in_forward, trained
-from hpczero.parallel.values import reset_of
 from hpczero.parallel.zero.parameters import ShardedParameter
+from hpczero.parallel.zero.state_dict import reset_of
 from hpczero.spec.schema import Parallel
 from hpczero.text import first_few
 

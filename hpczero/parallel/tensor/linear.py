@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from hpczero.comm.group import Group
 from hpczero.model import maps
-from hpczero.parallel.layout import share
+from hpczero.parallel.layout import shard_range
 from hpczero_kernels.dropout import ActivationWindow
 
 # How the residual stream, what layers hand on and add to, lies over the tensor ranks.
@@ -82,7 +82,7 @@ class SequenceParts:
 
     def __init__(self, group: Group, seq_len: int) -> None:
         self.group = group
-        self.parts = [share(seq_len, 1, group.size, rank) for rank in range(group.size)]
+        self.parts = [shard_range(seq_len, 1, group.size, rank) for rank in range(group.size)]
         self.rows = self.parts[group.rank]
         self._lengths = [part.stop - part.start for part in self.parts]
 

@@ -12,13 +12,13 @@ from torch.autograd.function import once_differentiable
 
 from hpczero.comm.group import Group
 from hpczero.model import maps
-from hpczero.parallel.layout import share
+from hpczero.parallel.layout import shard_range
 from hpczero.parallel.tensor.linear import Residual, sum_of_parts
 from hpczero_kernels.cross_entropy import check_targets, losses, part_gradient_, part_statistics
 
 
 def own_tokens(vocab: int, group: Group) -> slice:
-    return share(vocab, 1, group.size, group.rank)
+    return shard_range(vocab, 1, group.size, group.rank)
 
 
 class VocabularyLookup(nn.Module):

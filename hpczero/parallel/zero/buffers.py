@@ -1,6 +1,8 @@
-"""Memory by lifetime: what lives as long as the run comes from few large blocks, taken once, in order; nothing is freed, so nothing fragments.
+"""Memory by lifetime: arenas for what lives as long as the run, regions for what comes and goes.
 
-A block's pages are touched by whoever writes them first, so memory is used (and placed on a NUMA node) only then.
+An arena is a few large blocks, taken once, in order; nothing is freed, so nothing fragments. A
+block's pages are touched by whoever writes them first, so memory is used (and placed on a NUMA
+node) only then. A region has constant size, whatever the size of the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,9 +18,7 @@ _ALIGNMENT = 64  # bytes
 
 
 class Arena:
-    """One block a kind ("weights", "moments", ...). `blocks` are given from outside (a node's shared window); the others are allocated on the
-    device of this name.
-    """
+    """One block for each kind of states ("weights", "moments", ...)."""
 
     def __init__(
         self,
@@ -26,6 +26,7 @@ class Arena:
         blocks: Mapping[str, torch.Tensor] | None = None,
         place: torch.device = CPU.torch,
     ) -> None:
+        """`blocks`: memory from elsewhere (a node's shared window); the rest is allocated."""
         self.sizes = dict(sizes)
         self._blocks = dict(blocks or {})
         for kind, size in sizes.items():
@@ -38,27 +39,22 @@ class Arena:
         start = self._taken[kind]
         size = elements * dtype.itemsize
         assert start + size <= self.sizes[kind], (
-            f"the arena's block for {kind} has {self.sizes[kind]} bytes, {start} are taken, {size} are asked for"
+            f"the arena's block for {kind} has {self.sizes[kind]} bytes,"
+            f" {start} are taken, {size} are asked for"
         )
-        self._taken[kind] = start + room(size)
+        self._taken[kind] = start + -(-size // _ALIGNMENT) * _ALIGNMENT
         return self._blocks[kind][start : start + size].view(dtype).view(shape)
 
 
-def room(size: int) -> int:
-    """What a buffer of `size` bytes takes of its block."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-# A buffer of constant size whose parts come and go: for what is in flight, whatever the size of the model.
 class Region:
-    """One flat tensor; first fit."""
+    """One flat tensor whose parts come and go; first fit."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._gaps = Gaps(memory.numel())
 
     def take(self, elements: int) -> torch.Tensor | None:
-        """A part of so many elements, or None where no gap is large enough."""
+        """Return a part of so many elements; None if no gap is large enough."""
         first = self._gaps.take(elements)
         return None if first is None else self.memory[first : first + elements]
 
@@ -68,28 +64,23 @@ class Region:
         self._gaps.give_back(offset)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """The element at which the tensor begins in the region; None if it lies elsewhere."""
+        """Return the element of the region at which the tensor begins; None if it is elsewhere."""
         if (
             tensor.dtype != self.memory.dtype
             or tensor.untyped_storage().data_ptr() != self.memory.untyped_storage().data_ptr()
         ):
             return None
-        offset, rest = divmod(
-            tensor.data_ptr() - self.memory.data_ptr(), self.memory.element_size()
-        )
-        assert not rest
+        distance = tensor.data_ptr() - self.memory.data_ptr()
+        offset, remainder = divmod(distance, self.memory.element_size())
+        assert not remainder
         return offset if 0 <= offset < self.memory.numel() else None
 
 
-# Parts of regions of constant size, each lent as memory whose users are counted.
-#
-# A part comes back when its borrower gives it back *and* nobody else sees it any more: a view that
-# somebody has kept, wherever, keeps its values, as with any tensor.
 @dataclass(eq=False)
 class Loan:
-    """`values` is a tensor with a storage of its own; None once it has been given back."""
+    """Memory lent as a tensor with a storage of its own, so that its users are counted."""
 
-    values: torch.Tensor | None
+    values: torch.Tensor | None  # None once it has been given back
     storage: torch.UntypedStorage
     returned: Callable[[], None]
 
@@ -100,17 +91,23 @@ class Loan:
 
     def fill_with(self, value: torch.Tensor) -> None:
         """Give all views of the memory this value, also after the loan was given back."""
-        whole = value.new_empty(0).set_(self.storage)
-        whole.fill_(value)
+        flat = value.new_empty(0).set_(self.storage)
+        flat.fill_(value)
 
 
 class Loans:
+    """Parts of regions, each lent as memory whose users are counted.
+
+    A part comes back when its borrower gives it back *and* no view of it is left: a view that
+    somebody has kept, wherever, keeps its values, as with any tensor.
+    """
+
     def __init__(self, memory: torch.Tensor) -> None:
         self.regions = [Region(memory)]
         self.still_seen: list[Loan] = []  # given back, but somebody has views of them
 
     def take(self, elements: int) -> Loan | None:
-        """A part of so many elements, or None where no gap is large enough."""
+        """Lend a part of so many elements; None if no gap is large enough."""
         self._collect()
         for region in self.regions:
             part = region.take(elements)
@@ -119,7 +116,7 @@ class Loans:
         return None
 
     def lend(self, part: torch.Tensor, returned: Callable[[], None]) -> Loan:
-        """A part that belongs to somebody, who is told when it comes back."""
+        """Lend memory of the caller's; `returned` is called when it comes back."""
         alias = torch._C._from_dlpack(torch._C._to_dlpack(part))
         return Loan(alias, alias.untyped_storage(), returned)
 
@@ -134,7 +131,7 @@ class Loans:
         return loan in self.still_seen
 
     def grow(self, memory: torch.Tensor) -> None:
-        """More memory, for good."""
+        """Add memory, for good."""
         self.regions.append(Region(memory))
 
     def _of_region(self, region: Region, part: torch.Tensor) -> Loan:
@@ -142,6 +139,6 @@ class Loans:
 
     def _collect(self) -> None:
         for loan in list(self.still_seen):
-            if torch._C._storage_Use_Count(loan.storage._cdata) == 1:  # the loan's own
+            if torch._C._storage_Use_Count(loan.storage._cdata) == 1:  # only the loan itself
                 self.still_seen.remove(loan)
                 loan.returned()

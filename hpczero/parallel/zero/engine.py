@@ -103,10 +103,11 @@ class Engine(Weights):
     # -- reduce pass
 
     def backward(self, loss: torch.Tensor, last: bool = False) -> None:
-        """Adds the gradient of `loss`; `last`: no further backward of this step comes."""
+        """Add the gradient of `loss`; `last`: no further backward of this step comes."""
         if loss.numel() != 1:
             raise HpczeroError(
-                f"backward is asked for of a loss of shape {list(loss.shape)}: give its sum or its mean"
+                f"backward needs a loss of one element, and got one of shape {list(loss.shape)}:"
+                " give its sum or its mean"
             )
         loss = loss * self.loss_scale.value
         self.backward_of(None, loss, torch.ones_like(loss), last)
@@ -118,7 +119,10 @@ class Engine(Weights):
         gradient: torch.Tensor,
         last: bool,
     ) -> None:
-        """The backward of a part of the model, which holds these units (None: all). `gradient` is that of its output."""
+        """Run the backward of a part of the model, which holds these units (None: all).
+
+        `gradient` is that of its output.
+        """
         chosen = self.units if units is None else units
         self.reduction.refuse_after_failure()
         if (
@@ -127,7 +131,8 @@ class Engine(Weights):
             and self.settings.train.precision != "fp32"
         ):
             raise HpczeroError(
-                "several backwards in a step need gradients in fp32, and this engine was made without (accumulates=False)"
+                "several backwards in a step need gradients in fp32, and this engine was made"
+                " without (accumulates=False)"
             )
         self._gathers.clear()
         self.reduction.begin(last, units)
@@ -139,9 +144,8 @@ class Engine(Weights):
                 self.gatherer.backward() if self.gatherer else nullcontext(),
                 self._in_this_thread(),
             ):
-                if (
-                    units is None or output.requires_grad
-                ):  # of a part whose parameters are all frozen nothing may be left to do
+                # A part whose parameters are all frozen may have nothing to do.
+                if units is None or output.requires_grad:
                     self._direct.backward(output, gradient)
             self.reduction.end()
         except BaseException:
@@ -149,22 +153,19 @@ class Engine(Weights):
             raise
 
     def _in_this_thread(self) -> AbstractContextManager[object]:
-        """Autograd runs a GPU's backward in a thread of its own, where what holds in this one (modes, who may call MPI) does not."""
-        return (
-            torch.autograd.set_multithreading_enabled(False)
-            if self.device.has_queues
-            else nullcontext()
-        )
+        """Keep a GPU's backward in this thread: only here modes hold, and MPI may be called."""
+        if self.device.has_queues:
+            return torch.autograd.set_multithreading_enabled(False)
+        return nullcontext()
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """The gradient of a backward is in `parameter.grad`: the only entry from backward."""
+        """Take the gradient that autograd has put in `parameter.grad`: its hook."""
         if not self.reduction.is_open:
             self._stray.drop(parameter)
             return
         with no_torch_overrides():
-            self.reduction.gradient_ready(
-                parameter, may_be_last=self._direct.is_own()
-            )  # in a backward inside ours, autograd calls for each use
+            # In a backward inside the engine's, autograd calls this for each use.
+            self.reduction.gradient_ready(parameter, may_be_last=self._direct.is_own())
 
     def zero_grad(self) -> None:
         """Collective. Drop the gradients of this step, also after a backward that raised."""
@@ -178,15 +179,14 @@ class Engine(Weights):
             self._catch_up(self.gatherer)
 
     def _catch_up(self, gatherer: Gatherer) -> None:
-        """Gather what other ranks have gathered and this one, whose backward failed earlier, has not."""
-        own = torch.tensor(len(self._gathers), dtype=torch.int64)
-        counts = self.axis.all_gather(own).flatten().tolist()
+        """Join the gathers that other ranks started after this rank's backward had failed."""
+        count = torch.tensor(len(self._gathers), dtype=torch.int64)
+        counts = self.axis.all_gather(count).flatten().tolist()
         ahead = counts.index(max(counts))
         numbers = torch.zeros(counts[ahead], dtype=torch.int64)
         if self.axis.group.rank == ahead:
-            numbers.copy_(
-                torch.tensor([self.units.index(unit) for unit in self._gathers], dtype=torch.int64)
-            )
+            gathered = [self.units.index(unit) for unit in self._gathers]
+            numbers.copy_(torch.tensor(gathered, dtype=torch.int64))
         self.axis.group.broadcast(numbers, ahead)
         for number in numbers[len(self._gathers) :].tolist():
             unit = self.units[number]
@@ -196,7 +196,11 @@ class Engine(Weights):
     # -- step pass
 
     def finish_step(self, lr: float) -> StepResult:
-        """New weights may still be on their way to this rank when it returns: layers wait for them, others ask for `weights_here`."""
+        """Complete the gradient's sum and step. Collective.
+
+        New weights may still be on their way to this rank when this returns. Layers wait for them;
+        others call `weights_here`.
+        """
         if not self._had_backward:
             raise HpczeroError("a step without a gradient: backward comes before it")
         self.reduction.refuse_after_failure()
@@ -209,21 +213,19 @@ class Engine(Weights):
         scalars = {
             missed: self._scalars(self.updates + 1 - missed, lr) for missed in self.absent.counts()
         }
-        of_gradient = self._norm() / scale
-        read, settle = (
-            self.device.later(of_gradient.view(1)),
-            self.axis.group.connection.progress.snapshot(),
-        )
-        for each in scalars.values():
-            each.follow(of_gradient, self.settings.train.grad_clip, scale)
+        grad_norm = self._norm() / scale
+        read_norm = self.device.later(grad_norm.view(1))
+        host_sync = self.axis.group.connection.progress.snapshot()
+        for one in scalars.values():
+            one.follow(grad_norm, self.settings.train.grad_clip, scale)
         self.weights_here()  # of layers that did not run since the last step
         if choose("adamw", self.units[0].master) != CUDA:
-            settle()  # the others read the scalars
+            host_sync()  # kernels on the host read the scalars
         for unit in self.units:
             self._update(unit, scalars)
             self._start_arriving(unit)
-        settle()
-        (norm,) = read()
+        host_sync()
+        (norm,) = read_norm()
         finite = norm < float("inf")
         self.loss_scale = self.loss_scale.after(overflow=not finite)
         self.updates += finite
@@ -234,50 +236,54 @@ class Engine(Weights):
         return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
 
     def _norm(self) -> torch.Tensor:
-        """Of the loss-scaled gradient. Blocks, then shards, are added in a fixed order: the same on every rank and at every stage."""
+        """Return the norm of the loss-scaled gradient.
+
+        Blocks, then shards, are added in a fixed order: the same on every rank and at every stage.
+        """
         counted = [unit for unit in self.units if unit not in self.copies]
-        nothing = torch.zeros((), dtype=torch.float64, device=self.device.torch)
-        own = torch.stack([nothing, *(unit.squares.double().sum() for unit in counted)]).sum()
+        zero = torch.zeros((), dtype=torch.float64, device=self.device.torch)
+        squares = torch.stack([zero, *(unit.squares.double().sum() for unit in counted)]).sum()
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
-            own -= sum((unit.squares_held_by_all() for unit in counted), torch.zeros_like(own))
-        total = self.axis.all_gather(own)[: self.axis.size].sum()  # one of each shard
+            shared = (unit.squares_held_by_all() for unit in counted)
+            squares -= sum(shared, torch.zeros_like(squares))
+        total = self.axis.all_gather(squares)[: self.axis.size].sum()  # one of each shard
         for group in self._others:
             total = group.stack(total).sum()
         return total.sqrt()
 
     def _scalars(self, update: int, lr: float) -> AdamWScalars:
         optimizer = self.settings.optimizer
-        return AdamWScalars(
-            self.device.put(scalars_of_step(update, lr, optimizer.betas, optimizer.eps).values)
-        )
+        scalars = scalars_of_step(update, lr, optimizer.betas, optimizer.eps)
+        return AdamWScalars(self.device.put(scalars.values))
 
     def _update(self, unit: Unit, scalars: Mapping[int, AdamWScalars]) -> None:
-        """`scalars`: for parameters that so many updates have left out."""
+        """Step a unit; `scalars[n]` are those of parameters that n updates have left out."""
         missed = self.absent.missed
-        for stretch in unit.stepped(self.absent.of(unit)):
-            decay = self.settings.optimizer.weight_decay if stretch.decays else 0.0
-            adamw(stretch.state, decay, scalars[missed.get(stretch.name, 0)], self.pool)
+        for span in unit.stepped(self.absent.of(unit)):
+            decay = self.settings.optimizer.weight_decay if span.decays else 0.0
+            adamw(span.state, decay, scalars[missed.get(span.name, 0)], self.pool)
 
     def parameter_count(self) -> int:
-        """Of the whole model. Collective where that is on several stages."""
-        own = sum(
-            place.parameter.size
+        """Return the size of the whole model. Collective where that is on several stages."""
+        count = sum(
+            slot.parameter.size
             for unit in self.units
             if unit not in self.copies
-            for place in unit.layout.slots
+            for slot in unit.layout.slots
         )
-        return (
-            int(self.pipeline.stack(torch.tensor(own, dtype=torch.int64)).sum())
-            if self.pipeline
-            else own
-        )
+        if self.pipeline is None:
+            return count
+        return int(self.pipeline.stack(torch.tensor(count, dtype=torch.int64)).sum())
 
     @property
     def losses_count(self) -> bool:
-        """Whether this rank's losses count: tensor ranks all have the same, and stages but the last have none."""
-        return (self.tensor is None or self.tensor.rank == 0) and (
-            self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size
-        )
+        """True if this rank's losses count: tensor rank 0 of the last stage.
+
+        All tensor ranks have the same losses, and other stages none.
+        """
+        if self.tensor and self.tensor.rank:
+            return False
+        return self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size
 
     def close(self, room: int = 0) -> None:
         if not self._others:

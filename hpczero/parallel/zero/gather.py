@@ -1,24 +1,27 @@
 """Parameters that are whole only while they are used (stage 3 of ZeRO).
 
-A unit's weights are gathered from all ranks into a region of constant size before a layer that uses them runs, and are let go after it. Autograd
-saves views of parameters for backward; what is saved of the region is kept as (unit, offset, shape, stride) instead, and gathered again when
-backward asks for it, so that the memory under it can serve other units meanwhile. Released parameters read as NaN, and using one in a
-computation is an error that names it.
+A unit's weights are gathered from all ranks into a region of constant size before a layer that uses
+them runs, and released after it. Autograd saves views of parameters for backward. A saved view of
+the region is kept as (unit, offset, shape, stride) instead, and gathered again when backward asks
+for it: so the memory under it can serve other units meanwhile. Released parameters read as NaN, and
+using one in a computation is an error that names it.
 
-Not all that sees these values comes by autograd's hooks: a module's own hooks, a view kept in `ctx`, a graph
-of a backward (create_graph). So each time a unit is gathered its memory has a storage of its own, whose users
-are counted (`memory.loans`): memory that somebody still sees when the unit goes serves nobody else before it is let
-go, and keeps the values that it had. That takes memory, not right numbers. When a step gives the unit new
-values, what is still seen of the old ones becomes NaN: a view that is used after it would be wrong.
+Not all views of these values come by autograd's hooks: there are a module's own hooks, views kept
+in `ctx`, graphs of a backward (create_graph). So each time a unit is gathered its memory has a
+storage of its own, whose users are counted (`buffers.Loans`). Memory that is still seen when the
+unit is released serves no other unit, and keeps its values: that costs memory, not correctness.
+When a step gives the unit new values, what is still seen of the old ones becomes NaN.
 
-The order of collectives follows the program: every rank runs the same layers, so gathers start in one order on all of them. The order of a
-pass (a forward and its backward) is remembered, and in the next one the unit that comes next is gathered ahead.
+The order of collectives follows the program: every rank runs the same layers, so gathers start in
+one order on all of them. The order of a pass (a forward and its backward) is remembered, and in the
+next one the unit that comes next is gathered ahead.
 
-Layers run inside others. A unit that is in use around other layers has a place of its own; the rest take turns. Where the program has more
-units in use at once than there is room for, a place is made for one and kept.
+Layers run inside others. A unit that is in use around other layers has memory reserved; the others
+take turns. If more units are in use at once than there is memory for, it grows, and stays so.
 
-A layer that runs during backward is being recomputed (torch.utils.checkpoint): its saved views are kept by others than us, so its units stay
-whole until their gradients are there. What is used outside of the layer that holds it stays whole until the end of the forward.
+A layer that runs during backward is being recomputed (torch.utils.checkpoint): its saved views are
+kept by others than us, so its units stay gathered until their gradients are there. What is used
+outside of the layer that holds it stays gathered until the end of the forward.
 """
 
 import warnings
@@ -29,7 +32,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -37,14 +40,19 @@ from hpczero.comm.group import Work
 from hpczero.errors import HpczeroError
 from hpczero.model.shapes import Layer
 from hpczero.parallel.zero.buffers import Loan, Loans
-from hpczero.parallel.zero.outside import undisturbed
+from hpczero.parallel.zero.outside import explain_missing_hooks, undisturbed, without_view
 from hpczero.parallel.zero.parameters import ShardedParameter, give_values
 from hpczero.parallel.zero.unit import Unit
+
+_KEPT = (
+    "something outside of hpczero still had views of weights that had been let go (hooks for saved"
+    " tensors, a tensor kept in ctx or in a list, a graph that is differentiated again)"
+)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What autograd keeps of a gathered unit."""
+    """A view of a gathered unit, as autograd keeps it."""
 
     unit: Unit
     version: int  # of the unit's values
@@ -54,32 +62,30 @@ class Saved:
 
 
 class Gatherer:
-    """Which units are whole now, in the order of their last use."""
+    """The units that are gathered now, and the hooks that gather and release them."""
 
     def __init__(
-        self,
-        units: Sequence[Unit],
-        memory: torch.Tensor,
-        start: Callable[[Unit, torch.Tensor], Work],
+        self, units: Sequence[Unit], memory: Tensor, start: Callable[[Unit, Tensor], Work]
     ) -> None:
+        """`start(unit, buffer)` starts the gather of a unit's weights into the buffer."""
         self.loans, self._start = Loans(memory), start
-        self._own_place: dict[
-            Unit, torch.Tensor
-        ] = {}  # of units that others are used inside, while it is free
-        self._with_own_place: set[Unit] = set()
+        self._reserved: dict[Unit, Tensor] = {}  # memory of `_around`, while it is free
+        self._around: set[Unit] = set()  # units that are in use while other layers run
         self._kept: set[Unit] = set()  # in use beyond their layers
-        self._pass = ""  # which is going on: "forward" or "backward"
-        self._opened: _Opened | None = None  # the call of a module by itself that began it
+        self._pass = ""  # the present one: "forward" or "backward"
+        self._opened_by: nn.Module | None = None  # a call of which, by itself, began the pass
+        self._depth = 0  # its calls that have not returned
+        self._opened = ExitStack()
         self._hooks: list[RemovableHandle] = []
-        self._whole: dict[Unit, Loan] = {}  # least recently used first
-        self._under: dict[int, Unit] = {}  # address of a storage -> the unit that is whole there
+        self._gathered: dict[Unit, Loan] = {}  # least recently used first
+        self._unit_at: dict[int, Unit] = {}  # address of a storage -> the unit gathered there
         self._arriving: dict[Unit, Work] = {}
         self._in_use: dict[Unit, int] = {}
         self._expected: list[Unit] = []  # the order of the last pass
-        self._seen: list[Unit] = []  # of this one
+        self._seen: list[Unit] = []  # the order of this one
         self._version = dict.fromkeys(units, 0)  # of their values
         self._outlived: dict[Loan, Unit] = {}  # given back while somebody still saw them
-        self._outdated: dict[int, Unit] = {}  # by the address of such a storage
+        self._outdated: dict[int, Unit] = {}  # address of a storage with old values -> unit
         self._warned = False
         for unit in units:
             self._release_values(unit)
@@ -88,17 +94,15 @@ class Gatherer:
                 parameter.fetch = partial(self._fetch, unit, parameter)
 
     def hook(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        """Before the module runs its units are whole, afterwards they may go."""
-        self._hooks.append(
-            module.register_forward_pre_hook(partial(self._before, units), prepend=True)
-        )
-        self._hooks.append(
-            module.register_forward_hook(partial(self._after, units), always_call=True)
-        )
+        """Gather these units before the module runs, and let go of them after it."""
+        before, after = partial(self.use, units), partial(self._after, units)
+        self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
+        self._hooks.append(module.register_forward_hook(after, always_call=True))
 
     def hook_calls(self, module: nn.Module, layers: Set[nn.Module]) -> None:
-        """A call of the module, or of a part with some of the layers, by itself and not through the
-        engine, is a forward too. `hook` comes before.
+        """Make calls of the module, or of a part with layers, forwards. `hook` comes before.
+
+        These are calls by themselves, not through the engine.
         """
         for part in module.modules():
             if not layers.isdisjoint(part.modules()):
@@ -106,81 +110,54 @@ class Gatherer:
                 self._hooks.append(part.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, module: nn.Module, *_: object) -> None:
-        if self._opened and self._opened.module is module:
-            self._opened.depth += 1
+        if self._opened_by is module:
+            self._depth += 1
         elif not self._pass:
-            self._opened = _Opened(module, 1, ExitStack())
-            self._opened.stack.enter_context(self.forward())
+            self._opened_by, self._depth = module, 1
+            self._opened.enter_context(self.forward())
 
     def _leave(self, module: nn.Module, *_: object) -> None:
-        opened = self._opened
-        if opened and opened.module is module:
-            opened.depth -= 1
-            if not opened.depth:
-                self._opened = None
-                opened.stack.close()
-
-    def _before(self, units: Sequence[Unit], *_: object) -> None:
-        self.use(units)
+        if self._opened_by is module:
+            self._depth -= 1
+            if not self._depth:
+                self._opened_by = None
+                self._opened.close()
 
     def _after(
         self, units: Sequence[Unit], module: nn.Module, arguments: object, out: object
     ) -> object:
-        """What the module gives may be a view of its weights, and outlives them here: then it is copied."""
-        out = tree_map(partial(self._outside, module), out)
+        """Let go of the units; copy outputs that are views of them."""
+        out = tree_map(partial(without_view, self._unit_under, module), out)
         self.done(units)
         return out
 
-    def _outside(self, module: nn.Module, leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.clone() if self._unit_under(leaf) else leaf
-        inside = vars(leaf).items() if hasattr(leaf, "__dict__") else ()
-        if names := [
-            name
-            for name, value in inside
-            if isinstance(value, torch.Tensor) and self._unit_under(value)
-        ]:
-            what = f"{type(module).__name__} gives a view of its weights as {names[0]} of a {type(leaf).__name__}"
-            raise HpczeroError(
-                f"{what}: these weights are gone when it is read (zero.stage = 3); give a copy (.clone())"
-            )
-        return leaf
-
-    def _unit_under(self, tensor: torch.Tensor) -> Unit | None:
-        """The unit whose values the tensor shows."""
-        return self._unit_in(self._under, tensor)
-
-    @staticmethod
-    def _unit_in(unit_at: Mapping[int, Unit], tensor: torch.Tensor) -> Unit | None:
-        try:
-            address = tensor.untyped_storage().data_ptr()
-        except RuntimeError:  # it has no memory: inside transforms, sparse, zeros of forward mode
-            return None
-        return unit_at.get(address)
+    def _unit_under(self, tensor: Tensor) -> Unit | None:
+        """Return the gathered unit whose values the tensor shows."""
+        return _unit_in(self._unit_at, tensor)
 
     def keep_place(self, unit: Unit) -> None:
-        """The unit is in use around others."""
-        place = self.loans.regions[0].take(unit.layout.size)
-        assert place is not None
-        self._own_place[unit] = place
-        self._with_own_place.add(unit)
+        """Reserve memory for a unit that is in use around others."""
+        memory = self.loans.regions[0].take(unit.layout.size)
+        assert memory is not None
+        self._reserved[unit] = memory
+        self._around.add(unit)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         self._expected, self._seen = max(self._expected, self._seen, key=len), []
         with (
-            self._going_on("forward"),
+            self._in_pass("forward"),
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
-            _way_out_without_hooks(),
+            explain_missing_hooks(),
         ):
             yield
 
     def backward(self) -> AbstractContextManager[None]:
-        return self._going_on("backward")
+        return self._in_pass("backward")
 
     @contextmanager
-    def _going_on(self, which: str) -> Iterator[None]:
-        self._pass = which
+    def _in_pass(self, direction: str) -> Iterator[None]:
+        self._pass = direction
         try:
             yield
         finally:
@@ -189,7 +166,7 @@ class Gatherer:
                 self._keep_no_longer(unit)
 
     @undisturbed
-    def use(self, units: Sequence[Unit]) -> None:
+    def use(self, units: Sequence[Unit], *_: object) -> None:
         for unit in units:
             self._in_use[unit] = self._in_use.get(unit, 0) + 1
             if self._pass == "backward":
@@ -208,11 +185,12 @@ class Gatherer:
 
     @undisturbed
     def _fetch(self, unit: Unit, parameter: ShardedParameter) -> None:
-        """A parameter is used outside of the layer that holds it."""
+        """Gather a parameter that is used outside of the layer that holds it."""
         if not self._pass:
             raise HpczeroError(
-                f"parameter {parameter.released_as} is used outside of the model's forward, where its values are not gathered (zero.stage = 3): "
-                "read it with engine.gathered(...), or take zero.stage = 2"
+                f"parameter {parameter.released_as} is used outside of the model's forward, where"
+                " its values are not gathered (zero.stage = 3): read it with"
+                " engine.gathered(...), or take zero.stage = 2"
             )
         self._keep(unit)
         self.ensure_gathered(unit)
@@ -225,18 +203,18 @@ class Gatherer:
                 del self._in_use[unit]
                 self._release_values(unit)
 
-    def show(self, unit: Unit, whole: torch.Tensor) -> None:
-        """The parameters have the values of `whole`, until `done`."""
+    def show(self, unit: Unit, whole: Tensor) -> None:
+        """Give the parameters the values of `whole`, until `done`."""
         self._in_use[unit] = self._in_use.get(unit, 0) + 1
         self._show_values(unit, whole)
 
-    def ensure_gathered(self, unit: Unit) -> torch.Tensor:
-        """The unit's weights, gathered if they are not there."""
-        if unit not in self._whole:
-            self._begin(unit)
+    def ensure_gathered(self, unit: Unit) -> Tensor:
+        """Return the unit's weights, gathered if they are not there."""
+        if unit not in self._gathered:
+            self._gather(unit)
         if unit in self._arriving:
             self._arriving.pop(unit).wait()
-        loan = self._whole[unit] = self._whole.pop(unit)
+        loan = self._gathered[unit] = self._gathered.pop(unit)
         if unit in self._in_use:
             self._show_values(unit, loan.tensor)
         if not self._seen or self._seen[-1] is not unit:
@@ -245,31 +223,30 @@ class Gatherer:
         return loan.tensor
 
     def forget(self, unit: Unit) -> None:
-        """Its gradients are there: backward does not need it any more."""
-        if unit in self._kept and all(
-            parameter.requires_grad for parameter in unit.parameters
-        ):  # else its values may still be needed
+        """Keep the unit no longer, as backward has all its gradients."""
+        # The values of a frozen parameter may still be needed.
+        if unit in self._kept and all(parameter.requires_grad for parameter in unit.parameters):
             self._keep_no_longer(unit)
 
     def changed(self, unit: Unit) -> None:
-        """Its values are new."""
+        """Drop the unit's old values."""
         self._version[unit] += 1
-        if unit in self._whole:
+        if unit in self._gathered:
             self._evict(unit)
         self._spoil(unit)
 
     def _spoil(self, unit: Unit) -> None:
         """Fill with NaN what is still seen of the unit: it cannot follow the new values."""
-        seen = [(loan, own) for loan, own in self._outlived.items() if self.loans.sees(loan)]
-        self._outlived = dict(seen)
-        for loan, own in self._outlived.items():
-            if own is unit:
+        outlived = self._outlived.items()
+        self._outlived = {loan: owner for loan, owner in outlived if self.loans.sees(loan)}
+        for loan, owner in self._outlived.items():
+            if owner is unit:
                 loan.fill_with(unit.nothing)
                 self._outdated[loan.storage.data_ptr()] = unit
 
     def forget_all(self) -> None:
-        """Begin anew, so that the ranks gather alike whatever each of them has whole now."""
-        for unit in list(self._whole):
+        """Begin anew, so that ranks that have gathered other units gather alike from now on."""
+        for unit in list(self._gathered):
             self._evict(unit)
         self._expected, self._seen = [], []
 
@@ -280,60 +257,56 @@ class Gatherer:
             hook.remove()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """The module's hooks lead here when it is copied or pickled."""
+        """Refuse: the module's hooks lead here when it is copied or pickled."""
         name = next(iter(self._version)).layout.slots[0].parameter.name
         raise HpczeroError(
-            f"the module is copied or pickled, but {name} and its other parameters are in parts on many ranks"
-            " (zero.stage = 3): take engine.full_state_dict(), or zero.stage = 2"
+            f"the module is copied or pickled, but {name} and its other parameters are in parts on"
+            " many ranks (zero.stage = 3): take engine.full_state_dict(), or zero.stage = 2"
         )
 
-    def _begin(self, unit: Unit) -> None:
-        loan = self._room_for(unit)
+    def _gather(self, unit: Unit) -> None:
+        loan = self._memory_for(unit)
         if loan is None:
             if self.loans.still_seen and not self._warned:
                 self._warned = True
                 name = unit.layout.slots[0].parameter.name
-                warnings.warn(
-                    f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}",
-                    stacklevel=2,
-                )
+                more = f"zero.stage = 3 takes more memory: when {name} was gathered, {_KEPT}"
+                warnings.warn(more, stacklevel=2)
             self.loans.grow(unit.weights.new_empty(unit.layout.size))
-            loan = self._room_for(unit)
+            loan = self._memory_for(unit)
             assert loan is not None
         self._gather_into(loan, unit)
 
     def _gather_into(self, loan: Loan, unit: Unit) -> None:
-        self._whole[unit] = loan
-        self._under[loan.storage.data_ptr()] = unit
-        self._outdated.pop(loan.storage.data_ptr(), None)
+        address = loan.storage.data_ptr()
+        self._gathered[unit] = loan
+        self._unit_at[address] = unit
+        self._outdated.pop(address, None)
         self._arriving[unit] = self._start(unit, loan.tensor)
 
-    def _room_for(self, unit: Unit, spare: Unit | None = None) -> Loan | None:
-        """The unit's own place, or one in the regions, if need be of units that are not in use, the one used longest ago first."""
-        loan = self._free_place(unit)
-        for other in list(self._whole):
-            if (
-                loan is None
-                and other not in self._in_use
-                and other is not spare
-                and other not in self._with_own_place
-            ):
+    def _memory_for(self, unit: Unit, spare: Unit | None = None) -> Loan | None:
+        """Return free memory, if need be of units that are not in use, the oldest use first."""
+        loan = self._free_memory(unit)
+        for other in list(self._gathered):
+            if loan is not None:
+                break
+            if other not in self._in_use and other is not spare and other not in self._around:
                 self._evict(other)
-                loan = self._free_place(unit)
+                loan = self._free_memory(unit)
         return loan
 
-    def _free_place(self, unit: Unit) -> Loan | None:
-        own = self._own_place.pop(unit, None)
-        if own is None:
+    def _free_memory(self, unit: Unit) -> Loan | None:
+        memory = self._reserved.pop(unit, None)
+        if memory is None:
             return self.loans.take(unit.layout.size)
-        return self.loans.lend(own, lambda: self._own_place.update({unit: own}))
+        return self.loans.lend(memory, lambda: self._reserved.update({unit: memory}))
 
     def _gather_ahead(self, unit: Unit) -> None:
-        place = len(self._seen)
-        if self._expected[place - 1 : place] != [unit]:
+        count = len(self._seen)
+        if self._expected[count - 1 : count] != [unit]:
             return
-        for coming in self._expected[place : place + 1]:
-            loan = None if coming in self._whole else self._room_for(coming, spare=unit)
+        for coming in self._expected[count : count + 1]:
+            loan = None if coming in self._gathered else self._memory_for(coming, spare=unit)
             if loan is not None:
                 self._gather_into(loan, coming)
 
@@ -341,26 +314,26 @@ class Gatherer:
         if unit in self._arriving:
             self._arriving.pop(unit).wait()
         self._release_values(unit)
-        loan = self._whole.pop(unit)
-        del self._under[loan.storage.data_ptr()]
+        loan = self._gathered.pop(unit)
+        del self._unit_at[loan.storage.data_ptr()]
         self.loans.give_back(loan)
         if self.loans.sees(loan):
             self._outlived[loan] = unit
 
-    def _show_values(self, unit: Unit, buffer: torch.Tensor) -> None:
-        for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+    def _show_values(self, unit: Unit, buffer: Tensor) -> None:
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             assert isinstance(parameter, ShardedParameter)
             if parameter.released_as:
-                give_values(parameter, unit.part(buffer, place))
+                give_values(parameter, unit.part(buffer, slot))
                 parameter.released_as = None
 
     def _release_values(self, unit: Unit) -> None:
-        for place, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+        for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             assert isinstance(parameter, ShardedParameter)
-            give_values(parameter, unit.nothing.expand(place.shape))
-            parameter.released_as = place.parameter.name
+            give_values(parameter, unit.nothing.expand(slot.shape))
+            parameter.released_as = slot.parameter.name
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Saved:
+    def _pack(self, tensor: Tensor) -> Tensor | Saved:
         unit = self._unit_under(tensor)
         if unit is None and self._outdated:
             self._refuse_outdated(tensor)
@@ -369,70 +342,49 @@ class Gatherer:
         first = int(tensor.storage_offset())
         return Saved(unit, self._version[unit], first, tuple(tensor.shape), tensor.stride())
 
-    def _refuse_outdated(self, tensor: torch.Tensor) -> None:
-        unit = self._unit_in(self._outdated, tensor)
+    def _refuse_outdated(self, tensor: Tensor) -> None:
+        unit = _unit_in(self._outdated, tensor)
         if unit is not None:
             name = unit.layout.slots[0].parameter.name
             raise HpczeroError(
                 f"a view of the layer with {name} was made before the last step, or change, of its"
-                " parameters, and does not follow them (zero.stage = 3): make it anew in every forward,"
-                " or take zero.stage = 2"
+                " parameters, and does not follow them (zero.stage = 3): make it anew in every"
+                " forward, or take zero.stage = 2"
             )
 
     @undisturbed
-    def _unpack(self, saved: torch.Tensor | Saved) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
+    def _unpack(self, saved: Tensor | Saved) -> Tensor:
+        if isinstance(saved, Tensor):
             return saved
         if saved.version != self._version[saved.unit]:
             name = saved.unit.layout.slots[0].parameter.name
             raise HpczeroError(
-                f"this backward is of a forward before the last step, or change, of the parameters of the layer with {name}:"
-                " its gradients would be of other values; run the forward again"
+                "this backward is of a forward before the last step, or change, of the parameters"
+                f" of the layer with {name}: its gradients would be of other values; run the"
+                " forward again"
             )
         return self.ensure_gathered(saved.unit).as_strided(saved.shape, saved.stride, saved.offset)
 
 
-_KEPT = (
-    "something outside of hpczero still had views of weights that had been let go (hooks for saved tensors, a"
-    " tensor kept in ctx or in a list, a graph that is differentiated again)"
-)
-
-
-@dataclass
-class _Opened:
-    """A module that was called by itself; `depth`: calls of it that go on."""
-
-    module: nn.Module
-    depth: int
-    stack: ExitStack
-
-
-@contextmanager
-def _way_out_without_hooks() -> Iterator[None]:
-    """Say the way out where torch.func's gradients refuse the hooks that stage 3 needs."""
+def _unit_in(unit_at: Mapping[int, Unit], tensor: Tensor) -> Unit | None:
     try:
-        yield
-    except RuntimeError as problem:
-        if "saved tensor hooks" not in str(problem):
-            raise
-        raise HpczeroError(
-            "zero.stage = 3 sees by hooks which weights autograd saves, and something in this forward does without"
-            f" them ({problem}): use torch.autograd.grad in its place, or take zero.stage = 2 (or"
-            " zero.node_shared = true, with all ranks on one node)"
-        ) from problem
+        address = tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # it has no memory: inside transforms, sparse, zeros of forward mode
+        return None
+    return unit_at.get(address)
 
 
 def used_around_others(layers: Sequence[tuple[nn.Module, Layer]]) -> set[str]:
-    """Names of the layers whose parameters are in use while other layers run."""
-    parts = {part for part, _ in layers}
-    used = {
+    """Return the names of layers whose parameters are in use while other layers run."""
+    modules = {module for module, _ in layers}
+    names = {
         name
-        for part, layer in layers
-        if any(inner in parts for inner in part.modules() if inner is not part)
+        for module, layer in layers
+        if any(inner in modules for inner in module.modules() if inner is not module)
         for name in layer.names
     }
     return {
         layer.name
         for _, layer in layers
-        if any(parameter.name in used for parameter in layer.parameters)
+        if any(parameter.name in names for parameter in layer.parameters)
     }

@@ -1,9 +1,9 @@
-"""The parameters of an engine's module: the one place where they are touched from outside.
+"""Parameters of an engine's module: the one place where others touch them.
 
 They stay the objects that the module had. Their memory and their gradients are the engine's, so
-what others do with them is seen here: `.data` shares the count of writes (`parallel.outside` compares
-it), to set it is refused, and a gradient in the engine's buffers cannot be taken for none. Where values
-are away (stage 3 of ZeRO), all that asks for them comes through `ShardedParameter`.
+what others do with them is seen here. `.data` shares the count of writes (`zero.outside` compares
+it), and cannot be set; a gradient in the engine's buffers cannot be mistaken for none. Where
+values are away (stage 3 of ZeRO), every use of them comes through `ShardedParameter`.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from hpczero.errors import HpczeroError
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 
-_NO_VALUES = {
+_METHODS_WITHOUT_VALUES = {
     "size",
     "dim",
     "numel",
@@ -81,15 +81,16 @@ _PROPERTIES_WITHOUT_VALUES = {
     "_has_symbolic_sizes_strides",
     "_python_dispatch",
 }
-_KEEP_VALUES = {"hpczero.parallel.zero.gather", "torch.utils.checkpoint"}  # modules with such hooks
+# Modules whose hooks for saved tensors give back the values that a parameter had.
+_KEEP_VALUES = {"hpczero.parallel.zero.gather", "torch.utils.checkpoint"}
 
 
 class Owner:
     """The state of an engine that its parameters ask for."""
 
     def __init__(self) -> None:
-        self.lent: set[Tensor] = set()  # may be written now: inside gathered(..., modify=True)
-        self.keeps_gradients = False  # a backward of this step has been: they lie in its buffers
+        self.lent: set[Tensor] = set()  # writable now: inside gathered(..., modify=True)
+        self.keeps_gradients = False  # a backward of this step has put them in its buffers
 
 
 class OwnedParameter(nn.Parameter):
@@ -100,7 +101,7 @@ class OwnedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The values. Unlike with other tensors, what is written here counts as written."""
+        """The values. Unlike with other tensors, a write to them is counted."""
         return self.detach()
 
     @data.setter
@@ -113,22 +114,22 @@ class OwnedParameter(nn.Parameter):
         elif not _is_same_memory(self, values):
             raise HpczeroError(
                 f"the values of {self.known_as} are replaced from outside (.data = ..., .to(),"
-                f" .float()), but they lie in hpczero's memory: {_to_write()}; precision and device are"
-                " the spec's"
+                f" .float()), but they lie in hpczero's memory: {_to_write()}; precision and device"
+                " are the spec's"
             )
 
     @property
     def grad(self) -> Tensor | None:
         """The gradient that autograd has left here, seldom any: the engine takes them."""
-        found: Tensor | None = _GRAD.__get__(self)
-        if found is None and self.owner and self.owner.keeps_gradients and self.requires_grad:
-            raise HpczeroError(_of_gradient(self.known_as))
-        return found
+        gradient: Tensor | None = _GRAD.__get__(self)
+        if gradient is None and self.owner and self.owner.keeps_gradients and self.requires_grad:
+            raise HpczeroError(_refusal_of_gradient(self.known_as))
+        return gradient
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         if self.owner and (gradient is not None or self.owner.keeps_gradients):
-            raise HpczeroError(_of_gradient(self.known_as))
+            raise HpczeroError(_refusal_of_gradient(self.known_as))
         _GRAD.__set__(self, gradient)
 
     @grad.deleter
@@ -136,7 +137,7 @@ class OwnedParameter(nn.Parameter):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """An ordinary parameter, of memory of its own."""
+        """Return an ordinary parameter in memory of its own."""
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         copy: nn.Parameter = memo[id(self)]
@@ -147,12 +148,13 @@ class OwnedParameter(nn.Parameter):
 
 
 class ShardedParameter(OwnedParameter):
-    """A parameter whose values may be away: its shape and type can be asked for all the same; a
-    computation with it fetches them, where that is possible, and is an error elsewhere.
+    """A parameter whose values may be away; its shape and dtype are always there.
+
+    A computation with it fetches the values where that is possible, and is an error elsewhere.
     """
 
     released_as: str | None = None  # the parameter's name, while its values are away
-    fetch: Callable[[], None]  # asks for the values
+    fetch: Callable[[], None]  # brings the values, or raises
 
     def __repr__(self, **how: Any) -> str:  # type: ignore[override]
         if self.released_as is None:
@@ -165,7 +167,7 @@ class ShardedParameter(OwnedParameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if not (_asks_for_no_values(function) or _is_autograd(function)):
+            if not (_needs_no_values(function) or _is_autograd(function)):
                 for parameter in _sharded_in((args, kwargs)):
                     if parameter.released_as:
                         parameter.fetch()
@@ -175,8 +177,10 @@ class ShardedParameter(OwnedParameter):
 
 
 def saved_as_it_is() -> bool:
-    """Return True where autograd would keep a parameter for backward, and not the values that it has
-    now: there are no hooks for saved tensors, or somebody's, which may hand back what they got.
+    """Return True where autograd would keep the parameter, not the values that it has now.
+
+    That is where there are no hooks for saved tensors, or hooks of others, which may hand back what
+    they got.
     """
     if not torch.is_grad_enabled():
         return False
@@ -185,24 +189,24 @@ def saved_as_it_is() -> bool:
 
 
 def give_values(parameter: Tensor, values: Tensor) -> None:
-    """The engine's own way to say where a parameter's values lie."""
+    """Set where a parameter's values lie, for the engine."""
     with torch._C.DisableTorchFunctionSubclass():
         _DATA.__set__(parameter, values)
 
 
 def gradient_left(parameter: Tensor) -> Tensor | None:
-    """The gradient that autograd has left in a parameter, not that in the engine's buffers."""
-    left: Tensor | None = _GRAD.__get__(parameter)
-    return left
+    """Return the gradient that autograd has left in a parameter, not that in the buffers."""
+    gradient: Tensor | None = _GRAD.__get__(parameter)
+    return gradient
 
 
 def leave_gradient(parameter: Tensor, gradient: Tensor | None) -> None:
-    """The engine's own way to set `parameter.grad`."""
+    """Set `parameter.grad`, for the engine."""
     _GRAD.__set__(parameter, gradient)
 
 
 def when_ready(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Call the hook with each gradient; also of a frozen parameter, which may be trained later."""
+    """Call the hook after each gradient; a frozen parameter gets it too, to be trained later."""
     trained = parameter.requires_grad
     handle = parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(trained)
@@ -210,12 +214,12 @@ def when_ready(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHa
 
 
 def given_up(parameter: Tensor, name: str) -> None:
-    """From now on nobody has the parameter's values: to ask for them is an error."""
+    """Make it an error, from now on, to ask for the parameter's values."""
     nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
 
     def refuse() -> None:
         raise HpczeroError(
-            f"the values of {name} went when hpczero's engine was closed: take them home before, by"
+            f"the values of {name} went when hpczero's engine was closed: keep them before that by"
             " engine.full_state_dict(), or copy them inside engine.gathered(...)"
         )
 
@@ -226,7 +230,7 @@ def given_up(parameter: Tensor, name: str) -> None:
 
 
 def handed_back(parameter: Tensor, values: Tensor) -> None:
-    """The parameter is an ordinary one again, with these values."""
+    """Make the parameter an ordinary one again, with these values."""
     give_values(parameter, values)
     parameter.__class__ = nn.Parameter
     for name in ("owner", "known_as", "released_as", "fetch"):
@@ -238,29 +242,29 @@ def _to_write() -> str:
     return f"{inside}, or call engine.load_state_dict"
 
 
-def _of_gradient(name: str) -> str:
+def _refusal_of_gradient(name: str) -> str:
     return (
-        f"the gradient of {name} is asked for, or set, from outside, but it is in hpczero's buffers,"
-        " where it is summed over the ranks: train.grad_clip in the spec clips it, engine.step() returns"
-        " the norm and steps; gradients come by engine.backward alone"
+        f"the gradient of {name} is asked for, or set, from outside, but it is in hpczero's"
+        " buffers, where it is summed over the ranks: train.grad_clip in the spec clips it,"
+        " engine.step() returns the norm and steps; gradients come by engine.backward alone"
     )
 
 
 def _is_same_memory(parameter: Tensor, values: Tensor) -> bool:
-    one, other = parameter.detach(), values.detach()
-    kind = one.dtype == other.dtype and one.device == other.device
-    return kind and one.is_set_to(other)
+    present, other = parameter.detach(), values.detach()
+    same_kind = present.dtype == other.dtype and present.device == other.device
+    return same_kind and present.is_set_to(other)
 
 
-def _asks_for_no_values(function: Any) -> bool:
+def _needs_no_values(function: Any) -> bool:
     name = getattr(function, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(function.__self__, "__name__", "") in _PROPERTIES_WITHOUT_VALUES
-    return name in _NO_VALUES
+    return name in _METHODS_WITHOUT_VALUES
 
 
 def _is_autograd(function: Any) -> bool:
-    """Return True for what is about the parameter itself, as a leaf of the graph."""
+    """Return True for functions that take the parameter itself, as a leaf of the graph."""
     return function in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -268,20 +272,20 @@ def _sharded_in(value: Any) -> Iterator[ShardedParameter]:
     if isinstance(value, ShardedParameter):
         yield value
     elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _sharded_in(part)
+        for item in value:
+            yield from _sharded_in(item)
     elif isinstance(value, dict):
-        for part in value.values():
-            yield from _sharded_in(part)
+        for item in value.values():
+            yield from _sharded_in(item)
 
 
 def _as_views(value: Any) -> Any:
-    """The same with a view in place of each parameter: it stays as it is when these values go."""
+    """Put a view in place of each parameter: it keeps the values when the parameter's go."""
     if isinstance(value, ShardedParameter):
         return value.view_as(value)
     if isinstance(value, list | tuple):
-        made = [_as_views(part) for part in value]
-        return made if isinstance(value, list) else tuple(made)
+        views = [_as_views(item) for item in value]
+        return views if isinstance(value, list) else tuple(views)
     if isinstance(value, dict):
-        return {name: _as_views(part) for name, part in value.items()}
+        return {name: _as_views(item) for name, item in value.items()}
     return value

@@ -21,22 +21,21 @@ from hpczero.parallel.zero.parameters import (
 from hpczero_kernels.adamw import AdamWBuffers
 from hpczero_kernels.reduce import BLOCK
 
-Fill = Callable[
-    [shapes.Parameter, int, torch.Tensor], None
-]  # writes the flattened logical parameter's elements from the given one on
-Dtypes = tuple[torch.dtype, torch.dtype]  # of the weights, and of what gradients gather in
-_NARROWED = (
-    1 << 15
-)  # elements that are turned into half precision at a time: they stay in a core's cache
-_NARROWED_BY_A_DEVICE = 1 << 24  # which would have hardly begun with fewer when they are done
+# fill(parameter, first, out) writes elements from `first` on of the flattened logical parameter.
+Fill = Callable[[shapes.Parameter, int, torch.Tensor], None]
+Dtypes = tuple[torch.dtype, torch.dtype]  # of the weights, and of the gradient buffer
 
+# Elements that are turned into half precision at a time. On a CPU they stay in a core's cache;
+# a device would be done with so few before the next ones are asked for.
+_NARROWED = 1 << 15
+_NARROWED_BY_A_DEVICE = 1 << 24
 
 _TAKEN = "_hpczero_engine_has_it"  # an attribute of parameters
 
 
 @dataclass(frozen=True)
 class SteppedSpan:
-    """A stretch of a unit's own elements that is stepped in one go."""
+    """Consecutive owned elements of one parameter, stepped in one go."""
 
     state: AdamWBuffers
     decays: bool
@@ -44,11 +43,15 @@ class SteppedSpan:
 
 
 class Unit:
-    """`take_moments` is to follow. `own` are the elements that this rank steps: its shard, or all of them where optimizer states are not sharded.
+    """States of one unit. `take_moments` follows the constructor.
 
-    The gradient of a backward pass gathers in `buffer`: the unit's own one, or a slot lent for the time from the first gradient to the end
-    of the sum; `wire` is what is sent of it, in the weights' precision. `summed` is the gradient over all ranks for the shard, `squares` its
-    sums of squares in blocks.
+    `owned`: the elements that this rank steps, which are its shard, or all of them where optimizer
+    states are not sharded. `weights`, `master`: their values in the model's precision and in fp32.
+
+    The gradient of a backward pass gathers in `buffer`: the unit's own one, or a slot lent from the
+    first gradient to the end of the sum. `send_buffer` is what is sent of it, in the weights'
+    precision. `reduced_shard` is the gradient over all ranks for the shard, `squares` its sums of
+    squares in blocks.
     """
 
     moment1: torch.Tensor
@@ -63,70 +66,74 @@ class Unit:
         arena: Arena,
         written: slice,
     ) -> None:
-        """`written`: the elements whose weights this rank writes after a step. The parameters made here are the module's, but for `take_over`. All
-        of it lies where the arena does.
+        """Take memory from the arena, and make parameters, which `take_over` may replace.
+
+        `written`: the elements whose weights this rank writes after a step.
         """
         dtype, gradient_dtype = dtypes
-        self.layout, self.sharded = layout, sharded
+        self.layout, self.sharded, self.written = layout, sharded, written
         self.shard = layout.shard(rank)
         self.owned = self.shard if sharded.optimizer else slice(0, layout.size)
-        self.written = written
         count = self.owned.stop - self.owned.start
-        self._first = (
-            self.owned.start if sharded.parameters else 0
-        )  # of the elements that `weights` holds
+        self._first = self.owned.start if sharded.parameters else 0  # element of weights[0]
         self.weights = arena.take("weights", count if sharded.parameters else layout.size, dtype)
         self._separate = arena.sizes["master"] > 0
-        self.master = (
-            arena.take("master", count, torch.float32)
-            if self._separate
-            else self._weights_at(self.owned)
-        )
-        self.nothing = self.weights.new_full(
-            (), float("nan")
-        )  # what a parameter's values are while they are away
-        self.parameters = [self._parameter(place) for place in layout.slots]
-        held = arena.take(
-            "gradients", layout.shard_size if sharded.gradients else layout.size, gradient_dtype
-        )
-        self.buffer: torch.Tensor | None = None if sharded.gradients else held
-        self._views: dict[
-            int, list[torch.Tensor]
-        ] = {}  # address of a buffer -> the parameters' parts of it
-        self.send_buffer = held if gradient_dtype == dtype else held.view(dtype)[: held.numel()]
-        self.reduced_shard = held if sharded.gradients else self.send_buffer[self.shard]
-        self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
-        self.arrived: set[int] = set()  # which parameters' gradients are in the buffer
-        self.present: set[int] = set()  # which have had a gradient in this step
-        self.missing = 0  # how many are still to come in this backward
-        self._gaps = _gaps(layout)
+        if self._separate:
+            self.master = arena.take("master", count, torch.float32)
+        else:
+            self.master = self._weights_at(self.owned)
+        self.nothing = self.weights.new_full((), float("nan"))  # shown while values are away
+        self.parameters = [self._parameter(slot) for slot in layout.slots]
+        self._take_gradients(arena, gradient_dtype)
+        self._views: dict[int, list[torch.Tensor]] = {}  # buffer's address -> parts of parameters
+        self.arrived: set[int] = set()  # parameters whose gradients are in the buffer
+        self.present: set[int] = set()  # parameters that have had a gradient in this step
+        self.missing = 0  # number of gradients still to come in this backward
+        starts = [slot.offset for slot in layout.slots[1:]] + [layout.size]
+        gaps = zip(layout.slots, starts, strict=True)
+        self._padding = [slice(slot.stop, start) for slot, start in gaps if slot.stop < start]
         self._stepped: dict[frozenset[int], list[SteppedSpan]] = {}  # of the last step
 
-    def _parameter(self, place: ParameterSlot) -> OwnedParameter:
-        """It counts the writes to itself alone: `.data` has a count of its own."""
+    def _parameter(self, slot: ParameterSlot) -> OwnedParameter:
         if self.sharded.parameters:
-            return ShardedParameter(self.nothing.expand(place.shape))
-        return OwnedParameter(self.part(self.weights, place).data)
+            return ShardedParameter(self.nothing.expand(slot.shape))
+        # .data has a count of its own: the parameter counts the writes to itself alone
+        return OwnedParameter(self.part(self.weights, slot).data)
+
+    def _take_gradients(self, arena: Arena, dtype: torch.dtype) -> None:
+        layout, sharded = self.layout, self.sharded
+        size = layout.shard_size if sharded.gradients else layout.size
+        memory = arena.take("gradients", size, dtype)
+        self.buffer: torch.Tensor | None = None if sharded.gradients else memory
+        self.send_buffer = memory
+        if dtype != self.weights.dtype:
+            self.send_buffer = memory.view(self.weights.dtype)[:size]
+        self.reduced_shard = memory if sharded.gradients else self.send_buffer[self.shard]
+        self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
 
     def belongs_to(self, owner: Owner) -> None:
-        for place, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.known_as, parameter.owner = place.parameter.name, owner
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            parameter.known_as, parameter.owner = slot.parameter.name, owner
 
     def _weights_at(self, elements: slice) -> torch.Tensor:
         return self.weights[elements.start - self._first : elements.stop - self._first]
 
-    def part(self, buffer: torch.Tensor, place: ParameterSlot) -> torch.Tensor:
-        return buffer[place.offset : place.stop].view(place.shape)
+    def part(self, buffer: torch.Tensor, slot: ParameterSlot) -> torch.Tensor:
+        """Return the parameter's part of a buffer of the whole unit, in its shape."""
+        return buffer[slot.offset : slot.stop].view(slot.shape)
 
     @property
     def gradient_to_step(self) -> torch.Tensor:
-        """The summed gradient of the own elements."""
+        """The summed gradient of the owned elements."""
         return self.reduced_shard if self.sharded.optimizer else self.send_buffer
 
     def take_over(self, module_parameters: Mapping[str, nn.Parameter]) -> None:
-        """The module's own parameters get their memory here, and stay the objects they are; one on meta, which cannot, is replaced."""
-        for index, (place, made) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
-            parameter = module_parameters[place.parameter.name]
+        """Give the module's own parameters their memory here; they stay the objects they are.
+
+        A parameter on meta, which cannot get memory, is replaced.
+        """
+        for index, (slot, made) in enumerate(zip(self.layout.slots, self.parameters, strict=True)):
+            parameter = module_parameters[slot.parameter.name]
             if parameter.is_meta:
                 made.requires_grad_(parameter.requires_grad)
             else:
@@ -135,100 +142,94 @@ class Unit:
                 parameter.__class__ = type(made)
                 assert isinstance(parameter, OwnedParameter)
                 self.parameters[index] = parameter
-        for own in self.parameters:
-            setattr(own, _TAKEN, True)
+        for parameter in self.parameters:
+            setattr(parameter, _TAKEN, True)
 
     def give_up(self) -> None:
-        """Another engine may have the parameters from now on."""
-        for own in self.parameters:
-            setattr(own, _TAKEN, False)
+        """Let another engine have the parameters from now on."""
+        for parameter in self.parameters:
+            setattr(parameter, _TAKEN, False)
 
     def stepped(self, absent: frozenset[int]) -> list[SteppedSpan]:
-        """The own elements without those of the `absent` parameters."""
+        """Return the owned elements, without those of the `absent` parameters."""
         if absent not in self._stepped:
             names = frozenset(self.layout.slots[index].parameter.name for index in absent)
-            self._stepped = {absent: list(self._stretches(names))}
+            self._stepped = {absent: list(self._spans(names))}
         return self._stepped[absent]
 
-    def _stretches(self, left_out: Container[str]) -> Iterator[SteppedSpan]:
-        first, written = self.owned.start, self.written
+    def _spans(self, left_out: Container[str]) -> Iterator[SteppedSpan]:
+        owned, written = self.owned, self.written
         for begin, end in (
-            (first, written.start),
+            (owned.start, written.start),
             (written.start, written.stop),
-            (written.stop, self.owned.stop),
+            (written.stop, owned.stop),
         ):
-            for place, part in self.layout.stretches(begin, end):
-                if place.parameter.name not in left_out:
-                    weights = (
-                        self._weights_at(part)
-                        if self._separate and begin == written.start
-                        else None
-                    )
-                    own = slice(part.start - first, part.stop - first)
-                    state = AdamWBuffers(
-                        self.master[own],
-                        self.moment1[own],
-                        self.moment2[own],
-                        self.gradient_to_step[own],
-                        weights,
-                    )
-                    yield SteppedSpan(state, place.parameter.decays, place.parameter.name)
+            writes = self._separate and begin == written.start
+            for slot, part in self.layout.stretches(begin, end):
+                if slot.parameter.name in left_out:
+                    continue
+                elements = slice(part.start - owned.start, part.stop - owned.start)
+                state = AdamWBuffers(
+                    self.master[elements],
+                    self.moment1[elements],
+                    self.moment2[elements],
+                    self.gradient_to_step[elements],
+                    self._weights_at(part) if writes else None,
+                )
+                yield SteppedSpan(state, slot.parameter.decays, slot.parameter.name)
 
     def fill_owned(self, fill: Fill) -> None:
-        """The own elements get these values of the parameters that lie there."""
+        """Fill the owned elements of all parameters, and the weights that follow from them."""
         self.master.zero_()
-        for place, part in self.layout.stretches(self.owned.start, self.owned.stop):
+        for slot, part in self.layout.stretches(self.owned.start, self.owned.stop):
             start = part.start - self.owned.start
-            for logical in place.logical(part.start - place.offset, part.stop - place.offset):
+            for logical in slot.logical(part.start - slot.offset, part.stop - slot.offset):
                 count = logical.stop - logical.start
                 out = self.master[start : start + count]
-                values = out.cpu()  # the same, but on another device
-                fill(place.parameter, logical.start, values)
+                values = out.cpu()  # `out` itself, unless it is on a device
+                fill(slot.parameter, logical.start, values)
                 out.copy_(values)
                 start += count
         self.weights_from_master()
 
     def weights_from_master(self) -> None:
-        """Of the elements whose weights this rank writes."""
+        """Round the master weights to those weights that this rank writes."""
         if self._separate:
-            self._weights_at(self.written).copy_(
-                self.master[
-                    self.written.start - self.owned.start : self.written.stop - self.owned.start
-                ]
-            )
+            first, written = self.owned.start, self.written
+            master = self.master[written.start - first : written.stop - first]
+            self._weights_at(written).copy_(master)
 
     def changes(self, whole: torch.Tensor) -> torch.Tensor:
-        """Which of the own elements differ in `whole`, a changed copy of the weights, to the bit."""
+        """Return which owned elements differ, to the bit, in a changed copy of all weights."""
         bits = torch.int32 if whole.dtype == torch.float32 else torch.int16
         return self._weights_at(self.owned).view(bits) != whole[self.owned].view(bits)
 
     def take_changes(self, whole: torch.Tensor, changed: torch.Tensor) -> None:
-        """Of what was not changed the master weights keep their precision."""
+        """Take changed elements from `whole`; the other master weights keep their precision."""
         torch.where(changed, whole[self.owned].float(), self.master, out=self.master)
         if self._separate:
             self._weights_at(self.written).copy_(whole[self.written])
 
     def squares_held_by_all(self) -> torch.Tensor:
-        """Of the summed gradient's squares in the shard, those of parameters that every tensor rank holds whole."""
+        """Sum the squares of the shard's summed gradient over parameters that are not split.
+
+        Every tensor rank holds these parameters whole.
+        """
         total = self.squares.new_zeros((), dtype=torch.float64)
-        for place, part in self.layout.stretches(self.shard.start, self.shard.stop):
-            if place.parameter.split is None:
-                total += (
-                    self.reduced_shard[part.start - self.shard.start : part.stop - self.shard.start]
-                    .double()
-                    .square()
-                    .sum()
-                )
+        first = self.shard.start
+        for slot, part in self.layout.stretches(first, self.shard.stop):
+            if slot.parameter.split is None:
+                gradient = self.reduced_shard[part.start - first : part.stop - first]
+                total += gradient.double().square().sum()
         return total
 
     def gradient_of(self, index: int) -> torch.Tensor:
-        """Where the parameter's gradient lies in the buffer."""
+        """Return the parameter's part of the buffer."""
         assert self.buffer is not None
         views = self._views.get(self.buffer.data_ptr())
         if views is None:
-            views = self._views[self.buffer.data_ptr()] = [
-                self.part(self.buffer, place) for place in self.layout.slots
-            ]
+            views = [self.part(self.buffer, slot) for slot in self.layout.slots]
+            self._views[self.buffer.data_ptr()] = views
         return views[index]
 
     def add_gradient(self, index: int, gradient: torch.Tensor) -> None:
@@ -249,7 +250,7 @@ class Unit:
             leave_gradient(parameter, None)
 
     def complete(self) -> None:
-        """Makes the gradient ready to be sent: parameters without one, and the padding, count as zero."""
+        """Make the gradient ready to be sent; absent gradients, and the padding, count as zero."""
         assert self.buffer is not None
         for index, parameter in enumerate(self.parameters):
             waiting = gradient_left(parameter)
@@ -259,8 +260,8 @@ class Unit:
         for index in range(len(self.parameters)):
             if index not in self.arrived:
                 self.gradient_of(index).zero_()
-        for gap in self._gaps:
-            self.buffer[gap].zero_()
+        for padding in self._padding:
+            self.buffer[padding].zero_()
         self.present |= self.arrived
         self.arrived.clear()
         if self.buffer.dtype != self.send_buffer.dtype:
@@ -272,17 +273,11 @@ def taken(parameter: torch.Tensor) -> bool:
     return getattr(parameter, _TAKEN, False)
 
 
-def _gaps(layout: UnitLayout) -> list[slice]:
-    starts = [place.offset for place in layout.slots[1:]] + [layout.size]
-    return [
-        slice(place.stop, start)
-        for place, start in zip(layout.slots, starts, strict=True)
-        if place.stop < start
-    ]
-
-
 def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
-    """fp32 to half precision in the same memory: `narrow` is the lower half of it, and is written behind what is read."""
+    """Round fp32 to half precision in the same memory.
+
+    `narrow` is the lower half of it: it is written behind the elements that are read.
+    """
     length = _NARROWED if wide.device.type == "cpu" else _NARROWED_BY_A_DEVICE
     for start in range(0, wide.numel(), length):
         part = slice(start, start + length)
@@ -290,19 +285,20 @@ def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
 
 
 def take_moments(units: Sequence[Unit], arena: Arena) -> None:
-    """First moments of all units, then the second ones: what a checkpoint copies lies in few long stretches."""
+    """Take the first moments of all units, then the second ones.
+
+    So a checkpoint copies few long stretches.
+    """
     for unit in units:
-        unit.moment1 = arena.take(
-            "moments", unit.owned.stop - unit.owned.start, torch.float32
-        ).zero_()
+        unit.moment1 = arena.take("moments", unit.master.numel(), torch.float32).zero_()
     for unit in units:
-        unit.moment2 = arena.take(
-            "moments", unit.owned.stop - unit.owned.start, torch.float32
-        ).zero_()
+        unit.moment2 = arena.take("moments", unit.master.numel(), torch.float32).zero_()
 
 
 def take_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
-    """Take the slots that units gather gradients in, in turns; none if gradients are not sharded."""
-    count = SLOTS if units[0].sharded.gradients else 0
-    largest, dtype = max(unit.layout.size for unit in units), units[0].weights.dtype
-    return [arena.take("gradient slots", largest, dtype) for _ in range(count)]
+    """Take the slots that units gather gradients in, in turns; none unless these are sharded."""
+    if not units[0].sharded.gradients:
+        return []
+    largest = max(unit.layout.size for unit in units)
+    dtype = units[0].weights.dtype
+    return [arena.take("gradient slots", largest, dtype) for _ in range(SLOTS)]

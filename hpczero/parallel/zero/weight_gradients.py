@@ -1,14 +1,16 @@
-"""Gradients that are written where they are summed.
+"""Gradients of weights: written where they are summed, and refused if no engine asked for them.
 
-Autograd makes the gradient of a weight in memory of its own, from where it would be copied into the unit's buffer; that of an embedding is a whole
-tensor of zeros but for a few rows, to which that of a tied head is added. Where `DirectGradients.here()` is, linear maps and embeddings of the
-engine's parameters go another way: the product that is a weight's gradient is written into the buffer at once, and an embedding's gradient is its
-rows alone (summed in fp32, rounded once). To autograd such a gradient is an empty sparse tensor, which it adds up with what else the parameter is
-used for, and which tells the engine at the right time that the gradient is there.
+Autograd makes the gradient of a weight in memory of its own, from where it would be copied into the
+unit's buffer. That of an embedding is a whole tensor of zeros but for a few rows, to which that of
+a tied head is added. Inside `DirectGradients.redirect_weight_grads()`, linear maps and embeddings
+of the engine's parameters avoid this. The product that is a weight's gradient is written into the
+buffer at once, and an embedding's gradient is its rows alone (summed in fp32, rounded once). To
+autograd such a gradient is an empty sparse tensor: autograd adds it to those of the parameter's
+other uses, and it tells the engine at the right time that the gradient is there.
 
-hpczero's own models ask for these maps (`model.maps`). In others every operation is looked at, which takes some 10 microseconds each.
-
-What gathers in another precision is made as ever, by the same arithmetic: the results do not depend on it.
+hpczero's own models ask for these maps (`model.maps`). In other models every operation is looked
+at, which takes some 10 microseconds each. Gradients that gather in another precision are made by
+autograd, with the same arithmetic: results do not depend on which way they go.
 """
 
 import warnings
@@ -26,15 +28,6 @@ from hpczero.errors import HpczeroError
 from hpczero.model import maps
 from hpczero.parallel.zero.parameters import ShardedParameter, leave_gradient, saved_as_it_is
 
-
-class Sums(Protocol):
-    """Where gradients are added up. False: not there, autograd is to do it."""
-
-    def write(self, parameter: Tensor, into: Callable[[Tensor], None]) -> bool: ...
-
-    def add(self, parameter: Tensor, rows: Tensor) -> None: ...
-
-
 _VIEWS = {
     "ViewBackward0",
     "UnsafeViewBackward0",
@@ -43,11 +36,26 @@ _VIEWS = {
     "SqueezeBackward1",
     "AliasBackward0",
 }
+_OWN = (
+    "a step takes the gradients of engine.backward(loss), which names the engine that is to have"
+    " them"
+)
+
+
+class Sums(Protocol):
+    """Buffers in which gradients are added up."""
+
+    def write(self, parameter: Tensor, into: Callable[[Tensor], None]) -> bool:
+        """Let `into` write a gradient of the parameter; return False if autograd has to."""
+
+    def add(self, parameter: Tensor, rows: Tensor) -> None:
+        """Add a gradient of which some rows are there (sparse)."""
 
 
 def no_torch_overrides() -> AbstractContextManager[None]:
-    """Inside, no function mode or tensor subclass looks at what is computed: a look takes longer than a small tensor operation. Weights that are
-    away are not fetched.
+    """Keep function modes and tensor subclasses from looking at operations inside.
+
+    A look takes longer than a small tensor operation. Weights that are away are not fetched inside.
     """
     return torch._C.DisableTorchFunction()
 
@@ -58,22 +66,23 @@ def in_an_engine() -> bool:
 
 
 class DirectGradients:
+    """Linear maps and embeddings whose gradients go to `sums`, without a copy."""
+
     def __init__(self, parameters: Container[Tensor], sums: Sums, watches: bool = True) -> None:
-        """`watches`: modules that do not ask, too."""
+        """`watches`: replace the operations of modules that do not ask for these maps."""
         self.sums = sums
         self._parameters, self._watches = parameters, watches
-        self._task = -1  # autograd's number of the backward that is the engine's own
+        self._task = -1  # autograd's id of the engine's own backward
 
     def redirect_weight_grads(self) -> AbstractContextManager[object]:
+        """Use these maps inside."""
         return _Watch(self) if self._watches else maps.done_by(self)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if _usual():
+        if _left_to_autograd():
             return functional.linear(input, weight, bias)
-        own_weight, own_bias = (
-            self._parameter(weight),
-            None if bias is None else self._parameter(bias),
-        )
+        own_weight = self._parameter(weight)
+        own_bias = None if bias is None else self._parameter(bias)
         known = own_weight is not None and (bias is None) == (own_bias is None)
         plain = (
             type(input) is Tensor
@@ -95,32 +104,33 @@ class DirectGradients:
         return _Linear.apply(input, own_weight, own_bias, self)
 
     def embedding(
-        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False, sparse: bool = False,
-    ) -> Tensor:  # fmt: skip
-        special = (
-            _usual()
-            or padding_idx is not None
-            or max_norm is not None
-            or scale_grad_by_freq
-            or sparse
-        )
-        special |= (
-            input.device.type != "cpu"
-        )  # which rows there are, the host would have to wait for
-        if special or type(input) is not Tensor or self._parameter(weight) is not weight:
+        self,
+        input: Tensor,
+        weight: Tensor,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+    ) -> Tensor:
+        options = padding_idx is not None or max_norm is not None or scale_grad_by_freq or sparse
+        plain = type(input) is Tensor and input.device.type == "cpu"  # a device: rows are unknown
+        if options or not plain or _left_to_autograd() or self._parameter(weight) is not weight:
             return functional.embedding(
                 input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
             )
         return _Embedding.apply(input, weight, self)
 
     def backward(self, output: Tensor, gradient: Tensor) -> None:
-        """As output.backward(gradient), which would leave every mode while it runs: what is recomputed in backward goes the way that forward went."""
+        """Run output.backward(gradient) without leaving modes, which that would do.
 
-        def begins(*_: object) -> None:
+        So what is recomputed in backward uses the maps that forward used.
+        """
+
+        def note_task(*_: object) -> None:
             self._task = torch._C._current_graph_task_id()
 
-        hook = output.grad_fn.register_prehook(begins) if output.grad_fn else None
+        hook = output.grad_fn.register_prehook(note_task) if output.grad_fn else None
         try:
             torch.autograd.Variable._execution_engine.run_backward(
                 (output,),
@@ -137,11 +147,17 @@ class DirectGradients:
                 hook.remove()
 
     def is_own(self) -> bool:
-        """Whether what goes on is the engine's backward itself: not one inside it, nor one that somebody else asks for."""
+        """Return True inside the engine's own backward pass.
+
+        A backward inside that one, or one that somebody else asks for, is another.
+        """
         return self._task >= 0 and torch._C._current_graph_task_id() == self._task
 
     def _parameter(self, tensor: Tensor) -> Tensor | None:
-        """The parameter that the tensor is, or is all of in another shape, with nothing of anybody's in between."""
+        """Return the parameter that the tensor is, or is a view of all elements of.
+
+        None for others, for frozen ones, and where a hook would see the gradient.
+        """
         base = tensor if tensor._base is None else tensor._base
         if (
             base not in self._parameters
@@ -155,23 +171,23 @@ class DirectGradients:
         node = tensor.grad_fn
         while node is not None and node.name() in _VIEWS:
             node = node.next_functions[0][0]
-        ends_there = node is not None and node.name() == "torch::autograd::AccumulateGrad"
-        return (
-            base
-            if ends_there
+        only_views = node is not None and node.name() == "torch::autograd::AccumulateGrad"
+        if (
+            only_views
             and tensor.is_contiguous()
             and tensor.numel() == base.numel()
             and not tensor._backward_hooks
-            else None
-        )
+        ):
+            return base
+        return None
 
 
 class _Watch(TorchFunctionMode):
-    def __init__(self, way: DirectGradients) -> None:
+    def __init__(self, direct: DirectGradients) -> None:
         super().__init__()
         self._replaced: dict[Any, Callable[..., Tensor]] = {
-            functional.linear: way.linear,
-            functional.embedding: way.embedding,
+            functional.linear: direct.linear,
+            functional.embedding: direct.embedding,
         }
 
     def __torch_function__(
@@ -180,9 +196,11 @@ class _Watch(TorchFunctionMode):
         return self._replaced.get(function, function)(*args, **(kwargs or {}))
 
 
-def _usual() -> bool:
-    """Return True where autograd's own way is taken: without gradients, inside autocast, compilation,
-    forward-mode differentiation and function transforms.
+def _left_to_autograd() -> bool:
+    """Return True where PyTorch's own maps are used.
+
+    That is without gradients, and inside autocast, compilation, forward-mode differentiation and
+    function transforms.
     """
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     forward_mode = forward_ad._current_level >= 0
@@ -191,18 +209,21 @@ def _usual() -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., inputs] -> [..., outputs]; the weight is [outputs, inputs] and the bias [outputs], in whatever shape they have as parameters."""
+    """Linear map of x [..., inputs] to [..., outputs].
+
+    The weight is [outputs, inputs] and the bias [outputs]; as parameters they may have other
+    shapes.
+    """
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: DirectGradients
+        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, direct: DirectGradients
     ) -> Tensor:
         context.save_for_backward(x, weight)
-        context.parameters, context.way = (weight, bias), way
+        context.parameters, context.direct = (weight, bias), direct
         rows, matrix = x.reshape(-1, x.shape[-1]), weight.view(-1, x.shape[-1])
-        out = x.new_empty(
-            *x.shape[:-1], len(matrix)
-        )  # no view of anything: what follows may work in place
+        # `out` is no view of anything: what follows may work in place.
+        out = x.new_empty(*x.shape[:-1], len(matrix))
         if bias is None:
             torch.mm(rows, matrix.t(), out=out.view(len(rows), len(matrix)))
         else:
@@ -211,15 +232,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (
-            context.saved_tensors
-        )  # which may be computed again here, in the way that forward went
-        in_own_backward = context.way.is_own() and not torch.is_grad_enabled()
-        with (
-            no_torch_overrides()
-            if in_own_backward and type(weight) in (Tensor, nn.Parameter)
-            else nullcontext()
-        ):
+        x, weight = context.saved_tensors  # hooks may recompute them here, by the same maps
+        in_own_backward = context.direct.is_own() and not torch.is_grad_enabled()
+        plain = in_own_backward and type(weight) in (Tensor, nn.Parameter)
+        with no_torch_overrides() if plain else nullcontext():
             return _Linear._gradients(context, gradient, x, weight, in_own_backward)
 
     @staticmethod
@@ -231,15 +247,15 @@ class _Linear(torch.autograd.Function):
         own_weight, own_bias = context.parameters
         needs_weight &= own_weight.requires_grad  # it may have been frozen since the forward
         needs_bias = needs_bias and own_bias.requires_grad
-        of_x = (
-            (rows @ weight.view(rows.shape[1], inputs.shape[1])).view(x.shape) if needs_x else None
-        )
-        # put on since the forward
+        matrix = weight.view(rows.shape[1], inputs.shape[1]) if needs_x else None
+        of_x = None if matrix is None else (rows @ matrix).view(x.shape)
+        # Hooks may have been put on since the forward.
         has_hooks = own_weight._backward_hooks or (needs_bias and own_bias._backward_hooks)
-        # a hook sees it, or it may be differentiated again, or is somebody else's
+        # A hook sees the gradient, or it may be differentiated again, or is somebody else's.
         if not in_own_backward or has_hooks:
             of_weight = (rows.t() @ inputs).view(own_weight.shape) if needs_weight else None
-            return of_x, of_weight, rows.sum(0).view(own_bias.shape) if needs_bias else None, None
+            of_bias = rows.sum(0).view(own_bias.shape) if needs_bias else None
+            return of_x, of_weight, of_bias, None
 
         def write_weight(out: Tensor) -> None:
             torch.mm(rows.t(), inputs, out=out.view(rows.shape[1], inputs.shape[1]))
@@ -247,20 +263,22 @@ class _Linear(torch.autograd.Function):
         def write_bias(out: Tensor) -> None:
             torch.sum(rows, 0, out=out.view(-1))
 
-        sums = context.way.sums
+        sums = context.direct.sums
         of_weight = _gradient(own_weight, write_weight, sums) if needs_weight else None
-        return of_x, of_weight, _gradient(own_bias, write_bias, sums) if needs_bias else None, None
+        of_bias = _gradient(own_bias, write_bias, sums) if needs_bias else None
+        return of_x, of_weight, of_bias, None
 
 
 def _gradient(parameter: Tensor, into: Callable[[Tensor], None], sums: Sums) -> Tensor:
+    """Return what autograd gets of a gradient that `into` writes."""
     if sums.write(parameter, into):
-        return _nothing(parameter)
-    made = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-    into(made)
-    return made
+        return _empty_sparse(parameter)
+    gradient = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    into(gradient)
+    return gradient
 
 
-def _nothing(parameter: Tensor) -> Tensor:
+def _empty_sparse(parameter: Tensor) -> Tensor:
     return torch.zeros(
         parameter.shape, dtype=parameter.dtype, device=parameter.device, layout=torch.sparse_coo
     )
@@ -268,9 +286,9 @@ def _nothing(parameter: Tensor) -> Tensor:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, tokens: Tensor, weight: Tensor, way: DirectGradients) -> Tensor:
+    def forward(context: Any, tokens: Tensor, weight: Tensor, direct: DirectGradients) -> Tensor:
         context.save_for_backward(tokens)
-        context.parameter, context.way = weight, way
+        context.parameter, context.direct = weight, direct
         return functional.embedding(tokens, weight)
 
     @staticmethod
@@ -280,26 +298,31 @@ class _Embedding(torch.autograd.Function):
             return None, None, None
         shape = context.parameter.shape
         has_hooks = context.parameter._backward_hooks  # put on since the forward
-        if torch.is_grad_enabled() or not context.way.is_own() or has_hooks:
+        if torch.is_grad_enabled() or not context.direct.is_own() or has_hooks:
             zeros = gradient.new_zeros(shape)
             return None, zeros.index_add(0, tokens.flatten(), gradient.reshape(-1, shape[1])), None
         rows, row_of_token = tokens.flatten().unique(return_inverse=True)
         sums = torch.zeros(rows.numel(), shape[1], dtype=torch.float32, device=gradient.device)
         sums.index_add_(0, row_of_token, gradient.reshape(-1, shape[1]).float())
-        values, ours = sums.to(gradient.dtype), {"is_coalesced": True, "check_invariants": False}
-        made = torch.sparse_coo_tensor(rows[None], values, shape, dtype=values.dtype, **ours)
-        context.way.sums.add(context.parameter, made)
-        return None, _nothing(context.parameter), None
-
-
-# Gradients that none of an engine's own backwards has made.
-#
-# They are dropped, so that none stays for the next step. Another engine's backward, which passes
-# through this one's module (a GAN), is no mistake and is said once; anything else is an error.
-_OWN = "a step takes the gradients of engine.backward(loss), which names the engine that is to have them"
+        of_weight = torch.sparse_coo_tensor(
+            rows[None],
+            sums.to(gradient.dtype),
+            shape,
+            dtype=gradient.dtype,
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        context.direct.sums.add(context.parameter, of_weight)
+        return None, _empty_sparse(context.parameter), None
 
 
 class StrayGradients:
+    """Gradients that no backward of the engine has made.
+
+    They are dropped, so that none stays for the next step. Another engine's backward, which passes
+    through this one's module (a GAN), is no mistake: one warning tells. All others are errors.
+    """
+
     def __init__(self, name_of: Callable[[torch.Tensor], str], says: bool) -> None:
         """`says`: this rank is the one that warns."""
         self._name_of, self._says = name_of, says
@@ -310,9 +333,10 @@ class StrayGradients:
         if not in_an_engine():
             raise HpczeroError(f"a gradient of {name} came outside of engine.backward: {_OWN}")
         if self._says:
-            what = (
-                f"gradients of {name} and others came in another engine's backward and are dropped"
-            )
+            came = "came in another engine's backward and are dropped"
             saves = "requires_grad_(False) on this module meanwhile saves their computation"
-            warnings.warn(f"{what}: {_OWN}; {saves} (docs/any-model.md)", stacklevel=2)
+            warnings.warn(
+                f"gradients of {name} and others {came}: {_OWN}; {saves} (docs/any-model.md)",
+                stacklevel=2,
+            )
         self._says = False
