@@ -66,6 +66,10 @@ class NodeGroup:
         self.neighbours = len(self.here)
         self.local = self.here.index(self.rank)
         self._on_other_nodes = [rank for rank in range(self.size) if rank not in self.here]
+        # Pieces in the buffer in a round: sums for other nodes' ranks, and other nodes' sums. The
+        # most of any node, so that nodes with different numbers of ranks cut the same windows.
+        fewest = min(map(len, self._ranks_of.values()))
+        self._pieces = self.size - fewest + len(self._ranks_of) - 1
         self._window: NodeWindow | None = None
         self._numbers = [0, 0, 0]  # by counter: of the operation started last
         self._posted = [0, 0, 0]
@@ -169,11 +173,6 @@ class NodeGroup:
         room = self.group.connection.room(self._least(length, width)) // width // self._pieces
         step = max(1, length if room >= length else room // BLOCK * BLOCK)
         return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-    @property
-    def _pieces(self) -> int:
-        """Pieces in the buffer in a round: sums for other nodes' ranks, and other nodes' sums."""
-        return len(self._on_other_nodes) + len(self._ranks_of) - 1
 
     def _least(self, length: int, width: int) -> int:
         return self._pieces * min(BLOCK, length) * width

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from hpczero import machine
+from hpczero.comm.node_group import NodeGroup
+from hpczero.comm.progress import Limits
 from hpczero.comm.shared_memory import NodeWindow, shortage
 from hpczero.comm.world import World
 from hpczero.errors import InputError
@@ -192,3 +194,38 @@ def _own_files() -> list[str]:
     mapped = machine.mapped_files(Path("/proc/self/maps").read_text())
     files = [(path.name, path.stat()) for path in Path("/dev/shm").iterdir() if path.exists()]
     return [name for name, facts in files if (facts.st_dev, facts.st_ino) in mapped]
+
+
+class Sums:
+    """The plain arithmetic of a reduction."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self.out = out
+
+    def into_shard(self, window: slice, parts: list[torch.Tensor], ranks: object) -> None:
+        self.out[window] = sum(parts)
+
+    def of_node(
+        self, first: int, parts: list[torch.Tensor], ranks: object, out: torch.Tensor
+    ) -> None:
+        out.copy_(sum(parts))  # type: ignore[arg-type]
+
+
+@pytest.mark.ranks(3, 4)
+def test_uneven_nodes_sum_what_is_larger_than_their_buffers(world: World) -> None:
+    """2 + 1 and 3 + 1 ranks: every node cuts the shards into the same windows."""
+    nodes = world.part(range(world.size), world.size - 1, Limits(staging=1 << 17))
+    shared = NodeGroup(nodes, nodes.everyone)
+    size = 200_000
+    elements = world.size * size
+    blocks = shared.allocate({"weights": 4}, {"gradients": 4 * elements})
+    gradients = blocks["gradients"].view(torch.float32)
+    gradients.copy_(torch.arange(elements) % 97 * (world.rank + 1))
+    out = torch.empty(size)
+    shared.reduce(gradients, Sums(out)).wait()
+    everyones = sum(range(1, world.size + 1))
+    first = world.rank * size
+    assert torch.equal(out, torch.arange(first, first + size) % 97 * float(everyones))
+    shared.node_barrier().wait()
+    shared.close()
+    nodes.close()
