@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from hpczero import process_memory
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.data.dataset import TokenSource, open_source
@@ -30,7 +29,7 @@ from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.text import loss
-from hpczero.train import run_directory, setup
+from hpczero.train import process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose
@@ -238,7 +237,7 @@ class _Meter:
         self._predicted = (
             need(spec, job.layers, self._placement, platform).rank if job.layers else {}
         )
-        self._held = process_memory.held_on_nodes(self._world)
+        self._held = process.held_on_nodes(self._world)
 
     def start(self) -> None:
         self._began = time.perf_counter()
@@ -248,9 +247,9 @@ class _Meter:
         """Return the figures of all ranks on rank 0. `allocated`: bytes of this rank, by kind."""
         world = self._world
         self.seconds = time.perf_counter() - self._began
-        growth = process_memory.growth(self._held, process_memory.held_on_nodes(world))
+        growth = process.growth(self._held, process.held_on_nodes(world))
         of_rank = self._placement.part_of_rank(allocated)
-        memory = process_memory.summary(world, self._predicted, of_rank, growth)
+        memory = process.summary(world, self._predicted, of_rank, growth)
         ledgers = world.gather_objects(world.ledger.as_dict())
         cores = (time.process_time() - self._processor_seconds) / self.seconds
         return {"memory": memory, "comm": ledgers, "cores_used": world.gather_objects(cores)}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpczero import device, env, kernel_cache, machine, process_memory
+from hpczero import device, env, kernel_cache, machine
 from hpczero.comm.grid import Grid
 from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
@@ -28,6 +28,7 @@ from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes, save
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.text import counted, in_bytes
+from hpczero.train import process
 from hpczero_kernels import dispatch
 
 _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
@@ -54,7 +55,7 @@ def prepare(world: World, spec: Spec) -> tuple[Spec, Grid]:
     The spec that is returned is the one that is carried out: `select_device` changes it.
     """
     use_kernels(world)
-    process_memory.keep_free_memory()
+    process.keep_free_memory()
     spec = select_device(world, spec)
     return spec, Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
 
@@ -267,7 +268,7 @@ def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
         "available": machine.memory().available,
         "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
         "shm": shm.free if shm else 0,
-        "held": min(process_memory.held(), RUNTIME + built),
+        "held": min(process.held(), RUNTIME + built),
         "gpu": _gpu(world.device),
         "kernels": sorted(platform.kernels),
         "native": platform.native,

@@ -29,8 +29,8 @@ from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches, Tally, Validation
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import Output
+from hpczero.train.process import REASONS, WRITTEN, Deadline, StopRequests
 from hpczero.train.run_directory import RunDirectory
-from hpczero.train.stop import REASONS, WRITTEN, Deadline, StopRequests
 
 _MOST_SKIPPED = 100  # steps in a row without an update after which the run gives up
 

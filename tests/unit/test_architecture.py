@@ -22,7 +22,6 @@ ALLOWED = {
     "device": {"errors", "machine"},
     "kernel_cache": {"errors", "env", "safe_files"},
     "lock": {"errors", "env", "machine", "safe_files"},
-    "process_memory": {"comm", "env"},
     "cli": {"errors", "env", ""},
     "__main__": {"cli"},
     "": {"env", "kernel_cache", "train.initialize", "comm.world"},
@@ -42,7 +41,7 @@ ALLOWED = {
     "checkpoint": {"errors", "env", "spec", "text", "hdf5", "lock", "safe_files", ""}
     | {"comm.world", "comm.objects", "model.shapes", "model.families", "parallel.layout"},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
-    | {"process_memory", "spec", "comm", "model", "parallel", "optim", "data", "planner"}
+    | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
     | {"checkpoint", "hpczero_kernels", ""},
     "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
     | {"model.families", "planner", "train.run_directory", "train", ""},

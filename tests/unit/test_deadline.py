@@ -3,7 +3,7 @@
 import pytest
 
 from hpczero import env
-from hpczero.train.stop import REASONS, Deadline, StopRequests
+from hpczero.train.process import REASONS, Deadline, StopRequests
 
 
 class Clock:

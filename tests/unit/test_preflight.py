@@ -13,7 +13,7 @@ from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 
 pytest.importorskip("torch", reason="preflight asks a World")
 
-from hpczero import process_memory
+from hpczero.train import process
 from hpczero.train.setup import site_of
 
 GB = 10**9
@@ -260,21 +260,19 @@ class TestAccount:
         import torch
 
         size = 64 << 20
-        before = process_memory.held()
+        before = process.held()
         held = torch.ones(size, dtype=torch.uint8)
-        assert process_memory.held() - before == pytest.approx(size, rel=0.02)
+        assert process.held() - before == pytest.approx(size, rel=0.02)
         del held
-        assert process_memory.held() - before < size / 10
+        assert process.held() - before < size / 10
 
     def test_memory_that_processes_could_share_is_measured(self) -> None:
         size = 32 << 20
-        before = process_memory.held()
+        before = process.held()
         with mmap.mmap(-1, size) as window:
-            assert process_memory.held() - before < size / 10, (
-                "nothing is there before it is touched"
-            )
+            assert process.held() - before < size / 10, "nothing is there before it is touched"
             window.write(bytes(size))
-            assert process_memory.held() - before == pytest.approx(size, rel=0.1)
+            assert process.held() - before == pytest.approx(size, rel=0.1)
 
     def test_files_pages_are_left_out(self, tmp_path: Path) -> None:
         rollup = tmp_path / "smaps_rollup"
@@ -282,5 +280,5 @@ class TestAccount:
             "5578a28fb000-7ffc305dc000 ---p 00000000 00:00 0    [rollup]\nRss:   9999 kB\nPss:    900 kB\nPss_Anon:    500 kB\n"
             "Pss_File:    300 kB\nPss_Shmem:    100 kB\nSwapPss:    7 kB\n"
         )
-        assert process_memory.held(rollup) == 607 * 1024
-        assert process_memory.held(tmp_path / "nowhere") == 0
+        assert process.held(rollup) == 607 * 1024
+        assert process.held(tmp_path / "nowhere") == 0

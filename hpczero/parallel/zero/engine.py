@@ -15,14 +15,13 @@ that has been asked of the device.
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
-from hpczero.optim.loss_scale import LossScale
 from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.parameters import when_ready
@@ -36,6 +35,32 @@ from hpczero.parallel.zero.weight_gradients import (
 from hpczero.parallel.zero.weights import EngineSettings, ModelParts, Weights
 from hpczero_kernels.adamw import AdamWScalars, adamw, scalars_of_step
 from hpczero_kernels.dispatch import CUDA, choose
+
+_GROWTH_INTERVAL = 1000  # steps without overflow after which the scale doubles
+_LARGEST = 2.0**24
+_SMALLEST = 2.0**-14
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018); bf16 and fp32 keep scale 1.
+
+    A large scale keeps small gradients from vanishing. A step that overflows is skipped and halves
+    it. `good_steps`: steps since it last changed.
+    """
+
+    value: float
+    dynamic: bool
+    good_steps: int = 0
+
+    def after(self, overflow: bool) -> "LossScale":
+        if not self.dynamic:
+            return self
+        if overflow:
+            return replace(self, value=max(_SMALLEST, self.value / 2), good_steps=0)
+        if self.good_steps + 1 == _GROWTH_INTERVAL:
+            return replace(self, value=min(_LARGEST, self.value * 2), good_steps=0)
+        return replace(self, good_steps=self.good_steps + 1)
 
 
 @dataclass(frozen=True)

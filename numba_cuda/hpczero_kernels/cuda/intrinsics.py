@@ -1,7 +1,7 @@
 """Device functions beyond Python: 128-bit accesses, bits of numbers, half precision, block sums.
 
 No other module knows LLVM, PTX and warps. In numba's CUDA simulator (NUMBA_ENABLE_CUDASIM=1),
-functions of the same names in `twins` replace those here. Addresses are those of tensors
+functions of the same names in `target` replace those here. Addresses are those of tensors
 (`CPointer`, an int in the simulator); offsets count bytes. A Python float would make arithmetic
 fp64, and a signed index would add wrap-around: hence the many float32(...) and uint64(...).
 """
@@ -14,7 +14,7 @@ from hpczero_kernels.dispatch import SIMULATED
 WARP = 32
 
 if SIMULATED:
-    from hpczero_kernels.cuda.twins import (
+    from hpczero_kernels.cuda.target import (
         bits_of,
         block_max,
         block_sum,
