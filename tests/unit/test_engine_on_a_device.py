@@ -39,7 +39,9 @@ class Meta(Device):
 
 
 class NothingUnderWay:
-    """Of a group: its connection, and the progress of its operations."""
+    """A group of one rank: its connection, and the progress of its operations."""
+
+    rank = 0
 
     @property
     def connection(self) -> "NothingUnderWay":
