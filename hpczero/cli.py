@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     code = _carry_out(_parser().parse_args(arguments))
     if code == InputError.exit_code:
-        env.wrong_input()
+        env.note_wrong_input()
     return code
 
 

@@ -184,7 +184,7 @@ def visible() -> int:
     return torch.cuda.device_count() if machine.gpu_driver() and torch.cuda.is_available() else 0
 
 
-def agreed(wanted: str, seen: Sequence[int], hosts: Sequence[str]) -> str:
+def choose_kind(wanted: str, seen: Sequence[int], hosts: Sequence[str]) -> str:
     """Return "cpu" or "cuda" for all ranks, from `train.device` and the GPUs each one sees (pure).
 
     InputError: some ranks see a GPU and some see none, or all of them see none and "cuda" is set.
@@ -204,7 +204,7 @@ def agreed(wanted: str, seen: Sequence[int], hosts: Sequence[str]) -> str:
     )
 
 
-def of_rank(kind: str, local_rank: int, ranks: int) -> Device:
+def device_of_rank(kind: str, local_rank: int, ranks: int) -> Device:
     """Return the device of the rank with this number among the ranks of its node.
 
     Ranks that see all GPUs of the node take them in order, so that neighbours are neighbours; if
@@ -292,10 +292,10 @@ class InPlace:
             if not self._mark.Test():
                 return False
             self._requests = self._post()
-        return moved(self._requests)
+        return test_all(self._requests)
 
 
-def moved(requests: Sequence[Any]) -> bool:
+def test_all(requests: Sequence[Any]) -> bool:
     """Let every request make progress; return True if all are done."""
     done = [request.Test() for request in requests]
     return all(done)

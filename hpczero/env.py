@@ -74,7 +74,7 @@ def tells_malloc() -> bool:
     )
 
 
-def for_scheduler() -> dict[str, str]:
+def scheduler_environment() -> dict[str, str]:
     """Return the environment for a scheduler's command, without variables of a surrounding job."""
     leftover = ("SBATCH_", "SLURM_", "SRUN_", "PBS_", "PMI_", "PMIX_")
     kept = ("SLURM_CONF", "PBS_CONF_FILE", "PBS_SERVER")  # where the scheduler is
@@ -226,7 +226,7 @@ def shared_folder(name: str) -> Path:
     )
 
 
-def wrong_input() -> None:
+def note_wrong_input() -> None:
     """Leave a note for the batch job's script, if it looks for one: a rank found the input wrong.
 
     The rank's exit code 2 may not reach the script: a launcher that kills the other ranks may end

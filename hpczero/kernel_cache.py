@@ -37,11 +37,11 @@ def load(module: str) -> ModuleType:
         folder = Path(given) if given else _own_folder(key) or in_cache
         kept = None if given or folder == in_cache else in_cache
         env.use_numba_cache(folder)
-        once(folder, f"complete-{key}", lambda: _fill(folder, kept))
+        once_per_computer(folder, f"complete-{key}", lambda: _fill(folder, kept))
     return importlib.import_module(module)
 
 
-def of_gpu(capability: tuple[int, int]) -> None:
+def load_gpu_kernels(capability: tuple[int, int]) -> None:
     """Compile or load the kernels for this process's GPU, unless PyTorch does all their work."""
     registry = importlib.import_module("hpczero_kernels.dispatch")
     if not registry.on_gpus():
@@ -64,10 +64,10 @@ def _once_for_gpu(folder: Path, name: str, launch: ModuleType) -> None:
         for kernel in launch.all_kernels():
             kernel.compile()
 
-    once(folder, name, lambda: _fill_for_gpu(folder, name, compile_all))
+    once_per_computer(folder, name, lambda: _fill_for_gpu(folder, name, compile_all))
 
 
-def once(folder: Path, name: str, action: Callable[[], object]) -> bool:
+def once_per_computer(folder: Path, name: str, action: Callable[[], object]) -> bool:
     """Carry out the action in the first process on this computer to come here; return True there.
 
     The others wait for it. The file `name` in the folder records that it was done.
@@ -135,11 +135,11 @@ def _own_folder(key: str) -> Path | None:
     """Make the folder on this computer; None if others could put code in it."""
     parent = env.node_folder()
     try:
-        safe_files.own_folder(parent, mode=0o700)
+        safe_files.make_own_folder(parent, mode=0o700)
         facts = parent.lstat()
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
             return None
-        safe_files.own_folder(parent / key)
+        safe_files.make_own_folder(parent / key)
     except (OSError, InputError):
         return None
     return parent / key
@@ -156,7 +156,7 @@ def _key() -> str:
         binding.get_host_cpu_features().flatten(),
         *map(metadata.version, packages),
         str(Path(str(sources.__file__)).parent),  # which is in numba's own names, too
-        sources.stamp(),
+        sources.sources_hash(),
     ]
     return blake2b("".join(facts).encode(), digest_size=8).hexdigest()
 

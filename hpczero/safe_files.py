@@ -170,7 +170,7 @@ def write_new(path: Path, text: str) -> None:
         raise
 
 
-def nameless(folder: Path) -> int | None:
+def create_nameless(folder: Path) -> int | None:
     """Return a descriptor of a new file without a name, which disappears with its process.
 
     `give_name` makes it stay. None: the file system has no such files, as NFS and Lustre.
@@ -185,10 +185,10 @@ def nameless(folder: Path) -> int | None:
 
 def give_name(file: int, path: Path) -> None:
     """Give a nameless file its name; FileExistsError if the name is taken."""
-    os.link(place_of(file), path, src_dir_fd=file, follow_symlinks=True)
+    os.link(proc_path(file), path, src_dir_fd=file, follow_symlinks=True)
 
 
-def place_of(file: int) -> Path:
+def proc_path(file: int) -> Path:
     """Return a path in /proc that leads to an open file of this process, whatever its name."""
     return Path(f"/proc/self/fd/{file}")
 
@@ -226,7 +226,7 @@ def make_folders(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def own_folder(path: Path, mode: int = 0o777) -> bool:
+def make_own_folder(path: Path, mode: int = 0o777) -> bool:
     """Make the folder and its parents where they are missing; return True if the folder is new.
 
     InputError: the name is taken by something else, or by a folder of another user, who could

@@ -21,7 +21,7 @@ def printable(text: str, longest: int = 500) -> str:
     return safe if len(safe) <= longest else safe[: longest - 1] + "…"
 
 
-def shown(value: Any) -> str:
+def toml_repr(value: Any) -> str:
     """Return a value of a spec, much as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -35,7 +35,8 @@ def shown(value: Any) -> str:
         if any(isinstance(item, dict) for item in value):
             return "an array of tables"
         items = [
-            "[…]" if isinstance(item, list | tuple) else shown(item) for item in value[:_MOST_ITEMS]
+            "[…]" if isinstance(item, list | tuple) else toml_repr(item)
+            for item in value[:_MOST_ITEMS]
         ]
         return "[" + ", ".join(items + ["…"] * (len(value) > _MOST_ITEMS)) + "]"
     if isinstance(value, datetime.date | datetime.time):
@@ -43,7 +44,7 @@ def shown(value: Any) -> str:
     return printable(repr(value), _LONGEST)
 
 
-def listed(words: list[str], last: str = "and") -> str:
+def join_words(words: list[str], last: str = "and") -> str:
     """Return "a, b and c"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
 
@@ -54,12 +55,12 @@ def first_few(words: Sequence[str], between: str = ", ") -> str:
     return between.join(words[:_FEW]) + more
 
 
-def counted(count: int, what: str) -> str:
+def format_count(count: int, what: str) -> str:
     """Return "1 rank" or "2,000 ranks"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
-def in_bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Return a number of bytes with three significant digits, as in "4.57 GB"."""
     if size < 1000:
         return f"{size} B"
@@ -72,13 +73,13 @@ def in_bytes(size: int) -> str:
     return f"{_three_digits(amount)} {unit}"
 
 
-def line(event: str, values: Mapping[str, object]) -> str:
+def log_line(event: str, values: Mapping[str, object]) -> str:
     """Return a line of a log: time in UTC, event, key=value for each value."""
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return " ".join([stamp, event, *(f"{key}={value(item)}" for key, item in values.items())])
+    return " ".join([stamp, event, *(f"{key}={log_value(item)}" for key, item in values.items())])
 
 
-def value(item: object) -> str:
+def log_value(item: object) -> str:
     """Return a value of a log line: escaped, and quoted where it has spaces, quotes or "="."""
     if isinstance(item, bool) or item is None:
         return str(item).lower()
@@ -94,11 +95,11 @@ def value(item: object) -> str:
     return '"' + text.replace('"', '\\"') + '"'
 
 
-def loss(figure: float | None) -> str:
+def format_loss(figure: float | None) -> str:
     return "?" if figure is None else f"{figure:.4f}"
 
 
-def number(figure: float | None) -> str:
+def format_number(figure: float | None) -> str:
     """Return three significant digits: 0.0123, 4.57, 18.2k, 1.20M; small ones as 3.00e-04."""
     if figure is None:
         return "?"
@@ -119,7 +120,7 @@ def _three_digits(figure: float) -> str:
     return f"{figure:.{digits}f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return h:mm:ss."""
     total = round(seconds)
     return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
@@ -130,7 +131,7 @@ def duration(seconds: float) -> str:
 _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
-def seconds(text: str) -> int:
+def parse_duration(text: str) -> int:
     """Return the seconds in "1h30m", "12:00:00" or "1-12:00:00" (schema.WALLTIME)."""
     if ":" not in text:
         parts = re.findall(r"(\d+)([dhms])", text)
@@ -140,6 +141,6 @@ def seconds(text: str) -> int:
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + over
 
 
-def clock(duration: int) -> str:
+def scheduler_duration(duration: int) -> str:
     """Return hh:mm:ss, hours past 24 included: a form that both Slurm and PBS read."""
     return f"{duration // 3600:02d}:{duration // 60 % 60:02d}:{duration % 60:02d}"

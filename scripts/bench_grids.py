@@ -168,7 +168,7 @@ def traced(spec: Any, world: Any, way: Any, batches: Any) -> list[dict[str, floa
         step(spec, world, way, batches)
     world.record(Trace())
     happened = [event for kept in recording.steps for event in events(kept.rows, recording.whats)]
-    found = world.gather_objects(trace_file.own_seconds(trace_file.of_step(happened, 1)))
+    found = world.gather_objects(trace_file.exclusive_seconds(trace_file.of_step(happened, 1)))
     return found or []
 
 

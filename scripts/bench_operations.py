@@ -19,7 +19,7 @@ BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-3
 
 def works() -> dict[str, Callable[[Setting], Work]]:
     """By name, made when they are wanted: their data takes memory."""
-    own, theirs = operations.AUTO, operations.PYTORCHS
+    own, theirs = operations.AUTO, operations.PYTORCH
     made: dict[str, Callable[[Setting], Work]] = {
         "sum": _sum,
         "adamw_fp32": _adamw_fp32,
@@ -255,7 +255,7 @@ def _cross_entropy(setting: Setting) -> Work:
     def both(function: Callable[..., Tensor]) -> Run:
         return lambda number: torch.autograd.grad(function(logits[number], targets), logits[number])
 
-    own, theirs = operations.AUTO.cross_entropy, operations.PYTORCHS.cross_entropy
+    own, theirs = operations.AUTO.cross_entropy, operations.PYTORCH.cross_entropy
     runs = {name: both(function) for name, function in _contenders(setting, own, theirs).items()}
     bytes_ = 3 * rows * columns * setting.dtype.itemsize
     return Work(

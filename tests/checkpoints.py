@@ -15,7 +15,7 @@ import xxhash
 from hpczero.checkpoint import apart, import_safetensors
 from hpczero.checkpoint.manifest import TrainingState
 from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored
-from hpczero.checkpoint.shard_file import BLOCK, SLOTS, Array, bounce, empty_chunks
+from hpczero.checkpoint.shard_file import BLOCK, SLOTS, Array, empty_chunks, in_chunks
 from hpczero.model.families import layers
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import UnitLayout, unit_layout
@@ -98,7 +98,7 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
             for own in stored(holding(rank))
             for box in own.rectangles
         ]
-        return bounce(pieces, empty)
+        return in_chunks(pieces, empty)
 
     table = Table.of(
         [Tensor(p.name, p.shape) for layer in wanted.layers for p in layer.parameters],
@@ -113,7 +113,7 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
     axes = {"pipeline": grid.pipeline, "data": grid.data, "tensor": grid.tensor}
     return import_safetensors.save(
         checkpoints,
-        import_safetensors.Made(state, wanted.spec, axes, table, files, wanted.buffers),
+        import_safetensors.CheckpointSpec(state, wanted.spec, axes, table, files, wanted.buffers),
         read,
     )
 
@@ -152,8 +152,8 @@ def look_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     the files of these tests do the library no harm.
     """
 
-    def problems(self: apart.Apart, shard: int = -1) -> list[str]:
+    def problems(self: apart.Hdf5Process, shard: int = -1) -> list[str]:
         return apart.answer(self.folder, self.content, shard)
 
-    monkeypatch.setattr(apart.Apart, "problems", problems)
+    monkeypatch.setattr(apart.Hdf5Process, "problems", problems)
     monkeypatch.setattr(apart, "limited", lambda size: None)

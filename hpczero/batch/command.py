@@ -24,7 +24,7 @@ class Answer:
     @property
     def complaint(self) -> str:
         """The program's own words on one line, else its exit code."""
-        words = merged((self.err or self.out).splitlines())
+        words = merge_job_numbers((self.err or self.out).splitlines())
         return printable(" ".join(words)) or f"exit code {self.code}"
 
 
@@ -40,7 +40,7 @@ class Refused(InputError):
     """The scheduler does not accept the job as it is."""
 
 
-def merged(lines: Sequence[str]) -> list[str]:
+def merge_job_numbers(lines: Sequence[str]) -> list[str]:
     """Merge the lines that differ only in a job's number (a word of its own) into one line."""
     numbers_of: dict[tuple[str, ...], list[str]] = {}
     for words in filter(None, map(str.split, lines)):
@@ -73,7 +73,7 @@ def run(words: Sequence[str], seconds: float = SECONDS) -> Answer:
         process = subprocess.run(
             words,
             stdin=subprocess.DEVNULL,
-            env=env.for_scheduler(),
+            env=env.scheduler_environment(),
             capture_output=True,
             text=True,
             errors="replace",
@@ -97,7 +97,7 @@ State = Literal["queued", "held", "running", "ended"]
 
 
 @dataclass(frozen=True)
-class Queued:
+class QueuedJob:
     """A job as a scheduler describes it."""
 
     number: str
@@ -107,5 +107,5 @@ class Queued:
     start: str = ""  # the time of its start, expected or past
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self.state != "ended"

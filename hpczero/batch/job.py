@@ -22,7 +22,7 @@ from hpczero.planner.memory import as_run
 from hpczero.planner.volumes import resolved
 from hpczero.spec import site_profile
 from hpczero.spec.schema import Batch, Spec
-from hpczero.text import clock, counted, seconds, shown
+from hpczero.text import format_count, parse_duration, scheduler_duration, toml_repr
 
 _STARTS = {"slurm": "srun", "pbs": "mpirun"}
 _OF_THE_SYSTEM = ("/usr", "/usr/local")
@@ -33,7 +33,7 @@ _ONLY_FOR = {
 
 
 @dataclass(frozen=True)
-class Here:
+class SubmitHost:
     """The facts that a job takes over from the computer on which it is rendered."""
 
     folder: str  # where the job works
@@ -43,7 +43,7 @@ class Here:
     schedulers: tuple[str, ...]  # that are installed
 
     @classmethod
-    def now(cls) -> "Here":
+    def now(cls) -> "SubmitHost":
         environment = sys.prefix if sys.prefix not in _OF_THE_SYSTEM else ""
         installed = [name for name, kind in SCHEDULERS.items() if command.is_here(kind.PROGRAM)]
         return cls(str(Path.cwd()), environment, tuple(installed))
@@ -53,7 +53,7 @@ class Here:
 class BatchJob:
     name: str
     site: str  # "perlmutter/gpu"
-    facts: Site
+    site_profile: Site
     partition: Partition
     scheduler: str
     launcher: str
@@ -78,22 +78,24 @@ class BatchJob:
 
     @property
     def size(self) -> str:
-        return f"{counted(self.ranks, 'rank')} on {counted(self.nodes, 'node')}"
+        return f"{format_count(self.ranks, 'rank')} on {format_count(self.nodes, 'node')}"
 
     @property
     def clock(self) -> str:
-        return clock(self.walltime)
+        return scheduler_duration(self.walltime)
 
     @property
     def cost(self) -> str:
         """The job's largest cost, also in the site's own unit if it has one."""
         hours = self.nodes * self.walltime / 3600
         rate = self.partition.charge
-        charged = f", charged as {hours * rate:,.4g} {self.facts.charge_unit}" if rate else ""
+        charged = (
+            f", charged as {hours * rate:,.4g} {self.site_profile.charge_unit}" if rate else ""
+        )
         return f"at most {hours:,.4g} node-hours{charged}"
 
 
-def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> BatchJob:
+def plan(spec: Spec, here: SubmitHost, arguments: tuple[str, ...]) -> BatchJob:
     """Return the job; raise InputError with everything that is wrong."""
     batch = spec.batch
     name, site, partition = sites.facts(_site(batch, here))
@@ -103,7 +105,7 @@ def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> BatchJob:
     job = BatchJob(
         name=spec.name,
         site=name,
-        facts=site,
+        site_profile=site,
         partition=partition,
         scheduler=scheduler,
         launcher=_STARTS[scheduler] if batch.launcher == "auto" else batch.launcher,
@@ -112,7 +114,7 @@ def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> BatchJob:
         cpus_per_rank=batch.cpus_per_rank or partition.cpus // per_node,
         gpus_per_node=gpus,
         gpu_select="visible" if batch.gpu_select == "auto" else batch.gpu_select,
-        walltime=seconds(batch.walltime),
+        walltime=parse_duration(batch.walltime),
         batch=batch,
         environment=here.environment if batch.venv == "auto" else env.expand(batch.venv),
         folder=here.folder,
@@ -126,7 +128,7 @@ def plan(spec: Spec, here: Here, arguments: tuple[str, ...]) -> BatchJob:
     return job
 
 
-def _site(batch: Batch, here: Here) -> str:
+def _site(batch: Batch, here: SubmitHost) -> str:
     if batch.site != "auto":
         return batch.site
     if batch.scheduler != "auto":
@@ -196,12 +198,12 @@ def _queue_problems(job: BatchJob) -> Iterator[str]:
     if refusal:
         queues = sites.queues(job.partition)
         yield f"batch.nodes = {job.nodes:,}: {named} {refusal} (queues: {queues})"
-    elif longest and job.walltime > seconds(longest):
+    elif longest and job.walltime > parse_duration(longest):
         yield (
             f'batch.walltime = "{batch.walltime}" is more than the {longest} '
             f"that {named} allows for {job.nodes:,} nodes"
         )
-    if job.facts.account_required and not batch.account:
+    if job.site_profile.account_required and not batch.account:
         yield "batch.account is missing: this site wants to know who pays"
 
 
@@ -230,7 +232,7 @@ def _words(job: BatchJob) -> Iterator[str]:
     if batch.container.startswith("shifter:") and job.scheduler != "slurm":
         yield f"batch.container: shifter is known under Slurm only, and this is {job.scheduler}"
     if job.environment and not Path(job.environment).is_absolute():
-        venv = shown(job.environment)
+        venv = toml_repr(job.environment)
         yield f'batch.venv = {venv}: a job needs the whole path (or "auto")'
 
 
@@ -258,8 +260,8 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
 
 def print_notes(spec: Spec, supply: str) -> None:
     """Say which data the job has (`supply` in words), and which profiles of sites are left out."""
-    print(f"hpczero: data.source = {shown(spec.data.source)}: {supply}", file=sys.stderr)
-    for line in site_profile.left_out():
+    print(f"hpczero: data.source = {toml_repr(spec.data.source)}: {supply}", file=sys.stderr)
+    for line in site_profile.unusable():
         print(f"hpczero: {line}", file=sys.stderr)
 
 
@@ -287,9 +289,9 @@ def refuse_launcher(job: BatchJob) -> None:
     if default.startswith(plugins):
         return
     message = (
-        f"srun cannot start the MPI of {shown(job.environment)}: "
+        f"srun cannot start the MPI of {toml_repr(job.environment)}: "
         f"that is {name} (PyPI's {package}), "
-        f"and srun starts programs by {shown(default)} here: {_way_out(plugins[0])}"
+        f"and srun starts programs by {toml_repr(default)} here: {_way_out(plugins[0])}"
     )
     if not batch.modules:
         raise InputError(message)

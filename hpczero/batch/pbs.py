@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpczero.batch import command
-from hpczero.batch.command import Queued, Refused, State, Transient
+from hpczero.batch.command import QueuedJob, Refused, State, Transient
 
 PROGRAM = "qsub"
 GONE = re.compile(r"[Uu]nknown [Jj]ob|has finished")  # needs no deleting any more
@@ -64,7 +64,7 @@ def submit(words: Sequence[str]) -> str:
     return number
 
 
-def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
+def jobs(user: str, numbers: Sequence[str]) -> list[QueuedJob]:
     """Return those of these jobs that PBS still knows; without numbers, the user's live jobs."""
     if not numbers:
         listing = command.run(["qstat", "-u", user])
@@ -82,7 +82,7 @@ def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
     return parse(answer.out)
 
 
-def parse(text: str) -> list[Queued]:
+def parse(text: str) -> list[QueuedJob]:
     """Read `qstat -f`: a block for each job, `key = value`; after a tab a value goes on."""
     queue = []
     for block in re.split(r"^Job Id: ", text.replace("\n\t", ""), flags=re.MULTILINE)[1:]:
@@ -95,7 +95,7 @@ def parse(text: str) -> list[Queued]:
         if letter == "W":
             start = values.get("Execution_Time", "")
         reason = _reason(state, values)
-        queue.append(Queued(number.strip(), state, reason, tag[1] if tag else "", start))
+        queue.append(QueuedJob(number.strip(), state, reason, tag[1] if tag else "", start))
     return queue
 
 

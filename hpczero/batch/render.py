@@ -29,7 +29,7 @@ from hpczero.errors import InputError
 from hpczero.spec import site_profile
 from hpczero.spec.schema import PATTERNS, VARIABLE, WORD, Batch
 from hpczero.spec.site_profile import profiles
-from hpczero.text import printable, shown
+from hpczero.text import printable, toml_repr
 
 _TEMPLATE_ERRORS = (  # besides jinja2's own, what a template's expressions may raise
     *(ArithmeticError, LookupError, TypeError, ValueError, AttributeError),
@@ -57,12 +57,12 @@ def render(job: BatchJob) -> str:
         "variable": _variable,
         "line": _line,
     }
-    template = job.facts.template or f"{job.scheduler}.sh.j2"
-    first = words(replace(job, arguments=job.first)) if job.first else []
+    template = job.site_profile.template or f"{job.scheduler}.sh.j2"
+    first = launch_command(replace(job, arguments=job.first)) if job.first else []
     try:
         with _no_longer_than(_LONGEST):
             pieces = environment.get_template(template).generate(
-                job=job, launch=words(job), first=first, **_context(job)
+                job=job, launch=launch_command(job), first=first, **_context(job)
             )
             script = _limited(pieces)
     except (TemplateError, *_TEMPLATE_ERRORS) as error:
@@ -176,7 +176,7 @@ def _word(value: object) -> str:
     text = str(value)
     if not re.fullmatch(WORD, text) or not text:
         raise InputError(
-            f"{shown(text)} cannot stand in a batch script's directives: "
+            f"{toml_repr(text)} cannot stand in a batch script's directives: "
             f"it must be {PATTERNS[WORD]}"
         )
     return text
@@ -193,7 +193,7 @@ def _words(values: Iterable[object]) -> str:
 
 def _variable(value: object) -> str:
     if not re.fullmatch(VARIABLE, str(value)):
-        raise InputError(f"{shown(str(value))} is no name of an environment variable")
+        raise InputError(f"{toml_repr(str(value))} is no name of an environment variable")
     return str(value)
 
 
@@ -201,7 +201,7 @@ def _line(value: object) -> str:
     text = str(value)
     if not text.isprintable():
         raise InputError(
-            f"{shown(text)} cannot stand in a batch script: it has characters that cannot be seen"
+            f"{toml_repr(text)} cannot stand in a batch script: it has characters that cannot be seen"
         )
     return text
 
@@ -221,7 +221,7 @@ _LOCAL_RANK = {
 }
 
 
-def words(job: BatchJob) -> list[str]:
+def launch_command(job: BatchJob) -> list[str]:
     """Return the command that starts the ranks."""
     launcher = {"srun": _srun, "mpirun": _mpirun, "mpiexec": _mpiexec}[job.launcher](job)
     program = ["python3", "-m", "hpczero", *job.arguments]
@@ -355,7 +355,7 @@ def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
         for subject in subjects(_split(directive), scheduler):
             if subject == array or (len(subject) > 3 and array.startswith(subject)):
                 raise InputError(
-                    f"batch.{key}: {shown(text)} makes several jobs of one run: "
+                    f"batch.{key}: {toml_repr(text)} makes several jobs of one run: "
                     "they would write over each other"
                 )
             is_long = subject.startswith("--")
@@ -364,7 +364,7 @@ def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
             ]
             if len(others) > 1 or subject in _SAID_AT_SUBMISSION[scheduler]:
                 raise InputError(
-                    f"batch.{key}: {shown(text)} says again what is said already ({subject}): "
+                    f"batch.{key}: {toml_repr(text)} says again what is said already ({subject}): "
                     "there is a key for it under [batch]"
                 )
 
@@ -373,4 +373,6 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise InputError(f"batch.extra_directives: {shown(text)}: {str(error).lower()}") from None
+        raise InputError(
+            f"batch.extra_directives: {toml_repr(text)}: {str(error).lower()}"
+        ) from None

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpczero import lock, safe_files
 from hpczero.batch import submission
-from hpczero.batch.command import Queued
+from hpczero.batch.command import QueuedJob
 from hpczero.batch.submission import Submission
 from hpczero.lock import Holder
 
@@ -80,7 +80,7 @@ class _Seen:
     @property
     def over(self) -> str:
         """The reason why nothing is left to do; "" if the run was started since."""
-        return self.records[-1].over if self.records and not self._started_since else ""
+        return self.records[-1].closed_reason if self.records and not self._started_since else ""
 
     @property
     def last_ended(self) -> Link | None:
@@ -91,11 +91,11 @@ class _Seen:
     @property
     def _started_since(self) -> bool:
         """Return True if the run was started after the last word of its newest jobs."""
-        return self.began > self.records[-1].last_word
+        return self.began > self.records[-1].last_event_time
 
 
-def of(
-    run: Path, known: Sequence[Queued], silent: Collection[str] = (), now: float | None = None
+def status_of(
+    run: Path, known: Sequence[QueuedJob], silent: Collection[str] = (), now: float | None = None
 ) -> Progress:
     """Return the state of a run.
 
@@ -140,7 +140,7 @@ def of(
     )
 
 
-def _look(run: Path, known: Sequence[Queued], silent: Collection[str]) -> _Seen:
+def _look(run: Path, known: Sequence[QueuedJob], silent: Collection[str]) -> _Seen:
     records = submission.of_run(run)
     holder = lock.living_holder(run)
     job = holder.job or "" if holder else ""
@@ -185,7 +185,7 @@ def _ended(seen: _Seen) -> tuple[str, str]:
     return "new", ""
 
 
-def _links(record: Submission, known: Sequence[Queued], alive: str | None) -> list[Link]:
+def _links(record: Submission, known: Sequence[QueuedJob], alive: str | None) -> list[Link]:
     """Describe live jobs by the scheduler's words, ended ones by their own.
 
     `alive`: None, or under a silent scheduler the job that writes into the run's folder ("": none).
@@ -199,9 +199,9 @@ def _links(record: Submission, known: Sequence[Queued], alive: str | None) -> li
 
 
 def _link(
-    record: Submission, number: str, job: Queued | None, event: str, alive: str | None
+    record: Submission, number: str, job: QueuedJob | None, event: str, alive: str | None
 ) -> Link:
-    if job and job.lives:
+    if job and job.is_alive:
         return Link(number, job.state, job.reason, job.start)
     if event in _GOOD:
         return Link(number, _GOOD[event])
@@ -213,12 +213,12 @@ def _link(
         return Link(number, "unknown", "the scheduler does not answer")
     if event == "began":
         return Link(number, "gone", job.reason if job else _WITHOUT_A_WORD)
-    if record.over:
+    if record.closed_reason:
         return Link(number, "cancelled")
     return Link(number, "gone", f"never began: {job.reason}" if job else "never began")
 
 
-def _why(code: str, job: Queued | None) -> str:
+def _why(code: str, job: QueuedJob | None) -> str:
     """Explain the exit code of a failed job, also by the scheduler's words if they add any."""
     meaning = ""
     if code == "2":
@@ -325,7 +325,7 @@ def _last_lines(records: Sequence[Submission], number: str, count: int = 12) -> 
     for record in reversed(records):
         if number in record.jobs:
             text = "\n".join(
-                _tail(path) for path in (record.log(number), record.last_words(number))
+                _tail(path) for path in (record.log(number), record.pbs_message_file(number))
             )
             return [line for line in text.splitlines() if line.strip()][-count:]
     return []

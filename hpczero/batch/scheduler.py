@@ -15,14 +15,14 @@ from types import ModuleType
 
 from hpczero import env, safe_files
 from hpczero.batch import command, pbs, slurm
-from hpczero.batch.command import Queued
+from hpczero.batch.command import QueuedJob
 from hpczero.errors import HpczeroError, InputError
 
 ASK_EVERY = 30.0  # seconds
 SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs}
 
 
-def jobs(name: str, numbers: Sequence[str], now: bool = False) -> list[Queued]:
+def jobs(name: str, numbers: Sequence[str], now: bool = False) -> list[QueuedJob]:
     """Return those of these jobs that the scheduler still knows; Slurm adds all of the user's.
 
     `now` asks again although the last answer is younger than 30 s.
@@ -60,10 +60,10 @@ def forget(name: str) -> None:
         safe_files.remove(env.state_folder() / f"{name}.json")
 
 
-def _remember(name: str, numbers: Sequence[str], known: Sequence[Queued]) -> None:
+def _remember(name: str, numbers: Sequence[str], known: Sequence[QueuedJob]) -> None:
     path = env.state_folder() / f"{name}.json"
     with contextlib.suppress(OSError, InputError):  # the scheduler is asked again then
-        safe_files.own_folder(path.parent)
+        safe_files.make_own_folder(path.parent)
         answer = {
             "asked": time.time(),
             "numbers": list(numbers),
@@ -72,7 +72,7 @@ def _remember(name: str, numbers: Sequence[str], known: Sequence[Queued]) -> Non
         safe_files.write_text(path, json.dumps(answer))
 
 
-def _remembered(name: str, numbers: Sequence[str]) -> list[Queued] | None:
+def _remembered(name: str, numbers: Sequence[str]) -> list[QueuedJob] | None:
     """Return the last answer if it is recent and covers these jobs.
 
     Slurm's answer covers all jobs of the user, that of PBS only the numbers it was asked for.
@@ -82,7 +82,7 @@ def _remembered(name: str, numbers: Sequence[str]) -> list[Queued] | None:
         if 0 <= time.time() - answer["asked"] < ASK_EVERY and (
             name == "slurm" or set(numbers) <= set(answer["numbers"])
         ):
-            return [Queued(**job) for job in answer["jobs"]]
+            return [QueuedJob(**job) for job in answer["jobs"]]
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None

@@ -17,7 +17,7 @@ from hpczero.planner.memory import Hardware, Platform, device_of
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import toml_value
 from hpczero.spec.schema import VARIABLE, WALLTIME, WORD, Batch, Spec, Table
-from hpczero.text import clock, listed, printable
+from hpczero.text import join_words, printable, scheduler_duration
 
 _Word = Annotated[str, Field(pattern=WORD, min_length=1)]
 _Name = Annotated[str, Field(pattern=VARIABLE)]
@@ -75,7 +75,7 @@ class Site(Table):
 
 def facts(name: str) -> tuple[str, Site, Partition]:
     """Look up "site" or "site/partition"; return its full name, the site and the partition."""
-    site_name, partition, profile = profiles.read(name)
+    site_name, partition, profile = profiles.read_profile(name)
     try:
         site = Site.model_validate(profile.tree)
     except ValidationError as error:
@@ -92,7 +92,7 @@ def all_names() -> list[str]:
     return [
         f"{name}/{partition}"
         for name in profiles.profiles()
-        for partition in profiles.read(name)[2].tree["partitions"]
+        for partition in profiles.read_profile(name)[2].tree["partitions"]
     ]
 
 
@@ -132,7 +132,9 @@ def limit(partition: Partition, queue: str, nodes: int) -> tuple[str, str]:
 
 
 def queues(partition: Partition) -> str:
-    return listed(sorted({row.queue for row in partition.limits if row.queue}) or ["none named"])
+    return join_words(
+        sorted({row.queue for row in partition.limits if row.queue}) or ["none named"]
+    )
 
 
 # A new profile for this computer's site, from `sinfo` of Slurm or `qstat -Qf` of PBS.
@@ -231,7 +233,7 @@ def _slurm_limit(text: str) -> str:
     if not match:
         return ""
     days, hours, minutes, seconds = (int(digits or 0) for digits in match.groups())
-    return clock(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+    return scheduler_duration(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _written(

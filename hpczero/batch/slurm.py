@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpczero.batch import command
-from hpczero.batch.command import Queued, Refused, State, Transient
+from hpczero.batch.command import QueuedJob, Refused, State, Transient
 
 PROGRAM = "sbatch"
 GONE = re.compile(r"Invalid job id|already completing or completed")  # needs no cancelling any more
@@ -59,7 +59,7 @@ def submit(words: Sequence[str]) -> str:
     return number
 
 
-def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
+def jobs(user: str, numbers: Sequence[str]) -> list[QueuedJob]:
     """Return all jobs of the user that Slurm still knows, ended ones included."""
     answer = command.run(
         ["squeue", "--noheader", "--states=all", f"--user={user}", f"--format={_FORMAT}"]
@@ -69,7 +69,7 @@ def jobs(user: str, numbers: Sequence[str]) -> list[Queued]:
     return parse(answer.out)
 
 
-def parse(text: str) -> list[Queued]:
+def parse(text: str) -> list[QueuedJob]:
     """Read squeue's lines in `_FORMAT`; others are left out."""
     queue = []
     for line in text.splitlines():
@@ -83,7 +83,7 @@ def parse(text: str) -> list[Queued]:
             reason = ""
         elif state == "ended":
             reason = word
-        queue.append(Queued(number, state, reason, tag, "" if start == "N/A" else start))
+        queue.append(QueuedJob(number, state, reason, tag, "" if start == "N/A" else start))
     return queue
 
 

@@ -76,12 +76,12 @@ class Submission:
     def log(self, job: str) -> Path:
         return self.path / f"log-{job}"
 
-    def last_words(self, job: str) -> Path:
+    def pbs_message_file(self, job: str) -> Path:
         """Return the file for the message of PBS on a job that it ends."""
         return self.path / f"{job}.OU"
 
     @property
-    def last_word(self) -> float:
+    def last_event_time(self) -> float:
         """The last time that a job ended, or nothing was left to do, in seconds since 1970.
 
         Infinity while a job has begun and not ended.
@@ -120,7 +120,7 @@ class Submission:
         }
 
     @property
-    def over(self) -> str:
+    def closed_reason(self) -> str:
         """The reason why nothing is left to do; empty while something is."""
         try:
             return _text(self.path / "over").strip()
@@ -185,7 +185,7 @@ def remember(run: Path) -> None:
     """
     if run not in remembered():
         try:
-            safe_files.own_folder(env.state_folder())
+            safe_files.make_own_folder(env.state_folder())
             with safe_files.append_to(env.state_folder() / "runs") as file:
                 file.write(json.dumps(str(run)) + "\n")
         except OSError as error:

@@ -25,17 +25,17 @@ from pathlib import Path
 
 from hpczero import env
 from hpczero.batch import command, pbs, scheduler, sites, submission
-from hpczero.batch.command import Queued, Transient
-from hpczero.batch.job import BatchJob, Here, plan, print_notes, refuse_launcher
+from hpczero.batch.command import QueuedJob, Transient
+from hpczero.batch.job import BatchJob, SubmitHost, plan, print_notes, refuse_launcher
 from hpczero.batch.render import render
 from hpczero.batch.submission import Submission
-from hpczero.data.supply import look
+from hpczero.data.supply import count_tokens
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
-from hpczero.safe_files import make_folder, own_folder, write_text
+from hpczero.safe_files import make_folder, make_own_folder, write_text
 from hpczero.spec.load import load, to_toml, toml_value
 from hpczero.spec.schema import Batch, Spec
-from hpczero.text import listed, shown
+from hpczero.text import join_words, toml_repr
 from hpczero.train import run_directory
 
 _PROBED = 5  # steps of a probe
@@ -49,14 +49,14 @@ def submit(options: Namespace) -> int:
     run = run_directory.path_of(spec)
     if "$" in str(run):
         raise InputError(
-            f"output = {shown(spec.output)}: this leads to {run}, "
+            f"output = {toml_repr(spec.output)}: this leads to {run}, "
             "and what follows the $ is not set here"
         )
     if done := run_directory.finished(spec):
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
     run_directory.refuse_another(spec)
-    supply = look(spec, must_be_here=not options.dry_run)
+    supply = count_tokens(spec, must_be_here=not options.dry_run)
     record, job = _planned(spec, run, options.probe)
     script = render(job)
     print_notes(spec, supply.in_words())
@@ -72,13 +72,13 @@ def submit(options: Namespace) -> int:
         _write(record, spec, job, script)
         record = Chain(record, lock.beat).submit()
     submission.remember(run)
-    print(f"submitted as job {listed(list(record.jobs))}: {summary}")
+    print(f"submitted as job {join_words(list(record.jobs))}: {summary}")
     print(f"  hpczero status {run}\n  hpczero logs -f {run}")
     return wait(record) if options.wait else 0
 
 
 def _planned(spec: Spec, run: Path, probe: bool) -> tuple[Submission, BatchJob]:
-    job = plan(spec, Here.now(), ())
+    job = plan(spec, SubmitHost.now(), ())
     record = Submission.new(
         run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain
     )
@@ -134,11 +134,11 @@ def _refuse_unready(job: BatchJob) -> None:
     program = scheduler.SCHEDULERS[job.scheduler].PROGRAM
     if not command.is_here(program):
         raise command.missing(program)
-    handed = env.for_scheduler()
+    handed = env.scheduler_environment()
     missing = [name for name in job.batch.env_pass if not handed.get(name)]
     if missing:
         raise InputError(
-            f"batch.env_pass names {listed(missing)}, which is not set here, "
+            f"batch.env_pass names {join_words(missing)}, which is not set here, "
             "or is the batch system's own: set it, or leave it out"
         )
     if job.scheduler == "pbs":
@@ -151,13 +151,13 @@ def _check_hand_over_by_pbs(job: BatchJob, handed: Mapping[str, str]) -> None:
     """Refuse values that would arrive changed; warn that other users can read the rest."""
     if changed := pbs.changed_values(handed):
         raise InputError(
-            f"batch.env_pass: qsub would change the value of {listed(changed)}: quotes, "
+            f"batch.env_pass: qsub would change the value of {join_words(changed)}: quotes, "
             "backslashes and blanks at its end do not arrive as they are; "
             "set it by batch.env or a line of batch.setup"
         )
     if handed or job.batch.env_inherit:
         inherited = "the whole environment (batch.env_inherit)"
-        visible = inherited if job.batch.env_inherit else listed(list(handed))
+        visible = inherited if job.batch.env_inherit else join_words(list(handed))
         print(
             f"hpczero: PBS shows {visible} to every user (qstat -xf): a secret belongs in a file "
             'of yours, as in batch.setup = ["export TOKEN=$(cat ~/.token)"]',
@@ -168,8 +168,8 @@ def _check_hand_over_by_pbs(job: BatchJob, handed: Mapping[str, str]) -> None:
 def _claimed(run: Path) -> RunLock:
     """Lock the run, so that no other process submits it."""
     try:
-        own_folder(run)
-        own_folder(run / "batch")
+        make_own_folder(run)
+        make_own_folder(run / "batch")
     except OSError as error:
         raise _unwritable(run, error) from error
     return RunLock(run / "batch")
@@ -177,7 +177,7 @@ def _claimed(run: Path) -> RunLock:
 
 def _refuse_in_progress(run: Path) -> None:
     if alive := living(run, now=True):
-        jobs = listed([f"{job.number} ({job.state})" for job in alive])
+        jobs = join_words([f"{job.number} ({job.state})" for job in alive])
         raise InputError(
             f"{run} has been submitted already: job {jobs}; "
             f"hpczero status {run}, hpczero cancel {run}"
@@ -188,17 +188,17 @@ def _refuse_in_progress(run: Path) -> None:
         raise InputError(f"{run} is in use by {holder}")
 
 
-def living(run: Path, now: bool = False) -> list[Queued]:
+def living(run: Path, now: bool = False) -> list[QueuedJob]:
     """Return the run's jobs that are in the queue or running."""
-    return [job for jobs in living_under(run, now).values() for job in jobs]
+    return [job for jobs in living_by_scheduler(run, now).values() for job in jobs]
 
 
-def living_under(run: Path, now: bool = False) -> dict[str, list[Queued]]:
+def living_by_scheduler(run: Path, now: bool = False) -> dict[str, list[QueuedJob]]:
     """Return scheduler -> the run's jobs in its queue or running.
 
     Included are jobs that are not in a record, and known by their tag only.
     """
-    alive: dict[str, list[Queued]] = {}
+    alive: dict[str, list[QueuedJob]] = {}
     records = submission.of_run(run)
     for name in sorted({record.scheduler for record in records}):
         there = [record for record in records if record.scheduler == name]
@@ -211,7 +211,7 @@ def living_under(run: Path, now: bool = False) -> dict[str, list[Queued]]:
             for job in known
             if job.number in numbers or any(record.owns(job.tag) for record in there)
         }
-        alive[name] = [job for job in of_run.values() if job.lives]
+        alive[name] = [job for job in of_run.values() if job.is_alive]
     return alive
 
 
@@ -324,7 +324,7 @@ class Chain:
             numbers += [
                 job.number
                 for job in known
-                if job.lives and self.record.owns(job.tag) and job.number not in numbers
+                if job.is_alive and self.record.owns(job.tag) and job.number not in numbers
             ]
         except HpczeroError:  # the jobs in the record are cancelled all the same
             pass
@@ -333,7 +333,7 @@ class Chain:
                 scheduler.cancel(name, numbers)
             except HpczeroError as error:
                 print(
-                    f"hpczero: the jobs {listed(numbers)} are still in the queue: {error}",
+                    f"hpczero: the jobs {join_words(numbers)} are still in the queue: {error}",
                     file=sys.stderr,
                 )
 
@@ -342,6 +342,6 @@ def wait(record: Submission) -> int:
     """Wait until none of its jobs is left; return 0 if the run is finished."""
     while still_living(record.run):
         time.sleep(scheduler.ASK_EVERY)
-    reason = record.over or "the jobs ended before the run was finished"
+    reason = record.closed_reason or "the jobs ended before the run was finished"
     print(f"{record.run}: {reason}")
     return 0 if reason == "the run is finished" else 1

@@ -52,7 +52,7 @@ _H5PY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError, Attribut
 # -- the process ---------------------------------------------------------------------------------
 
 
-class Apart:
+class Hdf5Process:
     """Asks a process about one checkpoint; it begins with the first question, and after a crash."""
 
     def __init__(self, folder: Path, content: Content) -> None:

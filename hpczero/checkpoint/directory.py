@@ -18,7 +18,15 @@ from hpczero.checkpoint import manifest
 from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.checkpoint.shard_file import Damaged, Newer, Unreadable, not_read
 from hpczero.errors import InputError
-from hpczero.safe_files import Identity, OpenFolder, identity, make_folder, own_folder, rename, sync
+from hpczero.safe_files import (
+    Identity,
+    OpenFolder,
+    identity,
+    make_folder,
+    make_own_folder,
+    rename,
+    sync,
+)
 from hpczero.text import printable
 
 _NAME = re.compile(r"(step-(\d{8,18}))(\.\d{8}T\d{6}(-\d+)?)?")
@@ -118,7 +126,7 @@ def holds_any(checkpoints: Path) -> bool:
 def begin(checkpoints: Path, step: int) -> Path:
     """Make a new folder, on the disk. What has its name is removed or set aside."""
     refuse_another_runs(checkpoints)
-    if own_folder(checkpoints):
+    if make_own_folder(checkpoints):
         sync(checkpoints.parent)
     path = checkpoints / name_of(step)
     _clear(path)

@@ -24,8 +24,8 @@ from hpczero.checkpoint.shard_file import (
     WIDTH,
     Advance,
     Array,
-    bounce,
     empty_chunks,
+    in_chunks,
     write_data,
 )
 from hpczero.errors import InputError
@@ -39,26 +39,26 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class FoundTensors:
+class SourceTensor:
     """A tensor, and the file that it is in."""
 
     file: SafetensorsFile
     entry: Entry
 
 
-class Adoption:
+class SafetensorsImport:
     """The import of open files for a model; InputError: the tensors are not those of the model."""
 
     def __init__(self, spec: Spec, files: Sequence[SafetensorsFile]) -> None:
         self.spec = spec
-        self.found: dict[str, FoundTensors] = {}
+        self.found: dict[str, SourceTensor] = {}
         for file in files:
             for entry in file.entries:
                 name = entry.name
                 if name in self.found:
                     both = f"{self.found[name].file.path} and in {file.path}"
                     raise InputError(f"{printable(name, 100)} is in {both}")
-                self.found[name] = FoundTensors(file, entry)
+                self.found[name] = SourceTensor(file, entry)
         buffers = {name for file in files for name in _buffers_of(file)}
         self.buffers = {
             name: tensor
@@ -97,11 +97,11 @@ class Adoption:
         loss_scale = train.loss_scale if train.precision == "fp16" else 1.0
         state = TrainingState(step=0, updates=0, loss_scale=loss_scale, good_steps=0)
         grid = {"pipeline": 1, "data": 1, "tensor": 1}
-        made = Made(state, self.spec.model_dump(mode="json"), grid, table, [[0]], buffers)
+        made = CheckpointSpec(state, self.spec.model_dump(mode="json"), grid, table, [[0]], buffers)
         empty, elements = empty_chunks(), table.elements(1)[0]
 
         def read(_: int, slot: int) -> Iterator[Array]:
-            return bounce(_zeros(elements) if slot else self._weights(advance), empty)
+            return in_chunks(_zeros(elements) if slot else self._weights(advance), empty)
 
         return save(checkpoints, made, read)
 
@@ -158,7 +158,7 @@ def _buffer_dtype(entry: Entry) -> np.dtype[Any]:
     return np.dtype(np.float32) if entry.dtype == "BF16" else entry.numpy
 
 
-def _values(tensor: FoundTensors) -> Array:
+def _values(tensor: SourceTensor) -> Array:
     """Read a buffer."""
     entry = tensor.entry
     values, filled = np.empty(entry.size, _buffer_dtype(entry)), 0
@@ -181,7 +181,7 @@ Read = Callable[[int, int], Iterable[Array]]  # rank, slot -> its data, for `Wri
 
 
 @dataclass(frozen=True)
-class Made:
+class CheckpointSpec:
     """All of a checkpoint but its data. `files`: the ranks whose data each shard file has."""
 
     state: TrainingState
@@ -192,7 +192,7 @@ class Made:
     buffers: Mapping[str, Array] = field(default_factory=dict)
 
 
-def save(checkpoints: Path, made: Made, read: Read) -> Path:
+def save(checkpoints: Path, made: CheckpointSpec, read: Read) -> Path:
     """Save a checkpoint in a new folder in `checkpoints`; what cannot be finished is removed."""
     path = directory.begin(checkpoints, made.state.step)
     try:
@@ -213,7 +213,7 @@ def save(checkpoints: Path, made: Made, read: Read) -> Path:
 
 def _save_shard(path: Path, number: int, elements: Mapping[int, int], read: Read) -> ShardFile:
     name = manifest.shard_name(number)
-    extents = shard_file.make(path / name, elements)
+    extents = shard_file.make_file(path / name, elements)
     for extent in extents:
         write_data(path / name, extent, (read(extent.rank, slot) for slot in range(len(SLOTS))))
     return ShardFile.sealed(path / name, name, extents)

@@ -22,8 +22,8 @@ from hpczero.checkpoint import manifest
 from hpczero.checkpoint.manifest import ShardFile, TrainingState, slot_elements
 from hpczero.checkpoint.piece_table import Table, Tensor
 from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, group_of
-from hpczero.hdf5.in_memory import made_in_memory
-from hpczero.hdf5.reader import PlainFile
+from hpczero.hdf5.image import hdf5_image
+from hpczero.hdf5.reader import UntrustedFile
 from hpczero.parallel.layout import Slices
 from hpczero.text import printable
 
@@ -61,7 +61,7 @@ def write(
     file_of = {
         data.rank: (shard.file, slot_elements(data)) for shard in shards for data in shard.ranks
     }
-    with made_in_memory(path) as file:
+    with hdf5_image(path) as file:
         for key, value in attributes.items():
             file.attrs[key] = value if isinstance(value, int | str) else json.dumps(value)
         pieces = file.create_group("pieces")
@@ -142,7 +142,7 @@ def read(path: Path, descriptor: int) -> Index:
     OSError: it cannot be read.
     """
     try:
-        file = PlainFile(descriptor)
+        file = UntrustedFile(descriptor)
         columns = [_values(file, name, "<u8", dims) for name, dims in COLUMNS.items()]
         tensors = _tensors(file)
         stored = dict(islice(file.datasets_below("buffers"), manifest.MOST_BUFFERS + 1))
@@ -153,7 +153,7 @@ def read(path: Path, descriptor: int) -> Index:
         raise Damaged(f"{path}: it is no index of a checkpoint: {printable(str(error))}") from error
 
 
-def _tensors(file: PlainFile) -> tuple[Tensor, ...]:
+def _tensors(file: UntrustedFile) -> tuple[Tensor, ...]:
     names = _list_of_tensors(file, "names")
     shapes = _list_of_tensors(file, "shapes")
     if len(names) != len(shapes) or len(names) > manifest.MOST_TENSORS:
@@ -161,7 +161,7 @@ def _tensors(file: PlainFile) -> tuple[Tensor, ...]:
     return tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
 
 
-def _list_of_tensors(file: PlainFile, name: str) -> list[Any]:
+def _list_of_tensors(file: UntrustedFile, name: str) -> list[Any]:
     """Read what the piece table has of each tensor, if it is no more than that."""
     text = _values(file, name, "u1", 1).tobytes()
     if len(text) > manifest.LONGEST_TEXT:
@@ -174,7 +174,7 @@ def _list_of_tensors(file: PlainFile, name: str) -> list[Any]:
     return parsed
 
 
-def _identity(file: PlainFile) -> dict[str, str]:
+def _identity(file: UntrustedFile) -> dict[str, str]:
     """Return the run's identity; nothing in a checkpoint of an older version."""
     parsed = json.loads(str(file.attributes.get("identity") or "{}"))
     if not isinstance(parsed, dict) or not all(isinstance(text, str) for text in parsed.values()):
@@ -197,7 +197,7 @@ def _table(tensors: tuple[Tensor, ...], columns: Sequence[Array]) -> Table:
     return Table(tensors, *columns)
 
 
-def _values(file: PlainFile, name: str, dtype: str, dims: int) -> Array:
+def _values(file: UntrustedFile, name: str, dtype: str, dims: int) -> Array:
     dataset = file.dataset(f"pieces/{name}")
     if dataset.dtype != np.dtype(dtype) or len(dataset.shape) != dims:
         raise ValueError(f"/pieces/{name} has {dataset.dtype} and {len(dataset.shape)} dimensions")

@@ -42,7 +42,7 @@ class Run:
     rectangles: list[Wanted]
 
 
-class Checkpoint(Mapping[str, "Lazy"]):
+class Checkpoint(Mapping[str, "LazyTensor"]):
     """An open checkpoint.
 
     checkpoint["/model/blocks.0.attention.query.weight"][:10] reads what is asked for; `.numpy()`
@@ -135,11 +135,11 @@ class Checkpoint(Mapping[str, "Lazy"]):
             for at, name, box in run.rectangles:  # one by one, which says what of it is damaged
                 self.read(slot, name, box, out[at : at + _size(box)])
 
-    def __getitem__(self, name: str) -> "Lazy":
+    def __getitem__(self, name: str) -> "LazyTensor":
         for slot, prefix in enumerate(SLOTS):
             tensor = name.strip("/").removeprefix(f"{prefix}/")
             if tensor in self._number and name.strip("/") != tensor:
-                return Lazy(self, slot, self.table.tensors[self._number[tensor]])
+                return LazyTensor(self, slot, self.table.tensors[self._number[tensor]])
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -158,7 +158,7 @@ class Checkpoint(Mapping[str, "Lazy"]):
         self.close()
 
 
-class Lazy:
+class LazyTensor:
     """A whole tensor of a checkpoint, of which only what is asked for is read."""
 
     dtype = np.dtype(np.float32)
@@ -215,7 +215,10 @@ def _read_index(folder: Path, content: Content) -> Index:
     path, written = folder / INDEX, content.index
     with reading(path, open_plain(path)) as file:
         size = os.fstat(file).st_size
-        if size != written.size or shard_file.rest(file, size, ()) != written.checksum:
+        if (
+            size != written.size
+            or shard_file.structure_checksum(file, size, ()) != written.checksum
+        ):
             differ = f"its {size} bytes are not the {written.size} that were written"
             raise Damaged(f"{path}: it is damaged: {differ}")
         return index.read(path, file)

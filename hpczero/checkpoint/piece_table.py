@@ -59,7 +59,7 @@ def stored(holding: RankShard) -> Iterator[Span]:
         if layout.name in holding.copies:
             continue
         owned = layout.shard(holding.shard)
-        for slot, inside in layout.stretches(owned.start, owned.stop):
+        for slot, inside in layout.spans(owned.start, owned.stop):
             if slot.parameter.split is None and holding.tensor_rank:
                 continue
             boxes = tuple(slot.rectangles(inside.start, inside.stop))

@@ -35,8 +35,8 @@ from hpczero.checkpoint.shard_file import (
     DataSource,
     Extent,
     aligned,
-    bounce,
     empty_chunks,
+    in_chunks,
     padded,
     write_data,
 )
@@ -112,7 +112,7 @@ class Saver:
         return self._save is None or not self._save.thread or not self._save.thread.is_alive()
 
     @property
-    def copied(self) -> int:
+    def copy_bytes(self) -> int:
         """Bytes of the memory that copies are kept in."""
         return sum(copy.nbytes for copy in self._copies)
 
@@ -154,7 +154,7 @@ class Saver:
                 save.thread, save.error = None, f"{path}: {error}"
         else:
             empty = self._empty_chunks()
-            chunks = [bounce(of_slot, empty) for of_slot in self.sources]
+            chunks = [in_chunks(of_slot, empty) for of_slot in self.sources]
             run_while_polling(self.world, lambda: self._write(save, chunks, buffers, 0.0))
 
     def _ranks_of(self, leader: int) -> list[int]:
@@ -166,7 +166,7 @@ class Saver:
         if self._leader != self.world.rank:
             return []
         elements = {rank: self._ranks[rank][1] for rank in self._ranks_of(self._leader)}
-        extents = shard_file.make(self._new(path), elements)
+        extents = shard_file.make_file(self._new(path), elements)
         return [RankData.of(extent).model_dump() for extent in extents]
 
     def _new(self, path: Path) -> Path:

@@ -33,7 +33,7 @@ import numpy as np
 import xxhash
 
 from hpczero.errors import HpczeroError, InputError
-from hpczero.hdf5.in_memory import made_in_memory, write_all
+from hpczero.hdf5.image import hdf5_image, write_all
 from hpczero.safe_files import open_for_writing
 
 SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
@@ -88,10 +88,10 @@ def group_of(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def make(path: Path, elements: Mapping[int, int]) -> list[Extent]:
+def make_file(path: Path, elements: Mapping[int, int]) -> list[Extent]:
     """Make a file with room for so many elements of each rank; it is not on the disk yet."""
     made = []
-    with made_in_memory(path, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
+    with hdf5_image(path, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
         for rank, count in elements.items():
             group = file.create_group(group_of(rank))
             extent = Extent(rank, count, (), 0)
@@ -253,7 +253,7 @@ def empty_chunks(size: int = CHUNK) -> Iterator[Array]:
     return cycle([aligned(size).view(np.float32) for _ in range(CHUNKS)])
 
 
-def bounce(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator[Array]:
+def in_chunks(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator[Array]:
     """Yield the elements of the sources, one after the other, in chunks for a `Writer`."""
     chunk, filled = np.empty(0, np.float32), 0
     for source in sources:
@@ -274,7 +274,7 @@ def bounce(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator[Ar
         yield chunk[:end]
 
 
-def rest(file: int, size: int, data: Iterable[Range]) -> str:
+def structure_checksum(file: int, size: int, data: Iterable[Range]) -> str:
     """Return the checksum of all bytes but these ranges, in the order of the file."""
     hasher, offset = xxhash.xxh3_64(), 0
     for begin, end in [*sorted(data), (size, size)]:
@@ -294,7 +294,7 @@ def sealed(path: Path, data: Iterable[Range] = ()) -> tuple[int, str]:
     try:
         os.fsync(file)
         size = os.fstat(file).st_size
-        return size, rest(file, size, data)
+        return size, structure_checksum(file, size, data)
     finally:
         os.close(file)
 

@@ -22,7 +22,7 @@ from hpczero.checkpoint.shard_file import (
     aligned,
     not_read,
     open_plain,
-    rest,
+    structure_checksum,
 )
 
 _AT_ONCE = 4  # blocks in a read past the page cache
@@ -214,7 +214,7 @@ def problem_outside_data(shard: ShardFile, file: int) -> str:
     size = os.fstat(file).st_size
     if size != shard.size:
         return f"it has {size:,} bytes, and {shard.size:,} were written"
-    checksum = rest(file, size, shard.ranges())
+    checksum = structure_checksum(file, size, shard.ranges())
     if checksum != shard.rest:
         written = f"and {shard.rest} was written"
         return f"it is damaged outside of its data: checksum {checksum}, {written}"

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.apart import Apart
+from hpczero.checkpoint.apart import Hdf5Process
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.piece_table import Table
@@ -73,7 +73,7 @@ class Verification:
         self.folder, self.content = folder, manifest.read(folder)
         self.unreadable = ""
         self.table: Table | None = None
-        self._apart = Apart(folder, self.content)
+        self._apart = Hdf5Process(folder, self.content)
         try:
             with Checkpoint.open(folder, self.content) as checkpoint:
                 self.table = checkpoint.table

@@ -22,7 +22,7 @@ _BUFFERS = 2  # reductions of a group whose pieces arrive at the same time; othe
 
 
 @dataclass(frozen=True)
-class Means:
+class ConnectionSettings:
     """The means that all connections of a world use.
 
     `direct`: MPI takes the device's memory as it is.
@@ -43,7 +43,9 @@ class Connection:
     not kept.
     """
 
-    def __init__(self, means: Means, communicator: Any, axis: str, ranks: Sequence[int]) -> None:
+    def __init__(
+        self, means: ConnectionSettings, communicator: Any, axis: str, ranks: Sequence[int]
+    ) -> None:
         mpi = means.mpi
         self.progress = means.progress
         self.ledger = means.ledger
@@ -132,7 +134,7 @@ class Connection:
         yield [self.queue.mark()]
         return copy
 
-    def back(self, tensor: Tensor, copy: Tensor) -> None:
+    def copy_back(self, tensor: Tensor, copy: Tensor) -> None:
         """Take back what was changed in a copy made by `on_host`."""
         if copy is not tensor:
             assert self.queue is not None

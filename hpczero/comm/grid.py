@@ -14,7 +14,7 @@ from math import isqrt, prod
 from hpczero.errors import InputError
 from hpczero.spec.rules import AXES, axes_in_order
 from hpczero.spec.schema import Parallel
-from hpczero.text import counted
+from hpczero.text import format_count
 
 _SHOWN = 4  # groups, ranks or choices written out before a list is cut short
 
@@ -123,7 +123,7 @@ class Grid:
         nodes = len(set(self.node_of_rank))
         sizes = list(zip(self.axes, self.sizes, strict=True))
         product = " x ".join(f"{axis}({size})" for axis, size in sizes)
-        where = f"{counted(len(self.node_of_rank), 'rank')} on {counted(nodes, 'node')}"
+        where = f"{format_count(len(self.node_of_rank), 'rank')} on {format_count(nodes, 'node')}"
         lines = [self._describe_axis(axis, size) for axis, size in sizes if size > 1]
         return [f"{where}: {product}, innermost axis first", *lines]
 
@@ -135,7 +135,7 @@ class Grid:
         groups = self.groups(axis)
         shown = [_span(next(groups)) for _ in range(min(count, _SHOWN))]
         more = f"  … {count - len(shown):,} more" if count > len(shown) else ""
-        sizes = f"{counted(count, 'group')} of {size:,}"
+        sizes = f"{format_count(count, 'group')} of {size:,}"
         return f"  {axis:<9} {sizes}, {where}:  {'  '.join(shown)}{more}"
 
     @cached_property
@@ -168,7 +168,7 @@ def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = 
     if len(fixes) == 1:
         sizes = _nearest_sizes(wanted, ranks, most).items()
         fixes.append(" and ".join(f"parallel.{axis} = {size}" for axis, size in sizes))
-    given = f"the {counted(ranks, 'rank')} given"
+    given = f"the {format_count(ranks, 'rank')} given"
     return f"{product}{equals} does not divide {given}: use {', or '.join(fixes)}"
 
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from hpczero.comm import mpi_backend
 from hpczero.comm.connection import Connection
-from hpczero.comm.mpi_backend import ByMessages, Carrier, Combine, ShardCarrier, combine_into, shard
+from hpczero.comm.mpi_backend import Carrier, Combine, MpiCarrier, ShardCarrier, combine_into, shard
 from hpczero.comm.progress import Steps, Work
-from hpczero.comm.shared_memory import ByWindow
+from hpczero.comm.shared_memory import SharedMemoryCarrier
 from hpczero.comm.status import Signature, WaitPoint
-from hpczero.comm.torch_backend import Native
+from hpczero.comm.torch_backend import TorchCarrier
 from hpczero.comm.trace import evenly
 from hpczero.device import Device, Queue
 
@@ -46,7 +46,7 @@ class Group:
         rank: int,
         node_of_rank: Sequence[int],
         connection: Connection,
-        native: Native | None = None,
+        native: TorchCarrier | None = None,
     ) -> None:
         """`native` carries the collectives on tensors that it takes; MPI carries all others."""
         self.axis = axis
@@ -56,8 +56,10 @@ class Group:
         self.size = len(self.ranks)
         self.connection = connection
         self.native = native
-        self.window: ByWindow | None = None  # for short collectives, where the ranks share memory
-        self._messages = ByMessages(connection, axis, self.ranks, rank)
+        self.window: SharedMemoryCarrier | None = (
+            None  # for short collectives, where the ranks share memory
+        )
+        self._messages = MpiCarrier(connection, axis, self.ranks, rank)
         node = node_of_rank[self.ranks[rank]]
         self._on_other_node = [node_of_rank[peer] != node for peer in self.ranks]
         self._count_on_other_nodes = sum(self._on_other_node)

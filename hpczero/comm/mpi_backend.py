@@ -107,7 +107,7 @@ def combine_into(output: Tensor, op: str) -> Combine:
 # --------------------------------------------------------------------------------- collectives
 
 
-class ByMessages:
+class MpiCarrier:
     """A `Carrier`: messages of MPI between the ranks of one group."""
 
     def __init__(self, connection: Connection, axis: str, ranks: Sequence[int], rank: int) -> None:
@@ -147,7 +147,7 @@ class ByMessages:
             for start in starts
         ]
         combine_parts(copy, everyones, op)
-        self.connection.back(tensor, copy)
+        self.connection.copy_back(tensor, copy)
 
     def _all_reduce_shards(self, tensor: Tensor, op: str, tag: int) -> Steps:
         own_shard = tensor[shard(tensor.numel(), self.size, self.rank)]
@@ -233,7 +233,7 @@ class ByMessages:
     def broadcast(self, tensor: Tensor, root: int, point: WaitPoint, code: int) -> Steps:
         """Broadcast along a binomial tree, piece by piece."""
         tag = self.connection.tag(point.number, code, True)
-        parent, children = tree((self.rank - root) % self.size, self.size)
+        parent, children = binomial_tree((self.rank - root) % self.size, self.size)
         sends: list[Any] = []
         for piece in tensor.split(_BROADCAST_PIECE // tensor.element_size()):
             if parent is not None:
@@ -250,7 +250,7 @@ def mismatch(point: WaitPoint, axis: str, rank: int) -> CommunicationError:
     return CommunicationError(f"{operation}: {theirs}, or has another size")
 
 
-def tree(position: int, size: int) -> tuple[int | None, list[int]]:
+def binomial_tree(position: int, size: int) -> tuple[int | None, list[int]]:
     """Return parent and children in the binomial tree over `size` positions, rooted at 0.
 
     The child with the largest branch comes first.

@@ -107,7 +107,7 @@ def _give_way(rank: int) -> None:
     """
     time.sleep(HEAD_START * min(rank, 10 * _SPEAKERS))
     if rank >= _SPEAKERS:
-        env.wrong_input()
+        env.note_wrong_input()
         raise SystemExit(InputError.exit_code)
 
 

@@ -62,10 +62,10 @@ class NodeGroup:
         self._ranks_of: dict[int, list[int]] = {node: [] for node in sorted(set(nodes))}
         for rank, node in enumerate(nodes):
             self._ranks_of[node].append(rank)
-        self.here = self._ranks_of[self._node]
-        self.neighbours = len(self.here)
-        self.local = self.here.index(self.rank)
-        self._on_other_nodes = [rank for rank in range(self.size) if rank not in self.here]
+        self.ranks_on_node = self._ranks_of[self._node]
+        self.neighbours = len(self.ranks_on_node)
+        self.local = self.ranks_on_node.index(self.rank)
+        self._on_other_nodes = [rank for rank in range(self.size) if rank not in self.ranks_on_node]
         # Pieces in the buffer in a round: sums for other nodes' ranks, and other nodes' sums. The
         # most of any node, so that nodes with different numbers of ranks cut the same windows.
         fewest = min(map(len, self._ranks_of.values()))
@@ -81,7 +81,7 @@ class NodeGroup:
         """
         of_each = sum(each.values())
         size = of_each + (sum(once.values()) if self.local == 0 else 0)
-        ranks = [self.group.ranks[rank] for rank in self.here]
+        ranks = [self.group.ranks[rank] for rank in self.ranks_on_node]
         self._window = NodeWindow.allocate(self._world, ranks, size)
         owners = dict.fromkeys(each, self.local) | dict.fromkeys(once, 0)
         taken: dict[int, int] = {}
@@ -150,7 +150,7 @@ class NodeGroup:
         else:
             length = tensor.numel() // self.size
             parts = [theirs[self._shard(tensor, self.rank)] for theirs in tensors]
-            sums.into_shard(slice(0, length), parts, self.here)
+            sums.into_shard(slice(0, length), parts, self.ranks_on_node)
         yield from self._post(DONE, number)
         yield from self._reached(DONE, number)
 
@@ -196,7 +196,7 @@ class NodeGroup:
             first = rank * length + window.start + mine.start
             out = next(free)[: mine.stop - mine.start]
             parts = [tensor[first : first + out.numel()] for tensor in tensors]
-            sums.of_node(first, parts, self.here, out)
+            sums.of_node(first, parts, self.ranks_on_node, out)
             requests += connection.send(out, rank, tag)
         yield requests
         owned = slice(self.rank * length + window.start, self.rank * length + window.stop)
@@ -228,7 +228,7 @@ class NodeGroup:
         yield from self._post(WRITTEN, number)
         yield from self._reached(WRITTEN, number)
         if copies:
-            for index, rank in enumerate(self.here):
+            for index, rank in enumerate(self.ranks_on_node):
                 theirs = self._tensor_of(index, tensor)
                 if index != self.local:
                     received = [

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpczero.comm.status import Status, WaitPoint
 from hpczero.comm.trace import Entry, Trace
-from hpczero.device import moved
+from hpczero.device import test_all
 from hpczero.errors import HpczeroError
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Progress:
 
     def finish(self, work: Work, until_done: bool = False) -> None:
         """Wait until all of the operation has been asked for, or until it is done."""
-        self.status.waits(work.point)
+        self.status.begin_wait(work.point)
         self.trace.wait(*work.what[:2], work.point.number)
         self._is_waiting = True
         try:
@@ -226,7 +226,7 @@ class Progress:
         finally:
             self._is_waiting = False
             self.trace.end()
-            self.status.goes_on()
+            self.status.end_wait()
 
     def _move_on(self, work: Work) -> bool:
         with self.lock:
@@ -269,7 +269,7 @@ class Progress:
             if work.queue is None:
                 return how(work.requests)
             with work.queue.running():
-                return moved(work.requests)
+                return test_all(work.requests)
         except (self._failure, RequestFailed) as error:
             library = "" if isinstance(error, RequestFailed) else f"{self._library}: "
             words = f"{self.status.in_words(work.point)}: {library}{error}"
@@ -292,7 +292,7 @@ class Progress:
     def _explained(self, work: Work, error: CommunicationError) -> CommunicationError:
         """Return the error with what the other ranks are doing."""
         if self.status.wait is None:
-            self.status.waits(work.point)
+            self.status.begin_wait(work.point)
         return CommunicationError("\n".join(filter(None, [str(error), self.status.explain()])))
 
 

@@ -75,7 +75,7 @@ class SharedBlocks:
         self.blocks[communicator.rank][:cleared] = bytes(cleared)
         # A memory barrier: what this rank wrote before it is seen before what it writes after it;
         # and so for reading.
-        self.order = self._window.Sync
+        self.sync = self._window.Sync
         communicator.Barrier()
 
     def untouched(self) -> int:
@@ -202,13 +202,13 @@ class NodeWindow:
 
     def post(self, counter: int, value: int) -> None:
         """Set a counter of this rank."""
-        self._shared.order()
+        self._shared.sync()
         self._counters[self.index][counter * _STRIDE] = value
 
     def seen(self, index: int, counter: int) -> int:
         """Return the value that `ranks[index]` has posted last."""
         value = self._counters[index][counter * _STRIDE]
-        self._shared.order()
+        self._shared.sync()
         return value
 
     def reached(self, counter: int, value: int) -> bool:
@@ -217,7 +217,7 @@ class NodeWindow:
         for counters in self._counters:
             if counters[at] < value:
                 return False
-        self._shared.order()
+        self._shared.sync()
         return True
 
     def wait(self, counter: int, value: int) -> None:
@@ -229,14 +229,14 @@ class NodeWindow:
             return
         label = f"counter {counter} of window {self.name} to reach {value}"
         point = WaitPoint(label.encode()[:64], ranks=self._world.numbers(self.ranks))
-        self._status.waits(point, lambda: self._world.numbers(self.missing(counter, value)))
+        self._status.begin_wait(point, lambda: self._world.numbers(self.missing(counter, value)))
         patience = time.monotonic() + _EAGER
         try:
             while not self.reached(counter, value):
                 if not self._progress.advance():
                     os.sched_yield() if time.monotonic() < patience else time.sleep(_NAP)
         finally:
-            self._status.goes_on()
+            self._status.end_wait()
 
     def missing(self, counter: int, value: int) -> list[int]:
         """Return the ranks whose counters are below `value`."""
@@ -273,7 +273,7 @@ def size_of(ranks: int, staging: int) -> tuple[int, int]:
     return PAGE + 2 * largest(ranks, staging), PAGE
 
 
-class ByWindow:
+class SharedMemoryCarrier:
     """A `ShardCarrier` for short tensors of the CPU, through memory of a node, without messages.
 
     Protocol. Every rank has two slots, which it uses in turns, and a counter. An operation has one
@@ -300,7 +300,7 @@ class ByWindow:
         self.size = len(ranks)
         self._axis = axis
         self._largest = (len(shared.blocks[0]) - PAGE) // 2
-        self._order = shared.order
+        self._order = shared.sync
         self._counters = [block[:8].cast("Q") for block in shared.blocks]
         self._stamps = [block[64:80].cast("Q") for block in shared.blocks]
         slots = [torch.frombuffer(block[PAGE:], dtype=torch.uint8) for block in shared.blocks]

@@ -1,8 +1,8 @@
 """The status of each rank, in a slot of memory that the other ranks of its node can read.
 
-A rank writes its own slot and never waits for a reader: `started` with every operation, `waits` and
-`goes_on` around every wait. A reader of a slot that is being written may see a mixture. Slots are
-judged only when nothing has happened in them for long.
+A rank writes its own slot and never waits for a reader: `started` with every operation,
+`begin_wait` and `end_wait` around every wait. A reader of a slot that is being written may see a
+mixture. Slots are judged only when nothing has happened in them for long.
 
 A slot has a head, one entry per group, and for each group the operations that it started last,
 numbered in the order in which the group starts them. Behind every operation stands a hash of all
@@ -64,7 +64,7 @@ class WaitPoint(NamedTuple):
 
 
 class Wait(NamedTuple):
-    place: WaitPoint
+    point: WaitPoint
     since: float
     missing: Callable[[], Sequence[int]] | None  # those that have not come, where that can be asked
 
@@ -132,12 +132,14 @@ class Status:
         _RECORD.pack_into(self.slot, at, number, code, history, label)
         _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
 
-    def waits(self, point: WaitPoint, missing: Callable[[], Sequence[int]] | None = None) -> None:
+    def begin_wait(
+        self, point: WaitPoint, missing: Callable[[], Sequence[int]] | None = None
+    ) -> None:
         now = time.monotonic()
         self.wait = Wait(point, now, missing)
         _WAIT.pack_into(self.slot, _WAIT_AT, now, point.entry, point.number, point.label)
 
-    def goes_on(self) -> None:
+    def end_wait(self) -> None:
         self.wait = None
         _WAIT.pack_into(self.slot, _WAIT_AT, 0.0, NOWHERE, 0, b"")
         _CHANGED.pack_into(self.slot, _CHANGED_AT, time.monotonic())
@@ -145,11 +147,11 @@ class Status:
     @contextmanager
     def waiting(self, label: str, ranks: Sequence[int]) -> Iterator[None]:
         """Enclose a call that returns only once all these ranks have called it."""
-        self.waits(WaitPoint(label.encode()[:64], ranks=tuple(ranks)))
+        self.begin_wait(WaitPoint(label.encode()[:64], ranks=tuple(ranks)))
         try:
             yield
         finally:
-            self.goes_on()
+            self.end_wait()
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Rendezvous:
 
     def group(
         self, axis: str, ranks: Sequence[int], rank: int, room: int, order: Order
-    ) -> "Native":
+    ) -> "TorchCarrier":
         """Connect these ranks; this one is number `rank` of them.
 
         `room`: bytes of the buffers that arriving pieces are summed from.
@@ -96,7 +96,7 @@ class Rendezvous:
         except RuntimeError as error:
             named = f"group {axis} of ranks {', '.join(map(str, ranks))}"
             raise CommunicationError(f"{self.kind} cannot connect {named}: {error}") from error
-        return Native(processes, self, rank, room, order)
+        return TorchCarrier(processes, self, rank, room, order)
 
 
 def _addresses(one_host: bool) -> list[str]:
@@ -141,7 +141,7 @@ class _Request:
         return True
 
 
-class Native:
+class TorchCarrier:
     """A `Carrier`: the process group of one group.
 
     All ranks must start their collectives in one order, and an operation may be several of them:
@@ -162,7 +162,7 @@ class Native:
         self._buffer: Tensor | None = None
         self.queue = self._device.queue()
 
-    def beside(self, communicator: Callable[[], Any]) -> "Native":
+    def beside(self, communicator: Callable[[], Any]) -> "TorchCarrier":
         """Return a carrier for another group of the same ranks, on the same process group.
 
         Its operations may start in any order relative to these. Collective, while nothing is in

@@ -94,7 +94,7 @@ class Ledger:
         return totals
 
 
-class What(NamedTuple):
+class EventKind(NamedTuple):
     """`peer`: the other rank of a message; -1: none."""
 
     kind: str
@@ -110,7 +110,7 @@ class Event(NamedTuple):
     `number`: of the operation, equal on all its ranks, or what a span was given; -1: none.
     """
 
-    what: What
+    what: EventKind
     begin: int
     end: int
     bytes: int = 0
@@ -224,9 +224,9 @@ class Recording(Trace):
             self._keep(what, begin, time.perf_counter_ns(), size, number)
 
     @property
-    def whats(self) -> list[What]:
+    def whats(self) -> list[EventKind]:
         """The list in which the first number of a row is an index."""
-        return [What(*what) for what in self._whats]
+        return [EventKind(*what) for what in self._whats]
 
     def keep_unfinished(self) -> None:
         """Keep what has begun and not ended, as unfinished; to be called at the end."""
@@ -268,7 +268,7 @@ class _Ends:
         self._recording.end()
 
 
-def events(rows: "array[int]", whats: list[What]) -> Iterator[Event]:
+def events(rows: "array[int]", whats: list[EventKind]) -> Iterator[Event]:
     for at in range(0, len(rows), ROW):
         what, *numbers = rows[at : at + ROW]
         yield Event(whats[what], *numbers)

@@ -36,7 +36,7 @@ from hpczero.comm import verdict
 from hpczero.comm.status import RankState, Status, Wait, in_words, process_namespace, read
 from hpczero.comm.verdict import Question
 from hpczero.errors import InputError
-from hpczero.safe_files import own_folder, remove, rename, write_new, write_text
+from hpczero.safe_files import make_own_folder, remove, rename, write_new, write_text
 
 DUMP_STACKS = signal.SIGRTMIN + 5
 _STACKS = "hpczero-stacks"
@@ -208,7 +208,7 @@ class Watch:
         """Write the whole file or nothing; a folder that fails must not keep the job alive."""
         new = path.with_name(f".{path.name}.{self._rank}")
         with contextlib.suppress(OSError, InputError):
-            own_folder(path.parent)
+            make_own_folder(path.parent)
             write_text(new, text)
             rename(new, path)
 
@@ -248,7 +248,7 @@ class Watch:
         if not self._folder:
             return True
         try:
-            own_folder(self._folder)
+            make_own_folder(self._folder)
             write_new(self._folder / "report", "")
         except FileExistsError:
             return False
@@ -263,7 +263,7 @@ class Watch:
         except Exception:
             waited = f"has waited for {time.monotonic() - wait.since:.1f} s"
             failed = f"for whom cannot be told, as the watchdog failed:\n{traceback.format_exc()}"
-            return f"{self._status.in_words(wait.place)}: {waited}; {failed}"
+            return f"{self._status.in_words(wait.point)}: {waited}; {failed}"
 
     def _explain(self, wait: Wait, states: Mapping[int, RankState]) -> str:
         question = self._question(wait, states)
@@ -303,7 +303,7 @@ class Watch:
         return [rank for rank in here if _process(states[rank]) == _ENDED]
 
     def _question(self, wait: Wait, states: Mapping[int, RankState]) -> Question:
-        point = wait.place
+        point = wait.point
         label = point.label.decode(errors="replace")
         missing = None if wait.missing is None else set(wait.missing())
         if point.entry < 0:

@@ -13,15 +13,15 @@ from typing import Any
 
 from hpczero import env, machine
 from hpczero.comm import mpi_library
-from hpczero.comm.connection import Connection, Means
+from hpczero.comm.connection import Connection, ConnectionSettings
 from hpczero.comm.group import Group
 from hpczero.comm.mpi_backend import Order
 from hpczero.comm.mpi_library import HEAD_START, library, start_mpi
 from hpczero.comm.nodes import Nodes
 from hpczero.comm.progress import Limits
-from hpczero.comm.shared_memory import ByWindow, SharedBlocks, size_of
+from hpczero.comm.shared_memory import SharedBlocks, SharedMemoryCarrier, size_of
 from hpczero.comm.status import CLEARED, SLOT
-from hpczero.comm.torch_backend import Native, Rendezvous
+from hpczero.comm.torch_backend import Rendezvous, TorchCarrier
 from hpczero.comm.trace import Ledger, Trace
 from hpczero.comm.watchdog import Member, Watch
 from hpczero.device import CPU, Device
@@ -153,7 +153,9 @@ class World(Nodes):
             named = f"group {axis}"
             communicator = self._communicator_of(ranks, named) if len(ranks) > 1 else None
             limits, direct = self._limits, self._direct
-            means = Means(self._mpi, self.progress, self.ledger, limits, self.device, direct)
+            means = ConnectionSettings(
+                self._mpi, self.progress, self.ledger, limits, self.device, direct
+            )
             connection = Connection(means, communicator, axis, self.numbers(ranks))
             rank, native = ranks.index(self.rank), self._native(axis, ranks)
             group = Group(axis, ranks, rank, self.node_of_rank, connection, native)
@@ -162,7 +164,7 @@ class World(Nodes):
             self._groups[key] = group
         return self._groups[key]
 
-    def _window(self, axis: str, ranks: Sequence[int]) -> ByWindow | None:
+    def _window(self, axis: str, ranks: Sequence[int]) -> SharedMemoryCarrier | None:
         """Make the window for short collectives; None if the ranks share no memory, or little."""
         places = {(self.hosts[rank], self.node_of_rank[rank]) for rank in ranks}
         if len(ranks) == 1 or len(places) > 1 or self.device.has_queues or self.backend != "mpi":
@@ -175,9 +177,9 @@ class World(Nodes):
             shared = self.share_memory(ranks, f"short messages along {axis}", size, cleared)
         except InputError:
             return None
-        return ByWindow(shared, axis, self.numbers(ranks), ranks.index(self.rank))
+        return SharedMemoryCarrier(shared, axis, self.numbers(ranks), ranks.index(self.rank))
 
-    def _native(self, axis: str, ranks: Sequence[int]) -> Native | None:
+    def _native(self, axis: str, ranks: Sequence[int]) -> TorchCarrier | None:
         """Return torch.distributed's group of these ranks, where that is the backend."""
         if self._rendezvous is None or len(ranks) == 1:
             return None
@@ -217,7 +219,7 @@ class World(Nodes):
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
         self._say(f"{kind}{error}")
         if isinstance(error, InputError):
-            env.wrong_input()
+            env.note_wrong_input()
         self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
 
     def _say(self, words: str) -> None:

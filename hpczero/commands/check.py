@@ -15,7 +15,7 @@ from hpczero.spec.keys import flat, keys, no_such_key
 from hpczero.spec.load import ROLES, Loaded, as_data, as_markdown, as_text, load, to_start_from
 from hpczero.spec.rules import unavailable, without_effect
 from hpczero.spec.schema import Spec
-from hpczero.text import printable, shown
+from hpczero.text import printable, toml_repr
 
 if TYPE_CHECKING:
     from hpczero.planner.memory import Hardware, Platform
@@ -33,13 +33,13 @@ def check(options: Namespace) -> int:
         else:
             print(_explanation(loaded, options.explain))
         return 0
-    from hpczero.data.supply import look
+    from hpczero.data.supply import count_tokens
 
     spec = loaded.spec
-    supply = look(spec)
+    supply = count_tokens(spec)
     layout = _lay_out(spec, options.ranks, options.ranks_per_node)
     notes = [*unavailable(spec), *without_effect(spec), *_layout_notes(spec, layout)]
-    notes += [*_model_notes(spec), *site_profile.left_out()]
+    notes += [*_model_notes(spec), *site_profile.unusable()]
     if options.json:
         print(json.dumps(_as_data(loaded, layout, notes) | {"data": supply.facts()}, indent=2))
     else:
@@ -229,7 +229,7 @@ def _as_text(
     if changed:
         lines.append("not the default:")
     for name, value in changed:
-        lines.append(f"  {f'{name} = {shown(value)}':<42}  {loaded.sources[name].text}")
+        lines.append(f"  {f'{name} = {toml_repr(value)}':<42}  {loaded.sources[name].text}")
     return "\n".join(lines + [f"note: {note}" for note in notes])
 
 
@@ -247,10 +247,10 @@ def _job_in_lines(spec: Spec, supply: str) -> list[str]:
         per_parameter = f", {ratio} for each parameter" if parameters else ""
     width = f" of {model.head_dim}" if model.head_dim else ""
     return [
-        f"  run       {spec.name}, in the folder {shown(spec.output)}, seed {spec.seed}",
+        f"  run       {spec.name}, in the folder {toml_repr(spec.output)}, seed {spec.seed}",
         f"  model     {model.family}: {count}; layers {model.layers}, hidden {model.hidden}, "
         f"heads {model.heads}{width}, vocabulary {model.vocab}, sequence {model.seq_len}",
-        f"  data      {shown(spec.data.source)}: {supply}",
+        f"  data      {toml_repr(spec.data.source)}: {supply}",
         f"  a step    {train.global_batch} sequences = {_tokens_per_step(spec):,} tokens, "
         f"in {train.precision}",
         f"  training  {train.steps:,} steps = {tokens:,} tokens{per_parameter}",
@@ -346,13 +346,13 @@ def _explanation(loaded: Loaded, name: str) -> str:
     key = keys()[name]
     *older, newest = loaded.history[name]
     lines = [
-        f"{name} = {shown(flat(loaded.spec)[name])}",
+        f"{name} = {toml_repr(flat(loaded.spec)[name])}",
         f"  meaning     {key.description}",
         f"  allowed     {key.allowed}",
-        f"  default     {shown(key.default)}",
+        f"  default     {toml_repr(key.default)}",
         f"  role        {key.role}: {ROLES[key.role]}",
         f"  from        {newest.source.text}",
     ]
     for entry in reversed(older):
-        lines.append(f"  instead of  {shown(entry.value)}  ({entry.source.text})")
+        lines.append(f"  instead of  {toml_repr(entry.value)}  ({entry.source.text})")
     return "\n".join(lines)

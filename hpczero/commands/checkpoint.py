@@ -22,7 +22,7 @@ from hpczero.checkpoint.load import Checkpoint, Difference, Statistics
 from hpczero.checkpoint.piece_table import Tensor
 from hpczero.checkpoint.shard_file import SLOTS, WIDTH, bar
 from hpczero.errors import InputError
-from hpczero.text import in_bytes, printable
+from hpczero.text import format_bytes, printable
 
 # name in --slot -> the slot's number
 _SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}
@@ -54,7 +54,7 @@ def _line(checkpoint: Listed) -> str:
         grid += f"  ({printable(checkpoint.problem)})"
     name = printable(checkpoint.path.name)
     created = printable(checkpoint.created or "")
-    size = in_bytes(checkpoint.size)
+    size = format_bytes(checkpoint.size)
     return f"  {name:24} {checkpoint.state:10} {size:>8}  {created:25}  {grid}".rstrip()
 
 
@@ -209,7 +209,7 @@ def _summary(checkpoint: Checkpoint) -> list[str]:
     files = f"{len(content.shards)} shard files; slots {', '.join(SLOTS)}"
     return [
         f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, "
-        f"{parameters:,} parameters, {in_bytes(content.size)}",
+        f"{parameters:,} parameters, {format_bytes(content.size)}",
         f"  saved {printable(content.created)} by {writer}",
         f"  {content.ranks} ranks ({grid}), {files}",
         f"  loss scale {state.loss_scale:g}, {state.good_steps} good steps",

@@ -25,17 +25,17 @@ from hpczero.checkpoint.directory import (
     checkpoints_of,
     listed,
 )
-from hpczero.checkpoint.import_safetensors import Adoption
+from hpczero.checkpoint.import_safetensors import SafetensorsImport
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.safetensors import WHOLE, Export, SafetensorsFile
 from hpczero.checkpoint.shard_file import Damaged, Unreadable, bar
 from hpczero.checkpoint.verify import Damage, Verification
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock
-from hpczero.safe_files import make_folders, own_folder, written_durably
+from hpczero.safe_files import make_folders, make_own_folder, written_durably
 from hpczero.spec.load import differences, load, to_toml
 from hpczero.spec.schema import Spec
-from hpczero.text import in_bytes, printable
+from hpczero.text import format_bytes, printable
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World
@@ -69,12 +69,12 @@ def export(options: Namespace) -> int:
         except OSError as error:
             raise HpczeroError(
                 f"{error.filename or output}: {error.strerror} "
-                f"({in_bytes(made.size)} are to be written)"
+                f"({format_bytes(made.size)} are to be written)"
             ) from error
     for path in files:
         print(f"wrote {printable(str(path))}")
     tensors = f"{len(made.entries)} tensors (of them {len(checkpoint.buffers)} buffers)"
-    print(f"{tensors}, {in_bytes(made.size)}, weights as {options.dtype}")
+    print(f"{tensors}, {format_bytes(made.size)}, weights as {options.dtype}")
     if made.overflows:
         print(
             f"WARN {made.overflows:,} weights are too large for {options.dtype} "
@@ -89,14 +89,14 @@ def import_(options: Namespace) -> int:
     checkpoints = run / "checkpoints"
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(SafetensorsFile(path)) for path in _safetensors(options.files)]
-        adoption = Adoption(spec, files)
+        adoption = SafetensorsImport(spec, files)
         if _is_begun(run, checkpoints):
             raise InputError(
                 f"{printable(str(run))} has checkpoints already: name another run's directory"
             )
         try:
             _refuse_without_space(run, adoption.room)
-            own_folder(run)
+            make_own_folder(run)
             with RunLock(run):
                 _refuse_another_run(run / "spec.toml", spec)
                 with bar("reading", adoption.size) as advance:
@@ -145,11 +145,11 @@ def prune(options: Namespace) -> int:
         for one in unwanted:
             if not options.dry_run:
                 _remove(one)
-            print(f"{verb} {printable(str(one.path))} ({one.state}, {in_bytes(one.size)})")
+            print(f"{verb} {printable(str(one.path))} ({one.state}, {format_bytes(one.size)})")
     for one in present:
         if one.state in (directory.MISNAMED, directory.LINKED):
             print(f"left {printable(str(one.path))} ({one.state}: {printable(one.problem)})")
-    size = in_bytes(sum(one.size for one in unwanted))
+    size = format_bytes(sum(one.size for one in unwanted))
     print(f"{len(unwanted)} of {len(present)} checkpoints, {size}")
     return 0
 
@@ -239,8 +239,8 @@ def _refuse_without_space(path: Path, size: int) -> None:
     free = directory.free_bytes(path.absolute())
     if free < size:
         raise InputError(
-            f"{printable(str(path))}: {in_bytes(size)} are to be written, "
-            f"and {in_bytes(free)} are free there"
+            f"{printable(str(path))}: {format_bytes(size)} are to be written, "
+            f"and {format_bytes(free)} are free there"
         )
 
 
@@ -343,7 +343,7 @@ def _numeric_order(text: str) -> list[tuple[int, str]]:
 def _lines(report: dict[str, Any]) -> Sequence[str]:
     path = printable(report["path"])
     if not report["damages"] and not report["unreadable"]:
-        return [f"{path}: good, {in_bytes(report['size'])} as they were written"]
+        return [f"{path}: good, {format_bytes(report['size'])} as they were written"]
     messages = [*(Damage(**damage) for damage in report["damages"]), *report["unreadable"]]
     verdict = "DAMAGED" if report["damages"] else "NOT READ"
     return [f"{path}: {verdict}", *(f"  {printable(str(message))}" for message in messages)]

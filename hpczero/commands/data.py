@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.data.build import Listener, Recipe, build_token_file, is_up_to_date
-from hpczero.data.corpus import FoundText, find
+from hpczero.data.corpus import Corpus, find
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.errors import InputError, Stopped, for_terminal
-from hpczero.safe_files import own_folder, remove_tree
+from hpczero.safe_files import make_own_folder, remove_tree
 from hpczero.text import printable
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -101,14 +101,14 @@ def _check_output(output: Path) -> None:
 def _make(work: Path) -> None:
     """Make the work folder; some folders look writable, and are not."""
     try:
-        own_folder(work)
+        make_own_folder(work)
     except OSError as error:
         raise InputError(
             f"the output's folder {work.absolute().parent} cannot be written: {error.strerror}"
         ) from error
 
 
-def _check_up_to_date(output: Path, text: FoundText, recipe: Recipe) -> None:
+def _check_up_to_date(output: Path, text: Corpus, recipe: Recipe) -> None:
     try:
         same = is_up_to_date(open_token_file(output), text, recipe)
     except InputError as error:

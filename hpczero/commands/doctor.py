@@ -55,7 +55,7 @@ def _prebuild(report: Report) -> None:
         import torch
 
         torch.cuda.set_device(0)
-        kernel_cache.of_gpu(torch.cuda.get_device_capability())
+        kernel_cache.load_gpu_kernels(torch.cuda.get_device_capability())
     if all(rank == 0 for rank, _ in report.launched.values()):
         seconds = time.monotonic() - began
         print(

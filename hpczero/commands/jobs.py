@@ -10,12 +10,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hpczero.batch import run_status, scheduler, submission
-from hpczero.batch.command import Queued
+from hpczero.batch.command import QueuedJob
 from hpczero.batch.run_status import Progress
-from hpczero.batch.submit import living_under
+from hpczero.batch.submit import living_by_scheduler
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
-from hpczero.text import duration, listed, printable, shown
+from hpczero.text import format_duration, join_words, printable, toml_repr
 from hpczero.train.run_directory import path_of
 
 _COLUMNS = ["run", "state", "step", "loss", "tokens/s", "left", "saved"]
@@ -25,7 +25,7 @@ _LARGE = 1e6  # a loss above it is printed with four digits
 
 def status(options: Namespace) -> int:
     runs = [run_named(options.run)] if options.run else submission.remembered()
-    states, silent = look_at(runs)
+    states, silent = states_of(runs)
     if options.json:
         data = _as_data(states)
         print(json.dumps(data[0] if options.run else data, indent=2))
@@ -40,11 +40,11 @@ def status(options: Namespace) -> int:
     else:
         print("no run was submitted from here yet: hpczero submit SPEC; ", end="")
         print("hpczero runs FOLDER lists those below a folder")
-    say_silent(silent)
+    print_silent(silent)
     return 0
 
 
-def look_at(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
+def states_of(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
     """Return the states of the runs, and scheduler -> error for those that do not answer.
 
     Jobs of another user are not asked for: the state of those runs is that of their files.
@@ -54,13 +54,13 @@ def look_at(runs: Sequence[Path]) -> tuple[list[Progress], dict[str, str]]:
     states = []
     for run in runs:
         if run in mine:
-            states.append(run_status.of(run, known, silent))
+            states.append(run_status.status_of(run, known, silent))
         else:
-            states.append(run_status.of(run, [], silent=scheduler.SCHEDULERS))
+            states.append(run_status.status_of(run, [], silent=scheduler.SCHEDULERS))
     return states, silent
 
 
-def say_silent(silent: Mapping[str, str]) -> None:
+def print_silent(silent: Mapping[str, str]) -> None:
     for words in silent.values():
         print(f"hpczero: {words}; what the runs themselves have written is shown", file=sys.stderr)
 
@@ -78,10 +78,10 @@ def cancel(options: Namespace) -> int:
     They are cancelled also if the record cannot be written, as on a full disk.
     """
     run = submitted_run_named(options.run)
-    living = living_under(run, now=True).items()
+    living = living_by_scheduler(run, now=True).items()
     alive = {name: [job.number for job in jobs] for name, jobs in living if jobs}
     for record in submission.of_run(run):
-        if record.scheduler in alive and not record.over:
+        if record.scheduler in alive and not record.closed_reason:
             try:
                 record.close("cancelled")
             except HpczeroError as error:
@@ -90,7 +90,7 @@ def cancel(options: Namespace) -> int:
         scheduler.cancel(name, numbers)
     cancelled = [number for numbers in alive.values() for number in numbers]
     if cancelled:
-        print(f"cancelled: {listed(cancelled)}")
+        print(f"cancelled: {join_words(cancelled)}")
     else:
         print(f"{printable(str(run))} has no job in the queue")
     return 0
@@ -107,7 +107,7 @@ def run_named(name: str) -> Path:
         named = [path for path in submission.remembered() if path.name == name]
         if len(named) > 1 and not Path(name).is_dir():
             raise InputError(
-                f"several runs are called {shown(name)}: {listed(list(map(str, named)))}; "
+                f"several runs are called {toml_repr(name)}: {join_words(list(map(str, named)))}; "
                 "give the path of one"
             )
         candidates = [Path(name), *named, Path("runs") / name]
@@ -130,7 +130,7 @@ def submitted_run_named(name: str) -> Path:
     return run
 
 
-def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
+def _known(runs: Sequence[Path]) -> tuple[list[QueuedJob], dict[str, str]]:
     """Return the jobs of these runs as the schedulers know them, and scheduler -> error.
 
     All remembered runs are asked for at once: the next run is then no new question.
@@ -139,7 +139,7 @@ def _known(runs: Sequence[Path]) -> tuple[list[Queued], dict[str, str]]:
     for run in dict.fromkeys([*runs, *submission.remembered()]):
         for record in submission.of_run(run):
             unsettled.setdefault(record.scheduler, []).extend(record.unsettled())
-    known: list[Queued] = []
+    known: list[QueuedJob] = []
     silent: dict[str, str] = {}
     for name, numbers in sorted(unsettled.items()):
         try:
@@ -175,7 +175,7 @@ def _figures(progress: Progress) -> list[str]:
     if progress.state == "finished":
         left = ""
     elif progress.seconds_left is not None:
-        left = duration(progress.seconds_left)
+        left = format_duration(progress.seconds_left)
     saved = "" if progress.last_save is None else f"{progress.last_save:,}"
     return [f"{progress.step:,}/{progress.steps:,}", loss, speed, left, saved]
 
@@ -196,7 +196,7 @@ def _in_full(progress: Progress) -> list[str]:
     else:
         speed += " tokens/s"
     if left and progress.job_seconds_left is not None:
-        left += f"; of its job {duration(progress.job_seconds_left)}"
+        left += f"; of its job {format_duration(progress.job_seconds_left)}"
     node_hours = f"{progress.node_hours:.3g} node-hours, " if progress.links else ""
     lines = [
         f"{printable(str(progress.run))}: {progress.state}{reason}",
@@ -244,7 +244,7 @@ def runs(options: Namespace) -> int:
         )
     unreadable: list[str] = []
     top = folder.absolute()
-    states, silent = look_at(sorted(below(top, unreadable)))
+    states, silent = states_of(sorted(below(top, unreadable)))
     if options.json:
         print(json.dumps(_as_data(states), indent=2))
     elif states:
@@ -259,7 +259,7 @@ def runs(options: Namespace) -> int:
         _print_table([*_COLUMNS, "age"], rows)
     else:
         print(f"no run lies below {printable(str(folder))}")
-    say_silent(silent)
+    print_silent(silent)
     for words in unreadable:
         print(f"hpczero: not looked into: {printable(words)}", file=sys.stderr)
     return 0

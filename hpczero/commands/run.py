@@ -4,13 +4,13 @@ import argparse
 import sys
 
 from hpczero import env, kernel_cache
-from hpczero.text import line
+from hpczero.text import log_line
 from hpczero.train.console import Tolerant
 
 
 def run(options: argparse.Namespace) -> int:
     if all(rank == 0 for rank, _ in env.launched_tasks().values()):
-        _say(line("load", {"spec": options.spec, "what": "torch, MPI and kernels"}))
+        _say(log_line("load", {"spec": options.spec, "what": "torch, MPI and kernels"}))
     code: int = kernel_cache.load("hpczero.train.run").run(options)
     return code
 

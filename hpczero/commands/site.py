@@ -11,19 +11,19 @@ from typing import Any
 
 from hpczero import env
 from hpczero.batch import sites
-from hpczero.batch.job import Here, plan, print_notes
+from hpczero.batch.job import SubmitHost, plan, print_notes
 from hpczero.batch.render import render as script_of
 from hpczero.batch.sites import Limit, Partition, all_names, facts
-from hpczero.data.supply import look
+from hpczero.data.supply import count_tokens
 from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import load
-from hpczero.text import printable, shown
+from hpczero.text import printable, toml_repr
 
 
 def list_(options: Namespace) -> int:
-    here = profiles.here()
+    here = profiles.current_site()
     rows: list[dict[str, Any]] = []
     for name in all_names():
         _, site, partition = facts(name)
@@ -51,7 +51,7 @@ def list_(options: Namespace) -> int:
 
 def show(options: Namespace) -> int:
     name, site, partition = facts(options.name)
-    _, _, profile = profiles.read(name)
+    _, _, profile = profiles.read_profile(name)
     spec = _merged(site.spec, partition.spec)
     if options.json:
         data = {
@@ -91,7 +91,7 @@ def _limit(row: Limit) -> str:
 
 def new(options: Namespace) -> int:
     if not options.name.replace("-", "").replace("_", "").isalnum() or not options.name.isascii():
-        raise InputError(f"{shown(options.name)}: a site's name has letters, digits, - and _")
+        raise InputError(f"{toml_repr(options.name)}: a site's name has letters, digits, - and _")
     path = Path(options.output or env.config_folder() / "sites" / f"{options.name}.toml")
     text = sites.profile(options.name)
     try:
@@ -127,7 +127,7 @@ def _merged(of_site: dict[str, Any], of_partition: dict[str, Any]) -> dict[str, 
 def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name}={inner}" for name, inner in value.items())
-    return shown(value)
+    return toml_repr(value)
 
 
 # The verb `render`: a job's script, whatever the computer.
@@ -136,8 +136,8 @@ def _value(value: Any) -> str:
 def render(options: Namespace) -> int:
     spec = load(options.spec, options.overrides).spec
     overrides = [word for override in options.overrides for word in ("--set", override)]
-    supply = look(spec)
-    job = plan(spec, Here.now(), ("run", str(Path(options.spec).absolute()), *overrides))
+    supply = count_tokens(spec)
+    job = plan(spec, SubmitHost.now(), ("run", str(Path(options.spec).absolute()), *overrides))
     script = script_of(job)
     if options.output:
         _write(Path(options.output), script)

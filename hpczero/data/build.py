@@ -23,7 +23,7 @@ import xxhash
 
 from hpczero.data.corpus import (
     FIELD,
-    FoundText,
+    Corpus,
     Input,
     Section,
     open_text,
@@ -40,7 +40,14 @@ from hpczero.data.token_file import (
     write_token_file,
 )
 from hpczero.errors import HpczeroError
-from hpczero.safe_files import give_name, nameless, own_folder, remove_tree, sync, written_durably
+from hpczero.safe_files import (
+    create_nameless,
+    give_name,
+    make_own_folder,
+    remove_tree,
+    sync,
+    written_durably,
+)
 
 BUILDER = 1  # raised when the same text would give another token file
 COMMIT_EVERY = 32 * 2**20  # bytes of text
@@ -79,7 +86,7 @@ class Listener(Protocol):
 
 
 @dataclass
-class Noted:
+class ProblemFiles:
     """The number of files with a problem of one kind, and a few of their names."""
 
     count: int = 0
@@ -108,12 +115,12 @@ class BuildState:
     inside: str = ""  # the split of the document that is being read; empty between two documents
     digest: str = ""  # of the inputs read so far, as they were then
     lengths: dict[str, int] = field(default_factory=dict)  # values in each raw file
-    replaced: Noted = field(default_factory=Noted)  # had text that was not UTF-8
-    unreadable: Noted = field(default_factory=Noted)
+    replaced: ProblemFiles = field(default_factory=ProblemFiles)  # had text that was not UTF-8
+    unreadable: ProblemFiles = field(default_factory=ProblemFiles)
 
 
 def build_token_file(
-    corpus: FoundText,
+    corpus: Corpus,
     output: Path,
     recipe: Recipe,
     work: Path,
@@ -122,7 +129,7 @@ def build_token_file(
 ) -> TokenFile:
     """Build `output` by way of the folder `work`, which is removed afterwards."""
     with writing(work):
-        own_folder(work)
+        make_own_folder(work)
     with only_builder(work, output, listener.said):
         with (
             _removed_unless_begun(work),
@@ -140,13 +147,13 @@ def build_token_file(
     return open_token_file(output)
 
 
-def build_in_one_go(corpus: FoundText, output: Path, recipe: Recipe, listener: Listener) -> bool:
+def build_in_one_go(corpus: Corpus, output: Path, recipe: Recipe, listener: Listener) -> bool:
     """Build `output` in files without a name: a builder that is killed leaves nothing behind.
 
     Return False, with nothing done, if the file system does not support such files.
     """
     with writing(output):
-        descriptor = nameless(output.parent)
+        descriptor = create_nameless(output.parent)
     if descriptor is None:
         return False
     try:
@@ -166,7 +173,7 @@ def build_in_one_go(corpus: FoundText, output: Path, recipe: Recipe, listener: L
     return True
 
 
-def is_up_to_date(file: TokenFile, corpus: FoundText, recipe: Recipe) -> bool:
+def is_up_to_date(file: TokenFile, corpus: Corpus, recipe: Recipe) -> bool:
     """Return True if this recipe made the file from inputs of these names and sizes, none newer."""
     wanted = recipe.attributes(corpus.inputs)
     newest = max(source.changed for source in corpus.inputs)
@@ -235,7 +242,7 @@ class Reader:
         if self._commit_every:
             return RawFile(self._work / name, dtype, self.state.lengths.get(name, 0))
         with writing(self._work):
-            return RawFile(self._work, dtype, 0, nameless(self._work))
+            return RawFile(self._work, dtype, 0, create_nameless(self._work))
 
     def close(self) -> None:
         for files in self.raw.values():
@@ -336,7 +343,7 @@ def _resumed(
     try:
         content = json.loads((work / "journal.json").read_text(encoding="utf-8"))
         for name in ("replaced", "unreadable"):
-            content[name] = Noted(**content[name])
+            content[name] = ProblemFiles(**content[name])
         state = BuildState(**content)
         sizes = {name: (work / name).stat().st_size for name in state.lengths}
     except FileNotFoundError:
@@ -373,7 +380,7 @@ def _identity(source: Input) -> bytes:
     return os.fsencode(source.path.absolute()) + b"\0%d\0%d\0" % (source.size, source.changed)
 
 
-def _report(state: BuildState, corpus: FoundText, listener: Listener) -> None:
+def _report(state: BuildState, corpus: Corpus, listener: Listener) -> None:
     """Tell the listener which files were left out or damaged."""
     unreadable = state.unreadable
     replaced = state.replaced

@@ -51,7 +51,7 @@ class Section:
 
 
 @dataclass
-class FoundText:
+class Corpus:
     inputs: list[Input] = field(default_factory=list)
     unreadable: list[Path] = field(default_factory=list)
     others: int = 0  # files of other kinds inside the folders, left out
@@ -65,12 +65,12 @@ class FoundText:
         return new
 
 
-def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> FoundText:
+def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> Corpus:
     """Find the files under `paths` (files, folders, globs) in the order given, sorted inside each.
 
     Hidden files and folders inside folders are skipped, as are folders named in `leave_out`.
     """
-    corpus = FoundText()
+    corpus = Corpus()
     for given in paths:
         matches = [given] if os.path.lexists(given) else sorted(glob.glob(given, recursive=True))
         if not matches:
@@ -97,7 +97,7 @@ def find(paths: Sequence[str], leave_out: frozenset[str] = frozenset()) -> Found
     return corpus
 
 
-def _walk(folder: Path, name: str, leave_out: frozenset[str], corpus: FoundText) -> None:
+def _walk(folder: Path, name: str, leave_out: frozenset[str], corpus: Corpus) -> None:
     """Add the folder's files, then the content of its folders, each sorted by name."""
     try:
         if not corpus.first_time(folder.stat()):
@@ -117,7 +117,7 @@ def _walk(folder: Path, name: str, leave_out: frozenset[str], corpus: FoundText)
             _walk(entry, f"{name}{entry.name}/", leave_out, corpus)
 
 
-def _add(path: Path, name: str, corpus: FoundText) -> None:
+def _add(path: Path, name: str, corpus: Corpus) -> None:
     try:
         status = path.stat()
     except OSError:

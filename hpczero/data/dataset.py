@@ -20,7 +20,7 @@ import numpy as np
 
 from hpczero import env
 from hpczero.data.build import BUILDER, Recipe, build_in_one_go, build_token_file
-from hpczero.data.corpus import FoundText, find
+from hpczero.data.corpus import Corpus, find
 from hpczero.data.raw_files import writing
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.errors import HpczeroError, InputError
@@ -74,7 +74,7 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     verdict: dict[str, str] = {}
     if is_builder:
         try:
-            verdict = {"path": str(token_file(spec))}
+            verdict = {"path": str(library_token_file(spec))}
         except HpczeroError as error:
             verdict = {"error": str(error)}
     verdict = share(verdict)
@@ -199,7 +199,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 # The Python library's text.
 
 
-class Silent:
+class SilentListener:
     """A `build.Listener` that ignores everything."""
 
     def said(self, line: str) -> None: ...
@@ -209,7 +209,7 @@ class Silent:
     def copied(self, done: int, total: int) -> None: ...
 
 
-def token_file(spec: Spec) -> Path:
+def library_token_file(spec: Spec) -> Path:
     """Return the path of the library's token file for this spec; build it if there is none yet.
 
     Several jobs may build at once: each works in files without a name, and all put the same bytes
@@ -234,7 +234,7 @@ def token_file(spec: Spec) -> Path:
     corpus = find([sysconfig.get_paths()["stdlib"]], _LEFT_OUT)
     print(f"building {final} from the running Python's library (once)", file=sys.stderr, flush=True)
     try:
-        if not build_in_one_go(corpus, final, recipe, Silent()):
+        if not build_in_one_go(corpus, final, recipe, SilentListener()):
             _build_in_a_folder(corpus, final, recipe)
     except HpczeroError as error:
         raise InputError(
@@ -243,11 +243,11 @@ def token_file(spec: Spec) -> Path:
     return final
 
 
-def _build_in_a_folder(corpus: FoundText, final: Path, recipe: Recipe) -> None:
+def _build_in_a_folder(corpus: Corpus, final: Path, recipe: Recipe) -> None:
     with writing(final.parent):
         work = temporary_folder(final.parent, _WORK_PREFIX)
     try:
-        build_token_file(corpus, final, recipe, work, Silent())
+        build_token_file(corpus, final, recipe, work, SilentListener())
     finally:
         with contextlib.suppress(OSError):
             remove_tree(work)

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from hpczero.errors import HpczeroError, InputError
-from hpczero.safe_files import create, open_for_writing, open_lock, place_of, remove, rename, sync
+from hpczero.safe_files import create, open_for_writing, open_lock, proc_path, remove, rename, sync
 
 BLOCK = 1 << 16  # bytes of tokens that have a checksum: little more than a window is read for it
 _BUFFER = 2**20  # bytes
@@ -85,7 +85,7 @@ class RawFile:
                     remove(path)
                 file = open_for_writing(path) if length else create(path)
             else:
-                self.path = place_of(file)
+                self.path = proc_path(file)
             self._file = os.fdopen(file, "wb", buffering=0)
             self._file.truncate(length * dtype.itemsize)
             self._file.seek(0, os.SEEK_END)
@@ -136,7 +136,7 @@ def blocks_of(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Looked:
+class VerifiedBlocks:
     """Consecutive blocks, and a line for each that is damaged."""
 
     content: bytes
@@ -179,7 +179,7 @@ class Blocks:
         wanted = memoryview(blocks)[begin - first * BLOCK : end - first * BLOCK]
         return np.frombuffer(wanted, self._tokens.dtype)
 
-    def damaged(self, together: int) -> Iterator[Looked]:
+    def verify(self, together: int) -> Iterator[VerifiedBlocks]:
         """Yield all blocks in order, so many together, each verified."""
         size = self._tokens.nbytes
         for first in range(0, blocks_of(size), together):
@@ -190,7 +190,7 @@ class Blocks:
                 at = (number - first) * BLOCK
                 if self._checksums is not None and self._differs(number, content[at : at + BLOCK]):
                     wrong.append(self.place_of(number))
-            yield Looked(content, wrong)
+            yield VerifiedBlocks(content, wrong)
 
     def place_of(self, number: int) -> str:
         size = self._tokens.nbytes

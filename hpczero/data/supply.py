@@ -10,7 +10,7 @@ from typing import Any
 from hpczero import env
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
-from hpczero.text import printable, shown
+from hpczero.text import printable, toml_repr
 
 IDS = {"byte": 257}  # vocabularies of `corpus.tokenizer`, which needs numpy
 
@@ -41,7 +41,7 @@ class Supply:
         return f"{has} ({self.tokenizer}); {reads}"
 
 
-def look(spec: Spec, must_be_here: bool = False) -> Supply:
+def count_tokens(spec: Spec, must_be_here: bool = False) -> Supply:
     """Count the tokens; InputError if the run would refuse what is there.
 
     A file that is not here may be where the job runs, unless it `must_be_here`.
@@ -57,7 +57,7 @@ def look(spec: Spec, must_be_here: bool = False) -> Supply:
         missing = f"there is no file {printable(str(path))} here{unset}"
         if must_be_here:
             way_out = "make one with `hpczero data build -o NAME.h5 TEXT...`"
-            raise InputError(f"data.source = {shown(spec.data.source)}: {missing}: {way_out}")
+            raise InputError(f"data.source = {toml_repr(spec.data.source)}: {missing}: {way_out}")
         return Supply(wanted, problem=missing)
     from hpczero.data.dataset import refuse_unfit
     from hpczero.data.token_file import open_token_file

@@ -18,7 +18,7 @@ from hpczero import safe_files
 from hpczero.data.corpus import Tokenizer, token_dtype
 from hpczero.data.raw_files import BLOCK, Blocks, RawFile, blocks_of, checksum, writing
 from hpczero.errors import InputError
-from hpczero.hdf5.reader import Dataset, NotPlain, PlainFile
+from hpczero.hdf5.reader import Dataset, NotPlain, UntrustedFile
 from hpczero.text import printable
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class TokenFile:
         for name, blocks in self.blocks().items():
             split = self.splits[name]
             counts = np.zeros(self.vocabulary, np.int64)
-            for chunk in blocks.damaged(_CHUNK // BLOCK):
+            for chunk in blocks.verify(_CHUNK // BLOCK):
                 yield from chunk.damaged
                 digest.update(chunk.content)
                 tokens = np.frombuffer(chunk.content, split.tokens.dtype)
@@ -163,7 +163,7 @@ def _opened(path: Path) -> int:
 
 
 def _read(path: Path, descriptor: int) -> TokenFile:
-    file = PlainFile(descriptor)
+    file = UntrustedFile(descriptor)
     if _attribute(file, "format", str) != FORMAT:
         raise InputError(
             f"{path} is an HDF5 file, but not a token file (no attribute format = '{FORMAT}'): "
@@ -190,7 +190,7 @@ def _read(path: Path, descriptor: int) -> TokenFile:
     return TokenFile(path=path, splits=splits, **facts)
 
 
-def _attribute(file: PlainFile, name: str, kind: type) -> Any:
+def _attribute(file: UntrustedFile, name: str, kind: type) -> Any:
     """Return the attribute's value, or None if it is missing, an array, or of another type."""
     value = file.attributes.get(name)
     if isinstance(value, str):
@@ -198,7 +198,7 @@ def _attribute(file: PlainFile, name: str, kind: type) -> Any:
     return value if type(value) is kind else None
 
 
-def _read_split(file: PlainFile, descriptor: int, split: str, vocabulary: int) -> Split:
+def _read_split(file: UntrustedFile, descriptor: int, split: str, vocabulary: int) -> Split:
     tokens = _mapped(descriptor, _dataset(file, split, "tokens", token_dtype(vocabulary)))
     documents = _mapped(descriptor, _dataset(file, split, "documents", np.dtype("<i8")))
     counts = _dataset(file, split, "counts", np.dtype("<i8"))
@@ -226,7 +226,7 @@ def _sum(counts: np.ndarray) -> int:
     return (int(high) << 32) + int(low)
 
 
-def _dataset(file: PlainFile, split: str, name: str, dtype: np.dtype) -> Dataset:
+def _dataset(file: UntrustedFile, split: str, name: str, dtype: np.dtype) -> Dataset:
     dataset = file.dataset(f"{split}/{name}")
     if len(dataset.shape) != 1 or dataset.dtype != dtype:
         shape = f"shape ({', '.join(map(str, dataset.shape[:8]))})"
@@ -277,9 +277,9 @@ def fill_token_file(
     """
     import h5py
 
-    from hpczero.hdf5.in_memory import Pages
+    from hpczero.hdf5.image import ImagePages
 
-    pages = Pages()
+    pages = ImagePages()
     digest = xxhash.xxh3_128()
     total = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values())
     done = 0

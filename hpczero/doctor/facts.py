@@ -18,7 +18,7 @@ import psutil
 
 from hpczero import env, machine
 from hpczero.comm.mpi_library import Library, installed_wheels
-from hpczero_kernels.table import OLDEST, available
+from hpczero_kernels.table import MIN_CAPABILITY, available
 
 PACKAGES = ("torch", "mpi4py", "numba", "numba-cuda", "h5py", "numpy", "pydantic")
 _LAUNCHERS = ("mpirun", "mpiexec", "prterun", "orterun", "srun", "aprun", "palsd")
@@ -166,18 +166,18 @@ def _gpus() -> tuple[list[str], str, tuple[int, int]]:
     torch takes seconds to import, so it is asked only if there is a driver.
     """
     if not machine.gpu_driver():
-        return [], "", OLDEST
+        return [], "", MIN_CAPABILITY
     try:
         import torch
 
         visible = range(torch.cuda.device_count())
         names = list(map(torch.cuda.get_device_name, visible))
-        oldest = min(map(torch.cuda.get_device_capability, visible), default=OLDEST)
+        oldest = min(map(torch.cuda.get_device_capability, visible), default=MIN_CAPABILITY)
         return names, "" if visible else f"torch {torch.__version__} finds none", oldest
     except (
         Exception
     ) as error:  # a mismatched driver can raise anything; the other facts still count
-        return [], f"{type(error).__name__}: {error}", OLDEST
+        return [], f"{type(error).__name__}: {error}", MIN_CAPABILITY
 
 
 def _storage() -> Storage:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from hpczero import env
 from hpczero.doctor.facts import Report, by_node, table
-from hpczero.text import counted
-from hpczero_kernels.table import OLDEST
+from hpczero.text import format_count
+from hpczero_kernels.table import MIN_CAPABILITY
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -169,7 +169,7 @@ def _launch(report: Report) -> Findings:
 def _ranks(reports: Sequence[Report]) -> Findings:
     first = reports[0]
     nodes = by_node(reports)
-    job = f"{counted(len(reports), 'rank')} on {counted(len(nodes), 'node')}"
+    job = f"{format_count(len(reports), 'rank')} on {format_count(len(nodes), 'node')}"
     if first.library_error and first.under_a_launcher:
         job = "this process only; the other ranks cannot be reached"
     yield OK, "\n".join([job, *table(nodes, _NODES_SHOWN)])
@@ -194,7 +194,7 @@ def _each_node(
     more = [finding for node in nodes[_NODES_SHOWN:] for finding in node]
     if more:
         verdict, _, *fix = max(more, key=lambda finding: (OK, WARN, FAIL).index(finding[0]))
-        others = counted(len(nodes) - _NODES_SHOWN, "more node")
+        others = format_count(len(nodes) - _NODES_SHOWN, "more node")
         yield verdict, f"... and the same kind of finding on {others}", *fix
 
 
@@ -211,10 +211,10 @@ def _cores_of(node: Sequence[Report]) -> Findings:
     given = first.launcher.cores if first.launcher else 0
     if ranks > room:
         quota = "" if first.quota is None else f" and a CPU quota of {first.quota:g}"
-        fix = f"start at most {counted(max(1, int(room)), 'rank')} on such a node"
+        fix = f"start at most {format_count(max(1, int(room)), 'rank')} on such a node"
         if given > cores:
             fix = f"let the ranks use all cores {_UNBIND}"
-        limit = f"{counted(cores, 'core')}{quota}"
+        limit = f"{format_count(cores, 'core')}{quota}"
         yield WARN, f"{first.host}: {ranks} ranks share {limit}: they wait for each other", fix
     elif first.quota is not None and first.quota < cores:
         allowed = f"of which the cgroup's CPU quota allows {first.quota:g}"
@@ -233,7 +233,7 @@ def _memory_of(node: Sequence[Report]) -> Findings:
     limit = "no cgroup limit"
     if first.memory_limit is not None:
         limit = f"of which the cgroups allow {first.memory_limit / _GIB:.1f}"
-    free = f"{first.usable / _GIB:.1f} GiB free for {counted(len(node), 'rank')}"
+    free = f"{first.usable / _GIB:.1f} GiB free for {format_count(len(node), 'rank')}"
     what = f"{first.host}: {first.physical / _GIB:.1f} GiB, {limit}; {free}"
     if first.usable < len(node) * _LEAST_MEMORY:
         fix = "end what else runs on the node, ask for more memory, or start fewer ranks"
@@ -257,7 +257,7 @@ def _shared_memory_of(node: Sequence[Report]) -> Findings:
     what = f"{first.host}: /dev/shm has {_bytes(free)} free of {_bytes(size)}"
     if free < needed:
         larger = "make it larger (docker: --shm-size=8g; else mount -o remount,size=8g /dev/shm)"
-        yield WARN, f"{what}; {counted(len(node), 'rank')} may need {_bytes(needed)}", larger
+        yield WARN, f"{what}; {format_count(len(node), 'rank')} may need {_bytes(needed)}", larger
     else:
         yield OK, what
     yield from _segments(first)
@@ -280,7 +280,7 @@ def _segments(report: Report) -> Findings:
 def _summary(segments: Sequence[tuple[str, int, str]]) -> str:
     makers = " and ".join(sorted({maker for _, _, maker in segments}))
     size = _bytes(sum(size for _, size, _ in segments))
-    return f"{counted(len(segments), 'segment')} of {makers} ({size})"
+    return f"{format_count(len(segments), 'segment')} of {makers} ({size})"
 
 
 def _bytes(number: int) -> str:
@@ -288,7 +288,7 @@ def _bytes(number: int) -> str:
 
 
 def _too_old(report: Report) -> bool:
-    return bool(report.gpus) and tuple(report.gpu_capability) < OLDEST
+    return bool(report.gpus) and tuple(report.gpu_capability) < MIN_CAPABILITY
 
 
 def _gpus(reports: Sequence[Report]) -> Findings:
@@ -307,7 +307,7 @@ def _gpus(reports: Sequence[Report]) -> Findings:
             yield OK, f"{first.host}: {names} ({len(first.gpus)} visible to a rank)"
     old = next(filter(_too_old, reports), None)
     if old:
-        actual, needed = (".".join(map(str, pair)) for pair in (old.gpu_capability, OLDEST))
+        actual, needed = (".".join(map(str, pair)) for pair in (old.gpu_capability, MIN_CAPABILITY))
         what = f"a GPU of {old.host} has compute capability {actual}, and the kernels need {needed}"
         fix = "nodes with newer GPUs, where the site has them"
         yield WARN, f"{what}: PyTorch's operations are taken there", fix

@@ -136,7 +136,7 @@ class Dataset:
         return self.size * self.dtype.itemsize
 
 
-class PlainFile:
+class UntrustedFile:
     """An open file; the descriptor stays the caller's. NotPlain: it cannot be one of hpczero's.
 
     OSError: it cannot be read.

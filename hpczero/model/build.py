@@ -73,7 +73,7 @@ def install_parameters(module: nn.Module, parameters: dict[str, nn.Parameter]) -
                 setattr(submodule, name, new)
 
 
-def move_rest(module: nn.Module, device: torch.device) -> None:
+def move_unmanaged(module: nn.Module, device: torch.device) -> None:
     """Move the module's buffers and the parameters that are not trained to a device."""
     moved: dict[torch.Tensor, torch.Tensor] = {}  # submodules may share a buffer
     for submodule in module.modules():

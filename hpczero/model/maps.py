@@ -33,7 +33,7 @@ def embedding(tokens: Tensor, vectors: Tensor) -> Tensor:
 
 
 @contextmanager
-def done_by(maps: LinearMaps) -> Iterator[None]:
+def redirect_linear_maps(maps: LinearMaps) -> Iterator[None]:
     """Let `maps` carry out the linear maps and embeddings of this context."""
     before = _redirected.set(maps)
     try:

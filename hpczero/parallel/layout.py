@@ -41,7 +41,7 @@ class ParameterSlot:
 
         Both are flattened; the stretches come in order.
         """
-        return stretches_of_part(self.parameter.shape, self.held, start, stop)
+        return spans_of_part(self.parameter.shape, self.held, start, stop)
 
     def rectangles(self, start: int, stop: int) -> Iterator[Slices]:
         """Yield the rectangles of the logical tensor at elements start .. stop - 1 of the buffer.
@@ -69,7 +69,7 @@ class UnitLayout:
     def shard(self, index: int) -> slice:
         return slice(index * self.shard_size, (index + 1) * self.shard_size)
 
-    def stretches(self, start: int, stop: int) -> Iterator[tuple[ParameterSlot, slice]]:
+    def spans(self, start: int, stop: int) -> Iterator[tuple[ParameterSlot, slice]]:
         """Yield the parameters in elements start .. stop - 1 of the buffer, each with its own."""
         for slot in self.slots:
             first, last = max(start, slot.offset), min(stop, slot.stop)
@@ -110,9 +110,7 @@ def shard_range(length: int, grain: int, ranks: int, rank: int) -> slice:
     return slice(min(first * grain, length), min(last * grain, length))
 
 
-def stretches_of_part(
-    shape: tuple[int, ...], part: Slices, start: int, stop: int
-) -> Iterator[slice]:
+def spans_of_part(shape: tuple[int, ...], part: Slices, start: int, stop: int) -> Iterator[slice]:
     """Yield where elements start .. stop - 1 of a rectangle `part` lie in the flattened tensor.
 
     The elements are numbered in the memory order of a copy of the rectangle. The stretches are as

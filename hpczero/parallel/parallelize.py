@@ -34,7 +34,7 @@ from hpczero.parallel.tensor.plan import apply_plan
 from hpczero.parallel.user_module import Layers
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
 from hpczero.parallel.zero.engine import Engine
-from hpczero.parallel.zero.state_dict import OwnValues, no_values
+from hpczero.parallel.zero.state_dict import InitialValues, no_values
 from hpczero.parallel.zero.weights import DTYPES, EngineSettings, ModelParts
 from hpczero.spec.schema import Spec
 
@@ -156,7 +156,7 @@ def _own_model(site: Site, bare: bool) -> StepRunner:
 def _user_stage(module: nn.Module, stage: user_stages.Stage, site: Site) -> StepRunner:
     """Assemble one of the stages of a module that is cut into a pipeline."""
     spec, pipeline, group = site.spec, site.group("pipeline"), site.group("data")
-    names = list(user_module.trained(module))
+    names = list(user_module.trained_parameters(module))
     layers = user_module.layers_of_chunks(module, stage.chunks)
     user_stages.to_meta(module, stage.elsewhere)
     modules = {layer.name: part for part, layer in _joined(layers)}
@@ -166,10 +166,10 @@ def _user_stage(module: nn.Module, stage: user_stages.Stage, site: Site) -> Step
     chunks = _with_modules(described, modules)
     ties = _tie_groups(stage.tied, site.world, pipeline)
     axis = _axis_of_user_module(module, site, group)
-    values = OwnValues(module, spec.seed, group, stage.elsewhere, ties)
+    values = InitialValues(module, spec.seed, group, stage.elsewhere, ties)
     parts = ModelParts(module, _joined(chunks), values, ties, names)
     engine = Engine(parts, axis, site.settings(), pipeline=pipeline)
-    values.share_rest(set(names), DTYPES[spec.train.precision])
+    values.broadcast_rest(set(names), DTYPES[spec.train.precision])
     return PipelineStage(engine, _pipeline(spec, pipeline, None), chunks, stage.calls)
 
 
@@ -177,10 +177,10 @@ def _train_user_module(module: nn.Module, site: Site) -> Engine:
     layers = site.world.run_on_all(lambda: user_module.layers_of(module))
     group = site.group("data")
     axis = _axis_of_user_module(module, site, group)
-    values = OwnValues(module, site.spec.seed, group)
+    values = InitialValues(module, site.spec.seed, group)
     names = [parameter.name for _, layer in layers for parameter in layer.parameters]
     engine = Engine(ModelParts(module, layers, values, {}, names), axis, site.settings())
-    values.share_rest(set(names), DTYPES[site.spec.train.precision])
+    values.broadcast_rest(set(names), DTYPES[site.spec.train.precision])
     return engine
 
 

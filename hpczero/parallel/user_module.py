@@ -46,7 +46,7 @@ class Cut:
     module: nn.Module
     name: str
     names: tuple[str, ...]  # parameters that must be there while the module runs
-    open: bool  # other cuts run inside
+    encloses_others: bool  # other cuts run inside
 
 
 def layers_of(module: nn.Module) -> Layers:
@@ -55,7 +55,7 @@ def layers_of(module: nn.Module) -> Layers:
     Every floating-point parameter is in one layer. Others stay with the module as they are.
     """
     refuse_changed_in_forward(module)
-    parameters = trained(module)
+    parameters = trained_parameters(module)
     if not parameters:
         raise InputError(
             f"{type(module).__name__} has no parameters of a floating-point type: there is nothing"
@@ -72,7 +72,7 @@ def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -
     The modules of a chunk run one after the other. A parameter is in the first chunk that uses it.
     """
     held = {parameter for chunk in chunks for part in chunk for parameter in part.parameters()}
-    named = trained(module).items()
+    named = trained_parameters(module).items()
     parameters = {name: parameter for name, parameter in named if parameter in held}
     names = {part: name for name, part in module.named_modules()}
     cuts = [
@@ -106,7 +106,7 @@ def refuse_compiled(module: nn.Module) -> None:
             )
 
 
-def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that an engine takes, by name."""
     named = module.named_parameters()
     return {name: parameter for name, parameter in named if _is_trained(name, parameter)}
@@ -221,9 +221,9 @@ def _grouped(cuts: Iterable[Cut], sizes: dict[str, int]) -> list[list[Cut]]:
     room = -1
     for cut in cuts:
         size = sum(sizes[name] for name in cut.names)
-        if cut.open or size > room:
+        if cut.encloses_others or size > room:
             groups.append([])
-            room = -1 if cut.open else small
+            room = -1 if cut.encloses_others else small
         groups[-1].append(cut)
         room -= size
     return groups

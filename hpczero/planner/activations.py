@@ -37,7 +37,7 @@ def element_bytes(spec: Spec) -> int:
     return 4 if spec.train.precision == "fp32" else 2
 
 
-def looked_at(parallel: Parallel, micro_batches: int) -> int:
+def simulated_micro_batches(parallel: Parallel, micro_batches: int) -> int:
     """Return how many micro-batches to simulate."""
     period = parallel.pipeline
     return min(micro_batches, 3 * period + micro_batches % period)
@@ -51,7 +51,7 @@ def actions(parallel: Parallel, chunks: int, stage: int, micro_batches: int) -> 
 
 def peak(parallel: Parallel, chunks: Sequence[Moments], stage: int, micro_batches: int) -> float:
     """Return the bytes at the widest moment of a step, from those of the stage's chunks."""
-    few = looked_at(parallel, micro_batches)
+    few = simulated_micro_batches(parallel, micro_batches)
     now = most = 0.0
     for action in actions(parallel, len(chunks), stage, few):
         chunk = chunks[action.chunk]
@@ -68,7 +68,7 @@ def arrived(parallel: Parallel, stage: int, micro_batches: int, evaluates: bool)
     """Return the most messages to the stage, on their way or in use, at the same time."""
     if parallel.pipeline == 1:
         return 0
-    few = looked_at(parallel, micro_batches)
+    few = simulated_micro_batches(parallel, micro_batches)
     trained = _schedule(parallel.schedule, parallel.pipeline, parallel.chunks, few)
     schedules = [trained, forward_only(trained)] if evaluates else [trained]
     most = max(most_arrived(steps(every, parallel.chunks, stage, AHEAD)) for every in schedules)
@@ -127,7 +127,7 @@ def gathers_in_step(
     `sizes` are those of the units, the layers that have parameters.
     """
     period = parallel.pipeline
-    few = looked_at(parallel, micro_batches)
+    few = simulated_micro_batches(parallel, micro_batches)
     before = gathers(chunks, sizes, parallel, stage, max(0, few - period))
     counts = gathers(chunks, sizes, parallel, stage, few)
     repeats = (micro_batches - few) // period
@@ -155,7 +155,7 @@ def gathers(
             passes.append(list(forward[action.chunk]))
         else:
             passes[-1] += backward[action.chunk]
-    return gathered(sizes, passes)
+    return simulate_gathers(sizes, passes)
 
 
 def _forward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
@@ -172,7 +172,7 @@ def _backward(chunk: Sequence[Layer], holder: dict[str, int]) -> Iterator[Use]:
                 yield (unit,)
 
 
-def gathered(sizes: Sequence[int], passes: Sequence[Pass]) -> Counter[int]:
+def simulate_gathers(sizes: Sequence[int], passes: Sequence[Pass]) -> Counter[int]:
     """Return unit -> its all-gathers in any step but the first."""
     orders = ([unit for unit, _ in _one_by_one(uses)] for uses in passes)
     expected = max(orders, key=len, default=[])

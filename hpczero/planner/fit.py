@@ -21,7 +21,7 @@ from hpczero.planner.memory import (
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
-from hpczero.text import counted
+from hpczero.text import format_count
 
 _MOST_NODES = 64  # times as many as there are: more help nobody
 _WORTH_SAYING = 50_000  # bytes of a kind that a message names
@@ -155,7 +155,7 @@ def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> s
     bound = load.bound
     ranks = sum(load.bound.ranks.values())
     needed = (
-        f"needs {in_words(load.size)} {bound.place} ({counted(ranks, 'rank')}), "
+        f"needs {in_words(load.size)} {bound.place} ({format_count(ranks, 'rank')}), "
         f"where {in_words(bound.free)} are available"
     )
     if bound.windows:

@@ -15,7 +15,7 @@ from hpczero.planner.fit import Site, final_refusal, in_words, kinds_in_words
 from hpczero.planner.memory import Hardware, NodeNeed, Platform, needs_on_grid, of_account
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Spec, Zero
-from hpczero.text import counted, in_bytes, shown
+from hpczero.text import format_bytes, format_count, toml_repr
 
 _SHOWN = 8  # lines of a list before it is cut short
 _CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis
@@ -74,7 +74,7 @@ class Forecast:
 
 def in_lines(memory: dict[str, Any]) -> list[str]:
     """Return the lines that tell what `Forecast.memory` returned."""
-    ranks = counted(memory["ranks_on_node"], "rank")
+    ranks = format_count(memory["ranks_on_node"], "rank")
     if memory["on"] == "cpu":
         of_node, of_rank = (in_words(sum(memory[part].values())) for part in ("node", "rank"))
         windows = (
@@ -125,7 +125,7 @@ def sharing_left_out(zero: Zero, grid: Grid) -> str:
     if grid.nodes_cut_data_alike or not any(shares_nodes(zero, counts) for counts in per_node):
         return ""
     return (
-        f"zero.node_shared = {shown(zero.node_shared)} shares nothing: nodes divide the data ranks "
+        f"zero.node_shared = {toml_repr(zero.node_shared)} shares nothing: nodes divide the data ranks "
         "of the tensor ranks differently, which would then round differently; a number of ranks "
         "per node that parallel.tensor divides makes it possible"
     )
@@ -180,7 +180,7 @@ def sent_in_lines(sent: dict[str, dict[str, Any]]) -> list[str]:
     rows = [
         f"{axis:<10}{name:<16}"
         + "".join(
-            f"{in_bytes(total[who][where]):>{width}}"
+            f"{format_bytes(total[who][where]):>{width}}"
             for who in ("rank", "all")
             for where, width in (("inside", 16), ("between", 11))
         )

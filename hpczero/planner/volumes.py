@@ -121,13 +121,13 @@ def _most(spec: Spec) -> dict[str, int]:
 
 
 # Bytes of consecutive ranks by operation, and how often this sequence of ranks repeats.
-Alike = tuple[Sequence[Operations], int]
+RepeatedRanks = tuple[Sequence[Operations], int]
 
 
-class Members:
+class GroupVolumes:
     """Bytes that each rank of a group sends along its axis."""
 
-    def __init__(self, alike: Iterable[Alike]) -> None:
+    def __init__(self, alike: Iterable[RepeatedRanks]) -> None:
         self._alike = list(alike)
 
     def of(self, index: int) -> Operations:
@@ -167,7 +167,7 @@ class Volumes:
         self._width = element_bytes(spec)
         self._batch = spec.train.global_batch, spec.train.micro_batch
         self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
-        self._known: dict[object, Members] = {}
+        self._known: dict[object, GroupVolumes] = {}
         self._gathers_of: dict[object, Counter[int]] = {}
 
     def of_rank(self, grid: Grid, rank: int) -> dict[str, dict[str, Sent]]:
@@ -193,7 +193,7 @@ class Volumes:
         operations = self.totals(grid).values()
         return sum(total.all.between for totals in operations for total in totals.values())
 
-    def _of_group(self, grid: Grid, axis: str, group: Sequence[int]) -> Members:
+    def _of_group(self, grid: Grid, axis: str, group: Sequence[int]) -> GroupVolumes:
         """Return the volumes of a group, computed once for all groups that are alike."""
         nodes = [grid.node_of_rank[rank] for rank in group]  # in order
         on_nodes: tuple[int, ...] = (len(nodes),)
@@ -210,7 +210,7 @@ class Volumes:
             key = self._pipeline, coordinate("tensor"), self._batches(coordinate("data")), on_nodes
         if key not in self._known:
             compute, *arguments = key
-            self._known[key] = Members(compute(*arguments) if len(group) > 1 else [([{}], 1)])
+            self._known[key] = GroupVolumes(compute(*arguments) if len(group) > 1 else [([{}], 1)])
         return self._known[key]
 
     def _batches(self, data_rank: int) -> Batches:
@@ -220,7 +220,7 @@ class Volumes:
     def _layers(self, stage: int) -> list[Layer]:
         return [layer for chunk in self.chunks[stage] for layer in chunk]
 
-    def _world(self, on_nodes: Sequence[int]) -> Iterator[Alike]:
+    def _world(self, on_nodes: Sequence[int]) -> Iterator[RepeatedRanks]:
         ranks = sum(on_nodes)
         for count, nodes in _runs(on_nodes):
             agreement = Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))
@@ -228,7 +228,7 @@ class Volumes:
 
     def _data(
         self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
-    ) -> Iterator[Alike]:
+    ) -> Iterator[RepeatedRanks]:
         shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
         sharded = Sharded.at_stage(self.spec.zero.stage, shared)
         ranks = self.data_ranks
@@ -252,7 +252,7 @@ class Volumes:
 
     def _node_shared(
         self, reduced: Mapping[int, int], gathers: Mapping[int, int], on_nodes: Sequence[int]
-    ) -> Iterator[Alike]:
+    ) -> Iterator[RepeatedRanks]:
         """Yield the volumes of data ranks whose nodes share states (maps: unit's size -> times)."""
         ranks = self.data_ranks
         others = len(on_nodes) - 1
@@ -279,7 +279,9 @@ class Volumes:
             )
         return self._gathers_of[key]
 
-    def _tensor(self, stage: int, batches: Batches, on_nodes: Sequence[int]) -> Iterator[Alike]:
+    def _tensor(
+        self, stage: int, batches: Batches, on_nodes: Sequence[int]
+    ) -> Iterator[RepeatedRanks]:
         ranks = self.spec.parallel.tensor
         messages = [
             message
@@ -322,7 +324,7 @@ class Volumes:
 
     def _pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]
-    ) -> Iterator[Alike]:
+    ) -> Iterator[RepeatedRanks]:
         stages = self.spec.parallel.pipeline
         last = stages - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
@@ -355,7 +357,7 @@ def _norm(ranks: int, elsewhere: int) -> Sent:
     return Sent(*evenly(_NORM * ranks, ranks, elsewhere))
 
 
-def _of_groups(groups: Mapping[Members, int]) -> dict[str, Total]:
+def _of_groups(groups: Mapping[GroupVolumes, int]) -> dict[str, Total]:
     counted = (
         (name, Total(total.rank, total.all * count))
         for members, count in groups.items()

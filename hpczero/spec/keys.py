@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from hpczero.spec.schema import LARGEST, PATTERNS, Role, Spec
-from hpczero.text import listed, printable, shown
+from hpczero.text import join_words, printable, toml_repr
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def keys() -> dict[str, Key]:
     return {key.name: key for table in tables().values() for key in table.values()}
 
 
-def about(table: str) -> str:
+def table_description(table: str) -> str:
     """Return the schema's description of a table."""
     annotation = Spec.model_fields[table].annotation if table else Spec
     return inspect.cleandoc(getattr(annotation, "__doc__", "") or "")
@@ -124,7 +124,7 @@ def _allowed(annotation: Any, metadata: list[Any]) -> str:
         inner = [limit for field in annotation.__metadata__ for limit in field.metadata]
         return _allowed(annotation.__origin__, inner)
     if origin is typing.Literal:
-        return listed([shown(choice) for choice in typing.get_args(annotation)], "or")
+        return join_words([toml_repr(choice) for choice in typing.get_args(annotation)], "or")
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_allowed(choice, []) for choice in typing.get_args(annotation))
     if origin is tuple and typing.get_args(annotation)[-1] is ...:
@@ -210,7 +210,7 @@ def message(path: str, files: list[str], mistakes: list[Mistake]) -> str:
 
 
 def not_allowed(name: str, value: Any) -> str:
-    return f"{name} = {shown(value)}: must be {keys()[name].allowed}"
+    return f"{name} = {toml_repr(value)}: must be {keys()[name].allowed}"
 
 
 def unknown(table: str, leaf: str, value: Any) -> str:
@@ -219,25 +219,25 @@ def unknown(table: str, leaf: str, value: Any) -> str:
         form = f"as [{leaf}], with its keys below"
         if isinstance(value, list):
             form = f"once, as [{leaf}], not [[{leaf}]]"
-        return f"{leaf} = {shown(value)}: {leaf} is a table: write it {form}"
+        return f"{leaf} = {toml_repr(value)}: {leaf} is a table: write it {form}"
     full_name = f"{table}.{leaf}" if table else leaf
     name = printable(full_name, 100)
     if not table and isinstance(value, dict):
         known_tables = [known for known in tables() if known]
         close = nearest(leaf, known_tables)
-        hint = f"did you mean [{close}]?" if close else f"the tables are {listed(known_tables)}"
+        hint = f"did you mean [{close}]?" if close else f"the tables are {join_words(known_tables)}"
         return f"[{name}]: unknown table; {hint}"
     close = nearest(full_name, [*keys(), "extends"])
     if close:
         return f"{name}: unknown key; did you mean {close}{_other_table(close, table)}?"
     known = f"the keys of [{table}] are" if table else "the keys above all tables are extends,"
-    return f"{name}: unknown key; {known} {listed(list(tables()[table]))}"
+    return f"{name}: unknown key; {known} {join_words(list(tables()[table]))}"
 
 
 def no_such_key(name: str) -> str:
     if name in tables():
         names = [key.name for key in tables()[name].values()]
-        return f"{name} is a table; its keys are {listed(names)}"
+        return f"{name} is a table; its keys are {join_words(names)}"
     close = nearest(name, keys())
     hint = f"did you mean {close}?" if close else "hpczero spec prints them all"
     return f"{printable(name, 100)} is no key of the spec; {hint}"

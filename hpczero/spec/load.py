@@ -19,11 +19,11 @@ from hpczero.spec.keys import (
     Key,
     Mistake,
     Origin,
-    about,
     flat,
     keys,
     message,
     not_allowed,
+    table_description,
     tables,
     unknown,
 )
@@ -31,13 +31,13 @@ from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Role, Spec
 from hpczero.spec.toml import Layer, read_layers
 
-__all__ = ["Difference", "Given", "Loaded", "Origin", "differences", "load", "to_toml"]
+__all__ = ["Difference", "GivenValue", "Loaded", "Origin", "differences", "load", "to_toml"]
 
 DEFAULT = Origin("", None, "default")
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenValue:
     """A value of a key, and where it came from."""
 
     value: Any
@@ -49,7 +49,7 @@ class Loaded:
     """A spec, and the history of each key: "train.steps" -> its values, the default first."""
 
     spec: Spec
-    history: dict[str, tuple[Given, ...]]
+    history: dict[str, tuple[GivenValue, ...]]
 
     @property
     def sources(self) -> dict[str, Origin]:
@@ -106,9 +106,9 @@ def _merge(name: str, layers: list[Layer], mistakes: list[Mistake]) -> Loaded:
     return Loaded(spec, {key: tuple(given) for key, given in history.items()})
 
 
-def _history(layers: list[Layer]) -> tuple[dict[str, list[Given]], list[Mistake]]:
+def _history(layers: list[Layer]) -> tuple[dict[str, list[GivenValue]], list[Mistake]]:
     """Return the values of each key, the default first, and the keys that no spec has."""
-    history = {name: [Given(key.default, DEFAULT)] for name, key in keys().items()}
+    history = {name: [GivenValue(key.default, DEFAULT)] for name, key in keys().items()}
     mistakes = []
     for layer in layers:
         for table, leaf, value in _entries(layer):
@@ -120,7 +120,7 @@ def _history(layers: list[Layer]) -> tuple[dict[str, list[Given]], list[Mistake]
             before = history[key.name][-1].value
             if isinstance(before, dict) and isinstance(value, dict):
                 value = {**before, **value}
-            history[key.name].append(Given(value, source))
+            history[key.name].append(GivenValue(value, source))
     return history, mistakes
 
 
@@ -156,7 +156,7 @@ def _validate(values: dict[str, Any]) -> tuple[Spec, list[str]]:
 
 
 def _contradictions(
-    spec: Spec, history: dict[str, list[Given]], stated: list[str], certain: bool
+    spec: Spec, history: dict[str, list[GivenValue]], stated: list[str], certain: bool
 ) -> list[Mistake]:
     """Return the contradictions of keys; `stated` are those that have an allowed value.
 
@@ -211,7 +211,7 @@ def as_text() -> str:
     extends = _EXTENDS.replace("`", "").replace("\n", "\n    ")
     lines = [f'extends = ""  (no default)\n    {extends}']
     for table, entries in tables().items():
-        lines.append(f"\n[{table}]  {about(table)}" if table else "")
+        lines.append(f"\n[{table}]  {table_description(table)}" if table else "")
         for key in entries.values():
             lines.append(f"{key.leaf} = {toml_value(key.default)}  ({key.role})")
             lines.append(f"    {key.description}: {key.allowed}")
@@ -223,7 +223,7 @@ def as_markdown() -> str:
     page = _INTRODUCTION
     page += "".join(f"- `{role}`: {meaning}\n" for role, meaning in ROLES.items())
     for table, entries in tables().items():
-        page += f"\n## {f'[{table}]' if table else 'Above all tables'}\n\n{about(table)}\n\n"
+        page += f"\n## {f'[{table}]' if table else 'Above all tables'}\n\n{table_description(table)}\n\n"
         page += "| key | default | allowed | role | meaning |\n|---|---|---|---|---|\n"
         page += "".join(_row(key) for key in entries.values())
     return page.rstrip("\n")
@@ -269,7 +269,7 @@ def to_start_from(name: str) -> str:
     """Return a spec with every key explained; keys whose role is `site` are commented out."""
     sections = []
     for table, entries in tables().items():
-        lines = [f"# {about(table)}", *([f"[{table}]"] if table else [])]
+        lines = [f"# {table_description(table)}", *([f"[{table}]"] if table else [])]
         for key in entries.values():
             value = name if key.name == "name" else key.default
             start = "# " if key.role == "site" else ""

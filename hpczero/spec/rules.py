@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hpczero.errors import InputError
 from hpczero.model.families import known, layer_count
 from hpczero.spec.schema import Parallel, Spec
-from hpczero.text import listed, shown
+from hpczero.text import join_words, toml_repr
 
 # Every axis but "data" is a key of [parallel]; "data" takes the ranks that the others leave.
 AXES = ("tensor", "data", "pipeline")
@@ -41,8 +41,8 @@ def without_effect(spec: Spec) -> list[str]:
     notes = []
     if train.precision != "fp16" and train.loss_scale != type(train)().loss_scale:
         notes.append(
-            f"train.loss_scale = {shown(train.loss_scale)} has no effect with "
-            f"train.precision = {shown(train.precision)}"
+            f"train.loss_scale = {toml_repr(train.loss_scale)} has no effect with "
+            f"train.precision = {toml_repr(train.precision)}"
         )
     if parallel.sequence_parallel and parallel.tensor == 1:
         notes.append(
@@ -51,7 +51,7 @@ def without_effect(spec: Spec) -> list[str]:
         )
     if parallel.schedule != type(parallel)().schedule and parallel.pipeline == 1:
         notes.append(
-            f"parallel.schedule = {shown(parallel.schedule)} has no effect with "
+            f"parallel.schedule = {toml_repr(parallel.schedule)} has no effect with "
             "parallel.pipeline = 1: there is one stage"
         )
     return notes
@@ -68,7 +68,7 @@ def axes_in_order(parallel: Parallel) -> tuple[str, ...] | None:
     needed = {"data"} | {axis for axis in AXES if axis != "data" and getattr(parallel, axis) > 1}
     if len(set(named)) < len(named) or not needed <= set(named) <= set(AXES):
         raise InputError(
-            f"parallel.order = {shown(parallel.order)}: must name each axis once, from the "
+            f"parallel.order = {toml_repr(parallel.order)}: must name each axis once, from the "
             "innermost to the outermost, separated by commas; "
             f'the axes are {", ".join(AXES)}; or "auto"'
         )
@@ -97,7 +97,7 @@ def _schedule(spec: Spec) -> Iterator[Contradiction]:
     if decay and name != "wsd":
         yield Contradiction(
             ("schedule.decay_steps", "schedule.name"),
-            f'schedule.decay_steps = {decay} is for "wsd" only, and schedule.name = {shown(name)}: '
+            f'schedule.decay_steps = {decay} is for "wsd" only, and schedule.name = {toml_repr(name)}: '
             "set it to 0",
         )
     if schedule.min_lr > lr:
@@ -177,7 +177,7 @@ def _chunks(spec: Spec) -> Iterator[Contradiction]:
         yield Contradiction(
             ("parallel.chunks", "parallel.schedule"),
             f'parallel.chunks = {chunks} is for "interleaved" only, and '
-            f"parallel.schedule = {shown(schedule)}: set it to 1, or take that schedule",
+            f"parallel.schedule = {toml_repr(schedule)}: set it to 1, or take that schedule",
         )
     if chunks == 1 and schedule == "interleaved" and spec.parallel.pipeline > 1:
         yield Contradiction(
@@ -215,7 +215,7 @@ def _pipeline(spec: Spec) -> Iterator[Contradiction]:
 def _smaller(key: str, asked: int, most: int) -> str:
     """Return sizes up to `most` that divide the size asked for, so that the ranks still fit."""
     fitting = [str(size) for size in range(most, 0, -1) if asked % size == 0][:_SHOWN]
-    return f"{key} = {listed(fitting, 'or')} (for the same ranks), at most {most}"
+    return f"{key} = {join_words(fitting, 'or')} (for the same ranks), at most {most}"
 
 
 def _checkpoint(spec: Spec) -> Iterator[Contradiction]:
@@ -223,7 +223,7 @@ def _checkpoint(spec: Spec) -> Iterator[Contradiction]:
     if spec.checkpoint.weights_only and resume in ("auto", "never"):
         yield Contradiction(
             ("checkpoint.weights_only", "checkpoint.resume"),
-            f"checkpoint.weights_only = true, and checkpoint.resume = {shown(resume)} names no "
+            f"checkpoint.weights_only = true, and checkpoint.resume = {toml_repr(resume)} names no "
             "checkpoint: name its folder there",
         )
 

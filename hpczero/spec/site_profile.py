@@ -17,7 +17,7 @@ from hpczero import env, safe_files
 from hpczero.errors import InputError
 from hpczero.spec.keys import keys
 from hpczero.spec.toml import Layer, read_file, read_limited
-from hpczero.text import listed, printable
+from hpczero.text import join_words, printable
 
 _LOCAL = Path("sites")  # in the current folder
 
@@ -30,12 +30,12 @@ def folders() -> list[Path]:
 def profiles() -> dict[str, Path]:
     """Return site -> its file.
 
-    A folder that cannot be read, as a home that is not mounted here, has none (see `left_out`).
+    A folder that cannot be read, as a home that is not mounted here, has none (see `unusable`).
     """
     return _search()[0]
 
 
-def left_out() -> list[str]:
+def unusable() -> list[str]:
     """Return the folders and profiles that are not used, and why."""
     return [
         f"no profile of a site is taken from {path}: {problem}"
@@ -88,14 +88,14 @@ def template(path: Path) -> str:
     return read_limited(str(path), "template").decode(errors="replace")
 
 
-def read(name: str) -> tuple[str, str, Layer]:
+def read_profile(name: str) -> tuple[str, str, Layer]:
     """Return the site, the partition and the file for "site" or "site/partition"."""
     site, _, partition = name.partition("/")
     known = profiles()
     if site not in known:
         missing = f'there is no site "{printable(site, 100)}"'
-        others = f"there are {listed(list(known))}; hpczero site new makes one"
-        raise InputError("; ".join([missing, others, *left_out()]))
+        others = f"there are {join_words(list(known))}; hpczero site new makes one"
+        raise InputError("; ".join([missing, others, *unusable()]))
     layer = read_file(str(known[site]))
     partitions = layer.tree.get("partitions")
     if not isinstance(partitions, dict):
@@ -108,12 +108,12 @@ def read(name: str) -> tuple[str, str, Layer]:
     if partition not in partitions:
         raise InputError(
             f'the site "{site}" has no partition "{printable(partition, 100)}"; '
-            f"it has {listed(list(partitions))} ({layer.file})"
+            f"it has {join_words(list(partitions))} ({layer.file})"
         )
     return site, partition, layer
 
 
-def here() -> str | None:
+def current_site() -> str | None:
     """Return this computer's site, by the host name or a variable that the site sets."""
     host = socket.gethostname()
     for name, path in profiles().items():
@@ -159,10 +159,10 @@ def layers(of_spec: Sequence[Layer]) -> list[Layer]:
     ]
     name = named[-1] if named else "auto"
     if name == "auto":
-        name = here()
+        name = current_site()
     if not isinstance(name, str) or not name:  # the schema refuses what is not a text
         return []
-    site, partition, profile = read(name)
+    site, partition, profile = read_profile(name)
     chosen = Layer(
         {"batch": {"site": f"{site}/{partition}"}}, name=f"the host name ({profile.file})"
     )

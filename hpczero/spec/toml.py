@@ -19,7 +19,7 @@ from typing import Any
 from hpczero import safe_files
 from hpczero.errors import InputError
 from hpczero.spec.keys import Mistake, Origin, keys
-from hpczero.text import printable, shown
+from hpczero.text import printable, toml_repr
 
 _LARGEST_FILE = 100_000  # bytes: many times those of any spec
 _LONG_NUMBER = re.compile(r"[\d_]{4300,}")
@@ -83,10 +83,10 @@ def _read_chain(path: str) -> tuple[list[Layer], list[Mistake]]:
 def _parent(child: str, value: Any) -> tuple[str, str]:
     """Return the path of the file that `child` extends, and a problem with it ("": none)."""
     if not isinstance(value, str) or not value or "\0" in value:
-        return "", f"extends = {shown(value)}: must be the path of one other spec"
+        return "", f"extends = {toml_repr(value)}: must be the path of one other spec"
     parent = os.path.join(os.path.dirname(child), value)
     problem = _unreadable(parent)
-    return parent, problem and f"extends = {shown(value)}: {printable(parent)} {problem}"
+    return parent, problem and f"extends = {toml_repr(value)}: {printable(parent)} {problem}"
 
 
 def _unreadable(path: str) -> str:
@@ -135,7 +135,7 @@ def read_limited(path: str, what: str = "spec") -> bytes:
 def _parse(path: str, text: str) -> Layer:
     name = printable(path)
     try:
-        lines = locate(text)
+        lines = key_lines(text)
         return Layer(tomllib.loads(text), path, lines)
     except TooDeep as error:
         raise InputError(f"{name}:{error.line}: {error}") from None
@@ -174,7 +174,7 @@ def _read_option(option: str) -> Layer | Mistake:
 
 def _option_value(text: str) -> Any:
     try:
-        locate(f"value = {text}")
+        key_lines(f"value = {text}")
         parsed = tomllib.loads(f"value = {text}")
     except ValueError:
         return text
@@ -207,7 +207,7 @@ class TooDeep(ValueError):
         self.line = line
 
 
-def locate(text: str) -> dict[tuple[str, ...], int]:
+def key_lines(text: str) -> dict[tuple[str, ...], int]:
     """Return ("train", "steps") -> the line where it first stands, for tables and keys alike.
 
     Keys inside arrays have no line of their own.

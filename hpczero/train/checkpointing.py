@@ -31,12 +31,12 @@ from hpczero.train.resume import (
     Shapes,
     candidates,
     differences,
-    gone_on_with,
     other_data,
     readable,
     refuse_another_model,
     refuse_another_run,
     restore,
+    resumed_identity,
     states,
 )
 from hpczero.train.run_directory import path_of
@@ -58,7 +58,7 @@ class Checkpoints:
         self.spec, self.world, self.grid, self.engine = spec, world, grid, engine
         self.identity = dict(identity or {})  # besides the spec (`resume.identity_of`)
         self.path = path_of(spec) / "checkpoints"
-        self.behind = saves_behind(spec)
+        self.asynchronous = saves_behind(spec)
         # One of the ranks that have the same layers and buffers speaks for them all.
         self._speaks_for_stage = all(
             grid.coordinate(world.rank, axis) == 0 for axis in ("data", "tensor")
@@ -80,7 +80,7 @@ class Checkpoints:
             spec.checkpoint.writers,
             self.identity,
         )
-        self.saver = Saver(world, job, _sources(engine), self.behind)
+        self.saver = Saver(world, job, _sources(engine), self.asynchronous)
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Checkpoints:
             good_steps=scale.good_steps,
             missed=self._missed_updates(),
         )
-        self.saver.begin(state, self._buffers(), self.behind and not ends)
+        self.saver.begin(state, self._buffers(), self.asynchronous and not ends)
 
     def conclude(self) -> tuple[Saved, str]:
         """Bring the save to its end, and remove old checkpoints; SaveFailed, on all ranks alike.
@@ -210,7 +210,7 @@ class Checkpoints:
                 buffers = shapes if self.world.rank == 0 else None
                 refuse_another_model(checkpoint, self._tensor_shapes(), buffers)
                 restore(self.engine, checkpoint, only_weights)
-                self.identity.update(gone_on_with(checkpoint.identity, self.identity))
+                self.identity.update(resumed_identity(checkpoint.identity, self.identity))
                 return "", checkpoint.content
         except Damaged as error:
             return str(error), None

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, Protocol, TextIO, cast
 import psutil
 
 from hpczero import env
-from hpczero.text import duration, line, loss, number
+from hpczero.text import format_duration, format_loss, format_number, log_line
 from hpczero.train.summary import Metrics, Pace, shares, tokens_per_second
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Output(Protocol):
     def close(self) -> None: ...
 
 
-def choose(mode: str, steps: int, log_every: int, stream: TextIO | None = None) -> Output:
+def choose_output(mode: str, steps: int, log_every: int, stream: TextIO | None = None) -> Output:
     """Return the output of this mode; "auto" is "live" if a person is known to see the stream."""
     stream = stream or sys.stdout
     if mode == "auto":
@@ -90,7 +90,7 @@ class Lines:
         self._recent: deque[Metrics] = deque(maxlen=1000)  # the steps since the last line
 
     def event(self, event: str, /, **values: object) -> None:
-        self._stream.write(line(event, values) + "\n")
+        self._stream.write(log_line(event, values) + "\n")
         self._stream.flush()
 
     def step(self, step: int, metrics: Metrics) -> None:
@@ -101,10 +101,10 @@ class Lines:
         self.event(
             "step",
             step=f"{step}/{self._pace.steps}",
-            loss=loss(metrics.get("loss")),
-            grad_norm=number(metrics.get("grad_norm")),
-            lr=number(metrics.get("lr")),
-            **{"tokens/s": number(tokens_per_second(self._recent))},
+            loss=format_loss(metrics.get("loss")),
+            grad_norm=format_number(metrics.get("grad_norm")),
+            lr=format_number(metrics.get("lr")),
+            **{"tokens/s": format_number(tokens_per_second(self._recent))},
             **{kind: f"{share:.0%}" for kind, share in shares(self._recent).items()},
             left=self._pace.left(),
         )
@@ -150,12 +150,12 @@ class Live:
 
     def event(self, event: str, /, **values: object) -> None:
         if event == "eval":
-            self._evaluation = line(event, values).split(" ", 2)[-1]
+            self._evaluation = log_line(event, values).split(" ", 2)[-1]
         self._fit()
         from rich.text import Text
 
         style = {"WARN": "bold yellow", "stop": "bold"}.get(event, "")
-        self._console.print(Text(line(event, values), style=style), soft_wrap=True)
+        self._console.print(Text(log_line(event, values), style=style), soft_wrap=True)
 
     def step(self, step: int, metrics: Metrics) -> None:
         self._pace.step(step)
@@ -190,7 +190,7 @@ class Live:
         progress.add_column(no_wrap=True)
         left = f"{self._pace.left()} left"
         if (end := env.deadline()) is not None:
-            left += f", {duration(max(0.0, end - time.time()))} in the job"
+            left += f", {format_duration(max(0.0, end - time.time()))} in the job"
         progress.add_row(ProgressBar(steps, self._done), f"step {self._done}/{steps}", left)
         figures = Table.grid(padding=(0, 2))
         for name, text in self._figures().items():
@@ -199,13 +199,13 @@ class Live:
 
     def _figures(self) -> dict[str, str]:
         last: Metrics = self._recent[-1] if self._recent else {}
-        norm = f"gradient norm {number(last.get('grad_norm'))}"
-        rate = f"learning rate {number(last.get('lr'))}"
-        speed = f"{number(tokens_per_second(self._recent))} tokens/s"
+        norm = f"gradient norm {format_number(last.get('grad_norm'))}"
+        rate = f"learning rate {format_number(last.get('lr'))}"
+        speed = f"{format_number(tokens_per_second(self._recent))} tokens/s"
         times = [f"{kind} {share:.0%}" for kind, share in shares(self._recent).items()]
         figures = {
-            "loss": f"{loss(last.get('loss'))}   {norm}   {rate}",
-            "speed": f"{speed}   {number(last.get('step_seconds'))} s a step",
+            "loss": f"{format_loss(last.get('loss'))}   {norm}   {rate}",
+            "speed": f"{speed}   {format_number(last.get('step_seconds'))} s a step",
             "time in": "   ".join(times) or "?",
         }
         return figures | ({"evaluation": self._evaluation} if self._evaluation else {})

@@ -186,7 +186,7 @@ def identity_of(fingerprint: str, rule: int = 0) -> dict[str, str]:
     return {_DATA: fingerprint} | ({_VALUES: str(rule)} if rule else {})
 
 
-def gone_on_with(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+def resumed_identity(there: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
     """Return the identity of a run that goes on from a checkpoint with the identity `there`.
 
     Its initial values were made by the checkpoint's rule: 1, if the checkpoint does not name one.
@@ -281,7 +281,7 @@ def states(unit: Unit) -> tuple[torch.Tensor, ...]:
 
 def _wanted(unit: Unit) -> Iterator[Wanted]:
     """Yield the rectangles of tensors that the elements of this rank are, one after the other."""
-    for slot, span in unit.layout.stretches(unit.owned.start, unit.owned.stop):
+    for slot, span in unit.layout.spans(unit.owned.start, unit.owned.stop):
         at = span.start - unit.owned.start
         for box in slot.rectangles(span.start, span.stop):
             yield at, slot.parameter.name, box

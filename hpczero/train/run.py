@@ -28,11 +28,11 @@ from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
-from hpczero.text import loss
+from hpczero.text import format_loss
 from hpczero.train import process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
-from hpczero.train.console import choose
+from hpczero.train.console import choose_output
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.summary import (
@@ -121,7 +121,9 @@ def _is_finished(world: World, spec: Spec, fresh: bool) -> bool:
         world.run_on_all(lambda: None if world.rank or fresh else run_directory.finished(spec))
     )
     if done and world.rank == 0:
-        result = f"all {done['steps']} steps are done (final loss {loss(done['final_loss'])})"
+        result = (
+            f"all {done['steps']} steps are done (final loss {format_loss(done['final_loss'])})"
+        )
         print(f"{run_directory.path_of(spec)}: {result}; --fresh starts anew")
     return bool(done)
 
@@ -140,7 +142,7 @@ def _layers(spec: Spec, user_model: UserModel | None) -> list[Layer] | None:
 def _train(job: TrainingJob, directory: RunDirectory | None, progress: str, began: float) -> int:
     train, reporter = job.spec.train, None
     if directory:
-        reporter = Reporter(choose(progress, train.steps, train.log_every), directory)
+        reporter = Reporter(choose_output(progress, train.steps, train.log_every), directory)
     try:
         outcome, summary = _carry_out(job, reporter, began)
     finally:
@@ -187,7 +189,7 @@ def _carry_out(
     trainer = Trainer(spec, world, runner, batches, reporter, checkpoints)
     meter.start()
     outcome = trainer.train(first)
-    buffers = {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copied}
+    buffers = {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copy_bytes}
     measured = meter.stop(runner.memory() | buffers)
     trace = tracing.conclude() if tracing else None
     engine.close()
@@ -284,7 +286,7 @@ def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
         else:
             what = f"{memory} was not checked: what the stages need is not known"
         reporter.event("WARN", what=what)
-    for what in filter(None, [sharing_left_out(job.spec.zero, job.grid), *site_profile.left_out()]):
+    for what in filter(None, [sharing_left_out(job.spec.zero, job.grid), *site_profile.unusable()]):
         reporter.event("WARN", what=what)
     if job.no_room_for_copy:
         what = "no room for a copy of the states: training waits while a checkpoint is saved"

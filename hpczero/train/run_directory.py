@@ -72,7 +72,7 @@ class RunDirectory:
         if exists and not fresh:
             _same_run(path, spec)
         try:
-            safe_files.own_folder(path)
+            safe_files.make_own_folder(path)
         except OSError as error:
             raise _no_access("create", path, error) from error
         lock = RunLock(path)
@@ -147,7 +147,7 @@ class RunDirectory:
         if all(_is_open_as(Path(file.name), file) for file in files):
             return
         try:
-            safe_files.own_folder(self.path)
+            safe_files.make_own_folder(self.path)
             for file in files:
                 file.close()
             with written_durably(self.path / "spec.toml") as written:

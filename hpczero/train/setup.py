@@ -27,7 +27,7 @@ from hpczero.planner.fit import Bound, Site, refusal
 from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes, saves_behind
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
-from hpczero.text import counted, in_bytes
+from hpczero.text import format_bytes, format_count
 from hpczero.train import process
 from hpczero_kernels import dispatch
 
@@ -72,17 +72,19 @@ def select_device(world: World, spec: Spec) -> Spec:
     gpus = _all_gather(world, [_computer(world), chosen.identity]) if chosen.kind == "cuda" else []
     shared = len(set(gpus)) < len(gpus)
     available = _available(spec.comm.backend, chosen)
-    backend = carrier(spec.comm.backend, chosen.kind, world.size, shared, available)
+    backend = collective_backend(spec.comm.backend, chosen.kind, world.size, shared, available)
     if chosen is CPU and backend == "mpi":
         return spec
     world.use(chosen, backend, bucket_bytes(spec.zero, chosen.kind))
     if not isinstance(chosen, Cuda):
         return spec
-    world.run_on_all(lambda: kernel_cache.of_gpu(chosen.capability))
+    world.run_on_all(lambda: kernel_cache.load_gpu_kernels(chosen.capability))
     return as_run(spec, chosen.kind)
 
 
-def carrier(wanted: str, kind: str, ranks: int, shared: bool, available: Collection[str]) -> str:
+def collective_backend(
+    wanted: str, kind: str, ranks: int, shared: bool, available: Collection[str]
+) -> str:
     """Return the library that `comm.backend` means: "mpi", "nccl" or "gloo" (pure).
 
     `kind`: of the ranks' devices; `shared`: ranks share a GPU; `available`: in this PyTorch.
@@ -113,10 +115,10 @@ def _device(world: World, wanted: str) -> Device:
         return CPU
     if wanted == "auto" and not any(_all_gather(world, machine.gpu_driver())):
         return CPU
-    kind = device.agreed(wanted, _all_gather(world, device.visible()), world.hosts)
+    kind = device.choose_kind(wanted, _all_gather(world, device.visible()), world.hosts)
     neighbours = _neighbours(world)
     position = neighbours.index(world.rank)
-    return world.run_on_all(lambda: device.of_rank(kind, position, len(neighbours)))
+    return world.run_on_all(lambda: device.device_of_rank(kind, position, len(neighbours)))
 
 
 def _available(wanted: str, chosen: Device) -> Collection[str]:
@@ -187,8 +189,8 @@ def remove_stale_segments(world: World) -> None:
         return
     _, removed = machine.remove_stale_segments({"MPICH"})
     if removed:
-        size = in_bytes(sum(segment.size for segment in removed))
-        files = counted(len(removed), "shared-memory file")
+        size = format_bytes(sum(segment.size for segment in removed))
+        files = format_count(len(removed), "shared-memory file")
         what = f"removed {files} that killed MPICH jobs left in /dev/shm ({size})"
         print(f"hpczero: {world.hosts[world.rank]}: {what}", file=sys.stderr, flush=True)
 
@@ -252,7 +254,7 @@ def fit_to_memory(
 def _problem(world: World, spec: Spec, layers: Sequence[Layer], built: int) -> str | None:
     """Return on all ranks what rank 0 says against it, from what every rank sees. Collective."""
     seen = world.gather_objects(_seen(world, spec, built))
-    return world.broadcast_object(seen and refusal(spec, layers, site_of(seen)))
+    return world.broadcast_object(seen and refusal(spec, layers, site_from_ranks(seen)))
 
 
 def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
@@ -279,7 +281,7 @@ def platform_of(world: World, spec: Spec) -> Platform:
     """Return what this rank runs on."""
     kernels: frozenset[str] = frozenset()
     if world.device.kind == "cuda" and spec.model.kernels != "torch":
-        kernels = dispatch.of_gpus(DTYPES[spec.train.precision])
+        kernels = dispatch.gpu_kernel_operations(DTYPES[spec.train.precision])
     return Platform(world.device.kind, kernels, native=world.backend != "mpi")
 
 
@@ -310,7 +312,7 @@ class Claim:
     part: str = "all"
 
 
-def site_of(seen: Sequence[Mapping[str, Any]]) -> Site:
+def site_from_ranks(seen: Sequence[Mapping[str, Any]]) -> Site:
     """Return the bounds that the ranks must keep together, from what each has seen (pure)."""
     groups: dict[tuple[str, str], list[Claim]] = {}
     for rank in seen:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpczero.text import counted, duration, loss
+from hpczero.text import format_count, format_duration, format_loss
 
 _VALIDATION = "validation_"
 _OR = " or "  # between the kernels that different ranks used
@@ -94,17 +94,17 @@ def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) ->
 def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     """Return the lines that end a run; `what` was trained."""
     job, steps = summary["last_job"], summary["steps"]
-    speed = f"{job['tokens_per_second']:,.0f} tokens/s on {counted(job['ranks'], 'rank')}"
+    speed = f"{job['tokens_per_second']:,.0f} tokens/s on {format_count(job['ranks'], 'rank')}"
     pace = f"({job['seconds']:.0f} s, {speed})"
     alone = job["steps"] == steps  # the run took this job only
-    trained = f"{what}, on {summary['tokens']:,} tokens in {counted(steps, 'step')}"
+    trained = f"{what}, on {summary['tokens']:,} tokens in {format_count(steps, 'step')}"
     words = [f"trained:    {trained} {pace}" if alone else f"trained:    {trained}"]
     if job["steps"] and not alone:
         several = f"steps {job['first_step']:,} to {steps:,}"
         span = several if job["steps"] > 1 else f"step {steps:,}"
-        at_first = f"loss {loss(job['first_loss'])} at its first step"
+        at_first = f"loss {format_loss(job['first_loss'])} at its first step"
         words.append(f"last job:   {span}, {job['tokens']:,} tokens {pace}, {at_first}")
-    first, final = loss(summary["first_loss"]), loss(summary["final_loss"])
+    first, final = format_loss(summary["first_loss"]), format_loss(summary["final_loss"])
     words.append(f"loss:       {first} at the first step, {final} at the last (nats per token)")
     return words + _validation_words(summary)
 
@@ -160,7 +160,7 @@ def _extent(summary: dict[str, Any]) -> str:
     of_split = summary["validation_tokens_of_split"]
     if tokens == of_split:
         return " over the whole split"
-    error = loss(summary.get("validation_standard_error"))
+    error = format_loss(summary.get("validation_standard_error"))
     return f" ± {error} (standard error), over {tokens:,} of {of_split:,} tokens"
 
 
@@ -216,4 +216,4 @@ class Pace:
         (first, begin), (last, end) = self._seen[0], self._seen[-1]
         if end <= begin:
             return "?"
-        return duration((last - first) / (end - begin) * max(0, self.steps - end))
+        return format_duration((last - first) / (end - begin) * max(0, self.steps - end))

@@ -16,7 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from hpczero.comm.trace import ADVANCE, OPERATION, SPAN, WAIT, Event, What
+from hpczero.comm.trace import ADVANCE, OPERATION, SPAN, WAIT, Event, EventKind
 from hpczero.safe_files import written_whole
 
 _MAIN = 1
@@ -124,7 +124,7 @@ def _event(line: dict[str, Any]) -> Event:
     if "peer" in args or name == f"step {args.get('number')}":
         name = name.partition(" ")[0]
     peer, unfinished = args.get("peer", -1), args.get("unfinished", False)
-    what = What(kind, name, args.get("axis", ""), peer, unfinished)
+    what = EventKind(kind, name, args.get("axis", ""), peer, unfinished)
     begin = round(line["ts"] * 1000)
     end = begin + round(line["dur"] * 1000)
     return Event(what, begin, end, args.get("bytes", 0), args.get("number", -1))
@@ -158,7 +158,7 @@ def of_step(events: Iterable[Event], number: int) -> list[Event]:
     Nothing is left of a step that did not end, or of which some events were lost.
     """
     events = list(events)
-    step = What(SPAN, "step")
+    step = EventKind(SPAN, "step")
     ended = (event for event in events if event.what == step and event.number == number)
     begin, end = next(map(_interval, ended), (0, 0))
     inside = (
@@ -167,7 +167,7 @@ def of_step(events: Iterable[Event], number: int) -> list[Event]:
     return [event for event in inside if event.begin < event.end]
 
 
-def own_seconds(events: Iterable[Event]) -> dict[str, float]:
+def exclusive_seconds(events: Iterable[Event]) -> dict[str, float]:
     """Return the seconds of each span's name, "wait <axis>" and "advance <axis>".
 
     Every moment of the main track belongs to the innermost event, so the seconds add up to the

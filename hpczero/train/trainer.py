@@ -183,7 +183,7 @@ class Trainer:
         ends = outcome.state != "running"
         with self.world.trace.span("save"):
             self.checkpoints.begin(outcome.steps, ends)
-        return self._conclude(outcome) if ends or not self.checkpoints.behind else outcome
+        return self._conclude(outcome) if ends or not self.checkpoints.asynchronous else outcome
 
     def _attempted(self, outcome: Outcome, action: Callable[[Outcome], Outcome]) -> Outcome:
         """Return what the action does; if the save fails, report that, and end a running run.

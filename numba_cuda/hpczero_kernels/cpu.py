@@ -268,7 +268,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @cache
-def stamp() -> str:
+def sources_hash() -> str:
     """Return the hash of this package's sources."""
     return hash_of(Path(__file__).parent)
 
@@ -282,6 +282,6 @@ def hash_of(folder: Path) -> str:
 
 def named_by_sources(function: Function) -> Function:
     """Add the hash of the sources to a kernel's name; applied before numba's caching decorator."""
-    if not function.__qualname__.endswith(stamp()):
-        function.__qualname__ += f"_{stamp()}"
+    if not function.__qualname__.endswith(sources_hash()):
+        function.__qualname__ += f"_{sources_hash()}"
     return function

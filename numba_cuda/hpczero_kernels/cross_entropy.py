@@ -2,12 +2,12 @@
 
 No rank ever has a whole row of logits. Each computes one part before and one after the reductions:
 
-    most_r, sums_r, target_logits_r = part_statistics(columns of rank r)
+    most_r, sums_r, target_logits_r = shard_statistics(columns of rank r)
     most = max over ranks of most_r
     sums = sum over ranks of sums_r x exp(most_r - most)
     target_logits = sum over ranks of target_logits_r
     loss = log(sums) + most - target_logits
-    part_gradient_(columns of rank r)       in backward
+    shard_gradient_(columns of rank r)       in backward
 
 Arithmetic is in fp32 and stable: nothing above 0 is exponentiated.
 
@@ -96,23 +96,23 @@ def _fake_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tenso
 _statistics = operator(
     "cross_entropy_statistics(Tensor logits, Tensor targets, int first)"
     " -> (Tensor, Tensor, Tensor)",
-    statistics_reference, "cross_entropy:part_statistics", _fake_statistics,
+    statistics_reference, "cross_entropy:shard_statistics", _fake_statistics,
 )  # fmt: skip
 _gradient_ = operator(
     "cross_entropy_gradient_(Tensor(a!) logits, Tensor targets, int first, Tensor most,"
     " Tensor sums, Tensor scale) -> ()",
-    gradient_reference_, "cross_entropy:part_gradient_", lambda *_: None,
+    gradient_reference_, "cross_entropy:shard_gradient_", lambda *_: None,
 )  # fmt: skip
 
 
-def part_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def shard_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Compute statistics_reference, by the implementation chosen."""
     by_kernel = choose("cross_entropy", logits) == CUDA
     statistics = _statistics if by_kernel else statistics_reference
     return statistics(logits.contiguous(), targets.contiguous(), first)
 
 
-def part_gradient_(
+def shard_gradient_(
     logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor
 ) -> Tensor:
     """Overwrite the logits as gradient_reference_ does, and return them."""
@@ -143,7 +143,7 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, logits: Tensor, targets: Tensor) -> Tensor:
         logits = logits.contiguous()
-        most, sums, target_logits = part_statistics(logits, targets, 0)
+        most, sums, target_logits = shard_statistics(logits, targets, 0)
         context.save_for_backward(logits, targets, most, sums)
         return losses(most, sums, target_logits, targets).sum()
 
@@ -151,7 +151,7 @@ class CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, most, sums = context.saved_tensors
-        return part_gradient_(logits, targets, 0, most, sums, gradient), None
+        return shard_gradient_(logits, targets, 0, most, sums, gradient), None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from numba.core import config
 
-from hpczero_kernels.table import CUDA, FLOATS, NUMBA, OLDEST, TABLE, TORCH, Implementation
+from hpczero_kernels.table import CUDA, FLOATS, MIN_CAPABILITY, NUMBA, TABLE, TORCH, Implementation
 
 __all__ = [
     "CUDA",
@@ -27,7 +27,7 @@ __all__ = [
     "choices",
     "choose",
     "force",
-    "of_gpus",
+    "gpu_kernel_operations",
     "on_gpus",
 ]
 
@@ -81,7 +81,7 @@ def on_gpus() -> bool:
     )
 
 
-def of_gpus(dtype: torch.dtype) -> frozenset[str]:
+def gpu_kernel_operations(dtype: torch.dtype) -> frozenset[str]:
     """Return the operations in this precision that kernels carry out on this process's GPU."""
     name = str(dtype).removeprefix("torch.")
     return frozenset(key for key in TABLE if _best(key, "cuda", name)[0] == CUDA)
@@ -131,9 +131,9 @@ def _missing(implementation: Implementation) -> str:
     if implementation.name == CUDA and torch.cuda.is_available():
         if torch.version.cuda is None:
             return "the kernels are for NVIDIA's GPUs"
-        if torch.cuda.get_device_capability() < OLDEST:
-            return f"the kernels need a GPU of compute capability {OLDEST[0]}.{OLDEST[1]}"
-    return implementation.missing()
+        if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+            return f"the kernels need a GPU of compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+    return implementation.missing_reason()
 
 
 def _in_simulation(implementation: Implementation) -> Implementation:
@@ -174,7 +174,7 @@ def _when_called(kernel: str) -> Callable[..., Any]:
     return lambda *arguments: imported()(*arguments)
 
 
-def wide(tensor: torch.Tensor) -> torch.Tensor:
+def upcast_half(tensor: torch.Tensor) -> torch.Tensor:
     """Return half precision as fp32, and other tensors unchanged."""
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
@@ -189,13 +189,13 @@ def is_like(x: torch.Tensor, other: torch.Tensor | None) -> bool:
     )
 
 
-def is_of_columns(x: torch.Tensor, other: torch.Tensor | None) -> bool:
+def is_per_column(x: torch.Tensor, other: torch.Tensor | None) -> bool:
     """Return True if a kernel may read `other` (None: nothing) as one element per column of x."""
     return other is None or (
         other.shape == x.shape[-1:] and other.dtype == x.dtype and other.device == x.device
     )
 
 
-def empty(like: torch.Tensor) -> torch.Tensor:
+def empty_contiguous(like: torch.Tensor) -> torch.Tensor:
     """Return an empty contiguous tensor of this shape and type, as the kernels return them."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)

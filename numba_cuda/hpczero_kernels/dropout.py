@@ -24,11 +24,11 @@ from hpczero_kernels.dispatch import (
     NUMBA,
     TORCH,
     choose,
-    empty,
+    empty_contiguous,
     is_like,
-    is_of_columns,
+    is_per_column,
     operator,
-    wide,
+    upcast_half,
 )
 from hpczero_kernels.random import block_of_words, words_at
 
@@ -42,7 +42,7 @@ class ActivationWindow:
     first_column: int = 0
 
 
-def keep_reference(
+def keep_mask_reference(
     key: int,
     probability: float,
     samples: torch.Tensor,
@@ -63,7 +63,7 @@ def threshold(probability: float) -> int:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class DropoutParameters:
     """Parameters that decide what is dropped, and the implementation that makes the mask."""
 
     probability: float
@@ -90,7 +90,7 @@ class Chosen:
         )
 
     def mask(self, shape: Sequence[int]) -> Tensor:
-        make_mask = keep if self.implementation == NUMBA else keep_reference
+        make_mask = keep_mask if self.implementation == NUMBA else keep_mask_reference
         return make_mask(self.key, self.probability, self.samples, shape, self.place)
 
 
@@ -98,35 +98,35 @@ def forward_reference(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, *chosen: Any
 ) -> Tensor:
     """Return residual + dropout(x + bias), rounded once."""
-    values = wide(x) if bias is None else wide(x) + wide(bias)
-    choice = chosen_of(*chosen)
+    values = upcast_half(x) if bias is None else upcast_half(x) + upcast_half(bias)
+    choice = dropout_parameters(*chosen)
     values = values * choice.mask(x.shape) * choice.scale
-    return (values if residual is None else values + wide(residual)).to(x.dtype)
+    return (values if residual is None else values + upcast_half(residual)).to(x.dtype)
 
 
 def backward_reference(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and the bias (empty without one); the residual's is `gradient`."""
-    choice = chosen_of(*chosen)
-    grad_x = wide(gradient) * choice.mask(gradient.shape) * choice.scale
+    choice = dropout_parameters(*chosen)
+    grad_x = upcast_half(gradient) * choice.mask(gradient.shape) * choice.scale
     grad_bias = grad_x.flatten(0, -2).sum(0) if has_bias else grad_x.new_empty(0)
     return grad_x.to(gradient.dtype), grad_bias.to(gradient.dtype)
 
 
-def chosen_of(
+def dropout_parameters(
     probability: float,
     signed_key: int,
     samples: Tensor,
     all_columns: int,
     first_row: int,
     first_column: int,
-) -> Chosen:
+) -> DropoutParameters:
     """Return the parameters that an operator was given."""
     window = ActivationWindow(all_columns, first_row, first_column)
-    return Chosen(probability, signed_key % 2**64, samples, window)
+    return DropoutParameters(probability, signed_key % 2**64, samples, window)
 
 
 def _fake_backward(gradient: Tensor, has_bias: bool, *chosen: Any) -> tuple[Tensor, Tensor]:
-    return empty(gradient), gradient.new_empty(gradient.shape[-1] if has_bias else 0)
+    return empty_contiguous(gradient), gradient.new_empty(gradient.shape[-1] if has_bias else 0)
 
 
 _CHOSEN = (
@@ -134,7 +134,7 @@ _CHOSEN = (
 )
 _forward = operator(
     f"dropout_forward(Tensor x, Tensor? bias, Tensor? residual, {_CHOSEN}) -> Tensor",
-    forward_reference, "dropout:dropout_forward", lambda x, *_: empty(x),
+    forward_reference, "dropout:dropout_forward", lambda x, *_: empty_contiguous(x),
 )  # fmt: skip
 _backward = operator(
     f"dropout_backward(Tensor gradient, bool has_bias, {_CHOSEN}) -> (Tensor, Tensor)",
@@ -163,14 +163,14 @@ def _fill_keep(key, limit, samples, all_columns, first_row, first_column, out):
                     column += 1
 
 
-def keep(
+def keep_mask(
     key: int,
     probability: float,
     samples: torch.Tensor,
     shape: Sequence[int],
     place: ActivationWindow,
 ) -> torch.Tensor:
-    """Compute keep_reference by the numba kernel."""
+    """Compute keep_mask_reference by the numba kernel."""
     out = np.empty(shape, np.uint8)
     _fill_keep(
         np.uint64(key),
@@ -188,7 +188,7 @@ class _Dropout(torch.autograd.Function):
     """Dropout by a mask, which backward makes again."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, chosen: Chosen) -> Tensor:
+    def forward(context: Any, x: Tensor, chosen: DropoutParameters) -> Tensor:
         context.chosen = chosen
         context.shape = x.shape
         return x * chosen.mask(x.shape) * chosen.scale
@@ -204,7 +204,11 @@ class FusedDropout(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, chosen: Chosen
+        context: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        chosen: DropoutParameters,
     ) -> Tensor:
         context.chosen = chosen
         context.has = (bias is not None, residual is not None)
@@ -234,11 +238,11 @@ def dropout(
     residual has all of it. `implementation` replaces the one that would be chosen.
     """
     if not implementation:
-        fits = is_like(x, residual) and is_of_columns(x, bias)
+        fits = is_like(x, residual) and is_per_column(x, bias)
         implementation = choose("dropout", x, fits)
     samples = samples.to(x.device, torch.int64).contiguous()
     place = place or ActivationWindow(all_columns=x.shape[-1])
-    chosen = Chosen(probability, key, samples, place, implementation)
+    chosen = DropoutParameters(probability, key, samples, place, implementation)
     if implementation == CUDA:
         return FusedDropout.apply(x, bias, residual, chosen)
     dropped = _Dropout.apply(x if bias is None else x + bias, chosen)

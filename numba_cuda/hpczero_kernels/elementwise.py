@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hpczero_kernels.dispatch import CUDA, choose, empty, is_of_columns, operator, wide
+from hpczero_kernels.dispatch import (
+    CUDA,
+    choose,
+    empty_contiguous,
+    is_per_column,
+    operator,
+    upcast_half,
+)
 
 
 def gelu_forward_reference(x: Tensor, bias: Tensor | None, by_tanh: bool) -> Tensor:
@@ -42,24 +49,24 @@ def gelu_backward_reference(
         slope = 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * sqrt(2 / pi) * (1 + 3 * 0.044715 * x * x)
     else:
         slope = 0.5 * (1 + torch.erf(x / sqrt(2))) + x * torch.exp(-0.5 * x * x) / sqrt(2 * pi)
-    grad_x = wide(gradient) * slope
+    grad_x = upcast_half(gradient) * slope
     grad_bias = x.new_empty(0) if bias is None else grad_x.flatten(0, -2).sum(0)
     return grad_x.to(x_dtype), grad_bias.to(x_dtype)
 
 
 def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return wide(x) if bias is None else wide(x) + wide(bias)
+    return upcast_half(x) if bias is None else upcast_half(x) + upcast_half(bias)
 
 
 def _fake_backward(
     gradient: Tensor, x: Tensor, bias: Tensor | None, by_tanh: bool
 ) -> tuple[Tensor, Tensor]:
-    return empty(x), x.new_empty(0) if bias is None else empty(bias)
+    return empty_contiguous(x), x.new_empty(0) if bias is None else empty_contiguous(bias)
 
 
 _gelu_forward = operator(
     "gelu_forward(Tensor x, Tensor? bias, bool by_tanh) -> Tensor",
-    gelu_forward_reference, "elementwise:gelu_forward", lambda x, bias, by_tanh: empty(x),
+    gelu_forward_reference, "elementwise:gelu_forward", lambda x, bias, by_tanh: empty_contiguous(x),
 )  # fmt: skip
 _gelu_backward = operator(
     "gelu_backward(Tensor gradient, Tensor x, Tensor? bias, bool by_tanh) -> (Tensor, Tensor)",
@@ -84,7 +91,7 @@ class Gelu(torch.autograd.Function):
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) -> Tensor:
-    if choose("gelu", x, is_of_columns(x, bias)) == CUDA:
+    if choose("gelu", x, is_per_column(x, bias)) == CUDA:
         return Gelu.apply(x, bias, by_tanh)
     return gelu_reference(x, bias, by_tanh)
 
@@ -96,12 +103,12 @@ def gelu_reference(x: Tensor, bias: Tensor | None = None, by_tanh: bool = True) 
 
 # SwiGLU
 def swiglu_forward_reference(x: Tensor) -> Tensor:
-    return swiglu_reference(wide(x)).to(x.dtype)
+    return swiglu_reference(upcast_half(x)).to(x.dtype)
 
 
 def swiglu_backward_reference(gradient: Tensor, x: Tensor) -> Tensor:
-    gate, value = wide(x).unbind(-2)
-    g = wide(gradient)
+    gate, value = upcast_half(x).unbind(-2)
+    g = upcast_half(gradient)
     sigmoid = torch.sigmoid(gate)
     grad_gate = g * value * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.stack([grad_gate, g * gate * sigmoid], -2).to(x.dtype)
@@ -117,7 +124,7 @@ _swiglu_backward = operator(
     "swiglu_backward(Tensor gradient, Tensor x) -> Tensor",
     swiglu_backward_reference,
     "elementwise:swiglu_backward",
-    lambda gradient, x: empty(x),
+    lambda gradient, x: empty_contiguous(x),
 )
 
 
@@ -155,7 +162,7 @@ def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Ten
 
 def turn_reference(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     """Turn the pairs; `back` turns by the opposite angle, which is forward's backward."""
-    low, high = wide(x).chunk(2, -1)
+    low, high = upcast_half(x).chunk(2, -1)
     cosines = cosines[:, None]
     sines = (-sines if back else sines)[:, None]
     return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1).to(x.dtype)
@@ -163,7 +170,7 @@ def turn_reference(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Ten
 
 _turn = operator(
     "rotary(Tensor x, Tensor cosines, Tensor sines, bool back) -> Tensor",
-    turn_reference, "elementwise:rotary", lambda x, cosines, sines, back: empty(x),
+    turn_reference, "elementwise:rotary", lambda x, cosines, sines, back: empty_contiguous(x),
 )  # fmt: skip
 
 

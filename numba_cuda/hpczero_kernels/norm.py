@@ -14,7 +14,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from hpczero_kernels.dispatch import CUDA, choose, empty, is_like, is_of_columns, operator, wide
+from hpczero_kernels.dispatch import (
+    CUDA,
+    choose,
+    empty_contiguous,
+    is_like,
+    is_per_column,
+    operator,
+    upcast_half,
+)
 
 EPS = 1e-5
 LONGEST = 8192  # columns that a block of threads holds in its registers
@@ -30,11 +38,11 @@ def forward_reference(
 ) -> tuple[Tensor, ...]:
     """Return y, total (empty without a residual), and each row's mean and inverse deviation."""
     total = x if residual is None else x + residual
-    values = wide(total)
+    values = upcast_half(total)
     mean = values.mean(-1, keepdim=True) if centred else torch.zeros_like(values[..., :1])
     inverse = torch.rsqrt((values - mean).square().mean(-1, keepdim=True) + eps)
-    y = (values - mean) * inverse * wide(weight)
-    y = y if bias is None else y + wide(bias)
+    y = (values - mean) * inverse * upcast_half(weight)
+    y = y if bias is None else y + upcast_half(bias)
     return (
         y.to(x.dtype),
         x.new_empty(0) if residual is None else total,
@@ -57,13 +65,13 @@ def backward_reference(
     `grad_total` is the gradient of the output total; it is added.
     """
     mean, inverse = (statistic.view(*total.shape[:-1], 1) for statistic in (mean, inverse))
-    g = wide(gradient)
-    normal = (wide(total) - mean) * inverse
-    scaled = g * wide(weight)
+    g = upcast_half(gradient)
+    normal = (upcast_half(total) - mean) * inverse
+    scaled = g * upcast_half(weight)
     along = normal * (scaled * normal).mean(-1, keepdim=True)
     across = scaled.mean(-1, keepdim=True) if centred else torch.zeros_like(inverse)
     grad_x = (scaled - across - along) * inverse
-    grad_x = grad_x if grad_total is None else grad_x + wide(grad_total)
+    grad_x = grad_x if grad_total is None else grad_x + upcast_half(grad_total)
     grad_weight = (g * normal).flatten(0, -2).sum(0).to(weight.dtype)
     grad_bias = g.flatten(0, -2).sum(0).to(weight.dtype)
     return grad_x.to(total.dtype), grad_weight, grad_bias
@@ -79,7 +87,11 @@ def _fake_forward(
 ) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(x.dtype, torch.float32)
     statistics = [x.new_empty(x.numel() // x.shape[-1], dtype=dtype) for _ in range(2)]
-    return empty(x), x.new_empty(0) if residual is None else empty(x), *statistics
+    return (
+        empty_contiguous(x),
+        x.new_empty(0) if residual is None else empty_contiguous(x),
+        *statistics,
+    )
 
 
 def _fake_backward(
@@ -91,7 +103,7 @@ def _fake_backward(
     inverse: Tensor,
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return empty(total), empty(weight), empty(weight)
+    return empty_contiguous(total), empty_contiguous(weight), empty_contiguous(weight)
 
 
 _forward = operator(
@@ -199,5 +211,5 @@ def _fits(x: Tensor, residual: Tensor | None, *per_column: Tensor) -> bool:
     return (
         0 < x.shape[-1] <= LONGEST
         and is_like(x, residual)
-        and all(is_of_columns(x, tensor) for tensor in per_column)
+        and all(is_per_column(x, tensor) for tensor in per_column)
     )

@@ -139,7 +139,7 @@ AUTO = Operations(
     cross_entropy,
     rotary,
 )
-PYTORCHS = Operations(
+PYTORCH = Operations(
     attention_reference,
     layer_norm_reference,
     rms_norm_reference,
@@ -151,4 +151,4 @@ PYTORCHS = Operations(
     cross_entropy_reference,
     rotary_reference,
 )
-OPERATIONS = {"auto": AUTO, "torch": PYTORCHS}
+OPERATIONS = {"auto": AUTO, "torch": PYTORCH}

@@ -11,7 +11,7 @@ from importlib import util
 
 TORCH, NUMBA, CUDA = "torch", "numba", "cuda"
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
-OLDEST = 8, 0  # compute capability that a GPU needs: its conversions to bf16
+MIN_CAPABILITY = 8, 0  # compute capability that a GPU needs: its conversions to bf16
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Implementation:
     def takes(self, device: str, dtype: str) -> bool:
         return self.device in ("", device) and (not self.dtypes or dtype in self.dtypes)
 
-    def missing(self) -> str:
+    def missing_reason(self) -> str:
         """Return the reason why this environment lacks it, "" if it is available."""
         needed = {NUMBA: ("numba", "numba"), CUDA: ("numba_cuda", "numba-cuda")}
         if self.name == TORCH:
@@ -54,15 +54,19 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
 }
 
 
-def available(device: str, capability: tuple[int, int] = OLDEST) -> dict[str, str]:
+def available(device: str, capability: tuple[int, int] = MIN_CAPABILITY) -> dict[str, str]:
     """Return the implementation of each operation on a device, if shapes fit and none is forced.
 
     `device` is "cpu" or "cuda"; the latter stands for a GPU of this compute capability.
     """
 
     def can(implementation: Implementation) -> bool:
-        old = implementation.name == CUDA and capability < OLDEST
-        return implementation.takes(device, "float32") and not old and not implementation.missing()
+        old = implementation.name == CUDA and capability < MIN_CAPABILITY
+        return (
+            implementation.takes(device, "float32")
+            and not old
+            and not implementation.missing_reason()
+        )
 
     return {
         operation: next(filter(can, implementations)).name

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpczero.batch.job import BatchJob, Here, plan
+from hpczero.batch.job import BatchJob, SubmitHost, plan
 from hpczero.batch.render import render
 from hpczero.batch.sites import all_names
 from hpczero.spec.load import load, toml_value
 
 FOLDER = Path(__file__).parent / "golden"
-HERE = Here(folder="/work/jobs", environment="/work/venv", schedulers=())
+HERE = SubmitHost(folder="/work/jobs", environment="/work/venv", schedulers=())
 ARGUMENTS = ("run", "/work/jobs/spec.toml")
 EVERYTHING: dict[str, Any] = {
     "nodes": 3,

@@ -281,7 +281,7 @@ def test_the_setup_runs_where_the_job_was_rendered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launchers", [143, 137, 1, 2])
 def test_a_rank_that_found_the_input_wrong_ends_the_chain(machine: Machine, launchers: int) -> None:
     """srun kills the other ranks then, and ends with the code of one of those."""
-    note = 'python3 -c "from hpczero import env; env.wrong_input()"; exit '
+    note = 'python3 -c "from hpczero import env; env.note_wrong_input()"; exit '
     here = str(CHECKOUT)
     assert machine.job("1", note + str(launchers), PYTHONPATH=here)[0] == 2
     assert machine.over() == "the input is wrong (exit code 2)"

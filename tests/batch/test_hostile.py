@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpczero.batch import render as header
-from hpczero.batch.job import BatchJob, Here, plan
-from hpczero.batch.render import render, words
+from hpczero.batch.job import BatchJob, SubmitHost, plan
+from hpczero.batch.render import launch_command, render
 from hpczero.errors import InputError
 from hpczero.spec.load import load, toml_value
 
@@ -208,7 +208,7 @@ def rendered(
 ) -> tuple[BatchJob | None, str, str]:
     """Return the job, its script and the refusal; `output`: the run's folder if it is submitted."""
     try:
-        job = plan(load(spec).spec, Here(str(place), "/env", ()), ("run", argument))
+        job = plan(load(spec).spec, SubmitHost(str(place), "/env", ()), ("run", argument))
         if output:
             books = f"{output}/batch/1"
             Path(books).mkdir(parents=True, exist_ok=True)
@@ -259,7 +259,7 @@ def test_nothing_of_a_hostile_spec_is_carried_out(folder: Path) -> None:
         expected_directives(batch, script, job.scheduler)
         commands = dry_run(folder, script)
         loads = [["module", "load", *job.batch.modules]] if job.batch.modules else []
-        assert commands == [*loads, words(job)]
+        assert commands == [*loads, launch_command(job)]
         assert not canary.exists()
 
     attack()
@@ -298,6 +298,8 @@ def test_no_value_of_a_variable_that_is_handed_over_is_written(
         (tmp_path / "spec.toml").write_text(
             f'batch = {{ site = "{site}", env_pass = ["TOKEN_OF_MINE"] }}\n'
         )
-        script = render(plan(load(tmp_path / "spec.toml").spec, Here.now(), ("run", "spec.toml")))
+        script = render(
+            plan(load(tmp_path / "spec.toml").spec, SubmitHost.now(), ("run", "spec.toml"))
+        )
         assert mark in script.splitlines()
         assert "hunter2" not in script

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch.job import Here, plan
+from hpczero.batch.job import SubmitHost, plan
 from hpczero.batch.render import render
 from hpczero.cli import main
 from hpczero.comm.grid import Grid
@@ -20,7 +20,7 @@ COMMAND = re.compile(
     r"^# +hpczero check (jobspecs/([\w.-]+)\.toml --ranks (\d+) --ranks-per-node (\d+))$",
     re.MULTILINE,
 )
-HERE = Here("/work", "/work/venv", ("slurm",))
+HERE = SubmitHost("/work", "/work/venv", ("slurm",))
 # name -> billions of parameters, ranks, GiB of a rank's device
 CLAIMS = {
     "gpt2-1.5b": (1.56, 8, 40),

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from hpczero.batch import pbs, sites
-from hpczero.batch.command import Answer, Queued
+from hpczero.batch.command import Answer, QueuedJob
 
 CAPTURED = Path(__file__).parent / "pbs"
 
 
-def jobs(name: str) -> dict[str, Queued]:
+def jobs(name: str) -> dict[str, QueuedJob]:
     return {job.number: job for job in pbs.parse((CAPTURED / name).read_text())}
 
 

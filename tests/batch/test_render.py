@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hpczero.batch import render
-from hpczero.batch.job import Here
+from hpczero.batch.job import SubmitHost
 from hpczero.errors import InputError
-from hpczero.text import clock, seconds
+from hpczero.text import parse_duration, scheduler_duration
 from tests.batch.golden import FOLDER, cases, kept, script
 
 CASES = cases()
@@ -196,9 +196,9 @@ def test_ranks_that_make_no_grid_and_jobs_that_do_not_fit(tmp_path: Path) -> Non
 def test_the_systems_python_is_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder, put in front, would hide what the modules bring."""
     monkeypatch.setattr(sys, "prefix", "/usr")
-    assert Here.now().environment == ""
+    assert SubmitHost.now().environment == ""
     monkeypatch.setattr(sys, "prefix", "/home/ada/venv")
-    assert Here.now().environment == "/home/ada/venv"
+    assert SubmitHost.now().environment == "/home/ada/venv"
 
 
 def test_gpus_that_nobody_would_use(tmp_path: Path) -> None:
@@ -228,5 +228,5 @@ def _with(folder: Path, text: str) -> Path:
     ],
 )
 def test_durations(text: str, length: int, written: str) -> None:
-    assert seconds(text) == length
-    assert clock(length) == written
+    assert parse_duration(text) == length
+    assert scheduler_duration(length) == written

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch.job import Here, plan
+from hpczero.batch.job import SubmitHost, plan
 from hpczero.batch.render import render
 from hpczero.errors import InputError
 from hpczero.spec import site_profile
@@ -41,7 +41,7 @@ def give_away(path: Path) -> None:
 
 
 def rendered() -> str:
-    return render(plan(load("spec.toml").spec, Here(".", "/env", ()), ("run", "spec.toml")))
+    return render(plan(load("spec.toml").spec, SubmitHost(".", "/env", ()), ("run", "spec.toml")))
 
 
 @AS_ROOT
@@ -55,7 +55,7 @@ def test_what_belongs_to_another_user_is_left_out_and_said(sites: Path, whose: s
     words = r"evil\.toml: it belongs to daemon \(user 1\).*HPCZERO_SITES"
     with pytest.raises(InputError, match=words):
         load("spec.toml", ["batch.site=evil"])
-    assert any("belongs to daemon" in line for line in site_profile.left_out())
+    assert any("belongs to daemon" in line for line in site_profile.unusable())
 
 
 @AS_ROOT

@@ -199,7 +199,7 @@ def test_leftovers_of_a_job_do_not_reach_the_scheduler(monkeypatch: pytest.Monke
     monkeypatch.setenv("SBATCH_PARTITION", "other")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    handed = env.for_scheduler()
+    handed = env.scheduler_environment()
     assert not {"SBATCH_PARTITION", "SLURM_JOB_ID"} & handed.keys()
     assert handed["SLURM_CONF"] == "/etc/slurm.conf"
 

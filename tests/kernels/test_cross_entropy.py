@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from hpczero_kernels import cross_entropy
-from hpczero_kernels.cross_entropy import IGNORED, part_gradient_, part_statistics
+from hpczero_kernels.cross_entropy import IGNORED, shard_gradient_, shard_statistics
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -22,13 +22,13 @@ def in_parts(
     parts = [(logits[:, first:stop].clone(), first) for first, stop in pairwise(bounds)]
     own_most, own_sums, of_targets = map(
         torch.stack,
-        zip(*(part_statistics(part, targets, first) for part, first in parts), strict=True),
+        zip(*(shard_statistics(part, targets, first) for part, first in parts), strict=True),
     )
     most = own_most.amax(0)
     sums = (own_sums * (own_most - most).exp()).sum(0)
     gradient = torch.cat(
         [
-            part_gradient_(part, targets, first, most, sums, torch.tensor(2.0))
+            shard_gradient_(part, targets, first, most, sums, torch.tensor(2.0))
             for part, first in parts
         ],
         1,
@@ -67,11 +67,11 @@ def test_parts_together_are_the_whole(bounds, dtype, block, monkeypatch):
 
 def test_no_rows_and_no_columns():
     none = torch.zeros(0, dtype=torch.int64)
-    assert [part.shape for part in part_statistics(torch.zeros(0, 5), none, 0)] == [(0,)] * 3
-    assert part_gradient_(
+    assert [part.shape for part in shard_statistics(torch.zeros(0, 5), none, 0)] == [(0,)] * 3
+    assert shard_gradient_(
         torch.zeros(0, 5), none, 0, torch.zeros(0), torch.zeros(0), torch.tensor(1.0)
     ).shape == (0, 5)
-    most, sums, of_targets = part_statistics(torch.zeros(2, 0), torch.tensor([0, 1]), 5)
+    most, sums, of_targets = shard_statistics(torch.zeros(2, 0), torch.tensor([0, 1]), 5)
     assert most.tolist() == [-float("inf")] * 2
     assert sums.tolist() == of_targets.tolist() == [0, 0]
 
@@ -107,7 +107,7 @@ def test_ignored_rows_have_no_gradient():
 def test_the_gradient_lies_where_the_logits_were():
     logits = torch.randn(3, 7)
     assert (
-        part_gradient_(
+        shard_gradient_(
             logits, torch.tensor([0, 1, 2]), 0, torch.zeros(3), torch.ones(3), torch.tensor(1.0)
         ).data_ptr()
         == logits.data_ptr()

@@ -77,12 +77,12 @@ def samples_of(x: Tensor) -> Tensor:
 def own_dropout(x: Tensor, *rest: Tensor) -> Tensor:
     bias, residual = rest or (None, None)
     return dropout.FusedDropout.apply(
-        x, bias, residual, dropout.Chosen(0.3, KEY, samples_of(x), PLACE)
+        x, bias, residual, dropout.DropoutParameters(0.3, KEY, samples_of(x), PLACE)
     )
 
 
 def torchs_dropout(x: Tensor, *rest: Tensor) -> Tensor:
-    kept = dropout.keep_reference(KEY, 0.3, samples_of(x), x.shape, PLACE)
+    kept = dropout.keep_mask_reference(KEY, 0.3, samples_of(x), x.shape, PLACE)
     return (x + rest[0]) * kept / 0.7 + rest[1] if rest else x * kept / 0.7
 
 

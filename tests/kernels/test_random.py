@@ -112,14 +112,14 @@ def test_a_piece_of_normal_equals_the_whole():
 def test_dropout_equals_its_reference(shape):
     samples = torch.arange(shape[0]) * 1_000_003
     place = dropout.ActivationWindow(all_columns=shape[2] + 3, first_row=2, first_column=1)
-    expected = dropout.keep_reference(KEY, 0.3, samples, shape, place)
-    assert torch.equal(dropout.keep(KEY, 0.3, samples, shape, place), expected)
+    expected = dropout.keep_mask_reference(KEY, 0.3, samples, shape, place)
+    assert torch.equal(dropout.keep_mask(KEY, 0.3, samples, shape, place), expected)
 
 
 def test_dropout_of_a_piece_equals_the_whole():
     samples = torch.tensor([4, 9])
-    whole = dropout.keep(KEY, 0.4, samples, (2, 16, 33), dropout.ActivationWindow(33))
-    piece = dropout.keep(
+    whole = dropout.keep_mask(KEY, 0.4, samples, (2, 16, 33), dropout.ActivationWindow(33))
+    piece = dropout.keep_mask(
         KEY, 0.4, samples[1:], (1, 5, 7), dropout.ActivationWindow(33, first_row=6, first_column=21)
     )
     assert torch.equal(piece[0], whole[1, 6:11, 21:28])
@@ -129,7 +129,7 @@ def test_dropout_forward_and_backward():
     x = torch.randn(4, 50, 60, requires_grad=True)
     samples = torch.arange(4)
     y = dropout.dropout(x, 0.25, KEY, samples)
-    kept = dropout.keep(KEY, 0.25, samples, (4, 50, 60), dropout.ActivationWindow(60))
+    kept = dropout.keep_mask(KEY, 0.25, samples, (4, 50, 60), dropout.ActivationWindow(60))
     assert abs(kept.float().mean() - 0.75) < 0.02
     torch.testing.assert_close(y, x * kept / 0.75)
     gradient = torch.randn_like(x)
@@ -139,5 +139,7 @@ def test_dropout_forward_and_backward():
 
 @pytest.mark.parametrize("probability", [1e-12, 0.999999])
 def test_dropout_at_its_limits(probability):
-    kept = dropout.keep(KEY, probability, torch.arange(2), (2, 8, 8), dropout.ActivationWindow(8))
+    kept = dropout.keep_mask(
+        KEY, probability, torch.arange(2), (2, 8, 8), dropout.ActivationWindow(8)
+    )
     assert kept.all() if probability < 0.5 else not kept.all()

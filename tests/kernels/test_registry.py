@@ -73,7 +73,7 @@ def test_a_folder_of_the_packages_name_is_not_the_package(
     (tmp_path / "numba_cuda").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(util, "find_spec", lambda name: util._find_spec(name, [str(tmp_path)]))  # type: ignore[attr-defined]
-    assert "numba-cuda is not installed" in Implementation("cuda", "cuda").missing()
+    assert "numba-cuda is not installed" in Implementation("cuda", "cuda").missing_reason()
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_weights_only_begin_a_run_of_their_own(world: World, shared_folder: str)
         for unit in engine.units:
             own = [
                 (part.start - unit.owned.start, part.stop - unit.owned.start)
-                for _, part in unit.layout.stretches(unit.owned.start, unit.owned.stop)
+                for _, part in unit.layout.spans(unit.owned.start, unit.owned.stop)
             ]
             assert all(torch.all(unit.master[start:stop] == 1.0) for start, stop in own)
             assert not unit.moment1.any()

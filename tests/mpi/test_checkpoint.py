@@ -38,7 +38,7 @@ def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
     """Of all states: what this rank steps, and what it ought to be."""
-    for place, part in unit.layout.stretches(unit.owned.start, unit.owned.stop):
+    for place, part in unit.layout.spans(unit.owned.start, unit.owned.stop):
         here = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
         for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
             whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
@@ -218,7 +218,7 @@ def test_hdf5_that_cannot_write_is_a_save_that_failed(
         )
 
     with engine_on(world, spec_of(shared_folder, "alone")) as (_, checkpoints):
-        monkeypatch.setattr(shard_file, "make", refused)
+        monkeypatch.setattr(shard_file, "make_file", refused)
         with pytest.raises(
             SaveFailed,
             match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there",

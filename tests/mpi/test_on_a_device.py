@@ -12,9 +12,9 @@ from hpczero import device
 from hpczero.comm.group import Group, shard
 from hpczero.comm.mpi_backend import Order
 from hpczero.comm.progress import Work
-from hpczero.comm.torch_backend import Native, Rendezvous
+from hpczero.comm.torch_backend import Rendezvous, TorchCarrier
 from hpczero.comm.world import World
-from hpczero.device import CPU, Device, of_rank
+from hpczero.device import CPU, Device, device_of_rank
 from tests.covering import Case
 from tests.mpi.grids import PLAIN, Serial, assert_agrees, spec_of
 from tests.mpi.test_group import assert_same, everyones, reduced, values
@@ -34,7 +34,9 @@ def there(world: World) -> Iterator[World | None]:
     part = world.part(range(world.size)) if world else None
     if part:
         part.use(
-            of_rank("cuda", part.local_rank, part.local_size) if device.visible() else Queued(),
+            device_of_rank("cuda", part.local_rank, part.local_size)
+            if device.visible()
+            else Queued(),
             "mpi",
         )
     yield part
@@ -124,7 +126,7 @@ def test_tensors_of_the_cpu_are_moved_as_well(world: World, there: World) -> Non
 )
 def test_what_torchs_backends_are_asked_for_they_can_do(world: World, kind: str) -> None:
     """Each rank alone, as NCCL refuses ranks that share a GPU: what is called is the same."""
-    own = of_rank("cuda", world.local_rank, world.local_size) if kind == "nccl" else CPU
+    own = device_of_rank("cuda", world.local_rank, world.local_size) if kind == "nccl" else CPU
     alone = world.part([world.rank])
     alone.use(own, "mpi")
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
@@ -152,15 +154,15 @@ def test_two_groups_of_the_same_ranks_hand_on_their_operations_in_one_order(
     """Whatever order each rank starts them in, and waits for them in: NCCL would hang else."""
     part = world.part(range(world.size))
     part.use(CPU, "gloo")
-    start, handed_on = Native._start, []
+    start, handed_on = TorchCarrier._start, []
 
-    def start_noted(self: Native, operation: Callable[..., object], *rest: object) -> object:
+    def start_noted(self: TorchCarrier, operation: Callable[..., object], *rest: object) -> object:
         handed_on.append(
             [operation.__name__, [one.numel() for one in rest if torch.is_tensor(one)]]
         )
         return start(self, operation, *rest)
 
-    monkeypatch.setattr(Native, "_start", start_noted)
+    monkeypatch.setattr(TorchCarrier, "_start", start_noted)
     everyone = range(part.size)
     sums, gathers = part.group("data", everyone), part.group("data", everyone, "gathers")
     chance = random.Random(part.rank)

@@ -13,7 +13,17 @@ import torch
 
 from hpczero.comm import nodes
 from hpczero.comm.grid import Grid
-from hpczero.comm.trace import ADVANCE, OPERATION, SPAN, WAIT, Event, Recording, Trace, What, events
+from hpczero.comm.trace import (
+    ADVANCE,
+    OPERATION,
+    SPAN,
+    WAIT,
+    Event,
+    EventKind,
+    Recording,
+    Trace,
+    events,
+)
 from hpczero.comm.world import World
 from hpczero.spec.schema import Data, Model, Spec, Train, Zero
 from hpczero.train import trace_file
@@ -124,8 +134,8 @@ def test_what_a_rank_does_lies_in_its_phases(world: World, folder: Path, stage: 
         main = trace_file.main_track(happened)
         for number in (1, 2, 3):
             inside = trace_file.of_step(main, number)
-            (step,) = [event for event in inside if event.what == What(SPAN, "step")]
-            assert sum(trace_file.own_seconds(inside).values()) == pytest.approx(
+            (step,) = [event for event in inside if event.what == EventKind(SPAN, "step")]
+            assert sum(trace_file.exclusive_seconds(inside).values()) == pytest.approx(
                 (step.end - step.begin) / 1e9
             )
         phases = [

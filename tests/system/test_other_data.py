@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpczero.train.resume import gone_on_with, identity_of
+from hpczero.train.resume import identity_of, resumed_identity
 from tests.launch import Finished, hpczero, launch
 
 pytest.importorskip("torch", reason="training needs torch")
@@ -65,6 +65,10 @@ def test_another_corpus_at_the_same_path_is_refused_on_resume(tmp_path: Path) ->
 
 
 def test_a_run_keeps_the_rule_by_which_its_initial_values_were_made() -> None:
-    assert gone_on_with({"model.initial_values": "7"}, identity_of("a", 9)) == identity_of("a", 7)
-    assert gone_on_with({}, identity_of("a", 9)) == identity_of("a", 1)  # from before it was said
-    assert gone_on_with({"model.initial_values": "7"}, identity_of("a")) == identity_of("a")
+    assert resumed_identity({"model.initial_values": "7"}, identity_of("a", 9)) == identity_of(
+        "a", 7
+    )
+    assert resumed_identity({}, identity_of("a", 9)) == identity_of(
+        "a", 1
+    )  # from before it was said
+    assert resumed_identity({"model.initial_values": "7"}, identity_of("a")) == identity_of("a")

@@ -8,11 +8,11 @@ pytest.importorskip("torch")
 
 import torch
 
-from hpczero.comm.connection import Connection, Means
+from hpczero.comm.connection import Connection, ConnectionSettings
 from hpczero.comm.mpi_backend import Order
 from hpczero.comm.progress import Limits
 from hpczero.comm.status import WaitPoint
-from hpczero.comm.torch_backend import Native
+from hpczero.comm.torch_backend import TorchCarrier
 from hpczero.device import Device
 from hpczero.model.families import layers
 from hpczero.planner.memory import CPUS, Placement, Platform, bucket_bytes, need
@@ -57,7 +57,7 @@ def rounds(bucket: int, sizes: list[int]) -> tuple[int, int]:
     Nothing is allocated.
     """
     processes = Asked()
-    native = Native(processes, Meeting(), 0, bucket, Order(None))  # type: ignore[arg-type]
+    native = TorchCarrier(processes, Meeting(), 0, bucket, Order(None))  # type: ignore[arg-type]
     for size in sizes:
         tensor = torch.empty(size, dtype=torch.bfloat16, device="meta")
         for requests in native.reduce_scatter(tensor, lambda *_: None, WaitPoint(b""), 0):
@@ -95,7 +95,7 @@ def test_the_largest_layer_bounds_it(sizes: list[int]) -> None:
 
 
 def test_mpis_buffers_grow_with_what_they_are_for_and_are_two_at_most() -> None:
-    means = Means(FakeMpi(), Silent(), None, Limits(1000), Queued())  # type: ignore[arg-type]
+    means = ConnectionSettings(FakeMpi(), Silent(), None, Limits(1000), Queued())  # type: ignore[arg-type]
     connection = Connection(means, None, "data", range(RANKS))
 
     def borrowed(most: int | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ import pytest
 
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
-from hpczero.checkpoint.shard_file import rest
+from hpczero.checkpoint.shard_file import structure_checksum
 from hpczero.cli import main
 from tests.checkpoints import (
     Grid,
@@ -464,7 +464,8 @@ def test_a_shard_with_other_datasets_is_found(
         data = [(begin, begin + 4096) for begin in shard(content)["ranks"][0]["data"]]
         with path.open("rb") as file:
             shard(content).update(
-                size=path.stat().st_size, rest=rest(file.fileno(), path.stat().st_size, data)
+                size=path.stat().st_size,
+                rest=structure_checksum(file.fileno(), path.stat().st_size, data),
             )
 
     seal(crafted, sealed)

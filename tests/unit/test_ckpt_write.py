@@ -25,9 +25,9 @@ from hpczero.checkpoint.shard_file import (
     WIDTH,
     Array,
     Writer,
-    bounce,
     empty_chunks,
-    make,
+    in_chunks,
+    make_file,
 )
 from hpczero.comm.world import World
 from hpczero.parallel.layout import unit_layout
@@ -224,14 +224,14 @@ def test_a_disk_that_is_slow_gets_what_was_made_first(
 
     monkeypatch.setattr(Writer, "_write_at", slowly)
     elements = 4 * BLOCK // WIDTH + 5
-    (extent,) = make(tmp_path / "shard.h5", {0: elements})
+    (extent,) = make_file(tmp_path / "shard.h5", {0: elements})
     empty, values = (
         empty_chunks(BLOCK),
         [np.arange(elements, dtype=np.float32) + slot for slot in range(len(SLOTS))],
     )
     writer = Writer(tmp_path / "shard.h5", extent, direct=True)
     for slot, of_slot in enumerate(values):
-        writer.write(slot, bounce([of_slot[:7], of_slot[7:]], empty))
+        writer.write(slot, in_chunks([of_slot[:7], of_slot[7:]], empty))
     writer.finish()
     writer.close()
     with h5py.File(tmp_path / "shard.h5") as file:

@@ -27,7 +27,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(20):
         (folder / f"{number}.txt").write_text(f"text {number}\n" * 2000)
     found = find([str(folder)])
-    build_token_file(found, folder / "a.h5", Recipe("byte", 0.2), folder / "work", dataset.Silent())
+    build_token_file(
+        found, folder / "a.h5", Recipe("byte", 0.2), folder / "work", dataset.SilentListener()
+    )
     return folder / "a.h5"
 
 

@@ -9,7 +9,7 @@ import xxhash
 
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.dataset import Silent
+from hpczero.data.dataset import SilentListener
 
 
 def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:
@@ -17,7 +17,11 @@ def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:
     for number, text in enumerate(texts):
         (tmp_path / f"{number:02}.txt").write_text(text, encoding="utf-8")
     build_token_file(
-        find([str(tmp_path)]), tmp_path / "a.h5", Recipe("byte", 0.25), tmp_path / "work", Silent()
+        find([str(tmp_path)]),
+        tmp_path / "a.h5",
+        Recipe("byte", 0.25),
+        tmp_path / "work",
+        SilentListener(),
     )
     found, digest = [], xxhash.xxh3_128()
     with h5py.File(tmp_path / "a.h5") as file:

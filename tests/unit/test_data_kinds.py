@@ -9,7 +9,7 @@ import pytest
 from hpczero.cli import main
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
-from hpczero.data.dataset import Silent
+from hpczero.data.dataset import SilentListener
 from hpczero.data.token_file import open_token_file
 
 DOCUMENTS = [f"record {number}\n" * (number % 40) for number in range(300)] + [
@@ -57,7 +57,7 @@ def test_a_build_that_was_interrupted_inside_goes_on(tmp_path: Path) -> None:
     (tmp_path / "text" / "b.md.gz").write_bytes(gzip.compress(b"line\n" * 200_000))
     found, recipe = find([str(tmp_path / "text")]), Recipe(field="content")
 
-    class Interrupts(Silent):
+    class Interrupts(SilentListener):
         def advanced(self, done: int, total: int) -> None:
             if (tmp_path / "work" / "journal.json").exists():
                 raise KeyboardInterrupt
@@ -73,14 +73,16 @@ def test_a_build_that_was_interrupted_inside_goes_on(tmp_path: Path) -> None:
         )
     said: list[str] = []
 
-    class Hears(Silent):
+    class Hears(SilentListener):
         def said(self, line: str) -> None:
             said.append(line)
 
     made = build_token_file(
         found, tmp_path / "made.h5", recipe, tmp_path / "work", Hears(), commit_every=100_000
     )
-    whole = build_token_file(found, tmp_path / "whole.h5", recipe, tmp_path / "work", Silent())
+    whole = build_token_file(
+        found, tmp_path / "whole.h5", recipe, tmp_path / "work", SilentListener()
+    )
     assert said[0].startswith("resuming after ")
     assert made.fingerprint == whole.fingerprint
 

@@ -36,7 +36,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "good.h5",
         Recipe("byte", 0.2),
         folder / "work",
-        dataset.Silent(),
+        dataset.SilentListener(),
     )
     return folder / "good.h5"
 
@@ -372,7 +372,9 @@ def test_one_rank_builds_and_the_others_wait_for_its_verdict(
 
     first = open_source(asked, share_of_rank_0, is_builder=True)
     with monkeypatch.context() as patched:
-        patched.setattr(dataset, "token_file", lambda spec: pytest.fail("a second rank builds"))
+        patched.setattr(
+            dataset, "library_token_file", lambda spec: pytest.fail("a second rank builds")
+        )
         second = open_source(asked, lambda value: said[0], is_builder=False)
     assert first.describe() == second.describe()
     with pytest.raises(InputError, match=r"is not seen here: set paths\.cache"):
@@ -437,7 +439,7 @@ def killed(*words):
         whole(*words)
     os.kill(os.getpid(), signal.SIGKILL)
 setattr(owner, moment, killed)
-dataset.token_file(Spec(name="killed", paths=Paths(cache=cache)))
+dataset.library_token_file(Spec(name="killed", paths=Paths(cache=cache)))
 """
 
 
@@ -454,8 +456,8 @@ def test_without_nameless_files_the_same_bytes_are_made(
     small_library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [spec("stdlib", paths=Paths(cache=str(tmp_path / name))) for name in ("a", "b")]
-    one = dataset.token_file(asked[0])
-    monkeypatch.setattr("hpczero.data.build.nameless", lambda folder: None)
-    other = dataset.token_file(asked[1])
+    one = dataset.library_token_file(asked[0])
+    monkeypatch.setattr("hpczero.data.build.create_nameless", lambda folder: None)
+    other = dataset.library_token_file(asked[1])
     assert one.read_bytes() == other.read_bytes()
     assert [path.name for path in (tmp_path / "b").iterdir()] == [other.name]

@@ -7,7 +7,7 @@ import pytest
 
 from hpczero.cli import main
 from hpczero.data.corpus import tokenizer
-from hpczero.data.supply import IDS, look
+from hpczero.data.supply import IDS, count_tokens
 from hpczero.errors import InputError
 from hpczero.spec.schema import Data, Model, Spec, Train
 from tests.launch import Finished, hpczero, launch
@@ -55,7 +55,7 @@ def carried_out(folder: Path, *words: str) -> Finished:
 
 
 def test_tokens_and_epochs_are_counted(corpus: Path) -> None:
-    found = look(spec(corpus))
+    found = count_tokens(spec(corpus))
     assert (found.wanted, found.train + found.validation, found.problem) == (640, 10_000, "")
     assert found.epochs == 640 / found.train
     assert found.in_words() == (
@@ -72,23 +72,28 @@ def test_what_a_run_would_refuse_is_refused(corpus: Path, tmp_path: Path) -> Non
         (spec(tmp_path), "cannot be read: it is no plain file"),
     ):
         with pytest.raises(InputError, match=words):
-            look(wrong)
+            count_tokens(wrong)
 
 
 def test_a_file_that_is_not_here_may_be_where_the_job_runs(tmp_path: Path) -> None:
     missing = spec(tmp_path / "none.h5")
-    assert look(missing).in_words() == f"there is no file {tmp_path}/none.h5 here"
+    assert count_tokens(missing).in_words() == f"there is no file {tmp_path}/none.h5 here"
     with pytest.raises(InputError, match="there is no file"):
-        look(missing, must_be_here=True)
-    assert "what follows the $ is not set" in look(spec("/a/$NOWHERE_AT_ALL/b.h5")).in_words()
+        count_tokens(missing, must_be_here=True)
+    assert (
+        "what follows the $ is not set" in count_tokens(spec("/a/$NOWHERE_AT_ALL/b.h5")).in_words()
+    )
 
 
 def test_what_needs_no_file_is_said() -> None:
-    assert "a token file that is made on first use" in look(Spec(), must_be_here=True).in_words()
-    assert look(spec("synthetic")).in_words() == "random tokens, no text"
+    assert (
+        "a token file that is made on first use"
+        in count_tokens(Spec(), must_be_here=True).in_words()
+    )
+    assert count_tokens(spec("synthetic")).in_words() == "random tokens, no text"
     assert {name: tokenizer(name).vocabulary for name in IDS} == IDS
     with pytest.raises(InputError, match=r"model\.vocab = 256 is too small for the 257 ids"):
-        look(spec("stdlib", vocab=256))
+        count_tokens(spec("stdlib", vocab=256))
 
 
 def test_check_says_it(corpus: Path) -> None:

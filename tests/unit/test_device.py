@@ -9,25 +9,25 @@ torch = pytest.importorskip("torch")
 from hpczero import device  # noqa: E402  # needs torch
 from hpczero.device import Incoming, InPlace, Outgoing  # noqa: E402
 from hpczero.errors import InputError  # noqa: E402
-from hpczero.train.setup import carrier  # noqa: E402
+from hpczero.train.setup import collective_backend  # noqa: E402
 from tests.queued import Queued  # noqa: E402
 
 
 def test_all_ranks_or_none_are_on_gpus() -> None:
-    assert device.agreed("auto", [0, 0], ["a", "a"]) == "cpu"
-    assert device.agreed("cpu", [4, 4], ["a", "a"]) == "cpu"
+    assert device.choose_kind("auto", [0, 0], ["a", "a"]) == "cpu"
+    assert device.choose_kind("cpu", [4, 4], ["a", "a"]) == "cpu"
     assert (
-        device.agreed("auto", [4, 4], ["a", "a"])
-        == device.agreed("cuda", [1, 1], ["a", "b"])
+        device.choose_kind("auto", [4, 4], ["a", "a"])
+        == device.choose_kind("cuda", [1, 1], ["a", "b"])
         == "cuda"
     )
     with pytest.raises(
         InputError,
         match=r'"cuda": 2 of 2 ranks see no GPU: rank 0 on a, rank 1 on b; .* or set train.device = "cpu"',
     ):
-        device.agreed("cuda", [0, 0], ["a", "b"])
+        device.choose_kind("cuda", [0, 0], ["a", "b"])
     with pytest.raises(InputError, match='"auto": 1 of 3 ranks see no GPU: rank 2 on b;'):
-        device.agreed("auto", [1, 1, 0], ["a", "a", "b"])
+        device.choose_kind("auto", [1, 1, 0], ["a", "a", "b"])
 
 
 def test_gpus_are_dealt_out_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,14 +36,14 @@ def test_gpus_are_dealt_out_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def numbers(gpus: int, ranks: int) -> list[object]:
         monkeypatch.setattr(device, "visible", lambda: gpus)
-        return [device.of_rank("cuda", place, ranks) for place in range(ranks)]
+        return [device.device_of_rank("cuda", place, ranks) for place in range(ranks)]
 
     assert numbers(4, 4) == [0, 1, 2, 3]
     assert numbers(4, 2) == [0, 1]
     assert numbers(2, 4) == [0, 0, 1, 1]
     assert numbers(2, 3) == [0, 0, 1]
     assert numbers(1, 2) == [0, 0]
-    assert device.of_rank("cpu", 0, 1) is device.CPU
+    assert device.device_of_rank("cpu", 0, 1) is device.CPU
 
 
 def test_a_gpu_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_gpu_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(device, "Cuda", broken)
     monkeypatch.setattr(device, "visible", lambda: 2)
     with pytest.raises(InputError, match=r"GPU 1 of 2 cannot be used: CUDA error: all .* busy"):
-        device.of_rank("cuda", 1, 2)
+        device.device_of_rank("cuda", 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_gpu_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_carries_collectives(
     wanted: str, kind: str, ranks: int, shared: bool, available: tuple[str, ...], expected: str
 ) -> None:
-    assert carrier(wanted, kind, ranks, shared, available) == expected
+    assert collective_backend(wanted, kind, ranks, shared, available) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_what_cannot_carry_them_is_refused(
     with pytest.raises(
         InputError, match=f'comm.backend = "{wanted}": .*{said}.*comm.backend = "mpi"'
     ):
-        carrier(wanted, kind, 2, shared, available)
+        collective_backend(wanted, kind, 2, shared, available)
 
 
 class Line:

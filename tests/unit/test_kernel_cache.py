@@ -36,9 +36,9 @@ def test_one_process_compiles_and_the_others_wait_for_it(tmp_path: Path) -> None
 
 def test_what_failed_is_tried_again_by_the_next(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        kernel_cache.once(tmp_path, "done", lambda: 1 // 0)
-    assert kernel_cache.once(tmp_path, "done", lambda: None)
-    assert not kernel_cache.once(tmp_path, "done", lambda: 1 // 0)
+        kernel_cache.once_per_computer(tmp_path, "done", lambda: 1 // 0)
+    assert kernel_cache.once_per_computer(tmp_path, "done", lambda: None)
+    assert not kernel_cache.once_per_computer(tmp_path, "done", lambda: 1 // 0)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_key_and_the_kernels_names_follow_the_sources(
     found = []
     for text in ("one", "one", "two"):
         source.write_text(text)
-        monkeypatch.setattr(cpu, "stamp", lambda: cpu.hash_of(tmp_path))
+        monkeypatch.setattr(cpu, "sources_hash", lambda: cpu.hash_of(tmp_path))
 
         def kernel() -> None: ...
 
@@ -115,7 +115,7 @@ def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
     assert {"_adamw", "_sum", "_fill_keep", "_fill_normal", "_fill_words", "block_of_words"} == set(
         kept
     )
-    assert all(cpu.stamp() in base for base in kept.values()), kept
+    assert all(cpu.sources_hash() in base for base in kept.values()), kept
 
 
 def test_kernels_for_gpus_are_kept_as_well(
@@ -138,12 +138,12 @@ def test_kernels_for_gpus_are_kept_as_well(
         folder.mkdir(parents=True)
         (folder / "own.nbc").write_text(computer)
         monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
-        kernel_cache.of_gpu((9, 0))
+        kernel_cache.load_gpu_kernels((9, 0))
         assert (folder / "gelu" / "forward.nbc").read_text() == "code"
         assert (folder / "own.nbc").read_text() == computer
         assert (folder / "cuda-90").exists()
     assert compiled == [1]
-    kernel_cache.of_gpu((8, 0))
+    kernel_cache.load_gpu_kernels((8, 0))
     assert compiled == [1, 1]
 
 
@@ -169,7 +169,7 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_is_said(
     with pytest.raises(
         InputError, match=f"cannot be compiled: {said}; .*CUDA_HOME.*HPCZERO_KERNELS=torch"
     ):
-        kernel_cache.of_gpu((9, 0))
+        kernel_cache.load_gpu_kernels((9, 0))
 
 
 def test_where_pytorch_does_the_work_nothing_of_cuda_is_imported(
@@ -177,4 +177,4 @@ def test_where_pytorch_does_the_work_nothing_of_cuda_is_imported(
 ) -> None:
     monkeypatch.setattr("hpczero_kernels.dispatch.on_gpus", lambda: False)
     monkeypatch.setitem(sys.modules, "hpczero_kernels.cuda.launch", None)
-    kernel_cache.of_gpu((7, 0))
+    kernel_cache.load_gpu_kernels((7, 0))

@@ -14,7 +14,7 @@ from hpczero.parallel.layout import (
     ALIGNMENT,
     rectangles,
     shard_range,
-    stretches_of_part,
+    spans_of_part,
     unit_layout,
 )
 from hpczero.spec.schema import Model
@@ -151,7 +151,7 @@ def test_stretches_of_every_part_in_the_flattened_whole(shape):
         ]
         for start in range(len(addresses) + 1):
             for stop in range(start, len(addresses) + 1):
-                found = list(stretches_of_part(shape, part, start, stop))
+                found = list(spans_of_part(shape, part, start, stop))
                 assert [
                     address for stretch in found for address in range(stretch.start, stretch.stop)
                 ] == addresses[start:stop]

@@ -8,9 +8,9 @@ from hpczero.comm.trace import Ledger
 
 torch = pytest.importorskip("torch")
 from hpczero.comm.mpi_backend import (  # noqa: E402  # needs torch
+    binomial_tree,
     combine_parts,
     shard,
-    tree,
 )
 
 
@@ -59,10 +59,10 @@ def test_shards_cover_every_element_once() -> None:
 def test_every_place_of_the_tree_has_one_parent_that_knows_it() -> None:
     for size in range(1, 70):
         for place in range(size):
-            parent, children = tree(place, size)
+            parent, children = binomial_tree(place, size)
             assert (parent is None) == (place == 0)
-            assert parent is None or place in tree(parent, size)[1]
-            assert all(tree(child, size)[0] == place for child in children)
+            assert parent is None or place in binomial_tree(parent, size)[1]
+            assert all(binomial_tree(child, size)[0] == place for child in children)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

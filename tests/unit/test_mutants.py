@@ -48,7 +48,9 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(9):
         (folder / f"{number}.txt").write_text(f"text {number}\n" * 40)
     found = find([str(folder)])
-    build_token_file(found, folder / "a.h5", Recipe("byte", 0.3), folder / "work", dataset.Silent())
+    build_token_file(
+        found, folder / "a.h5", Recipe("byte", 0.3), folder / "work", dataset.SilentListener()
+    )
     return folder / "a.h5"
 
 
@@ -224,10 +226,10 @@ def manifests(folder: Path, seeds: range) -> Counts:
 
 @pytest.fixture
 def looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    def problems(self: apart.Apart, shard: int = -1) -> list[str]:
+    def problems(self: apart.Hdf5Process, shard: int = -1) -> list[str]:
         return apart.answer(self.folder, self.content, shard)
 
-    monkeypatch.setattr(apart.Apart, "problems", problems)
+    monkeypatch.setattr(apart.Hdf5Process, "problems", problems)
 
 
 @pytest.mark.usefixtures("looking")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.text import duration, line, number, value
+from hpczero.text import format_duration, format_number, log_line, log_value
 from hpczero.train import console
 from hpczero.train.console import Lines
 from hpczero.train.summary import Pace, shares
@@ -46,7 +46,7 @@ def lines_of(steps: int, log_every: int, until: int) -> list[str]:
 
 
 def test_a_line_is_time_event_and_values() -> None:
-    text = line("start", {"name": "demo", "ranks": 4, "node_shared": False, "path": None})
+    text = log_line("start", {"name": "demo", "ranks": 4, "node_shared": False, "path": None})
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ start name=demo ranks=4 node_shared=false path=none", text
     )
@@ -71,8 +71,8 @@ def test_a_line_is_time_event_and_values() -> None:
     ],
 )
 def test_values_stay_on_their_line(item: object, text: str) -> None:
-    assert value(item) == text
-    assert not CONTROL.search(value(item))
+    assert log_value(item) == text
+    assert not CONTROL.search(log_value(item))
 
 
 FIGURES = {
@@ -97,7 +97,7 @@ FIGURES = {
 
 @pytest.mark.parametrize(("text", "figure"), FIGURES.items())
 def test_numbers_have_three_digits(text: str, figure: float | None) -> None:
-    assert number(figure) == text
+    assert format_number(figure) == text
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_numbers_have_three_digits(text: str, figure: float | None) -> None:
     [(0, "0:00:00"), (61.6, "0:01:02"), (3599.9, "1:00:00"), (100 * 3600, "100:00:00")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_steps_are_said_every_so_often_and_at_the_end() -> None:
@@ -170,8 +170,8 @@ def test_a_full_disk_does_not_stop_the_run_but_a_closed_pipe_does() -> None:
 
 def test_a_file_gets_lines_even_if_live_is_asked_for(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w+") as file:
-        console.choose("live", 1, 1, file).event("start")
-        console.choose("auto", 1, 1, file).event("start")
+        console.choose_output("live", 1, 1, file).event("start")
+        console.choose_output("auto", 1, 1, file).event("start")
         file.seek(0)
         warning, *rest = file.read().splitlines()
     assert " WARN what=" in warning

@@ -11,11 +11,11 @@ pytest.importorskip("torch")
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpczero.comm.connection import Connection, Means
-from hpczero.comm.mpi_backend import ByMessages, Order, combine_into
+from hpczero.comm.connection import Connection, ConnectionSettings
+from hpczero.comm.mpi_backend import MpiCarrier, Order, combine_into
 from hpczero.comm.progress import Limits
 from hpczero.comm.status import WaitPoint
-from hpczero.comm.torch_backend import Native
+from hpczero.comm.torch_backend import TorchCarrier
 from tests.carriers import FakeMpi, Silent
 from tests.queued import Queued
 
@@ -56,9 +56,9 @@ class Meeting:
 
 
 def carriers() -> list[Any]:
-    means = Means(FakeMpi(), Silent(), None, Limits(), Queued())  # type: ignore[arg-type]
-    messages = ByMessages(Connection(means, None, "data", range(RANKS)), "data", range(RANKS), 1)
-    return [Native(Processes(), Meeting(), 1, 1 << 12, Order(None)), messages]  # type: ignore[arg-type]
+    means = ConnectionSettings(FakeMpi(), Silent(), None, Limits(), Queued())  # type: ignore[arg-type]
+    messages = MpiCarrier(Connection(means, None, "data", range(RANKS)), "data", range(RANKS), 1)
+    return [TorchCarrier(Processes(), Meeting(), 1, 1 << 12, Order(None)), messages]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("carrier", carriers(), ids=["torch.distributed", "MPI"])

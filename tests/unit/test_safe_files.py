@@ -147,7 +147,7 @@ def test_another_users_folder_is_refused(shared: Path, through_link: bool) -> No
         (shared / "to_demo").symlink_to(folder)
         folder = shared / "to_demo"
     with pytest.raises(InputError, match=r"belongs to daemon \(user 1\), not to root \(user 0\)"):
-        safe_files.own_folder(folder)
+        safe_files.make_own_folder(folder)
     with pytest.raises(InputError, match="belongs to daemon"):
         RunDirectory.claim(Spec(name=folder.name, output=str(shared)), resume=False, fresh=False)
     assert not list(folder.iterdir())
@@ -157,10 +157,10 @@ def test_another_users_folder_is_refused(shared: Path, through_link: bool) -> No
 def test_a_link_of_another_user_is_refused_and_ones_own_is_not(shared: Path) -> None:
     (shared / "mine").mkdir()
     (shared / "link").symlink_to(shared / "mine")
-    assert not safe_files.own_folder(shared / "link")
+    assert not safe_files.make_own_folder(shared / "link")
     os.chown(shared / "link", DAEMON, DAEMON, follow_symlinks=False)
     with pytest.raises(InputError, match="is a link that belongs to daemon"):
-        safe_files.own_folder(shared / "link")
+        safe_files.make_own_folder(shared / "link")
 
 
 @AS_ROOT
@@ -217,7 +217,7 @@ def test_a_folder_whose_files_are_ones_own_to_the_file_server_is_taken(
     (shared / "demo").mkdir()
     os.chown(shared / "demo", NOBODY, NOBODY)
     monkeypatch.setattr(safe_files, "_owner_of_what_is_made_in", lambda folder: NOBODY)
-    assert not safe_files.own_folder(shared / "demo")
+    assert not safe_files.make_own_folder(shared / "demo")
 
 
 def test_a_lock_that_is_a_link_or_a_pipe_is_one_error(tmp_path: Path, victim: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.spec.toml import DEEPEST, TooDeep, locate
+from hpczero.spec.toml import DEEPEST, TooDeep, key_lines
 
 EVERYTHING = '''# a comment with [brackets] = "and" 'quotes'
 top = 1 # = 2
@@ -50,7 +50,7 @@ def paths(tree: dict[str, Any], above: tuple[str, ...] = ()) -> set[tuple[str, .
 
 
 def test_everything_that_toml_has() -> None:
-    lines = locate(EVERYTHING)
+    lines = key_lines(EVERYTHING)
     assert set(lines) - {("many", "x")} == paths(tomllib.loads(EVERYTHING))
     expected = {
         ("top",): 2,
@@ -165,9 +165,9 @@ def test_agrees_with_tomllib(document: tuple[str, dict[tuple[str, ...], int]]) -
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError:  # a table of the name of a key above
-        locate(text)
+        key_lines(text)
         return
-    lines = locate(text)
+    lines = key_lines(text)
     assert set(lines) == paths(tree)
     assert {path: lines[path] for path in where} == where
 
@@ -175,7 +175,7 @@ def test_agrees_with_tomllib(document: tuple[str, dict[tuple[str, ...], int]]) -
 @settings(max_examples=500, deadline=None, derandomize=True)
 @given(st.text(alphabet="ab=[]{},.\"'\\#\n\r \t\x00é", max_size=60))
 def test_any_text_is_read_without_a_failure(text: str) -> None:
-    lines = locate(text)
+    lines = key_lines(text)
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -185,7 +185,7 @@ def test_any_text_is_read_without_a_failure(text: str) -> None:
 
 def test_an_unfinished_string_ends_the_search() -> None:
     for quotes in ('"', "'", '"""', "'''"):
-        assert locate(f"a = 1\nb = {quotes}\nc = 3") == {("a",): 1, ("b",): 2}
+        assert key_lines(f"a = 1\nb = {quotes}\nc = 3") == {("a",): 1, ("b",): 2}
 
 
 @pytest.mark.parametrize(
@@ -199,5 +199,5 @@ def test_an_unfinished_string_ends_the_search() -> None:
 )
 def test_nesting_that_no_spec_has_is_refused(text: str) -> None:
     with pytest.raises(TooDeep) as caught:
-        locate(text)
+        key_lines(text)
     assert caught.value.line == 2

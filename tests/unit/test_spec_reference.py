@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.spec.keys import about, flat, keys, nearest, tables
+from hpczero.spec.keys import flat, keys, nearest, table_description, tables
 from hpczero.spec.load import ROLES, as_data, as_markdown, as_text, load, to_start_from
 from hpczero.spec.schema import Spec
-from hpczero.text import printable, shown
+from hpczero.text import printable, toml_repr
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "spec.md"
 
@@ -28,7 +28,7 @@ def test_every_key_is_explained() -> None:
         assert f"`{key.leaf}`" in as_markdown()
         assert key.description in as_text()
     assert [entry["key"] for entry in as_data()] == list(keys())
-    assert all(about(table) for table in tables())
+    assert all(table_description(table) for table in tables())
 
 
 def test_the_limits_in_words() -> None:
@@ -82,10 +82,10 @@ def test_the_nearest_key(name: str, meant: str | None) -> None:
 
 
 def test_values_as_messages_show_them() -> None:
-    assert shown('a"b\\c\x1b[31m\u202e\ud800') == '"a\\"b\\\\c\\x1b[31m\\u202e\\ud800"'
-    assert len(shown("x" * 10_000)) < 70
-    assert len(shown(list(range(10_000)))) < 70
-    assert len(shown([["x" * 1000] * 100] * 100)) < 100
-    assert shown(10**5000) == "a whole number of 16610 bits"
-    assert shown([True, 1.5, [1]]) == "[true, 1.5, […]]"
+    assert toml_repr('a"b\\c\x1b[31m\u202e\ud800') == '"a\\"b\\\\c\\x1b[31m\\u202e\\ud800"'
+    assert len(toml_repr("x" * 10_000)) < 70
+    assert len(toml_repr(list(range(10_000)))) < 70
+    assert len(toml_repr([["x" * 1000] * 100] * 100)) < 100
+    assert toml_repr(10**5000) == "a whole number of 16610 bits"
+    assert toml_repr([True, 1.5, [1]]) == "[true, 1.5, […]]"
     assert printable("a\tb\r\n") == "a\\tb\\r\\n"

@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpczero.comm import trace
-from hpczero.comm.trace import ADVANCE, OPERATION, SPAN, WAIT, Event, Recording, Trace, What, events
+from hpczero.comm.trace import (
+    ADVANCE,
+    OPERATION,
+    SPAN,
+    WAIT,
+    Event,
+    EventKind,
+    Recording,
+    Trace,
+    events,
+)
 from hpczero.train import trace_file, tracing
 
 
@@ -21,17 +31,17 @@ def kept(recording: Recording) -> list[Event]:
 
 
 def span(name: str, begin: int, end: int, number: int = -1) -> Event:
-    return Event(What(SPAN, name), begin, end, 0, number)
+    return Event(EventKind(SPAN, name), begin, end, 0, number)
 
 
 def wait(axis: str, begin: int, end: int) -> Event:
-    return Event(What(WAIT, "all_reduce", axis), begin, end)
+    return Event(EventKind(WAIT, "all_reduce", axis), begin, end)
 
 
 def operation(
     axis: str, begin: int, end: int, name: str = "all_reduce", peer: int = -1, number: int = 1
 ) -> Event:
-    return Event(What(OPERATION, name, axis, peer), begin, end, 8, number)
+    return Event(EventKind(OPERATION, name, axis, peer), begin, end, 8, number)
 
 
 @pytest.fixture
@@ -63,9 +73,9 @@ def test_what_is_recorded(clock: Callable[[int], None]) -> None:
         clock(100_600)
     recording.finished(0)  # of before the recording
     assert kept(recording) == [
-        Event(What(ADVANCE, "reduce_scatter", "data"), 20, 100_000),
-        Event(What(OPERATION, "reduce_scatter", "data"), 10, 100_000, 4096, 7),
-        Event(What(WAIT, "reduce_scatter", "data"), 20, 100_000, 0, 7),
+        Event(EventKind(ADVANCE, "reduce_scatter", "data"), 20, 100_000),
+        Event(EventKind(OPERATION, "reduce_scatter", "data"), 10, 100_000, 4096, 7),
+        Event(EventKind(WAIT, "reduce_scatter", "data"), 20, 100_000, 0, 7),
         span("AdamW", 100_000, 100_500),
         span("backward", 10, 100_500, 2),
         span("step", 0, 100_600, 3),
@@ -94,9 +104,9 @@ def test_what_has_not_ended_is_kept_as_unfinished(clock: Callable[[int], None]) 
     clock(50)
     recording.keep_unfinished()
     assert kept(recording) == [
-        Event(What(WAIT, "all_reduce", "data", unfinished=True), 5, 50, 0, 9),
-        Event(What(SPAN, "step", unfinished=True), 0, 50, 0, 1),
-        Event(What(OPERATION, "all_reduce", "data", unfinished=True), 5, 50, 16, 9),
+        Event(EventKind(WAIT, "all_reduce", "data", unfinished=True), 5, 50, 0, 9),
+        Event(EventKind(SPAN, "step", unfinished=True), 0, 50, 0, 1),
+        Event(EventKind(OPERATION, "all_reduce", "data", unfinished=True), 5, 50, 16, 9),
     ]
 
 
@@ -159,12 +169,12 @@ EVENTS = [
     span("step", 1_000, 9_001, 7),
     span("forward", 1_000, 3_000, 0),
     wait("data", 4_000, 6_000),
-    Event(What(ADVANCE, "all_reduce", "data"), 5_000, 5_999),
+    Event(EventKind(ADVANCE, "all_reduce", "data"), 5_000, 5_999),
     operation("data", 2_000, 6_000),
     operation("data", 2_500, 4_000, "reduce_scatter", number=2),
     operation("data", 4_000, 4_100, "reduce_scatter", number=3),
     operation("pipeline", 2_500, 4_000, "send", peer=1, number=5),
-    Event(What(WAIT, 'odd "name" \\ é', "data", unfinished=True), 7_000, 8_000),
+    Event(EventKind(WAIT, 'odd "name" \\ é', "data", unfinished=True), 7_000, 8_000),
 ]
 OTHERS = [
     span("step", 1_500, 9_500, 7),
@@ -293,10 +303,10 @@ STEP = [
     span("backward", 20, 60),
     operation("data", 30, 70, "reduce_scatter"),
     operation("data", 58, 75, "reduce_scatter"),
-    Event(What(ADVANCE, "reduce_scatter", "data"), 40, 44),
+    Event(EventKind(ADVANCE, "reduce_scatter", "data"), 40, 44),
     span("optimizer step", 60, 90),
     wait("data", 60, 75),
-    Event(What(ADVANCE, "reduce_scatter", "data"), 70, 74),
+    Event(EventKind(ADVANCE, "reduce_scatter", "data"), 70, 74),
     operation("data", 76, 80, "all_gather"),
     span("step", 0, 100, 4),
     span("evaluation", 110, 200),
@@ -304,7 +314,7 @@ STEP = [
 
 
 def test_every_moment_belongs_to_the_innermost() -> None:
-    seconds = trace_file.own_seconds(trace_file.of_step(STEP, 4))
+    seconds = trace_file.exclusive_seconds(trace_file.of_step(STEP, 4))
     expected = {
         "data": 5,
         "forward": 13,

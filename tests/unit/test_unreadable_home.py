@@ -88,5 +88,7 @@ def test_kernels_are_compiled_where_nothing_is_kept(
     monkeypatch.setattr(kernel_cache, "_USERS", "json")
     kernel_cache._fill(tmp_path / "kernels", tmp_path / "home" / "kept")
     done: list[str] = []
-    assert kernel_cache.once(tmp_path / "home" / "kernels", "complete", lambda: done.append("here"))
+    assert kernel_cache.once_per_computer(
+        tmp_path / "home" / "kernels", "complete", lambda: done.append("here")
+    )
     assert done == ["here"]

@@ -213,7 +213,7 @@ def test_what_is_written_to_a_slot_is_read_from_it() -> None:
     for number in range(2, 100):
         status.started(entry, number, signature)
     status.at_step(5)
-    status.waits(WaitPoint(signature.label, entry, 99))
+    status.begin_wait(WaitPoint(signature.label, entry, 99))
     seen = read(slot, time.monotonic() + 10)
     assert (seen.step, seen.place) == (
         5,
@@ -225,7 +225,7 @@ def test_what_is_written_to_a_slot_is_read_from_it() -> None:
     assert [operation.number for operation in operations] == list(range(36, 100))
     assert len({operation.history for operation in operations}) == 64
     assert read(slot, time.monotonic(), whole=False).place == seen.place
-    status.goes_on()
+    status.end_wait()
     assert read(slot, time.monotonic()).waited is None
     status.leave(entry)
     assert read(slot, time.monotonic()).started == {}

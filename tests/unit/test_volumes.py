@@ -15,7 +15,7 @@ from hpczero.model.shapes import Moments
 from hpczero.parallel.pipeline.partition import chunks_of_stages, layers_that_run
 from hpczero.parallel.pipeline.schedule import AHEAD, forward_only, most_arrived, schedule, steps
 from hpczero.parallel.pipeline.simulate import simulate
-from hpczero.planner.activations import arrived, gathered, gathers, gathers_in_step, peak
+from hpczero.planner.activations import arrived, gathers, gathers_in_step, peak, simulate_gathers
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.volumes import Sent, Volumes, resolved
 from hpczero.spec.rules import AXES
@@ -199,10 +199,10 @@ def test_stages_hold_every_layer_once_and_a_copy_of_what_is_tied() -> None:
 
 
 def test_units_are_gathered_when_they_are_gone() -> None:
-    assert gathered([64, 64, 64], [[(0,), (1,), (0,), (2,), (1,)]]) == {0: 1, 1: 2, 2: 1}
+    assert simulate_gathers([64, 64, 64], [[(0,), (1,), (0,), (2,), (1,)]]) == {0: 1, 1: 2, 2: 1}
     small = [64, 64, 192, 64, 64]  # room for six of the small ones
-    assert gathered(small, [[(0,), (1,), (3,), (4,), (0,)]]) == {0: 1, 1: 1, 3: 1, 4: 1}
-    assert gathered(small, [[(0, 1), (2,), (0,)], [(2,), (2,)]]) == {0: 1, 1: 1, 2: 1}, (
+    assert simulate_gathers(small, [[(0,), (1,), (3,), (4,), (0,)]]) == {0: 1, 1: 1, 3: 1, 4: 1}
+    assert simulate_gathers(small, [[(0, 1), (2,), (0,)], [(2,), (2,)]]) == {0: 1, 1: 1, 2: 1}, (
         "a pass begins with what is still there"
     )
 
@@ -210,8 +210,8 @@ def test_units_are_gathered_when_they_are_gone() -> None:
 def test_what_is_gathered_ahead_may_be_gone_before_it_is_used() -> None:
     """A pass that goes the way of the longest one at first: what comes next there is gathered, and makes no difference but to what has to go."""
     longest, other = [(0,), (1,), (2,), (1,), (0,)], [(0,), (2,)]
-    assert gathered([64, 64, 64], [other, longest]) == {0: 3, 1: 2, 2: 2}
-    assert gathered([64, 64, 64], [longest, other]) == {0: 2, 1: 1, 2: 2}
+    assert simulate_gathers([64, 64, 64], [other, longest]) == {0: 3, 1: 2, 2: 2}
+    assert simulate_gathers([64, 64, 64], [longest, other]) == {0: 2, 1: 1, 2: 2}
 
 
 @pytest.mark.parametrize(

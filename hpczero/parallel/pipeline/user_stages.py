@@ -17,7 +17,7 @@ from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.partition import layers_of, parts
 from hpczero.parallel.step import Call
-from hpczero.parallel.user_module import refuse_changed_in_forward, trained
+from hpczero.parallel.user_module import refuse_changed_in_forward, trained_parameters
 from hpczero.parallel.zero.parameters import ShardedParameter
 from hpczero.parallel.zero.state_dict import reset_of
 from hpczero.spec.schema import Parallel
@@ -48,7 +48,7 @@ def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> Stage:
         [[layers[index] for index in part] for part in layers_of(cuts, stages, number)]
         for number in range(stages)
     ]
-    names = {own: name for name, own in trained(module).items()}
+    names = {own: name for name, own in trained_parameters(module).items()}
     of_stages = [
         {
             names[own]

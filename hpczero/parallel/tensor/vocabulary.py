@@ -14,7 +14,7 @@ from hpczero.comm.group import Group
 from hpczero.model import maps
 from hpczero.parallel.layout import shard_range
 from hpczero.parallel.tensor.linear import Residual, sum_of_parts
-from hpczero_kernels.cross_entropy import check_targets, losses, part_gradient_, part_statistics
+from hpczero_kernels.cross_entropy import check_targets, losses, shard_gradient_, shard_statistics
 
 
 def own_tokens(vocab: int, group: Group) -> slice:
@@ -93,7 +93,7 @@ def _of_whole_vocabulary(
 
     These are the same on all ranks.
     """
-    own_most, own_sums, of_targets = part_statistics(logits, targets, first)
+    own_most, own_sums, of_targets = shard_statistics(logits, targets, first)
     most = own_most.clone()
     group.all_reduce(most, "max")
     together = torch.stack([own_sums * (own_most - most).exp(), of_targets])
@@ -117,7 +117,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, targets, most, sums = context.saved_tensors
         return (
-            part_gradient_(logits, targets, context.first, most, sums, gradient),
+            shard_gradient_(logits, targets, context.first, most, sums, gradient),
             None,
             None,
             None,

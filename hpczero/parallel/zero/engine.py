@@ -94,7 +94,7 @@ class Engine(Weights):
             self.units, axis, self.sharded, slots, self.pool, names_backwards, tied
         )
         if self.gatherer:
-            self.reduction.on_all_there = self.gatherer.forget
+            self.reduction.on_complete = self.gatherer.forget
         watches = not settings.own_model
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
         self._had_backward: set[Unit] = set()  # in this step
@@ -113,7 +113,7 @@ class Engine(Weights):
         """Inside, the module or its layers may run forward."""
         if not self.settings.own_model:
             self.weights_here()
-            self.outside.look_once()
+            self.outside.check_once()
         with (
             self._direct.redirect_weight_grads(),
             self.gatherer.forward() if self.gatherer else nullcontext(),
@@ -229,7 +229,7 @@ class Engine(Weights):
         if not self._had_backward:
             raise HpczeroError("a step without a gradient: backward comes before it")
         self.reduction.refuse_after_failure()
-        self.outside.look()
+        self.outside.check()
         self.outside.owner.keeps_gradients = False
         self.reduction.finish()
         self._had_backward.clear()
@@ -257,7 +257,7 @@ class Engine(Weights):
         if finite:
             self.absent.updated()
         self.absent.begin_step()
-        self.outside.note()
+        self.outside.accept()
         return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
 
     def _norm(self) -> torch.Tensor:
@@ -284,7 +284,7 @@ class Engine(Weights):
     def _update(self, unit: Unit, scalars: Mapping[int, AdamWScalars]) -> None:
         """Step a unit; `scalars[n]` are those of parameters that n updates have left out."""
         missed = self.absent.missed
-        for span in unit.stepped(self.absent.of(unit)):
+        for span in unit.spans_to_step(self.absent.of(unit)):
             decay = self.settings.optimizer.weight_decay if span.decays else 0.0
             adamw(span.state, decay, scalars[missed.get(span.name, 0)], self.pool)
 

@@ -95,11 +95,11 @@ class Gatherer:
 
     def hook(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Gather these units before the module runs, and let go of them after it."""
-        before, after = partial(self.use, units), partial(self._after, units)
+        before, after = partial(self.acquire, units), partial(self._after, units)
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
 
-    def hook_calls(self, module: nn.Module, layers: Set[nn.Module]) -> None:
+    def hook_outer_calls(self, module: nn.Module, layers: Set[nn.Module]) -> None:
         """Make calls of the module, or of a part with layers, forwards. `hook` comes before.
 
         These are calls by themselves, not through the engine.
@@ -128,14 +128,14 @@ class Gatherer:
     ) -> object:
         """Let go of the units; copy outputs that are views of them."""
         out = tree_map(partial(without_view, self._unit_under, module), out)
-        self.done(units)
+        self.release(units)
         return out
 
     def _unit_under(self, tensor: Tensor) -> Unit | None:
         """Return the gathered unit whose values the tensor shows."""
         return _unit_in(self._unit_at, tensor)
 
-    def keep_place(self, unit: Unit) -> None:
+    def reserve(self, unit: Unit) -> None:
         """Reserve memory for a unit that is in use around others."""
         memory = self.loans.regions[0].take(unit.layout.size)
         assert memory is not None
@@ -166,7 +166,7 @@ class Gatherer:
                 self._keep_no_longer(unit)
 
     @undisturbed
-    def use(self, units: Sequence[Unit], *_: object) -> None:
+    def acquire(self, units: Sequence[Unit], *_: object) -> None:
         for unit in units:
             self._in_use[unit] = self._in_use.get(unit, 0) + 1
             if self._pass == "backward":
@@ -181,7 +181,7 @@ class Gatherer:
 
     def _keep_no_longer(self, unit: Unit) -> None:
         self._kept.discard(unit)
-        self.done([unit])
+        self.release([unit])
 
     @undisturbed
     def _fetch(self, unit: Unit, parameter: ShardedParameter) -> None:
@@ -196,7 +196,7 @@ class Gatherer:
         self.ensure_gathered(unit)
 
     @undisturbed
-    def done(self, units: Sequence[Unit]) -> None:
+    def release(self, units: Sequence[Unit]) -> None:
         for unit in units:
             self._in_use[unit] -= 1
             if not self._in_use[unit]:
@@ -241,7 +241,7 @@ class Gatherer:
         self._outlived = {loan: owner for loan, owner in outlived if self.loans.sees(loan)}
         for loan, owner in self._outlived.items():
             if owner is unit:
-                loan.fill_with(unit.nothing)
+                loan.fill_with(unit.nan)
                 self._outdated[loan.storage.data_ptr()] = unit
 
     def forget_all(self) -> None:
@@ -330,7 +330,7 @@ class Gatherer:
     def _release_values(self, unit: Unit) -> None:
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             assert isinstance(parameter, ShardedParameter)
-            give_values(parameter, unit.nothing.expand(slot.shape))
+            give_values(parameter, unit.nan.expand(slot.shape))
             parameter.released_as = slot.parameter.name
 
     def _pack(self, tensor: Tensor) -> Tensor | Saved:

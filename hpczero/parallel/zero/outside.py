@@ -33,7 +33,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-class Outside:
+class ModuleGuard:
     """`look` refuses changes since the last `note`. Without units there are none to be found."""
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
@@ -42,7 +42,7 @@ class Outside:
         self._parameters = [parameter for unit in units for parameter in unit.parameters]
         self._names = [slot.parameter.name for unit in units for slot in unit.layout.slots]
         for unit in units:
-            unit.belongs_to(self.owner)
+            unit.set_owner(self.owner)
         self._modules = list(module.modules())
         self._hooks: list[RemovableHandle] = [
             part.register_load_state_dict_pre_hook(_refuse_to_load) for part in self._modules
@@ -53,20 +53,20 @@ class Outside:
         self._counts = self._write_counts()
         self._looked = False  # since the last note
 
-    def note(self) -> None:
+    def accept(self) -> None:
         """Accept the parameters' present values; graphs of earlier values are out of date."""
         with torch._C.DisableTorchFunctionSubclass():
             torch.autograd.graph.increment_version(self._parameters)
         self._counts = self._write_counts()
         self._looked = False
 
-    def look_once(self) -> None:
+    def check_once(self) -> None:
         """Look for changes, unless that has been done since the last note."""
         if not self._looked:
-            self.look()
+            self.check()
             self._looked = True
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise HpczeroError if somebody else has changed values, memory or structure."""
         counts = self._write_counts()
         name = self._first_written(counts) if counts != self._counts else None

@@ -213,7 +213,7 @@ def when_ready(parameter: Tensor, hook: Callable[[Tensor], None]) -> RemovableHa
     return handle
 
 
-def given_up(parameter: Tensor, name: str) -> None:
+def give_up_parameter(parameter: Tensor, name: str) -> None:
     """Make it an error, from now on, to ask for the parameter's values."""
     nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
 
@@ -229,7 +229,7 @@ def given_up(parameter: Tensor, name: str) -> None:
     parameter.owner, parameter.released_as, parameter.fetch = None, name, refuse
 
 
-def handed_back(parameter: Tensor, values: Tensor) -> None:
+def hand_back_parameter(parameter: Tensor, values: Tensor) -> None:
     """Make the parameter an ordinary one again, with these values."""
     give_values(parameter, values)
     parameter.__class__ = nn.Parameter

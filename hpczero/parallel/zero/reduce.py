@@ -67,8 +67,8 @@ class Reduction:
         """
         self.names_backwards, self.tied = names_backwards, tied
         self.axis, self.sharded, self.pool = axis, sharded, pool
-        self.looks_at_once = not axis.device.has_queues  # else the host would wait for sums
-        self.on_all_there: Callable[[Unit], None] = lambda unit: None  # told of complete units
+        self.checks_on_host = not axis.device.has_queues  # else the host would wait for sums
+        self.on_complete: Callable[[Unit], None] = lambda unit: None  # told of complete units
         self._slots = slots
         self._slot_of: dict[Unit, int] = {}
         self._units = list(reversed(units))  # in the order in which they start
@@ -172,7 +172,7 @@ class Reduction:
             return
         if unit.missing == 0:
             # Now, not when there is a slot: the next gathers follow from it, alike on all ranks.
-            self.on_all_there(unit)
+            self.on_complete(unit)
         self._collect()
         # Without waiting for another rank, which may wait for what follows here.
         while self._started < len(self._order):
@@ -249,7 +249,7 @@ class Reduction:
 
     def first_bad(self, others: Sequence[Group] = ()) -> BadGradient:
         """Return which gradient, also of the other groups, made a sum not finite. Collective."""
-        if not self.looks_at_once:  # all that is left are sums, which do not tell the rank
+        if not self.checks_on_host:  # all that is left are sums, which do not tell the rank
             for unit in self._units:
                 shard = unit.reduced_shard
                 self.note_bad(unit, unit.shard.start, [shard], [_UNKNOWN], shard)
@@ -271,7 +271,7 @@ class Reduction:
         An earlier sum of the step that was not finite has been noted before. A sum may have been
         written over one of its parts: that part is to blame if no other is.
         """
-        for slot, elements in unit.layout.stretches(first, first + out.numel()):
+        for slot, elements in unit.layout.spans(first, first + out.numel()):
             within = slice(elements.start - first, elements.stop - first)
             parts_of_ranks = zip(ranks, parts, strict=True)
             bad = [
@@ -315,7 +315,7 @@ class Reduction:
         self._started += 1
         self._sums_started += 1
         if unit.missing:
-            self.on_all_there(unit)
+            self.on_complete(unit)
         unit.complete()
         accumulate = self.sharded.gradients and unit in self._reduced
         self._reduced.add(unit)
@@ -376,7 +376,7 @@ class GradientSum:
         squares = self.unit.squares[window.start // BLOCK : -(-window.stop // BLOCK)]
         out = self.unit.reduced_shard[window]
         sum_pieces(parts, out, self.accumulate, squares, self.reduction.pool)
-        if self.reduction.looks_at_once and not squares.isfinite().all():
+        if self.reduction.checks_on_host and not squares.isfinite().all():
             first = self.unit.shard.start + window.start
             self.reduction.note_bad(self.unit, first, parts, ranks, out)
 

@@ -59,11 +59,11 @@ def from_state_dict(
         if parameters.get(tensor) not in ours:
             with torch.no_grad():
                 tensor.copy_(state[name] if group.rank == 0 else tensor)
-            from_rank_0(tensor, group)
-    return lambda layout: from_first_rank(layout, state, group)
+            broadcast_tensor(tensor, group)
+    return lambda layout: broadcast_unit(layout, state, group)
 
 
-def from_first_rank(layout: UnitLayout, values: Mapping[str, torch.Tensor], group: Group) -> Fill:
+def broadcast_unit(layout: UnitLayout, values: Mapping[str, torch.Tensor], group: Group) -> Fill:
     """Broadcast a unit's values from data rank 0. Collective."""
     flat = torch.zeros(layout.size, dtype=torch.float32)
     offset_of = {slot.parameter.name: slot.offset for slot in layout.slots}
@@ -79,7 +79,7 @@ def from_first_rank(layout: UnitLayout, values: Mapping[str, torch.Tensor], grou
     return fill
 
 
-def from_rank_0(tensor: torch.Tensor, group: Group) -> None:
+def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
     """Broadcast a tensor of any dtype from rank 0."""
     if tensor.numel():
         values = tensor.detach().clone().contiguous().view(-1).view(torch.uint8)
@@ -141,7 +141,7 @@ def no_values(_: UnitLayout) -> Fill:
     return lambda parameter, first, out: None
 
 
-class OwnValues:
+class InitialValues:
     """Initial values of a module, asked for once per unit, in one order on all ranks.
 
     Made before the engine takes the module.
@@ -185,14 +185,14 @@ class OwnValues:
         if missing:
             values |= self._made(missing)
         if missing != values.keys():
-            return from_first_rank(layout, values, self._group)
+            return broadcast_unit(layout, values, self._group)
 
         def fill(parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
             out.copy_(values[parameter.name].view(-1)[first : first + out.numel()])
 
         return fill
 
-    def share_rest(self, ours: Collection[str], dtype: torch.dtype) -> None:
+    def broadcast_rest(self, ours: Collection[str], dtype: torch.dtype) -> None:
         """Broadcast from rank 0 the buffers, and the parameters that are not `ours`. Collective.
 
         Normalisation over batches computes in one precision: that of its weights.
@@ -208,13 +208,13 @@ class OwnValues:
                         f"{name} is {parameter.dtype} and on meta: hpczero does not know its"
                         " values; build the module with them"
                     )
-                from_rank_0(parameter, self._group)
+                broadcast_tensor(parameter, self._group)
         buffers = self._buffers()
         _refuse_unknown(
             [name for name in sorted(self._unknown_buffers) if buffers[name].isnan().any()]
         )
         for buffer in buffers.values():
-            from_rank_0(buffer, self._group)
+            broadcast_tensor(buffer, self._group)
 
     def _agree_on_tied(self, name: str, stages: Group) -> None:
         """Give all stages of a tied parameter the same values. Collective."""

@@ -34,7 +34,7 @@ _TAKEN = "_hpczero_engine_has_it"  # an attribute of parameters
 
 
 @dataclass(frozen=True)
-class SteppedSpan:
+class StepSpan:
     """Consecutive owned elements of one parameter, stepped in one go."""
 
     state: AdamWBuffers
@@ -82,7 +82,7 @@ class Unit:
             self.master = arena.take("master", count, torch.float32)
         else:
             self.master = self._weights_at(self.owned)
-        self.nothing = self.weights.new_full((), float("nan"))  # shown while values are away
+        self.nan = self.weights.new_full((), float("nan"))  # shown while values are away
         self.parameters = [self._parameter(slot) for slot in layout.slots]
         self._take_gradients(arena, gradient_dtype)
         self._views: dict[int, list[torch.Tensor]] = {}  # buffer's address -> parts of parameters
@@ -92,11 +92,11 @@ class Unit:
         starts = [slot.offset for slot in layout.slots[1:]] + [layout.size]
         gaps = zip(layout.slots, starts, strict=True)
         self._padding = [slice(slot.stop, start) for slot, start in gaps if slot.stop < start]
-        self._stepped: dict[frozenset[int], list[SteppedSpan]] = {}  # of the last step
+        self._stepped: dict[frozenset[int], list[StepSpan]] = {}  # of the last step
 
     def _parameter(self, slot: ParameterSlot) -> OwnedParameter:
         if self.sharded.parameters:
-            return ShardedParameter(self.nothing.expand(slot.shape))
+            return ShardedParameter(self.nan.expand(slot.shape))
         # .data has a count of its own: the parameter counts the writes to itself alone
         return OwnedParameter(self.part(self.weights, slot).data)
 
@@ -111,7 +111,7 @@ class Unit:
         self.reduced_shard = memory if sharded.gradients else self.send_buffer[self.shard]
         self.squares = self.weights.new_zeros(-(-layout.shard_size // BLOCK), dtype=torch.float32)
 
-    def belongs_to(self, owner: Owner) -> None:
+    def set_owner(self, owner: Owner) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
             parameter.known_as, parameter.owner = slot.parameter.name, owner
 
@@ -150,14 +150,14 @@ class Unit:
         for parameter in self.parameters:
             setattr(parameter, _TAKEN, False)
 
-    def stepped(self, absent: frozenset[int]) -> list[SteppedSpan]:
+    def spans_to_step(self, absent: frozenset[int]) -> list[StepSpan]:
         """Return the owned elements, without those of the `absent` parameters."""
         if absent not in self._stepped:
             names = frozenset(self.layout.slots[index].parameter.name for index in absent)
             self._stepped = {absent: list(self._spans(names))}
         return self._stepped[absent]
 
-    def _spans(self, left_out: Container[str]) -> Iterator[SteppedSpan]:
+    def _spans(self, left_out: Container[str]) -> Iterator[StepSpan]:
         owned, written = self.owned, self.written
         for begin, end in (
             (owned.start, written.start),
@@ -165,7 +165,7 @@ class Unit:
             (written.stop, owned.stop),
         ):
             writes = self._separate and begin == written.start
-            for slot, part in self.layout.stretches(begin, end):
+            for slot, part in self.layout.spans(begin, end):
                 if slot.parameter.name in left_out:
                     continue
                 elements = slice(part.start - owned.start, part.stop - owned.start)
@@ -176,12 +176,12 @@ class Unit:
                     self.gradient_to_step[elements],
                     self._weights_at(part) if writes else None,
                 )
-                yield SteppedSpan(state, slot.parameter.decays, slot.parameter.name)
+                yield StepSpan(state, slot.parameter.decays, slot.parameter.name)
 
     def fill_owned(self, fill: Fill) -> None:
         """Fill the owned elements of all parameters, and the weights that follow from them."""
         self.master.zero_()
-        for slot, part in self.layout.stretches(self.owned.start, self.owned.stop):
+        for slot, part in self.layout.spans(self.owned.start, self.owned.stop):
             start = part.start - self.owned.start
             for logical in slot.logical(part.start - slot.offset, part.stop - slot.offset):
                 count = logical.stop - logical.start
@@ -217,7 +217,7 @@ class Unit:
         """
         total = self.squares.new_zeros((), dtype=torch.float64)
         first = self.shard.start
-        for slot, part in self.layout.stretches(first, self.shard.stop):
+        for slot, part in self.layout.spans(first, self.shard.stop):
             if slot.parameter.split is None:
                 gradient = self.reduced_shard[part.start - first : part.stop - first]
                 total += gradient.double().square().sum()

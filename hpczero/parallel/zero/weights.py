@@ -23,8 +23,8 @@ from hpczero.parallel.zero import state_dict
 from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.gather import Gatherer, used_around_others
-from hpczero.parallel.zero.outside import Outside
-from hpczero.parallel.zero.parameters import give_values, given_up, handed_back
+from hpczero.parallel.zero.outside import ModuleGuard
+from hpczero.parallel.zero.parameters import give_up_parameter, give_values, hand_back_parameter
 from hpczero.parallel.zero.unit import Fill, Unit, take_moments
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.cpu import Pool
@@ -101,10 +101,12 @@ class Weights:
         self.names = [slot.parameter.name for unit in self.units for slot in unit.layout.slots]
         parameters = [parameter for unit in self.units for parameter in unit.parameters]
         build.install_parameters(self.module, dict(zip(self.names, parameters, strict=True)))
-        build.move_rest(self.module, self.device.torch)
+        build.move_unmanaged(self.module, self.device.torch)
         self.gatherer = self._gatherer(parts.layers, around) if self.sharded.parameters else None
         own_model = settings.own_model
-        self.outside = Outside(nn.Module(), ()) if own_model else Outside(self.module, self.units)
+        self.outside = (
+            ModuleGuard(nn.Module(), ()) if own_model else ModuleGuard(self.module, self.units)
+        )
         self._arriving: dict[Unit, Work] = {}  # whose new weights are not all here yet
         self._hooks = [
             part.register_forward_pre_hook(partial(self._wait_before, self.units_of(layer)))
@@ -144,9 +146,9 @@ class Weights:
             gatherer.hook(part, self.units_of(layer))
         for unit in self.units:
             if unit.layout.name in around:
-                gatherer.keep_place(unit)
+                gatherer.reserve(unit)
         if not self.settings.own_model:
-            gatherer.hook_calls(self.module, {part for part, _ in layers})
+            gatherer.hook_outer_calls(self.module, {part for part, _ in layers})
         return gatherer
 
     def fill(self, values: Values | None) -> None:
@@ -155,7 +157,7 @@ class Weights:
             unit.fill_owned(values(unit.layout) if values else self.initial_values)
             self._start_arriving(unit)
         self.weights_here()
-        self.outside.note()
+        self.outside.accept()
 
     def initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
         build.initial_values(parameter, self.settings.seed, first, out, self.pool)
@@ -215,7 +217,7 @@ class Weights:
             change(unit)
             self._start_arriving(unit)
         self.weights_here()
-        self.outside.note()
+        self.outside.accept()
 
     # -- parameters as a whole
 
@@ -248,7 +250,7 @@ class Weights:
         assert not self._others, "parts of whole tensors are not gathered this way"
         self.weights_here()
         wanted = {self.unit_of(parameter) for parameter in parameters}
-        self.outside.look()
+        self.outside.check()
         copied = [unit for unit in self.units if unit in wanted]
         if not modify and not self.sharded.parameters:
             copied = []
@@ -266,7 +268,7 @@ class Weights:
                 self.axis.group.broadcast(copy)
             self._take_changes(copies)
         else:
-            self.outside.look()
+            self.outside.check()
 
     def _copy(self, unit: Unit) -> torch.Tensor:
         if not self.sharded.parameters:
@@ -283,7 +285,7 @@ class Weights:
 
     def _hide(self, unit: Unit) -> None:
         if self.gatherer:
-            self.gatherer.done([unit])
+            self.gatherer.release([unit])
         else:
             _give_values(unit, unit.weights)
 
@@ -298,7 +300,7 @@ class Weights:
             unit.take_changes(copy, changed[unit])
             self._start_arriving(unit)
         self.weights_here()
-        self.outside.note()
+        self.outside.accept()
 
     def close(self, room: int = 0) -> None:
         """End threads, give shared memory back, and the module its parameters. Collective.
@@ -333,9 +335,9 @@ class Weights:
             weights = unit.weights.clone() if has_values and self.axis.shared else unit.weights
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 if has_values:
-                    handed_back(parameter, unit.part(weights, slot))
+                    hand_back_parameter(parameter, unit.part(weights, slot))
                 else:
-                    given_up(parameter, slot.parameter.name)
+                    give_up_parameter(parameter, slot.parameter.name)
 
 
 def _give_values(unit: Unit, whole: torch.Tensor) -> None:

@@ -136,7 +136,7 @@ def gradient(logits, address, targets, precision, columns, first, most_of, sum_o
         vector += threads
 
 
-def part_statistics(
+def shard_statistics(
     logits: torch.Tensor, targets: torch.Tensor, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = logits.shape
@@ -149,7 +149,7 @@ def part_statistics(
     return most, sums, target_logits
 
 
-def part_gradient_(
+def shard_gradient_(
     logits: torch.Tensor,
     targets: torch.Tensor,
     first: int,

@@ -35,7 +35,7 @@ from hpczero_kernels.cuda.vectors import (
     whole_number,
     widen,
 )
-from hpczero_kernels.dropout import Chosen, chosen_of, threshold
+from hpczero_kernels.dropout import DropoutParameters, dropout_parameters, threshold
 
 _words = inner(random.block_of_words.py_func)
 
@@ -141,7 +141,7 @@ def backward(
         store(sums, grad_bias, FP32, index, left, is_aligned)
 
 
-def _arguments(chosen: Chosen) -> tuple[int | float, ...]:
+def _arguments(chosen: DropoutParameters) -> tuple[int | float, ...]:
     """Return the parameters of dropout as the kernels take them: key to first_column."""
     return (
         chosen.key,
@@ -167,7 +167,7 @@ def dropout_forward(
         grid_over(rows, columns), threads_for(columns),
         x.data_ptr(), address_of(bias), bias is not None, address_of(residual),
         residual is not None, y.data_ptr(), CODES[x.dtype], rows, sample_rows, columns,
-        *_arguments(chosen_of(*chosen)), rows_aligned(columns, x, bias, residual, y),
+        *_arguments(dropout_parameters(*chosen)), rows_aligned(columns, x, bias, residual, y),
     )  # fmt: skip
     return y
 
@@ -186,7 +186,7 @@ def dropout_backward(
     backward.launch(
         grid, threads_for(columns),
         gradient.data_ptr(), grad_x.data_ptr(), grad_bias.data_ptr(), has_bias,
-        CODES[gradient.dtype], rows, sample_rows, columns, *_arguments(chosen_of(*chosen)),
+        CODES[gradient.dtype], rows, sample_rows, columns, *_arguments(dropout_parameters(*chosen)),
         rows_aligned(columns, gradient, grad_x, grad_bias),
     )  # fmt: skip
     return grad_x, grad_bias.sum(0).to(gradient.dtype)

@@ -17,7 +17,7 @@ from hpczero import safe_files
 _PAGE = 4096  # bytes
 
 
-class Pages(io.RawIOBase):
+class ImagePages(io.RawIOBase):
     """An image of a file, which keeps only the pages that were written.
 
     What lies between (data that has a place and no values yet) reads as zeros and takes no memory.
@@ -93,9 +93,9 @@ class Pages(io.RawIOBase):
 
 
 @contextmanager
-def made_in_memory(path: Path, **arguments: Any) -> Iterator[h5py.File]:
+def hdf5_image(path: Path, **arguments: Any) -> Iterator[h5py.File]:
     """Give an HDF5 file to fill; it is at this path, which must be new, after the block."""
-    pages = Pages()
+    pages = ImagePages()
     with h5py.File(pages, "w", libver=("earliest", "v110"), **arguments) as file:
         yield file
     pages.save(path)
