@@ -353,3 +353,9 @@ class OpenFolder:
 
     def __exit__(self, *error: object) -> None:
         os.close(self._descriptor)
+
+
+def free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -53,7 +53,7 @@ class SubmitHost:
 class BatchJob:
     name: str
     site: str  # "perlmutter/gpu"
-    site_profile: Site
+    facts: Site
     partition: Partition
     scheduler: str
     launcher: str
@@ -89,9 +89,7 @@ class BatchJob:
         """The job's largest cost, also in the site's own unit if it has one."""
         hours = self.nodes * self.walltime / 3600
         rate = self.partition.charge
-        charged = (
-            f", charged as {hours * rate:,.4g} {self.site_profile.charge_unit}" if rate else ""
-        )
+        charged = f", charged as {hours * rate:,.4g} {self.facts.charge_unit}" if rate else ""
         return f"at most {hours:,.4g} node-hours{charged}"
 
 
@@ -105,7 +103,7 @@ def plan(spec: Spec, here: SubmitHost, arguments: tuple[str, ...]) -> BatchJob:
     job = BatchJob(
         name=spec.name,
         site=name,
-        site_profile=site,
+        facts=site,
         partition=partition,
         scheduler=scheduler,
         launcher=_STARTS[scheduler] if batch.launcher == "auto" else batch.launcher,
@@ -203,7 +201,7 @@ def _queue_problems(job: BatchJob) -> Iterator[str]:
             f'batch.walltime = "{batch.walltime}" is more than the {longest} '
             f"that {named} allows for {job.nodes:,} nodes"
         )
-    if job.site_profile.account_required and not batch.account:
+    if job.facts.account_required and not batch.account:
         yield "batch.account is missing: this site wants to know who pays"
 
 

@@ -57,7 +57,7 @@ def render(job: BatchJob) -> str:
         "variable": _variable,
         "line": _line,
     }
-    template = job.site_profile.template or f"{job.scheduler}.sh.j2"
+    template = job.facts.template or f"{job.scheduler}.sh.j2"
     first = launch_command(replace(job, arguments=job.first)) if job.first else []
     try:
         with _no_longer_than(_LONGEST):
@@ -201,7 +201,8 @@ def _line(value: object) -> str:
     text = str(value)
     if not text.isprintable():
         raise InputError(
-            f"{toml_repr(text)} cannot stand in a batch script: it has characters that cannot be seen"
+            f"{toml_repr(text)} cannot stand in a batch script: "
+            "it has characters that cannot be seen"
         )
     return text
 

@@ -7,7 +7,6 @@ end, and one with a longer name was set aside. A folder whose name is not the on
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -227,12 +226,6 @@ def to_prune(
         else:
             old.append(step)
     return old
-
-
-def free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
 
 
 # -- what checkpoints there are, from manifests and file sizes: fast, without a look at the data -

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from hpczero import safe_files
 from hpczero.checkpoint import directory, index, manifest, shard_file
 from hpczero.checkpoint.manifest import INDEX, IndexFile, RankData, ShardFile, TrainingState
 from hpczero.checkpoint.piece_table import Table
@@ -318,7 +319,7 @@ class _Save:
 def _free(path: Path) -> str:
     """Return the free space as an error message says it; never fails itself."""
     try:
-        return f"{directory.free_bytes(path):,} bytes are free there"
+        return f"{safe_files.free_bytes(path):,} bytes are free there"
     except OSError as error:
         return f"how much is free there cannot be told: {error.strerror}"
 

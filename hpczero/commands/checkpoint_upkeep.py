@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hpczero import env
+from hpczero import env, safe_files
 from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.directory import (
     ASIDE,
@@ -236,7 +236,7 @@ def _bytes(text: str) -> int:
 
 
 def _refuse_without_space(path: Path, size: int) -> None:
-    free = directory.free_bytes(path.absolute())
+    free = safe_files.free_bytes(path.absolute())
     if free < size:
         raise InputError(
             f"{printable(str(path))}: {format_bytes(size)} are to be written, "

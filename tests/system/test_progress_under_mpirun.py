@@ -13,7 +13,7 @@ import sys
 from hpczero import env
 from hpczero.train import console
 if all(rank == 0 for rank, _ in env.launched_tasks().values()):
-    out = console.choose("auto", 2, 1)
+    out = console.choose_output("auto", 2, 1)
     for step in (1, 2):
         out.step(step, {"loss": 3.25, "tokens": 10, "step_seconds": 0.1})
     out.close()

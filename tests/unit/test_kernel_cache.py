@@ -17,13 +17,13 @@ pytest.importorskip("llvmlite")
 ONE = """
 import sys, time
 from pathlib import Path
-from hpczero.kernel_cache import once
+from hpczero.kernel_cache import once_per_computer
 folder = Path(sys.argv[1])
 def compiles():
     with (folder / "compiled").open("a") as file:
         file.write("x")
     time.sleep(0.3)
-once(folder, "done", compiles)
+once_per_computer(folder, "done", compiles)
 assert (folder / "compiled").read_text() == "x"
 """
 

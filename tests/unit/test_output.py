@@ -27,7 +27,7 @@ METRICS = {
 PROGRAM = """
 from hpczero.train import console
 import sys
-out = console.choose(sys.argv[1], 3, 1)
+out = console.choose_output(sys.argv[1], 3, 1)
 out.event("start", name="demo")
 for step in range(1, 4):
     out.step(step, {"loss": 3.25, "tokens": 10, "step_seconds": 0.1})
