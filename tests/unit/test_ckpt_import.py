@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import hpczero.checkpoint
+from hpczero import safe_files
 from hpczero.checkpoint import directory, import_safetensors
 from hpczero.checkpoint.safetensors import SafetensorsFile
 from hpczero.cli import main
@@ -131,7 +132,7 @@ def test_an_import_without_room_is_refused_before_anything_is_written(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        directory, "free_bytes", lambda path: asked.append(path) or 3 * 4 * 1000 - 1
+        safe_files, "free_bytes", lambda path: asked.append(path) or 3 * 4 * 1000 - 1
     )
     save_file({"w": np.ones(1000, np.float32)}, spec.parent / "in.safetensors")
     imported(spec, spec.parent / "in.safetensors", code=2)

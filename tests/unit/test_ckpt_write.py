@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpczero import safe_files
 from hpczero.checkpoint import directory
 from hpczero.checkpoint import save as write
 from hpczero.checkpoint.load import Checkpoint
@@ -121,7 +122,7 @@ def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(
 
     own = saver(tmp_path, asynchronous)
     monkeypatch.setattr(Writer, "finish", stale)
-    monkeypatch.setattr(directory, "free_bytes", stale)
+    monkeypatch.setattr(safe_files, "free_bytes", stale)
     with pytest.raises(
         SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"
     ):
