@@ -105,7 +105,7 @@ class Family:
     """All that hpczero knows of a family of models before it builds one.
 
     A plan names modules ("*" is any one part of a name) and their role among tensor ranks
-    (`parallel.tensor.plan.ROLES`).
+    (`parallel.parallelize.ROLES`).
     """
 
     model: str  # "module:class" of the torch model

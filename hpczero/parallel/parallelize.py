@@ -2,11 +2,15 @@
 
 Three kinds of models come to the same `ModelParts`: a family of hpczero's own, a module of
 somebody else, and one stage of such a module that is cut into a pipeline.
+
+A family's plan (`model.shapes.Family`) names the modules that tensor ranks share, each with its
+role; `apply_plan` replaces them.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -16,6 +20,7 @@ from hpczero.comm.node_group import NodeGroup
 from hpczero.comm.world import World
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
+from hpczero.model.shapes import Family, Layer
 from hpczero.parallel import user_module
 from hpczero.parallel.pipeline import user_stages
 from hpczero.parallel.pipeline.executor import Pipeline
@@ -29,14 +34,32 @@ from hpczero.parallel.pipeline.partition import (
 )
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
-from hpczero.parallel.tensor.linear import residual_of
-from hpczero.parallel.tensor.plan import apply_plan
+from hpczero.parallel.tensor.linear import (
+    ColumnLinear,
+    DropoutOnOwnRows,
+    OnOwnRows,
+    Residual,
+    RowLinear,
+    SequenceParts,
+    residual_of,
+)
+from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.parallel.user_module import Layers
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.state_dict import InitialValues, no_values
 from hpczero.parallel.zero.weights import DTYPES, EngineSettings, ModelParts
 from hpczero.spec.schema import Spec
+
+# the roles of modules among tensor ranks
+ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
+    "column": ColumnLinear,
+    "row": RowLinear,
+    "vocabulary": VocabularyLookup,
+    "vocabulary loss": VocabularyCrossEntropy,
+    "norm of rows": OnOwnRows,
+    "dropout of rows": DropoutOnOwnRows,
+}
 
 
 @dataclass(frozen=True)
@@ -151,6 +174,36 @@ def _own_model(site: Site, bare: bool) -> StepRunner:
     executor = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
     calls = [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks]
     return PipelineStage(engine, executor, chunks, calls)
+
+
+def apply_plan(
+    layers: Sequence[tuple[nn.Module, Layer]], family: Family, residual: Residual
+) -> None:
+    """Replace the serial modules of these layers by the parallel ones of the family's plan.
+
+    The model is on meta: the engine gives each rank its part of the parameters later.
+    """
+    plan = dict(family.tensor_plan)
+    if isinstance(residual, SequenceParts):
+        plan |= family.sequence_plan
+    for module, layer in layers:
+        for path, serial in list(module.named_modules()):
+            role = _role(plan, f"{layer.name}.{path}")
+            if role:
+                parent, _, name = path.rpartition(".")
+                setattr(module.get_submodule(parent), name, ROLES[role](serial, residual))
+
+
+def _role(plan: Mapping[str, str], name: str) -> str | None:
+    roles = [role for pattern, role in plan.items() if _matches(name, pattern)]
+    assert len(roles) <= 1, f"{name} has {len(roles)} entries in the plan"
+    return roles[0] if roles else None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    words = name.split(".")
+    wanted = pattern.split(".")
+    return len(words) == len(wanted) and all(map(fnmatchcase, words, wanted))
 
 
 def _user_stage(module: nn.Module, stage: user_stages.Stage, site: Site) -> StepRunner:

@@ -15,8 +15,8 @@ from hpczero.comm.world import World
 from hpczero.model import build, families, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.layout import tensor_part
+from hpczero.parallel.parallelize import apply_plan
 from hpczero.parallel.tensor.linear import residual_of
-from hpczero.parallel.tensor.plan import apply_plan
 from hpczero.spec.schema import Model
 
 pytestmark = pytest.mark.mpi

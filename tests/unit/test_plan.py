@@ -4,8 +4,8 @@ import pytest
 
 from hpczero.model import build
 from hpczero.model.families import FAMILIES, family, layers
+from hpczero.parallel.parallelize import ROLES, _matches
 from hpczero.parallel.tensor.linear import ColumnLinear, RowLinear
-from hpczero.parallel.tensor.plan import ROLES, _matches
 from hpczero.parallel.tensor.vocabulary import VocabularyLookup
 from hpczero.spec.schema import Model
 

@@ -1,9 +1,12 @@
-"""Carries out a pipeline schedule: one stage runs its actions in order and exchanges activations and gradients with its neighbours.
+"""Run a pipeline schedule: a stage carries out its actions and exchanges tensors with neighbours.
 
-Before an action its receives and those of the next few are started, so that what they bring travels while the stage computes; sends are waited for
-at the end only. An activation arrives in a buffer that becomes the input of the part itself; the buffer is used again when the backward
-is done. The shape of what arrives follows from the micro-batch: it is not sent, but for a model whose shapes nobody knows. Of such a one the first
-micro-batch of each shape brings a header in front of each activation, which says its shape, and receives are started when they are needed.
+Before an action its receives and those of the next few are started, so that messages travel while
+the stage computes. A stage waits for its sends at the end only. An activation arrives in a buffer
+that becomes the input of the part itself; the buffer is used again when the backward is done.
+
+The shape of a message follows from the micro-batch, so it is not sent. A user module's shapes are
+unknown: there the first micro-batch of each shape brings a header in front of each activation,
+which says its shape, and receives are started when they are needed.
 """
 
 from collections import deque
@@ -35,55 +38,64 @@ _MOST_DIMENSIONS = 64  # of a tensor
 
 
 class Parts(Protocol):
-    """What runs the parts of a stage."""
+    """The code that runs the parts of a stage."""
 
     def forward(self, chunk: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Part `chunk` of this stage. The first part of the model gets no x, the last one returns the summed loss."""
+        """Run part `chunk` of this stage and return its output.
+
+        The first part of the model gets no x; the last one returns the summed loss.
+        """
 
     def backward(self, chunk: int, output: Tensor, gradient: Tensor | None, last: bool) -> None:
-        """From what forward returned and its gradient (None: the loss) to the gradients of the parameters and of x (in x.grad). `last`: no
-        further backward of this chunk comes in this step.
+        """Compute the gradients of the parameters and of x (in x.grad).
+
+        `output` is what forward returned and `gradient` its gradient (None: output is the loss).
+        `last`: no further backward of this chunk comes in this step.
         """
 
 
 class Buffers:
-    """Memory in which messages arrive: as many buffers as are in use at the same time, each used again and again."""
+    """A pool of equal buffers in which messages arrive: as many as are in use at the same time."""
 
-    def __init__(self, dtype: torch.dtype, place: torch.device = CPU.torch) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU.torch) -> None:
         self.made = 0
-        self._dtype, self._place = dtype, place
-        self._size = 0  # elements
+        self._dtype = dtype
+        self._device = device
+        self._elements = 0  # of each buffer
         self._free: list[Tensor] = []
 
-    def hold(self, elements: int) -> None:
-        """From now on each holds at least so many elements. None is in use."""
+    def reserve(self, elements: int) -> None:
+        """Make every later buffer hold at least this many elements; no buffer is in use."""
         assert len(self._free) == self.made, f"{self.made - len(self._free)} buffers are in use"
-        if elements > self._size:
-            self._size, self.made = elements, 0
+        if elements > self._elements:
+            self._elements = elements
+            self.made = 0
             self._free.clear()
 
     def take(self) -> Tensor:
         if self._free:
             return self._free.pop()
         self.made += 1
-        return torch.empty(self._size, dtype=self._dtype, device=self._place)
+        return torch.empty(self._elements, dtype=self._dtype, device=self._device)
 
-    def alone(self, elements: int) -> Tensor:
-        """One that is not kept."""
-        return torch.empty(elements, dtype=self._dtype, device=self._place)
+    def outside_pool(self, shape: Sequence[int]) -> Tensor:
+        """Return a new tensor that is not given back."""
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
-        return self.made * self._size * self._dtype.itemsize
+        """Bytes of all buffers."""
+        return self.made * self._elements * self._dtype.itemsize
 
 
 class Pipeline:
-    """Of one rank: its group's ranks are the stages. `shape_of` says what the parts hand on of a micro-batch; None: they tell each other, once for
-    each shape of micro-batches.
+    """The pipeline as one rank sees it: the ranks of its group are the stages.
+
+    `shape_of` returns the shape of the activation that parts hand on of a micro-batch. Where it is
+    None, stages tell each other, once for each shape of micro-batches.
     """
 
     def __init__(
@@ -95,71 +107,79 @@ class Pipeline:
         dtype: torch.dtype,
     ) -> None:
         self.group = group
-        self.kind, self.chunks = kind, chunks
-        self.shape_of, self.dtype = shape_of, dtype
+        self.kind = kind
+        self.chunks = chunks
+        self.shape_of = shape_of
+        self.dtype = dtype
         self.buffers = Buffers(dtype, group.device.torch)
-        self._told: dict[
-            tuple[int, torch.Size], tuple[int, ...]
-        ] = {}  # part and micro-batch's shape -> shape of the part's output
+        # part and shape of the micro-batch -> shape of the part's output
+        self._learned_shapes: dict[tuple[int, torch.Size], tuple[int, ...]] = {}
         self._steps: dict[tuple[int, bool, int], tuple[Step, ...]] = {}
 
     def train(self, parts: Parts, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Forward and backward of all micro-batches, which every stage is given. On the last stage their losses; elsewhere none."""
+        """Run forward and backward of all micro-batches. Collective; every stage gets the same.
+
+        Return their losses on the last stage, an empty list elsewhere.
+        """
         return _Pass(self, parts, batches, trains=True).run()
 
     def evaluate(self, parts: Parts, batches: Sequence[MicroBatch]) -> list[Tensor]:
-        """Forward only. On the last stage the losses; elsewhere none."""
+        """Run the forwards only. Return the losses on the last stage, an empty list elsewhere."""
         with torch.no_grad():
             return _Pass(self, parts, batches, trains=False).run()
 
     def poll(self) -> None:
-        """Moves the messages under way. Large ones move in MPI calls only: what runs a part calls this between its layers."""
+        """Advance the messages in flight; call it between the layers of a part.
+
+        Large messages move only inside MPI calls.
+        """
         self.group.connection.progress.advance()
 
     def shape(self, part: int, batch: MicroBatch) -> tuple[int, ...] | None:
-        """Of a part's output; None as long as it is not known."""
-        return (
-            tuple(self.shape_of(batch))
-            if self.shape_of
-            else self._told.get((part, batch.tokens.shape))
-        )
+        """Return the shape of a part's output, or None while it is unknown."""
+        if self.shape_of:
+            return tuple(self.shape_of(batch))
+        return self._learned_shapes.get((part, batch.tokens.shape))
 
-    def told(self, part: int, batch: MicroBatch, shape: Sequence[int]) -> None:
-        self._told[part, batch.tokens.shape] = tuple(shape)
+    def learn_shape(self, part: int, batch: MicroBatch, shape: Sequence[int]) -> None:
+        self._learned_shapes[part, batch.tokens.shape] = tuple(shape)
 
-    def shapes_here(self, batches: Sequence[MicroBatch]) -> list[tuple[int, ...] | None]:
-        """Of all that this stage's parts take and give."""
-        own = range(self.group.rank, self.group.size * self.chunks, self.group.size)
-        made_by = {
-            number
-            for part in own
-            for number in (part - 1, part)
-            if 0 <= number < self.group.size * self.chunks - 1
+    def message_shapes(self, batches: Sequence[MicroBatch]) -> list[tuple[int, ...] | None]:
+        """Return the shapes of all activations that this stage's parts receive and send."""
+        stages = self.group.size
+        parts = stages * self.chunks
+        sources = {
+            source
+            for part in range(self.group.rank, parts, stages)
+            for source in (part - 1, part)
+            if 0 <= source < parts - 1
         }
-        return [self.shape(part, batch) for part in made_by for batch in batches]
+        return [self.shape(source, batch) for source in sources for batch in batches]
 
     def steps(self, micro_batches: int, trains: bool, ahead: int = AHEAD) -> tuple[Step, ...]:
-        """What this stage does; its schedule is made once for each number of micro-batches."""
-        found = self._steps.get((micro_batches, trains, ahead))
-        if found is None:
+        """Return this stage's steps; they are made once for each number of micro-batches."""
+        stage_steps = self._steps.get((micro_batches, trains, ahead))
+        if stage_steps is None:
             actions = schedule(self.kind, self.group.size, self.chunks, micro_batches)
-            found = steps(
-                actions if trains else forward_only(actions), self.chunks, self.group.rank, ahead
-            )
-            self._steps[micro_batches, trains, ahead] = found
-        return found
+            used = actions if trains else forward_only(actions)
+            stage_steps = steps(used, self.chunks, self.group.rank, ahead)
+            self._steps[micro_batches, trains, ahead] = stage_steps
+        return stage_steps
 
 
 @dataclass
 class _Arrival:
-    """A neighbouring part's result: on its way in a buffer, or made by this stage itself."""
+    """The result of a neighbouring part: in flight to a buffer, or made by this stage itself."""
 
     tensor: Tensor
     buffer: Tensor | None = None
     work: Work | None = None
 
-    def not_here(self, tensor: Tensor) -> Tensor:
-        """The same values outside of the buffer: what a part returns may be a view of what it was given."""
+    def copied_if_inside(self, tensor: Tensor) -> Tensor:
+        """Return the same values outside of the buffer.
+
+        The output of a part may be a view of its input.
+        """
         shares = (
             self.buffer is not None
             and tensor.untyped_storage().data_ptr() == self.buffer.untyped_storage().data_ptr()
@@ -168,29 +188,31 @@ class _Arrival:
 
 
 class _Pass:
-    """The way of a step's micro-batches through this stage."""
+    """The passage of a step's micro-batches through this stage."""
 
     def __init__(
         self, pipeline: Pipeline, parts: Parts, batches: Sequence[MicroBatch], trains: bool
     ) -> None:
-        self.pipeline, self.parts, self.batches, self.trains = pipeline, parts, batches, trains
-        self.group, self.buffers = pipeline.group, pipeline.buffers
+        self.pipeline = pipeline
+        self.parts = parts
+        self.batches = batches
+        self.trains = trains
+        self.group = pipeline.group
+        self.buffers = pipeline.buffers
         self.arrivals: dict[PartResult, _Arrival] = {}
-        self.kept: dict[
-            tuple[int, int], tuple[_Arrival | None, Tensor]
-        ] = {}  # chunk, micro-batch -> input and output
+        # chunk and micro-batch -> input and output of a forward, for its backward
+        self.kept: dict[tuple[int, int], tuple[_Arrival | None, Tensor]] = {}
         self.sends: deque[tuple[Work, Tensor]] = deque()
         self.losses: list[Tensor] = []
 
     def run(self) -> list[Tensor]:
         carry_out = {"forward": self._forward, "backward": self._backward}
-        shapes = self.pipeline.shapes_here(self.batches)
+        shapes = self.pipeline.message_shapes(self.batches)
         known = [prod(shape) for shape in shapes if shape is not None]
-        self.buffers.hold(max(known, default=0))
+        self.buffers.reserve(max(known, default=0))
         self.all_known = len(known) == len(shapes)
-        for step in self.pipeline.steps(
-            len(self.batches), self.trains, AHEAD if self.all_known else 0
-        ):
+        ahead = AHEAD if self.all_known else 0
+        for step in self.pipeline.steps(len(self.batches), self.trains, ahead):
             for result in step.posts:
                 self._post(result)
             carry_out[step.action.kind](step)
@@ -204,7 +226,8 @@ class _Pass:
         return self.losses
 
     def _forward(self, step: Step) -> None:
-        chunk, number = step.action.chunk, step.action.micro_batch
+        chunk = step.action.chunk
+        number = step.action.micro_batch
         arrival = self._arrived(step.needs)
         x = arrival.tensor.requires_grad_(self.trains) if arrival else None
         output = self.parts.forward(chunk, x, self.batches[number])
@@ -219,43 +242,45 @@ class _Pass:
             self._release(arrival)
 
     def _backward(self, step: Step) -> None:
-        arrival, output = self.kept.pop((step.action.chunk, step.action.micro_batch))
+        chunk = step.action.chunk
+        arrival, output = self.kept.pop((chunk, step.action.micro_batch))
         gradient = self._arrived(step.needs)
-        self.parts.backward(
-            step.action.chunk, output, gradient.tensor if gradient else None, step.last
-        )
+        self.parts.backward(chunk, output, gradient.tensor if gradient else None, step.last)
         if step.gives:
             assert arrival is not None
             x = arrival.tensor
-            self._hand_on(
-                step.gives, gradient, torch.zeros_like(x) if x.grad is None else x.grad
-            )  # None: x was of no use
+            x_gradient = torch.zeros_like(x) if x.grad is None else x.grad  # None: x was not used
+            self._hand_on(step.gives, gradient, x_gradient)
         self._release(gradient)
         self._release(arrival)
 
     def _post(self, result: PartResult) -> None:
-        source, shape = result.part % self.group.size, self._shape(result)
+        """Start the receive of a neighbour's result."""
+        source = result.part % self.group.size
+        shape = self._shape(result)
         if shape is None:
             shape = self._receive_header(result, source)
-        buffer = self.buffers.take() if self.all_known else self.buffers.alone(prod(shape))
-        tensor = buffer[: prod(shape)].view(shape)
-        self.arrivals[result] = _Arrival(
-            tensor, buffer if self.all_known else None, self.group.start_receive(tensor, source)
-        )
+        buffer = self.buffers.take() if self.all_known else None
+        if buffer is None:
+            tensor = self.buffers.outside_pool(shape)
+        else:
+            tensor = buffer[: prod(shape)].view(shape)
+        work = self.group.start_receive(tensor, source)
+        self.arrivals[result] = _Arrival(tensor, buffer, work)
 
     def _shape(self, result: PartResult) -> tuple[int, ...] | None:
-        made_by = result.part if result.name == "output" else result.part - 1
-        return self.pipeline.shape(made_by, self.batches[result.micro_batch])
+        source = result.part if result.name == "output" else result.part - 1
+        return self.pipeline.shape(source, self.batches[result.micro_batch])
 
     def _receive_header(self, result: PartResult, source: int) -> tuple[int, ...]:
         header = torch.empty(1 + _MOST_DIMENSIONS, dtype=torch.int64)
         self.group.start_receive(header, source).wait()
         count, *sizes = header.tolist()
-        self.pipeline.told(result.part, self.batches[result.micro_batch], sizes[:count])
+        self.pipeline.learn_shape(result.part, self.batches[result.micro_batch], sizes[:count])
         return tuple(sizes[:count])
 
     def _send_header(self, result: PartResult, shape: Sequence[int], target: int) -> None:
-        self.pipeline.told(result.part, self.batches[result.micro_batch], shape)
+        self.pipeline.learn_shape(result.part, self.batches[result.micro_batch], shape)
         if target != self.group.rank:
             header = torch.zeros(1 + _MOST_DIMENSIONS, dtype=torch.int64)
             header[: 1 + len(shape)] = torch.tensor([len(shape), *shape], dtype=header.dtype)
@@ -270,16 +295,17 @@ class _Pass:
         return arrival
 
     def _hand_on(self, result: PartResult, arrival: _Arrival | None, tensor: Tensor) -> None:
-        """`arrival` is what the tensor was made from, whose buffer is used again."""
-        own = arrival.not_here(tensor) if arrival else tensor
+        """Start the send of a result; `tensor` was made from `arrival`, whose buffer is reused."""
+        if arrival:
+            tensor = arrival.copied_if_inside(tensor)
         target = receiver(result, self.group.size)
         if self._shape(result) is None:
-            self._send_header(result, own.shape, target)
+            self._send_header(result, tensor.shape, target)
         if target == self.group.rank:
-            self.arrivals[result] = _Arrival(own)
+            self.arrivals[result] = _Arrival(tensor)
             return
-        own = own.contiguous()
-        self.sends.append((self.group.start_send(own, target), own))
+        tensor = tensor.contiguous()
+        self.sends.append((self.group.start_send(tensor, target), tensor))
         if not self.trains and self.all_known and len(self.sends) > _UNSENT:
             self._wait_for_oldest_send()
 
@@ -291,10 +317,14 @@ class _Pass:
             self.buffers.give_back(arrival.buffer)
 
     def _check(self, result: PartResult, output: Tensor) -> None:
-        known, own = self._shape(result), tuple(output.shape)
-        shape = own if known is None else known
-        if own != shape or output.dtype is not self.pipeline.dtype:
-            made = f"gives {output.dtype} {list(output.shape)} of micro-batch {result.micro_batch}"
-            expected = f"the next part expects {self.pipeline.dtype} {list(shape)}"
-            rule = "what parts hand on is of train.precision, and of one shape for all micro-batches of a shape, in training and evaluation"
-            raise InputError(f"part {result.part} of the pipeline {made}; {expected}: {rule}")
+        shape = tuple(output.shape)
+        expected = self._shape(result)
+        if expected is None:
+            expected = shape
+        if shape != expected or output.dtype is not self.pipeline.dtype:
+            raise InputError(
+                f"part {result.part} of the pipeline gives {output.dtype} {list(shape)} of "
+                f"micro-batch {result.micro_batch}; the next part expects {self.pipeline.dtype} "
+                f"{list(expected)}: an output has the dtype of train.precision, and one shape for "
+                "all micro-batches of the same shape, in training and evaluation"
+            )

@@ -1,23 +1,32 @@
-"""Pipeline schedules (pure): what each stage does, in which order.
+"""Pipeline schedules (pure): the actions of each stage and its messages, in order.
 
-The model is cut into stages x chunks parts; part c * stages + s is chunk c of stage s. A micro-batch goes forward through all parts and back
-through all of them. What a stage does with it is an action; each action makes *results*:
+The model is cut into stages x chunks parts; part c * stages + s is chunk c of stage s. A
+micro-batch goes forward through all parts and back through all of them. A stage's work on it is an
+action; each action makes *results*:
 
     output            of a part: from the output of the part before
     input gradient    of a part: from the input gradient of the part after; needs the own output
     weight gradient   of a part: needs the same
 
-So a result that is handed on is always made from the neighbour's result of the same name. Simulator and messages know results only: a
-schedule that splits backward in two adds two kinds to RESULTS.
+So a result that is handed on is always made from the neighbour's result of the same name.
+Simulator and messages know results only: a schedule that splits backward in two adds two kinds to
+RESULTS.
 
     gpipe         all forwards, then all backwards (Huang et al. 2019)
-    1f1b          as few forwards ahead as keep the later stages busy, then one backward after each forward (Narayanan et al. 2019)
-    interleaved   the same with several chunks a stage: the bubble is shorter by their number (Narayanan et al. 2021)
+    1f1b          as few forwards ahead as keep the later stages busy, then one backward after each
+                  forward (Narayanan et al. 2019)
+    interleaved   the same with several chunks a stage: the bubble is shorter by their number
+                  (Narayanan et al. 2021)
 
-With p stages, v chunks and m micro-batches, at equal times of all parts, gpipe and 1f1b idle (p - 1) / (m + p - 1) of the time. So does
-interleaved with (p - 1) / v in place of p - 1, if p divides m. Micro-batches that stage s has under way: m (gpipe), min(p - s, m) (1f1b), at most
+With p stages, v chunks and m micro-batches, at equal times of all parts, gpipe and 1f1b idle
+(p - 1) / (m + p - 1) of the time. So does interleaved with (p - 1) / v in place of p - 1, if p
+divides m. Micro-batches that stage s has in flight: m (gpipe), min(p - s, m) (1f1b), at most
 min(2 (p - s - 1) + (v - 1) p + 1, v m) of 1 / v the size (interleaved).
-In all of them a part's backwards go through the micro-batches in order, so gradients add up to the same bits.
+In all of them a part's backwards go through the micro-batches in order, so gradients add up to the
+same bits.
+
+The messages of a stage, and when it starts their receives, follow from the schedules of all stages
+(`steps`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,11 +37,8 @@ RESULTS: dict[str, tuple[str, ...]] = {
     "forward": ("output",),
     "backward": ("input gradient", "weight gradient"),
 }
-ALL_RESULTS = (
-    "output",
-    "input gradient",
-    "weight gradient",
-)  # in the order in which a part makes them
+# in the order in which a part makes them
+ALL_RESULTS = ("output", "input gradient", "weight gradient")
 HANDED_ON = {"output": 1, "input gradient": -1}  # to the next part, to the part before
 KINDS = ("gpipe", "1f1b", "interleaved")
 
@@ -48,7 +54,7 @@ class Action:
 
 
 class PartResult(NamedTuple):
-    """What a part makes of a micro-batch."""
+    """A tensor, or several, that a part makes of a micro-batch."""
 
     name: str
     part: int
@@ -61,38 +67,39 @@ Schedule = Sequence[Sequence[Action]]  # of every stage
 def schedule(
     kind: str, stages: int, chunks: int, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each stage does. Every kind is an order of the forwards, one of the backwards, and how many forwards come before the first backward.
+    """Return the actions of each stage.
 
-    Stages take the micro-batches in groups of as many as there are stages, a group through chunk 0, then through chunk 1, ...: when the last stage
-    ends a chunk, the first one begins the next. Where the last group is not full it is scheduled as if it were, and what does not
-    exist is left out: micro-batches do not need each other, so leaving some out takes nothing from the others.
+    Every kind is an order of the forwards, one of the backwards, and a number of forwards that come
+    before the first backward.
+
+    Stages take the micro-batches in groups of as many as there are stages, a group through chunk 0,
+    then through chunk 1, ...: when the last stage ends a chunk, the first one begins the next. A
+    last group that is not full is scheduled as if it were; then the micro-batches that do not exist
+    are left out. They do not need each other, so the others lack nothing.
     """
     assert kind in KINDS, f"no schedule {kind}: there are {', '.join(KINDS)}"
     assert min(stages, chunks, micro_batches) > 0, (stages, chunks, micro_batches)
     assert chunks == 1 or kind == "interleaved", f"{kind} has one chunk, not {chunks}"
-    groups = range(0, micro_batches, stages)
     order = [
-        (chunk, group + place)
-        for group in groups
+        (chunk, number)
+        for first in range(0, micro_batches, stages)
         for chunk in range(chunks)
-        for place in range(stages)
+        for number in range(first, first + stages)
     ]
-    forwards = [Action("forward", chunk, micro_batch) for chunk, micro_batch in order]
-    backwards = [
-        Action("backward", chunks - 1 - chunk, micro_batch) for chunk, micro_batch in order
-    ]
+    forwards = [Action("forward", chunk, number) for chunk, number in order]
+    backwards = [Action("backward", chunks - 1 - chunk, number) for chunk, number in order]
+    full = (
+        _alternating(forwards, backwards, _ahead(kind, stages, chunks, stage) or len(order))
+        for stage in range(stages)
+    )
     return tuple(
-        tuple(
-            action
-            for action in _alternating(forwards, backwards, ahead)
-            if action.micro_batch < micro_batches
-        )
-        for ahead in (_ahead(kind, stages, chunks, stage) or len(order) for stage in range(stages))
+        tuple(action for action in actions if action.micro_batch < micro_batches)
+        for actions in full
     )
 
 
 def forward_only(actions: Schedule) -> Schedule:
-    """For evaluation."""
+    """Return the forwards of a schedule, for evaluation."""
     return tuple(
         tuple(action for action in stage if RESULTS[action.kind] == ("output",))
         for stage in actions
@@ -100,7 +107,7 @@ def forward_only(actions: Schedule) -> Schedule:
 
 
 def needs(action: Action, stage: int, stages: int, chunks: int) -> PartResult | None:
-    """What an action takes from a neighbouring part; None where there is no neighbour on that side."""
+    """Return the result of a neighbouring part that an action takes, None without a neighbour."""
     part = action.chunk * stages + stage
     for name in RESULTS[action.kind]:
         neighbour = part - HANDED_ON.get(name, 0)
@@ -110,7 +117,7 @@ def needs(action: Action, stage: int, stages: int, chunks: int) -> PartResult | 
 
 
 def gives(action: Action, stage: int, stages: int, chunks: int) -> PartResult | None:
-    """What an action hands on to a neighbouring part."""
+    """Return the result that an action hands on to a neighbouring part, None without one."""
     part = action.chunk * stages + stage
     for name in RESULTS[action.kind]:
         if name in HANDED_ON and 0 <= part + HANDED_ON[name] < stages * chunks:
@@ -119,12 +126,12 @@ def gives(action: Action, stage: int, stages: int, chunks: int) -> PartResult | 
 
 
 def receiver(result: PartResult, stages: int) -> int:
-    """The stage that a result is handed on to."""
+    """Return the stage that a result is handed on to."""
     return (result.part + HANDED_ON[result.name]) % stages
 
 
 def _ahead(kind: str, stages: int, chunks: int, stage: int) -> int | None:
-    """How many forwards come before the first backward; None: all."""
+    """Return the number of forwards before the first backward; None: all."""
     after = stages - 1 - stage
     if kind == "gpipe":
         return None
@@ -132,25 +139,27 @@ def _ahead(kind: str, stages: int, chunks: int, stage: int) -> int | None:
 
 
 def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """So many forwards ahead, then a backward and a forward in turn, the rest of the backwards."""
+    """Return forwards ahead, then a backward and a forward in turn, then the other backwards."""
     pairs = zip(backwards, forwards[ahead:], strict=False)
     alternating = [action for pair in pairs for action in pair]
     return [*forwards[:ahead], *alternating, *backwards[len(forwards[ahead:]) :]]
 
 
-# What a pipeline stage sends and receives, and when it asks for it (pure): derived from the schedules of all stages.
+# ---------------------------------------------------------------------------- a stage's messages
 #
-# Messages between two ranks arrive in the order in which they were started, so a stage starts its receives from another one in the order in which
-# that one sends: the order of the actions there. Activations and gradients may come from the same stage, and may be needed in another order
-# than they come; what comes early waits in its buffer. A receive is started `ahead` actions before the one that needs it, together with
-# all that come before it.
+# Messages between two ranks arrive in the order in which they were started, so a stage starts its
+# receives from another one in the order in which that one sends: the order of the actions there.
+# Activations and gradients may come from the same stage, and may be needed in another order than
+# they come; an early one waits in its buffer. A receive is started `ahead` actions before the one
+# that needs it, together with all that come before it.
 AHEAD = 2  # actions: the next forward and the next backward
 
 
 @dataclass(frozen=True)
 class Step:
-    """An action with what belongs to it: the receives that are started before it, what it takes, what it hands on; `last`: the last one of
-    its chunk that makes weight gradients.
+    """An action with its messages: `posts` are the receives that are started before it.
+
+    `last`: no later action of its chunk makes weight gradients.
     """
 
     action: Action
@@ -161,7 +170,7 @@ class Step:
 
 
 def sent(actions: Schedule, chunks: int, source: int, target: int) -> Iterator[PartResult]:
-    """All that one stage sends to another one, in order."""
+    """Yield all results that one stage sends to another one, in order."""
     for action in actions[source]:
         result = gives(action, source, len(actions), chunks)
         if result is not None and receiver(result, len(actions)) == target:
@@ -169,44 +178,50 @@ def sent(actions: Schedule, chunks: int, source: int, target: int) -> Iterator[P
 
 
 def steps(actions: Schedule, chunks: int, stage: int, ahead: int) -> tuple[Step, ...]:
-    """Of one stage. What a stage makes for itself (its own next chunk, where it is the only one) is not received."""
-    stages, own = len(actions), actions[stage]
-    needed = [needs(action, stage, stages, chunks) for action in own]
+    """Return the steps of one stage.
+
+    The only stage of a pipeline makes the input of its next chunk itself, and receives nothing.
+    """
+    stages = len(actions)
+    needed = [needs(action, stage, stages, chunks) for action in actions[stage]]
     sources = {result.part % stages for result in needed if result is not None} - {stage}
-    coming = {source: sent(actions, chunks, source, stage) for source in sources}
+    incoming = {source: sent(actions, chunks, source, stage) for source in sources}
     posted: set[PartResult] = set()
 
     def post_until(result: PartResult | None) -> Iterator[PartResult]:
         while result is not None and result.part % stages != stage and result not in posted:
-            following = next(coming[result.part % stages])
+            following = next(incoming[result.part % stages])
             posted.add(following)
             yield following
 
     posts = [tuple(post_until(result)) for result in [*needed, *[None] * ahead]]
-    first = tuple(result for together in posts[: ahead + 1] for result in together)
+    first_posts = tuple(result for results in posts[: ahead + 1] for result in results)
     last = {
         action.chunk: number
-        for number, action in enumerate(own)
+        for number, action in enumerate(actions[stage])
         if "weight gradient" in RESULTS[action.kind]
     }
     return tuple(
         Step(
             action,
-            posts[number + ahead] if number else first,
+            posts[number + ahead] if number else first_posts,
             needed[number],
             gives(action, stage, stages, chunks),
             last=last.get(action.chunk) == number,
         )
-        for number, action in enumerate(own)
+        for number, action in enumerate(actions[stage])
     )
 
 
 def most_arrived(of_stage: Sequence[Step]) -> int:
-    """Messages that are on their way to the stage, or have arrived and are in use, at the same time: an activation until its backward is done (if
-    there is one), a gradient while its backward runs.
+    """Return the most messages that are in flight to a stage, or in use, at the same time.
+
+    An activation is in use until its backward is done (if there is one), a gradient while its
+    backward runs.
     """
     made = {result for step in of_stage for result in RESULTS[step.action.kind]}
-    last = max(made, key=ALL_RESULTS.index, default="output")  # that is made from an activation
+    # the last result that is made from an activation
+    last = max(made, key=ALL_RESULTS.index, default="output")
     inputs = {
         (step.action.chunk, step.action.micro_batch): step.needs
         for step in of_stage
@@ -216,12 +231,8 @@ def most_arrived(of_stage: Sequence[Step]) -> int:
     for step in of_stage:
         now += len(step.posts)
         most = max(most, now)
-        done = (
-            [inputs[step.action.chunk, step.action.micro_batch]]
-            if last in RESULTS[step.action.kind]
-            else []
-        )
+        if last in RESULTS[step.action.kind]:
+            now -= inputs[step.action.chunk, step.action.micro_batch] is not None
         if "input gradient" in RESULTS[step.action.kind]:
-            done.append(step.needs)
-        now -= sum(result is not None for result in done)
+            now -= step.needs is not None
     return most

@@ -1,7 +1,7 @@
-"""Runs a pipeline schedule on paper (pure): is it valid, how much does it keep, how long does it take?
+"""Simulate a pipeline schedule (pure): check it, time it and count the activations it keeps.
 
-Every stage carries out its actions in their order. An action begins when its stage is free and what it needs has arrived from the neighbouring
-part; results travel while the stages go on.
+Every stage carries out its actions in their order. An action begins when its stage is free and the
+result that it needs has arrived from the neighbouring part; results travel while the stages go on.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,10 @@ _SHOWN = 4  # mistakes written out
 
 
 class InvalidSchedule(HpczeroError):
-    """The schedule leaves something out, does something twice, in the wrong order, or never ends; `mistakes` says what."""
+    """The schedule is incomplete, repeats an action, is in a wrong order, or never ends.
+
+    `mistakes` are all of them, one line each.
+    """
 
     def __init__(self, mistakes: Sequence[str]) -> None:
         self.mistakes = tuple(mistakes)
@@ -31,7 +34,10 @@ class InvalidSchedule(HpczeroError):
 
 @dataclass(frozen=True)
 class Times:
-    """Of each kind of action, by part; of a transfer between part i and the next, in either direction. What is not given takes 1 and 0."""
+    """Durations: `actions` of each kind by part, 1 by default, and `transfers`, 0 by default.
+
+    Transfer i is the one between part i and the next, in either direction.
+    """
 
     actions: Mapping[str, Sequence[float]] = field(default_factory=dict)
     transfers: Sequence[float] = ()
@@ -52,7 +58,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """`spans`: when each stage does what. `peak_live`: on each stage, micro-batches times chunks whose activations are kept, at most."""
+    """The spans of each stage, and the most activations that it keeps at the same time.
+
+    `peak_live` counts micro-batches, each once for every chunk.
+    """
 
     spans: tuple[tuple[Span, ...], ...]
     peak_live: tuple[int, ...]
@@ -63,7 +72,7 @@ class Simulation:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Of each stage, the share of the whole time in which it does nothing."""
+        """The fraction of the time in which each stage does nothing."""
         return tuple(
             1 - sum(span.end - span.begin for span in spans) / self.makespan for spans in self.spans
         )
@@ -72,12 +81,12 @@ class Simulation:
 def simulate(
     actions: Schedule, chunks: int, micro_batches: int, times: Times | None = None
 ) -> Simulation:
-    """InvalidSchedule, or what comes of it. A schedule without any backward is valid too: an evaluation."""
-    results = (
-        ALL_RESULTS
-        if any(set(RESULTS[action.kind]) - {"output"} for stage in actions for action in stage)
-        else ALL_RESULTS[:1]
-    )
+    """Return the course of a schedule, or raise InvalidSchedule.
+
+    A schedule without any backward is valid too: an evaluation.
+    """
+    made = {result for stage in actions for action in stage for result in RESULTS[action.kind]}
+    results = ALL_RESULTS if made - {"output"} else ALL_RESULTS[:1]
     mistakes = [
         mistake
         for number, stage in enumerate(actions)
@@ -92,42 +101,44 @@ def simulate(
 def _mistakes(
     stage: int, actions: Sequence[Action], chunks: int, micro_batches: int, results: Sequence[str]
 ) -> Iterator[str]:
-    """Each chunk of a stage must make all results of every micro-batch once, in their order."""
+    """Yield the mistakes: a chunk must make all results of every micro-batch once, in order."""
     made: dict[tuple[int, int], list[str]] = {
         (chunk, number): [] for chunk in range(chunks) for number in range(micro_batches)
     }
     for action in actions:
         if (action.chunk, action.micro_batch) not in made:
-            yield f"stage {stage}: {action}, but there are {chunks} chunks and {micro_batches} micro-batches"
+            limits = f"{chunks} chunks and {micro_batches} micro-batches"
+            yield f"stage {stage}: {action}, but there are {limits}"
         else:
             made[action.chunk, action.micro_batch] += RESULTS[action.kind]
-    for (chunk, number), found in made.items():
-        if found != list(results):
-            what = ", ".join(found) or "nothing"
-            yield f"stage {stage}: micro-batch {number} in chunk {chunk} makes {what} (it should be {', '.join(results)})"
+    for (chunk, number), names in made.items():
+        if names != list(results):
+            makes = ", ".join(names) or "nothing"
+            expected = ", ".join(results)
+            where = f"stage {stage}: micro-batch {number} in chunk {chunk}"
+            yield f"{where} makes {makes} (it should be {expected})"
 
 
 def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span, ...], ...]:
+    """Return the spans of each stage, or raise InvalidSchedule at a deadlock."""
     stages = len(actions)
     spans: list[list[Span]] = [[] for _ in actions]
     made: dict[PartResult, float] = {}
-    waiting: dict[PartResult, int] = {}  # for what -> the stage that waits for it
+    waiting: dict[PartResult, int] = {}  # result -> the stage that waits for it
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
         clock = spans[stage][-1].end if spans[stage] else 0.0
         for action in actions[stage][len(spans[stage]) :]:
-            part, needed = action.chunk * stages + stage, needs(action, stage, stages, chunks)
-            if needed is not None and needed not in made:
-                waiting[needed] = stage
-                break
-            begin = (
-                clock
-                if needed is None
-                else max(
-                    clock, made[needed] + (times.transfer(part, needed.part) if stages > 1 else 0.0)
-                )
-            )
+            part = action.chunk * stages + stage
+            needed = needs(action, stage, stages, chunks)
+            begin = clock
+            if needed is not None:
+                if needed not in made:
+                    waiting[needed] = stage
+                    break
+                transfer = times.transfer(part, needed.part) if stages > 1 else 0.0
+                begin = max(clock, made[needed] + transfer)
             clock = begin + times.of(action.kind, part)
             spans[stage].append(Span(action, begin, clock))
             for name in RESULTS[action.kind]:
@@ -136,22 +147,27 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
                 if result in waiting:
                     ready.append(waiting.pop(result))
     if waiting:
+        stuck = sorted(waiting.items())
         raise InvalidSchedule(
-            [
-                _stuck(stage, actions[stage][len(spans[stage])], needed, stages)
-                for needed, stage in sorted(waiting.items())
-            ]
+            [_stuck(at, actions[at][len(spans[at])], needed, stages) for needed, at in stuck]
         )
     return tuple(map(tuple, spans))
 
 
 def _stuck(stage: int, action: Action, needed: PartResult, stages: int) -> str:
-    whom = f"the {needed.name} of micro-batch {needed.micro_batch} from chunk {needed.part // stages} of stage {needed.part % stages}"
-    return f"deadlock: stage {stage} stands at the {action}, waiting for {whom}"
+    chunk, source = divmod(needed.part, stages)
+    return (
+        f"deadlock: stage {stage} stands at the {action}, waiting for the {needed.name} of "
+        f"micro-batch {needed.micro_batch} from chunk {chunk} of stage {source}"
+    )
 
 
 def _peak_live(actions: Sequence[Action], last_result: str) -> int:
-    """Activations live from the output to the last result that is made from them; an evaluation keeps them during the action alone."""
+    """Return the most activations that live at the same time.
+
+    They live from the output to the last result that is made from them; in an evaluation, during
+    the action alone.
+    """
     live = peak = 0
     for action in actions:
         live += "output" in RESULTS[action.kind]
