@@ -21,7 +21,7 @@ _SHOWN = 4  # groups, ranks or choices written out before a list is cut short
 
 @dataclass(frozen=True)
 class Grid:
-    """Build it with `Grid.build`. `axes` and `sizes` run from the innermost to the outermost axis."""
+    """Build it with `Grid.build`. `axes` and `sizes` run from the innermost axis outwards."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -61,7 +61,7 @@ class Grid:
         return self.place_of_rank[rank] // self._stride[axis] % self.size(axis)
 
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return the ranks that differ from `rank` along these axes only, innermost axis fastest."""
+        """Return the ranks that differ from `rank` along these axes only, innermost fastest."""
         steps = [self.coordinate(rank, axis) * self._stride[axis] for axis in axes]
         return self._group(self.place_of_rank[rank] - sum(steps), axes)
 

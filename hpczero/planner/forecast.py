@@ -125,7 +125,8 @@ def sharing_left_out(zero: Zero, grid: Grid) -> str:
     if grid.nodes_cut_data_alike or not any(shares_nodes(zero, counts) for counts in per_node):
         return ""
     return (
-        f"zero.node_shared = {toml_repr(zero.node_shared)} shares nothing: nodes divide the data ranks "
+        f"zero.node_shared = {toml_repr(zero.node_shared)} shares nothing: "
+        "nodes divide the data ranks "
         "of the tensor ranks differently, which would then round differently; a number of ranks "
         "per node that parallel.tensor divides makes it possible"
     )

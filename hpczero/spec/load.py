@@ -223,7 +223,8 @@ def as_markdown() -> str:
     page = _INTRODUCTION
     page += "".join(f"- `{role}`: {meaning}\n" for role, meaning in ROLES.items())
     for table, entries in tables().items():
-        page += f"\n## {f'[{table}]' if table else 'Above all tables'}\n\n{table_description(table)}\n\n"
+        title = f"[{table}]" if table else "Above all tables"
+        page += f"\n## {title}\n\n{table_description(table)}\n\n"
         page += "| key | default | allowed | role | meaning |\n|---|---|---|---|---|\n"
         page += "".join(_row(key) for key in entries.values())
     return page.rstrip("\n")

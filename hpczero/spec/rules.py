@@ -97,7 +97,8 @@ def _schedule(spec: Spec) -> Iterator[Contradiction]:
     if decay and name != "wsd":
         yield Contradiction(
             ("schedule.decay_steps", "schedule.name"),
-            f'schedule.decay_steps = {decay} is for "wsd" only, and schedule.name = {toml_repr(name)}: '
+            f'schedule.decay_steps = {decay} is for "wsd" only, '
+            f"and schedule.name = {toml_repr(name)}: "
             "set it to 0",
         )
     if schedule.min_lr > lr:

@@ -132,7 +132,8 @@ def _missing(implementation: Implementation) -> str:
         if torch.version.cuda is None:
             return "the kernels are for NVIDIA's GPUs"
         if torch.cuda.get_device_capability() < MIN_CAPABILITY:
-            return f"the kernels need a GPU of compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+            least = ".".join(map(str, MIN_CAPABILITY))
+            return f"the kernels need a GPU of compute capability {least}"
     return implementation.missing_reason()
 
 

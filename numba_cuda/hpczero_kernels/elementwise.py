@@ -66,7 +66,8 @@ def _fake_backward(
 
 _gelu_forward = operator(
     "gelu_forward(Tensor x, Tensor? bias, bool by_tanh) -> Tensor",
-    gelu_forward_reference, "elementwise:gelu_forward", lambda x, bias, by_tanh: empty_contiguous(x),
+    gelu_forward_reference, "elementwise:gelu_forward",
+    lambda x, bias, by_tanh: empty_contiguous(x),
 )  # fmt: skip
 _gelu_backward = operator(
     "gelu_backward(Tensor gradient, Tensor x, Tensor? bias, bool by_tanh) -> (Tensor, Tensor)",

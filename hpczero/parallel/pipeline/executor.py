@@ -261,10 +261,9 @@ class _Pass:
         if shape is None:
             shape = self._receive_header(result, source)
         buffer = self.buffers.take() if self.all_known else None
-        if buffer is None:
+        tensor = None if buffer is None else buffer[: prod(shape)].view(shape)
+        if tensor is None:
             tensor = self.buffers.outside_pool(shape)
-        else:
-            tensor = buffer[: prod(shape)].view(shape)
         work = self.group.start_receive(tensor, source)
         self.arrivals[result] = _Arrival(tensor, buffer, work)
 
