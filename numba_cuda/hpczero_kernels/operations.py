@@ -43,7 +43,8 @@ from hpczero_kernels.norm import (
 # Forward is PyTorch's flash attention (Dao et al. 2022). PyTorch's backward on CPUs works with
 # small tiles in scalar code where a sequence is short. There the backward of this module
 # computes the probabilities again, P = exp(q k^T / sqrt(head_dim) - logsumexp), a few heads
-# at a time, and 
+# at a time, and
+#
 #     dv = P^T do;   dS = P (do v^T - rowsum(do o))
 #     dq = dS k / sqrt(head_dim);   dk = dS^T q / sqrt(head_dim)
 #
