@@ -26,7 +26,7 @@ def nothing_forced() -> Iterator[None]:
 
 
 def test_the_best_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Implementation, "missing", lambda self: "")
+    monkeypatch.setattr(Implementation, "missing_reason", lambda self: "")
     on_gpu, on_cpu = (
         dispatch._decide(operation, device, "bfloat16", True)
         for operation, device in (("adamw", "cuda"), ("adamw", "cpu"))
@@ -55,7 +55,7 @@ def test_what_is_missing_is_passed_over_and_said_once(
 ) -> None:
     monkeypatch.setattr(
         Implementation,
-        "missing",
+        "missing_reason",
         lambda self: "the package numba-cuda is not installed" if self.name == "cuda" else "",
     )
     with caplog.at_level(logging.INFO, "hpczero_kernels"):
@@ -92,7 +92,7 @@ def test_a_gpu_that_the_kernels_are_not_for_has_torchs(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Implementation, "missing", lambda self: "")
+    monkeypatch.setattr(Implementation, "missing_reason", lambda self: "")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
