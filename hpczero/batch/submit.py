@@ -29,7 +29,7 @@ from hpczero.batch.command import QueuedJob, Transient
 from hpczero.batch.job import BatchJob, SubmitHost, plan, print_notes, refuse_launcher
 from hpczero.batch.render import render
 from hpczero.batch.submission import Submission
-from hpczero.data.supply import count_tokens
+from hpczero.data.samples import count_tokens
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
 from hpczero.safe_files import make_folder, make_own_folder, write_text

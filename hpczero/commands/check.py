@@ -33,7 +33,7 @@ def check(options: Namespace) -> int:
         else:
             print(_explanation(loaded, options.explain))
         return 0
-    from hpczero.data.supply import count_tokens
+    from hpczero.data.samples import count_tokens
 
     spec = loaded.spec
     supply = count_tokens(spec)
@@ -124,7 +124,7 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
 
 def _layout(spec: Spec, node_of_rank: list[int], node: "Hardware", platform: "Platform") -> Layout:
     from hpczero.comm.grid import Grid
-    from hpczero.data.sampler import micro_batch_sizes
+    from hpczero.data.samples import micro_batch_sizes
     from hpczero.model.families import known, layers
     from hpczero.planner import forecast
     from hpczero.planner.volumes import resolved

@@ -14,7 +14,7 @@ from hpczero.batch import sites
 from hpczero.batch.job import SubmitHost, plan, print_notes
 from hpczero.batch.render import render as script_of
 from hpczero.batch.sites import Limit, Partition, all_names, facts
-from hpczero.data.supply import count_tokens
+from hpczero.data.samples import count_tokens
 from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hpczero.comm.grid import Grid
-from hpczero.data.sampler import micro_batch_sizes
+from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known
 from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import UnitLayout

@@ -38,7 +38,7 @@ from typing import Any
 
 from hpczero.comm.grid import Grid, impossible, order_is_free
 from hpczero.comm.trace import evenly
-from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes
+from hpczero.data.samples import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
 from hpczero.model.shapes import Layer

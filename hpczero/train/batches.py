@@ -20,8 +20,8 @@ from operator import add
 import numpy as np
 import torch
 
-from hpczero.data import sampler
 from hpczero.data.dataset import TokenSource
+from hpczero.data.samples import micro_batches_of, window
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
 
@@ -41,7 +41,7 @@ class Batches:
         Some are empty if there are more ranks than samples.
         """
         train = self.spec.train
-        return sampler.micro_batches_of(
+        return micro_batches_of(
             self.data_rank, train.global_batch, train.micro_batch, self.data_ranks
         )
 
@@ -76,8 +76,8 @@ class Batches:
         """Read these positions of the global batch whose first sample is `first`."""
         rows = np.empty((len(positions), self.spec.model.seq_len + 1), np.int64)
         for row, position in zip(rows, positions, strict=True):
-            window = sampler.window(self.spec.seed, windows, first + position)
-            self.source.fill(split, window, row)
+            number = window(self.spec.seed, windows, first + position)
+            self.source.fill(split, number, row)
         text = torch.from_numpy(rows)
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
         return MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)

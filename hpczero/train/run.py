@@ -16,7 +16,7 @@ from typing import Any
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.data.dataset import TokenSource, open_source
-from hpczero.data.sampler import micro_batch_sizes
+from hpczero.data.samples import micro_batch_sizes
 from hpczero.errors import InputError, Stopped
 from hpczero.model import build, families
 from hpczero.model.shapes import Layer

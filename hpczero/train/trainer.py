@@ -20,7 +20,7 @@ from hpczero import env
 from hpczero.checkpoint.save import SaveFailed
 from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
-from hpczero.data.sampler import Prefetcher
+from hpczero.data.samples import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.step import StepRunner

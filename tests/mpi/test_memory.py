@@ -11,7 +11,7 @@ import torch
 from hpczero.comm.grid import Grid
 from hpczero.comm.trace import Trace
 from hpczero.comm.world import World
-from hpczero.data.sampler import micro_batch_sizes
+from hpczero.data.samples import micro_batch_sizes
 from hpczero.model import families
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.parallelize import assemble

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpczero.comm.world import World
-from hpczero.data.sampler import micro_batches_of
+from hpczero.data.samples import micro_batches_of
 from hpczero.errors import HpczeroError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.executor import Buffers, Pipeline

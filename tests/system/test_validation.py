@@ -118,7 +118,7 @@ def losses(weights: "dict[str, torch.Tensor]", windows: "torch.Tensor") -> "torc
 
 def intervals_with_the_loss(of_split: "torch.Tensor", windows: "torch.Tensor") -> int:
     """Count, of 20 seeds, those whose interval of 95 % has the whole split's loss in it."""
-    from hpczero.data.sampler import window
+    from hpczero.data.samples import window
     from hpczero.model.batch import MicroBatch
     from hpczero.train.batches import Tally
 
@@ -138,7 +138,7 @@ def intervals_with_the_loss(of_split: "torch.Tensor", windows: "torch.Tensor") -
 def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from hpczero.data.sampler import window
+    from hpczero.data.samples import window
 
     for name in ("text.h5", "spec.toml"):
         shutil.copy(folder / name, tmp_path)

@@ -29,7 +29,7 @@ ALLOWED = {
     "spec.rules": {"errors", "text", "model.families"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
-    "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "data.sampler"}
+    "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "data.samples"}
     | {"model.shapes", "model.families"}
     | {"parallel.layout", "parallel.states"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"},
@@ -43,7 +43,7 @@ ALLOWED = {
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
     | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
     | {"checkpoint", "hpczero_kernels", ""},
-    "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.supply"}
+    "batch": {"errors", "env", "lock", "safe_files", "text", "spec", "comm.grid", "data.samples"}
     | {"model.families", "planner", "train.run_directory", "train", ""},
     "doctor": {"errors", "env", "machine", "safe_files", "text", "comm", "hpczero_kernels", ""},
     "commands": {"errors", "env", "kernel_cache", "lock", "safe_files", "text", "spec", "batch"}

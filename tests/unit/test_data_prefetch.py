@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpczero.data.sampler import Prefetcher
+from hpczero.data.samples import Prefetcher
 
 WAIT = 10.0  # seconds after which something that must happen has not
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from hpczero.data.sampler import micro_batch_counts, micro_batch_sizes, micro_batches_of, window
+from hpczero.data.samples import micro_batch_counts, micro_batch_sizes, micro_batches_of, window
 
 
 def micro_batches(global_batch: int, micro_batch: int, ranks: int) -> list[list[range]]:

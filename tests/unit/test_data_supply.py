@@ -7,7 +7,7 @@ import pytest
 
 from hpczero.cli import main
 from hpczero.data.corpus import tokenizer
-from hpczero.data.supply import IDS, count_tokens
+from hpczero.data.samples import IDS, count_tokens
 from hpczero.errors import InputError
 from hpczero.spec.schema import Data, Model, Spec, Train
 from tests.launch import Finished, hpczero, launch

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpczero.data.sampler import window
+from hpczero.data.samples import window
 from hpczero.model.batch import MicroBatch
 from hpczero.train.batches import Tally, Validation
 
