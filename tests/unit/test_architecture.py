@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.measure_house import ROOMS, circles, imports
+from scripts.measure_house import ROOMS, circles, imports, measure
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
@@ -293,6 +293,12 @@ def test_no_line_is_wider_than_a_page() -> None:
         if len(line) > WIDEST
     ]
     assert not wide, "\n".join(wide)
+
+
+def test_docstrings_say_the_contract() -> None:
+    """They begin with an imperative or a noun; one in twenty may be a clause."""
+    house = measure(CHECKOUT)
+    assert house.evasive_docstrings < house.docstrings / 20
 
 
 @pytest.mark.parametrize("word", ["utils", "helpers", "manager", "misc", "common"])
