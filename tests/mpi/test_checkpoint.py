@@ -263,7 +263,11 @@ def test_ranks_meet_while_one_is_slow(
         world, divided(shared_folder, asynchronous=asynchronous, keep=1, writers="rank")
     ) as (_, checkpoints):
         of_last, of_first = (
-            ((shard_file, "make"), (shard_file.Writer, "finish"), (shard_file, "rest")),
+            (
+                (shard_file, "make_file"),
+                (shard_file.Writer, "finish"),
+                (shard_file, "structure_checksum"),
+            ),
             ((directory, "remove"), (manifest, "write")),
         )
         for owner, name, rank in [(*one, last) for one in of_last] + [
