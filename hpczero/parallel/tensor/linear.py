@@ -1,15 +1,28 @@
-"""Tensor parallelism (Shoeybi et al. 2019): the ranks of a tensor group share each layer's products.
+"""Tensor parallelism (Shoeybi et al. 2019): tensor ranks share the products of each layer.
 
-A plan says which modules of a model are replaced by ones that work with this rank's part of their parameters:
+A plan (`parallelize.apply_plan`) replaces modules of a model by ones that work with this rank's
+part of their parameters:
 
-    column  y_part = x W_part^T     x whole; the parts of y lie side by side: heads, columns of the feed-forward part, logits
+    column  y_part = x W_part^T     x is whole; the parts of y lie side by side: heads, columns of
+                                    the feed-forward layer, logits
     row     y = sum of x_part W_part^T + bias        the input is such a part
 
-so that a column, what works on each column (or head) alone, and a row need one sum over the ranks in forward (after the row) and one in
-backward (of the gradient of the column's input). Whether those sums are whole on every rank is `sequence`'s business. Values that ranks hold
-in common are bitwise equal on them, gradients of replicated parameters included: nobody has to make them equal afterwards.
+A column, then modules that work on each column (or head) alone, then a row need one sum over the
+ranks in forward (after the row) and one in backward (of the gradient of the column's input).
+Values that ranks hold in common are bitwise equal on them, gradients of replicated parameters
+included: nobody has to make them equal afterwards.
 
-Parameters keep their names. The engine gives the modules their parts (`layout.tensor_part`), and needs to know nothing else.
+Parameters keep their names. The engine gives the modules their parts (`layout.tensor_part`), and
+needs to know nothing else.
+
+The residual stream, the activation that layers hand on and add to, is either whole on every rank or
+(sequence parallelism, Korthikanti et al. 2022) cut along the positions. Then norms, dropout and
+sums are shared as well, and so are the activations that they keep for backward. An all-reduce is a
+reduce-scatter and an all-gather; sequence parallelism gathers once more, in the backward of each
+column-parallel layer: five all-reduces a block in place of four.
+
+Legend: whole [samples, seq, hidden], own part [samples, rows, hidden], messages
+[ranks, samples, longest part, hidden].
 """
 
 from collections.abc import Callable
@@ -26,28 +39,23 @@ from hpczero.model import maps
 from hpczero.parallel.layout import share
 from hpczero_kernels.dropout import ActivationWindow
 
-# How the residual stream, what layers hand on and add to, lies over the tensor ranks.
-#
-# Between the products that tensor ranks share, either every rank has the whole of it, or (sequence parallelism, Korthikanti et al. 2022) a part
-# of the positions, so that norms, dropout and sums are shared as well, and so is what they keep for backward. An all-reduce is a reduce-scatter
-# and an all-gather; the second way gathers once more, in the backward of each column-parallel layer: five all-reduces a block in place of four.
-#
-# The two directions, each of which is the other's backward, are started and give a function that waits for the result: `start_whole` (of what this
-# rank has, everything) and `start_sum` (of the sum over ranks of what each has computed of everything, what this rank has).
-#
-# Legend: whole [samples, seq, hidden], own part [samples, rows, hidden], on the wire [ranks, samples, longest part, hidden].
-Wait = Callable[[], torch.Tensor]
+Wait = Callable[[], torch.Tensor]  # waits for a collective and returns its result
 
 
 class Residual(Protocol):
+    """The layout of the residual stream: two collectives, each of which is the other's backward."""
+
     group: Group
     rows: slice  # the positions that this rank has
 
-    def start_whole(self, own: torch.Tensor) -> Wait: ...
+    def start_gather(self, own: torch.Tensor) -> Wait:
+        """Start to gather the whole stream from the parts of all ranks."""
 
     def start_sum(self, partial: torch.Tensor) -> Wait:
-        """`partial` may be overwritten."""
-        ...
+        """Start to sum whole streams over the ranks; the result is this rank's part of the sum.
+
+        `partial` may be overwritten.
+        """
 
 
 def residual_of(group: Group, sequence_parallel: bool, seq_len: int) -> Residual:
@@ -62,7 +70,7 @@ class Replicated:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def start_whole(self, own: torch.Tensor) -> Wait:
+    def start_gather(self, own: torch.Tensor) -> Wait:
         return lambda: own
 
     def start_sum(self, partial: torch.Tensor) -> Wait:
@@ -76,8 +84,10 @@ class Replicated:
 
 
 class SequenceParts:
-    """Every rank has a part of the positions; where the ranks do not divide them, the first ranks have one more, and what is sent is
-    padded, with anything.
+    """Every rank has a part of the positions.
+
+    Where the ranks do not divide them, the first ranks have one more, and messages are padded with
+    arbitrary values.
     """
 
     def __init__(self, group: Group, seq_len: int) -> None:
@@ -86,36 +96,35 @@ class SequenceParts:
         self.rows = self.parts[group.rank]
         self._lengths = [part.stop - part.start for part in self.parts]
 
-    def start_whole(self, own: torch.Tensor) -> Wait:
+    def start_gather(self, own: torch.Tensor) -> Wait:
         samples, rows, hidden = own.shape
         assert rows == self._lengths[self.group.rank], (
             f"{rows} positions of a sequence; rank {self.group.rank} has {self.rows}"
         )
-        wire = own.new_empty(self.group.size, samples, self._lengths[0], hidden)
+        gathered = own.new_empty(self.group.size, samples, self._lengths[0], hidden)
         sent = own.contiguous()
         if rows < self._lengths[0]:
-            sent = wire[self.group.rank]
+            sent = gathered[self.group.rank]
             sent[:, :rows] = own
-        work = self.group.start_all_gather(wire, sent)
+        work = self.group.start_all_gather(gathered, sent)
 
         def wait() -> torch.Tensor:
             work.wait()
-            return torch.cat(
-                [part[:, :length] for part, length in zip(wire, self._lengths, strict=True)], dim=1
-            )
+            pairs = zip(gathered, self._lengths, strict=True)
+            return torch.cat([part[:, :length] for part, length in pairs], dim=1)
 
         return wait
 
     def start_sum(self, partial: torch.Tensor) -> Wait:
         samples, length, hidden = partial.shape
         assert length == self.parts[-1].stop, (
-            f"a sequence of {length} positions; they were shared out for {self.parts[-1].stop}"
+            f"a sequence of {length} positions; the ranks share {self.parts[-1].stop}"
         )
-        wire = partial.new_empty(self.group.size, samples, self._lengths[0], hidden)
-        for slot, part, rows in zip(wire, self.parts, self._lengths, strict=True):
+        padded = partial.new_empty(self.group.size, samples, self._lengths[0], hidden)
+        for slot, part, rows in zip(padded, self.parts, self._lengths, strict=True):
             slot[:, :rows] = partial[:, part]
         own = partial.new_empty(samples, self._lengths[0], hidden)
-        work = self.group.start_reduce_scatter(own, wire)
+        work = self.group.start_reduce_scatter(own, padded)
 
         def wait() -> torch.Tensor:
             work.wait()
@@ -135,7 +144,10 @@ class _PartOfLinear(nn.Module):
 
 
 class ColumnLinear(_PartOfLinear):
-    """Of a linear map, or several stacked ones: this rank's outputs. The residual stream comes in, as this rank has it."""
+    """This rank's outputs of a linear map, or of several stacked ones.
+
+    The input is the residual stream as this rank has it.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.flatten()
@@ -144,32 +156,35 @@ class ColumnLinear(_PartOfLinear):
 
 
 class RowLinear(_PartOfLinear):
-    """Of a linear map: this rank's inputs; the residual stream goes out, as this rank has it."""
+    """A linear map with this rank's inputs only.
+
+    The output is the residual stream as this rank has it.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return sum_of_parts(maps.linear(x, self.weight), self.bias, self._residual)
 
 
 class OnOwnRows(nn.Module):
-    """A module that works on each position alone (a norm), on this rank's positions: its parameters' gradients are summed over the ranks."""
+    """A module that works on each position alone (a norm), on this rank's positions.
+
+    Its parameters' gradients are summed over the ranks.
+    """
 
     def __init__(self, serial: nn.Module, residual: Residual) -> None:
         super().__init__()
-        self._parameters = (
-            serial._parameters
-        )  # the very same, so that what replaces one replaces the other
-        self._serial = (serial,)  # not a part: parameters keep their names
+        self._parameters = serial._parameters  # the same dict: both see a replaced parameter
+        self._serial = (serial,)  # in a tuple: not a submodule, so parameters keep their names
         self._group = residual.group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         summed = _SumGradients.apply(self._group, *self._parameters.values())
-        return functional_call(
-            self._serial[0], dict(zip(self._parameters, summed, strict=True)), (x,)
-        )
+        parameters = dict(zip(self._parameters, summed, strict=True))
+        return functional_call(self._serial[0], parameters, (x,))
 
 
 class DropoutOnOwnRows(nn.Module):
-    """Drops what is dropped on one rank."""
+    """Dropout on this rank's positions; it drops the same elements as on one rank."""
 
     def __init__(self, serial: nn.Module, residual: Residual) -> None:
         super().__init__()
@@ -177,26 +192,26 @@ class DropoutOnOwnRows(nn.Module):
         self._first_row = residual.rows.start
 
     def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return self.serial(
-            x,
-            *arguments,
-            place=ActivationWindow(all_columns=x.shape[-1], first_row=self._first_row),
-        )
+        window = ActivationWindow(all_columns=x.shape[-1], first_row=self._first_row)
+        return self.serial(x, *arguments, place=window)
 
 
 def sum_of_parts(
     partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual
 ) -> torch.Tensor:
-    """The residual stream from what each rank has of it as a summand, plus `addend` once: [hidden] or [seq, hidden], the same on all ranks.
+    """Return the residual stream: the sum over ranks of `partial`, plus `addend` once.
 
-    `partial` is overwritten. The gradient of the addend is whole on every rank.
+    `addend` is [hidden] or [seq, hidden], the same on all ranks; its gradient is whole on every
+    rank. `partial` may be overwritten.
     """
     return _SumOfParts.apply(partial, addend, residual)
 
 
 class _Column(torch.autograd.Function):
-    """Of the input only this rank's part is kept; backward asks for the whole again while it computes the input's gradient, and sums that while
-    it computes the weight's.
+    """A column's product, which keeps only this rank's part of its input for backward.
+
+    Backward gathers the input again while it computes the input's gradient, and sums that gradient
+    while it computes the weight's.
     """
 
     @staticmethod
@@ -209,20 +224,19 @@ class _Column(torch.autograd.Function):
     ) -> torch.Tensor:
         context.save_for_backward(x, weight)
         context.residual = residual
-        return functional.linear(residual.start_whole(x)(), weight, bias)
+        return functional.linear(residual.start_gather(x)(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = context.saved_tensors
         for_x, for_weight, for_bias, _ = context.needs_input_grad
-        whole_x = context.residual.start_whole(x) if for_weight else None
+        whole_x = context.residual.start_gather(x) if for_weight else None
         rows = gradient.flatten(0, -2)
-        x_gradient = (
-            context.residual.start_sum((rows @ weight).unflatten(0, gradient.shape[:-1]))
-            if for_x
-            else None
-        )
+        x_gradient = None
+        if for_x:
+            partial = (rows @ weight).unflatten(0, gradient.shape[:-1])
+            x_gradient = context.residual.start_sum(partial)
         weight_gradient = rows.t() @ whole_x().flatten(0, -2) if whole_x else None
         bias_gradient = rows.sum(0) if for_bias else None
         return x_gradient() if x_gradient else None, weight_gradient, bias_gradient, None
@@ -236,21 +250,22 @@ class _SumOfParts(torch.autograd.Function):
         own = residual.start_sum(partial)()
         if own is partial:
             context.mark_dirty(partial)
-        context.residual, context.addend_shape = residual, None if addend is None else addend.shape
+        context.residual = residual
         if addend is not None:
+            context.addend_shape = addend.shape
             own += addend if addend.dim() == 1 else addend[residual.rows]
         return own
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = context.residual.start_whole(gradient)()
-        of_addend = context.needs_input_grad[1]
-        return whole, whole.sum_to_size(context.addend_shape) if of_addend else None, None
+        whole = context.residual.start_gather(gradient)()
+        for_addend = context.needs_input_grad[1]
+        return whole, whole.sum_to_size(context.addend_shape) if for_addend else None, None
 
 
 class _SumGradients(torch.autograd.Function):
-    """Parameters as they are; their gradients together in one sum over the ranks."""
+    """The identity of parameters; one sum over the ranks takes all their gradients together."""
 
     @staticmethod
     def forward(context: Any, group: Group, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -263,6 +278,5 @@ class _SumGradients(torch.autograd.Function):
         together = torch.cat([gradient.flatten() for gradient in gradients])
         context.group.all_reduce(together)
         parts = together.split([gradient.numel() for gradient in gradients])
-        return None, *(
-            part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)
-        )
+        pairs = zip(parts, gradients, strict=True)
+        return None, *(part.view(gradient.shape) for part, gradient in pairs)

@@ -1,6 +1,8 @@
-"""The vocabulary shared out over the tensor ranks: each has some tokens' vectors, and computes the logits of those tokens only.
+"""The vocabulary cut among the tensor ranks: each has the vectors and the logits of some tokens.
 
-No rank ever has the logits of the whole vocabulary: cross-entropy needs two sums of one number per target (Shoeybi et al. 2019).
+No rank ever has the logits of the whole vocabulary: cross-entropy needs two sums of one number per
+target (Shoeybi et al. 2019).
+
 Legend: tokens, targets [samples, seq]; logits [samples, seq, own part of the vocabulary].
 """
 
@@ -22,7 +24,7 @@ def own_tokens(vocab: int, group: Group) -> slice:
 
 
 class VocabularyLookup(nn.Module):
-    """Of a lookup: every rank gives the vectors that it has, and the sum over ranks has all of them."""
+    """A lookup in this rank's vectors; the sum over the ranks has those of all tokens."""
 
     tokens: nn.Parameter
     positions: nn.Parameter
@@ -34,20 +36,19 @@ class VocabularyLookup(nn.Module):
         self._residual = residual
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        # as on one rank: a number that no rank has is an error, not a zero
+        # a number that no rank has is an error, as on one rank, and not a zero
         torch._assert_async(
             ((tokens >= 0) & (tokens < self.vocab)).all(),
             f"a token is outside of the vocabulary of {self.vocab}",
         )
-        own = own_tokens(self.vocab, self._residual.group)
-        return sum_of_parts(
-            part_of_lookup(tokens, self.tokens, own.start),
-            self.positions[: tokens.shape[1]],
-            self._residual,
-        )
+        first = own_tokens(self.vocab, self._residual.group).start
+        partial = part_of_lookup(tokens, self.tokens, first)
+        return sum_of_parts(partial, self.positions[: tokens.shape[1]], self._residual)
 
 
 class VocabularyCrossEntropy(nn.Module):
+    """The loss of logits that are cut along the vocabulary."""
+
     def __init__(self, serial: Any, residual: Residual) -> None:
         super().__init__()
         self.vocab = serial.vocab
@@ -56,40 +57,41 @@ class VocabularyCrossEntropy(nn.Module):
     def forward(
         self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False
     ) -> torch.Tensor:
-        """The sum over all targets, in fp32, equal on all ranks. Backward writes the gradient over the logits.
+        """Return the sum over all targets, in fp32, equal on all ranks.
 
-        `by_sample`: [samples], the sum over each sample's targets; for evaluation, without a backward.
+        Backward overwrites the logits with their gradient.
+
+        `by_sample`: return [samples], the sum over each sample's targets; for evaluation, without a
+        backward.
         """
         check_targets(targets, self.vocab)
         first = own_tokens(self.vocab, self._group).start
-        if by_sample:
-            most, sums, of_targets = _of_whole_vocabulary(
-                logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group
-            )
-            return (
-                losses(most, sums, of_targets, targets.flatten()).unflatten(0, targets.shape).sum(1)
-            )
-        return _CrossEntropy.apply(
-            logits.flatten(0, 1).contiguous(), targets.flatten(), first, self._group
-        )
+        rows = logits.flatten(0, 1).contiguous()
+        row_targets = targets.flatten()
+        if not by_sample:
+            return _CrossEntropy.apply(rows, row_targets, first, self._group)
+        statistics = _of_whole_vocabulary(rows, row_targets, first, self._group)
+        return losses(*statistics, row_targets).unflatten(0, targets.shape).sum(1)
 
 
 def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> torch.Tensor:
-    """[samples, seq, hidden]: the vectors of the tokens first, first + 1, ... that are here, zeros elsewhere."""
+    """Return [samples, seq, hidden]: the vectors of this rank's tokens, zeros for the others.
+
+    This rank has those of the tokens first, first + 1, ...
+    """
     if not len(vectors):  # fewer tokens than ranks
         return vectors.sum() + vectors.new_zeros(*tokens.shape, vectors.shape[1])
     index = tokens - first
     here = (index >= 0) & (index < vectors.shape[0])
-    found = maps.embedding(
-        index.where(here, 0), vectors
-    )  # how many there are, the host would have to wait for
-    return found.masked_fill(~here.unsqueeze(-1), 0.0)
+    # looks every token up: to select those that are here, the host would wait for their number
+    looked_up = maps.embedding(index.where(here, 0), vectors)
+    return looked_up.masked_fill(~here.unsqueeze(-1), 0.0)
 
 
 def _of_whole_vocabulary(
     logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return for each row the largest logit, the sum of exp(logit - largest) and the target's logit.
+    """Return each row's largest logit, sum of exp(logit - largest) and logit of its target.
 
     These are the same on all ranks.
     """
@@ -116,9 +118,5 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, targets, most, sums = context.saved_tensors
-        return (
-            part_gradient_(logits, targets, context.first, most, sums, gradient),
-            None,
-            None,
-            None,
-        )
+        own_gradient = part_gradient_(logits, targets, context.first, most, sums, gradient)
+        return own_gradient, None, None, None
