@@ -21,7 +21,7 @@ _SHOWN = 4  # groups, ranks or choices written out before a list is cut short
 
 @dataclass(frozen=True)
 class Grid:
-    """Build it with `Grid.build`. `axes` and `sizes` run from the innermost axis outwards."""
+    """All ranks on a grid, made by `Grid.build`; `axes` and `sizes` begin with the innermost."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -105,7 +105,7 @@ class Grid:
 
     @cached_property
     def nodes_cut_data_alike(self) -> bool:
-        """Whether nodes divide the data ranks at the same places for all tensor ranks of a stage.
+        """True if nodes divide the data ranks at the same places for all tensor ranks of a stage.
 
         Then sums node by node are the same sums.
         """
@@ -128,7 +128,8 @@ class Grid:
         return [f"{where}: {product}, innermost axis first", *lines]
 
     def _describe_axis(self, axis: str, size: int) -> str:
-        count, across = len(self.rank_at_place) // size, self.groups_across_nodes(axis)
+        count = len(self.rank_at_place) // size
+        across = self.groups_across_nodes(axis)
         where = f"{across:,} of {count:,} across nodes"
         if across in (0, count):
             where = "across nodes" if across else "inside nodes"
@@ -154,7 +155,8 @@ def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = 
 
     That is another number of ranks, or other sizes of the axes (of an axis at most `most`).
     """
-    wanted, most = _wanted(parallel), most or {}
+    wanted = _wanted(parallel)
+    most = most or {}
     together = prod(wanted.values())
     product = " x ".join(f"{axis}({size})" for axis, size in wanted.items() if size > 1)
     equals = f" = {together}" if product.count("(") > 1 else ""
@@ -180,13 +182,13 @@ def _nearest_sizes(
     wanted: Mapping[str, int], ranks: int, most: Mapping[str, int]
 ) -> dict[str, int]:
     """Give each axis in turn the divisor of the remaining ranks that is nearest to the wish."""
-    found = {}
+    nearest = {}
     for axis, size in wanted.items():
         limit = most.get(axis, ranks)
         possible = sorted(divisor for divisor in _divisors(ranks) if divisor <= limit)
-        found[axis] = min(possible, key=lambda divisor: abs(divisor - size))
-        ranks //= found[axis]
-    return found
+        nearest[axis] = min(possible, key=lambda divisor: abs(divisor - size))
+        ranks //= nearest[axis]
+    return nearest
 
 
 def _nearest_divisors(number: int, near: int, most: int) -> list[int]:

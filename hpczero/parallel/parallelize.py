@@ -1,4 +1,4 @@
-"""From a spec to what trains it on this rank: model, grid and engine are put together here.
+"""Assemble model, grid and engine: everything that trains a spec on this rank.
 
 Three kinds of models come to the same `ModelParts`: a family of hpczero's own, a module of
 somebody else, and one stage of such a module that is cut into a pipeline.
@@ -64,7 +64,7 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
 
 @dataclass(frozen=True)
 class Site:
-    """Where and how a model is to be trained: what every way of assembling needs."""
+    """A spec with the world and grid that it is trained on."""
 
     spec: Spec
     world: World
@@ -93,7 +93,7 @@ class Site:
 
 @dataclass(frozen=True)
 class UserModel:
-    """A module of somebody else, and what this rank's pipeline stage, if there are several, has."""
+    """A module of somebody else, and this rank's stage of it (None: there is one stage)."""
 
     module: nn.Module
     stage: user_stages.Stage | None
@@ -126,10 +126,10 @@ def assemble(
     found: UserModel | None = None,
     bare: bool = False,
 ) -> StepRunner:
-    """Return what runs the spec's model on this rank, with its engine and its initial values.
+    """Return the runner of the spec's model on this rank, with its engine and initial values.
 
-    `found`: what model.family has made, if it is known already. `bare`: hpczero's own models
-    without values, to be loaded or made (`Engine.initial_values`).
+    `found`: the module that model.family has made, if it exists already. `bare`: leave hpczero's
+    own models without values, to be loaded or made (`Engine.initial_values`).
     """
     site = Site(spec, world, grid, accumulates, threads)
     if families.known(spec.model):
@@ -154,10 +154,10 @@ def _own_model(site: Site, bare: bool) -> StepRunner:
     spec = site.spec
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), families.layers(spec.model), strict=True))
-    tensor, pipeline = site.group_if_cut("tensor"), site.group_if_cut("pipeline")
+    tensor = site.group_if_cut("tensor")
+    pipeline = site.group_if_cut("pipeline")
     if tensor:
-        parallel = spec.parallel.sequence_parallel
-        residual = residual_of(tensor, parallel, spec.model.seq_len)
+        residual = residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len)
         apply_plan(layers, families.family(spec.model), residual)
     described = [layer for _, layer in layers]
     stages = chunks_of_stages(spec, described)
@@ -265,10 +265,10 @@ def _tie_groups(
 
     They are made in one order on all stages, as are the operations that follow from it.
     """
-    here = {name: stages for name, stages in tied.items() if pipeline.rank in stages}
     return {
         name: world.group("pipeline", [pipeline.ranks[stage] for stage in stages])
-        for name, stages in here.items()
+        for name, stages in tied.items()
+        if pipeline.rank in stages
     }
 
 

@@ -260,9 +260,11 @@ class _Pass:
         shape = self._shape(result)
         if shape is None:
             shape = self._receive_header(result, source)
-        buffer = self.buffers.take() if self.all_known else None
-        tensor = None if buffer is None else buffer[: prod(shape)].view(shape)
-        if tensor is None:
+        buffer: Tensor | None = None
+        if self.all_known:
+            buffer = self.buffers.take()
+            tensor = buffer[: prod(shape)].view(shape)
+        else:
             tensor = self.buffers.outside_pool(shape)
         work = self.group.start_receive(tensor, source)
         self.arrivals[result] = _Arrival(tensor, buffer, work)
@@ -275,8 +277,9 @@ class _Pass:
         header = torch.empty(1 + _MOST_DIMENSIONS, dtype=torch.int64)
         self.group.start_receive(header, source).wait()
         count, *sizes = header.tolist()
-        self.pipeline.learn_shape(result.part, self.batches[result.micro_batch], sizes[:count])
-        return tuple(sizes[:count])
+        shape = tuple(sizes[:count])
+        self.pipeline.learn_shape(result.part, self.batches[result.micro_batch], shape)
+        return shape
 
     def _send_header(self, result: PartResult, shape: Sequence[int], target: int) -> None:
         self.pipeline.learn_shape(result.part, self.batches[result.micro_batch], shape)

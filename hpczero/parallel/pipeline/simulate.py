@@ -147,9 +147,11 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
                 if result in waiting:
                     ready.append(waiting.pop(result))
     if waiting:
-        stuck = sorted(waiting.items())
         raise InvalidSchedule(
-            [_stuck(at, actions[at][len(spans[at])], needed, stages) for needed, at in stuck]
+            [
+                _stuck(at, actions[at][len(spans[at])], needed, stages)
+                for needed, at in sorted(waiting.items())
+            ]
         )
     return tuple(map(tuple, spans))
 

@@ -170,8 +170,7 @@ def to_meta(module: nn.Module, elsewhere: Collection[nn.Module]) -> None:
     """Free the memory of tensors that only these modules have; a use of them is an error."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     kept = _parameters(child for child in module.modules() if child not in elsewhere)
-    gone = _parameters(elsewhere) - kept
-    on_meta = {parameter: _elsewhere(parameter, names[parameter]) for parameter in gone}
+    on_meta = {one: _elsewhere(one, names[one]) for one in _parameters(elsewhere) - kept}
     for child in elsewhere:
         for name, parameter in list(child.named_parameters(recurse=False)):
             if parameter in on_meta:

@@ -1,4 +1,4 @@
-"""Tensor parallelism (Shoeybi et al. 2019): ranks of a group share each layer's products.
+"""Tensor parallelism (Shoeybi et al. 2019): tensor ranks share the products of each layer.
 
 A plan (`parallelize.apply_plan`) replaces modules of a model by ones that work with this rank's
 part of their parameters:
@@ -50,14 +50,12 @@ class Residual(Protocol):
 
     def start_gather(self, own: torch.Tensor) -> Wait:
         """Start to gather the whole stream from the parts of all ranks."""
-        ...
 
     def start_sum(self, partial: torch.Tensor) -> Wait:
         """Start to sum whole streams over the ranks; the result is this rank's part of the sum.
 
         `partial` may be overwritten.
         """
-        ...
 
 
 def residual_of(group: Group, sequence_parallel: bool, seq_len: int) -> Residual:

@@ -61,7 +61,8 @@ class VocabularyCrossEntropy(nn.Module):
 
         Backward overwrites the logits with their gradient.
 
-        `by_sample`: [samples], the sum over each sample's targets; for evaluation, no backward.
+        `by_sample`: return [samples], the sum over each sample's targets; for evaluation, without a
+        backward.
         """
         check_targets(targets, self.vocab)
         first = own_tokens(self.vocab, self._group).start
@@ -90,7 +91,7 @@ def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> t
 def _of_whole_vocabulary(
     logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return each row's largest logit, sum of exp(logit - largest), and target's logit.
+    """Return each row's largest logit, sum of exp(logit - largest) and logit of its target.
 
     These are the same on all ranks.
     """
