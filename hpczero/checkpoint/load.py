@@ -45,7 +45,7 @@ class Run:
 class Checkpoint(Mapping[str, "LazyTensor"]):
     """An open checkpoint.
 
-    checkpoint["/model/blocks.0.attention.query.weight"][:10] reads what is asked for; `.numpy()`
+    checkpoint["/model/blocks.0.attention.qkv.weight"][:10] reads what is asked for; `.numpy()`
     and `.torch()` read all of it.
     """
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 STEPS = 20
 EVENTS = 200_000  # of 40 bytes each
 SHORTEST = 20_000  # ns
-ROW = 5  # numbers in a row: as an event, with the number of a `What` in the list of them
+ROW = 5  # numbers in a row: as an event, with the number of an `EventKind` in the list of them
 SPAN, WAIT, ADVANCE, OPERATION = "span", "wait", "advance", "operation"
 
 

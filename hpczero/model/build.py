@@ -27,7 +27,7 @@ _CLASSES = {name: _class_of(family) for name, family in FAMILIES.items()}
 
 
 def on_meta(model: Model) -> Any:
-    """Return the model on the meta device; its parameters are those of shapes.layers(model)."""
+    """Return the model on the meta device; its parameters are those of families.layers(model)."""
     with torch.device("meta"):
         return _CLASSES[model.family](model)
 

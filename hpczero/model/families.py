@@ -1,6 +1,6 @@
 """hpczero's own families of models, by the spec's word for them (pure).
 
-To add one: its torch model beside `gpt.py`, its record beside `gpt_family.py`, a line here.
+To add one: its torch model beside `gpt.py`, its record here.
 """
 
 from hpczero.model.shapes import (

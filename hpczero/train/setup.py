@@ -122,7 +122,7 @@ def _device(world: World, wanted: str) -> Device:
 
 
 def _available(wanted: str, chosen: Device) -> Collection[str]:
-    """Return the backends of this PyTorch among which `carrier` may choose."""
+    """Return the backends of this PyTorch among which `collective_backend` may choose."""
     if wanted == "mpi" or (wanted == "auto" and chosen is CPU):
         return ()
     from torch import distributed

@@ -63,7 +63,6 @@ PURE = (
     *(
         "model.shapes",
         "model.families",
-        "model.gpt_family",
         "planner",
         "comm.grid",
         "comm.trace",

@@ -204,7 +204,7 @@ class Gatherer:
                 self._release_values(unit)
 
     def show(self, unit: Unit, whole: Tensor) -> None:
-        """Give the parameters the values of `whole`, until `done`."""
+        """Give the parameters the values of `whole`, until `release`."""
         self._in_use[unit] = self._in_use.get(unit, 0) + 1
         self._show_values(unit, whole)
 

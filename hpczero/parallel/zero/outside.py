@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 
 class ModuleGuard:
-    """`look` refuses changes since the last `note`. Without units there are none to be found."""
+    """`check` refuses changes since the last `accept`. Without units there are none to be found."""
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.owner = Owner()
@@ -51,7 +51,7 @@ class ModuleGuard:
         self._structure = self._object_ids()
         self._addresses = self._weights_addresses()
         self._counts = self._write_counts()
-        self._looked = False  # since the last note
+        self._looked = False  # since the last `accept`
 
     def accept(self) -> None:
         """Accept the parameters' present values; graphs of earlier values are out of date."""
@@ -61,7 +61,7 @@ class ModuleGuard:
         self._looked = False
 
     def check_once(self) -> None:
-        """Look for changes, unless that has been done since the last note."""
+        """Look for changes, unless that has been done since the last `accept`."""
         if not self._looked:
             self.check()
             self._looked = True
