@@ -5,9 +5,9 @@
     /rank-00003/checksums                                 uint64 [slots, blocks]: xxh3 of each block
                                                           of a mebibyte
 
-`make_file` writes the structure, closes the file and returns where each dataset lies. Whoever has the
-data writes it there (`Writer`), then the checksums. `structure_checksum` is of every byte that is not
-data: the structure, and the checksums. (docs/checkpoint-format.md)
+`make_file` writes the structure, closes the file and returns where each dataset lies. Whoever has
+the data writes it there (`Writer`), then the checksums. `structure_checksum` is of every byte that
+is not data: the structure, and the checksums. (docs/checkpoint-format.md)
 
 The errors of reading a checkpoint are here too, and the progress bar of long work on one.
 """

@@ -1,8 +1,8 @@
 """The layers of a spec as they are read: the chain of `extends`, the spec itself, each `--set`.
 
 `key_lines` tells on which line of a TOML text each key stands: tomllib reads the values, but does
-not say where they stood. It never fails on text that is not TOML: its answer is then worth as much as
-the text before the first mistake. It refuses text that is nested deeper than any spec, before a
+not say where they stood. It never fails on text that is not TOML: its answer is then worth as much
+as the text before the first mistake. It refuses text that is nested deeper than any spec, before a
 recursive or quadratic parser gets to see it.
 """
 
