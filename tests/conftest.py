@@ -1,6 +1,7 @@
-"""For every test: `--slow` adds the long ones, and under mpirun rank 0 alone writes the results file."""
+"""For every test: `--slow` adds the long ones; the results file, written by rank 0 alone, tells the processor time of each."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Generator, Sequence
 
 import pytest
 
@@ -39,3 +40,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="takes long: runs with --slow"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.user_properties.append(("begun", processor_seconds()))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    """Enter the processor time of the test and of the processes that it has ended into the results file."""
+    try:
+        return (yield)
+    finally:
+        begun = dict(item.user_properties)["begun"]
+        item.user_properties[:] = [("processor_seconds", round(processor_seconds() - begun, 3))]
+
+
+def processor_seconds() -> float:
+    return sum(os.times()[:4])
