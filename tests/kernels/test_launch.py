@@ -10,8 +10,8 @@ import torch
 
 from hpczero_kernels import adamw, cross_entropy, elementwise, norm, reduce
 from hpczero_kernels.adamw import AdamWBuffers
-from tests.kernels.device import DEVICE
-from tests.kernels.ptx import missing
+from tests.support.device import DEVICE
+from tests.support.ptx import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 ON_A_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")

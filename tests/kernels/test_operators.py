@@ -1,6 +1,6 @@
 """Every operator in every precision and direction against fp64, beside PyTorch's own operations.
 
-The tests run on the device of `tests.kernels.device`.
+The tests run on the device of `tests.support.device`.
 
 Legend: x [samples, rows, columns], flattened where an operator has rows only.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpczero_kernels import cross_entropy, dropout, elementwise, norm
 from hpczero_kernels.operations import OPERATIONS
-from tests.kernels.device import DEVICE, KERNELS, distance, drawn, size
+from tests.support.device import DEVICE, KERNELS, distance, drawn, size
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Two roundings of fp32, a quarter of a rounding of a half.

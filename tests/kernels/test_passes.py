@@ -1,4 +1,4 @@
-"""Passes of a step (sum, AdamW) on the device of `tests.kernels.device`, against their references.
+"""Passes of a step (sum, AdamW) on the device of `tests.support.device`, against their references.
 
 Other tests compare the references with torch.
 """
@@ -11,7 +11,7 @@ from hpczero_kernels import adamw, reduce
 from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw_reference, scalars_of_step
 from hpczero_kernels.cpu import BLOCK
 from hpczero_kernels.reduce import sum_pieces_reference
-from tests.kernels.device import DEVICE, KERNELS, drawn
+from tests.support.device import DEVICE, KERNELS, drawn
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 COUNTS = [0, 1, 123, 2056] if KERNELS and DEVICE == "cpu" else [0, 1, 123, BLOCK, 3 * BLOCK + 77]

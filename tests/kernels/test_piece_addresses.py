@@ -8,7 +8,7 @@ import torch
 
 from hpczero_kernels.dispatch import SIMULATED
 from hpczero_kernels.reduce import sum_pieces_reference
-from tests.kernels.ptx import missing
+from tests.support.ptx import missing
 
 pytestmark = pytest.mark.skipif(bool(missing()) and not SIMULATED, reason=missing())
 

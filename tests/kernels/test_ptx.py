@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.ptx import accesses, assembled, assembler, compiled, missing
+from tests.support.ptx import accesses, assembled, assembler, compiled, missing
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 

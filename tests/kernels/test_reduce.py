@@ -6,7 +6,7 @@ import torch
 from hpczero_kernels import reduce
 from hpczero_kernels.cpu import Pool
 from hpczero_kernels.reduce import BLOCK, sum_pieces, sum_pieces_reference
-from tests.kernels.assembly import assembly_of, is_vectorised
+from tests.support.assembly import assembly_of, is_vectorised
 
 HALVES = [torch.bfloat16, torch.float16]
 PRECISIONS = [*HALVES, torch.float32]

@@ -27,7 +27,7 @@ import torch
 
 from hpczero.comm.world import World
 from hpczero.device import CPU
-from tests.queued import Queued
+from tests.support.queued import Queued
 
 SIZES = (1, 2, 3, 4, 6, 8)
 MARKERS = [

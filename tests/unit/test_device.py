@@ -10,7 +10,7 @@ from hpczero import device  # noqa: E402  # needs torch
 from hpczero.device import Incoming, InPlace, Outgoing  # noqa: E402
 from hpczero.errors import InputError  # noqa: E402
 from hpczero.train.setup import collective_backend  # noqa: E402
-from tests.queued import Queued  # noqa: E402
+from tests.support.queued import Queued  # noqa: E402
 
 
 def test_all_ranks_or_none_are_on_gpus() -> None:

@@ -12,7 +12,7 @@ from hpczero.checkpoint.shard_file import Damaged
 from hpczero.cli import main
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import STALE_AFTER, Holder, RunLock
-from tests.checkpoints import Grid, Wanted, make, parameters, seal
+from tests.support.checkpoints import Grid, Wanted, make, parameters, seal
 
 LONG = "n" * 300
 CLEAR = "\x1b[2J\x1b]0;owned\x07"  # clears the screen, and names the window

@@ -27,8 +27,8 @@ from hpczero.data.corpus import find
 from hpczero.data.dataset import FileSource
 from hpczero.data.token_file import SPLITS, open_token_file
 from hpczero.errors import InputError
-from tests.checkpoints import Grid, Wanted, make, parameters, seal
-from tests.mutants import Ended, in_process, mutated
+from tests.support.checkpoints import Grid, Wanted, make, parameters, seal
+from tests.support.mutants import Ended, in_process, mutated
 
 WANTED = Wanted(layers=parameters(a=(30, 7), b=(11,)), spec={"name": "crafted"})
 LOOKED_AT = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL", "SIGXCPU"}  # of a process for it

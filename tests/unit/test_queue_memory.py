@@ -16,8 +16,8 @@ from hpczero.comm.mpi_backend import MpiCarrier, Order, combine_into
 from hpczero.comm.progress import Limits
 from hpczero.comm.status import WaitPoint
 from hpczero.comm.torch_backend import TorchCarrier
-from tests.carriers import FakeMpi, Silent
-from tests.queued import Queued
+from tests.support.carriers import FakeMpi, Silent
+from tests.support.queued import Queued
 
 RANKS = 3
 LENGTH = 3 * 4096  # elements: more than an all_reduce takes for a tiny tensor

@@ -8,7 +8,7 @@ import pytest
 from hpczero import env
 from hpczero.cli import _parser
 from hpczero.errors import HpczeroError, InputError, Stopped
-from tests.launch import CHECKOUT, hpczero, launch
+from tests.support.launch import CHECKOUT, hpczero, launch
 
 README = (CHECKOUT / "README.md").read_text()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpczero import kernel_cache
-from tests.launch import Finished, hpczero, launch
+from tests.support.launch import Finished, hpczero, launch
 
 SPEC = """
 [model]

@@ -1,0 +1,526 @@
+"""Modules that hpczero has not written: trained on many ranks as on one, at every stage, whatever habits they have."""
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.comm.world import World
+from hpczero.errors import HpczeroError, InputError
+from hpczero.parallel.user_module import layers_of
+from hpczero.parallel.zero.buffers import Region
+from hpczero.spec.schema import Model, Spec
+from hpczero.train.initialize import Training
+from tests.support.models import (
+    CLASSES,
+    SIDE,
+    Again,
+    Convolutions,
+    Odd,
+    Pair,
+    Positions,
+    TextModel,
+    Tower,
+)
+from tests.support.training import train
+
+pytestmark = pytest.mark.mpi
+
+WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
+STEPS = 4
+EPS = 1e-6
+SAMPLES = 24
+SHARE_SAMPLES = pytest.mark.ranks(1, 2, 3, 4, 6, 8)  # each rank has as many as the others
+SHARE_HALVES = pytest.mark.ranks(1, 2, 3, 4, 6)  # and as many in each of two backwards
+Loss = Callable[
+    [Any, slice], torch.Tensor
+]  # of an engine (or module) on these samples of the batch
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is let go becomes NaN at once."""
+    give_back = Region.give_back
+
+    def poisoned(region: Region, part: torch.Tensor) -> None:
+        part.fill_(float("nan"))
+        give_back(region, part)
+
+    monkeypatch.setattr(Region, "give_back", poisoned)
+
+
+def spec_of(stage: int, shared: bool, precision: str = "fp32") -> dict[str, Any]:
+    return {
+        "train": {"precision": precision, "steps": STEPS},
+        "optimizer": {"lr": 1e-2, "eps": EPS},
+        "zero": {"stage": stage, "node_shared": shared},
+    }
+
+
+def made(kind: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return kind()
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(SAMPLES, 3, SIDE, SIDE, generator=generator), torch.randint(
+        CLASSES, (SAMPLES,), generator=generator
+    )
+
+
+def of_images(module: Any, part: slice) -> torch.Tensor:
+    x, y = images()
+    loss: torch.Tensor = module(x[part], y[part])
+    return loss / SAMPLES
+
+
+def of_tokens(module: Any, part: slice) -> torch.Tensor:
+    tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))
+    loss: torch.Tensor = module(tokens[part])["loss"]
+    return loss / 100
+
+
+def of_skipping(module: Any, part: slice) -> torch.Tensor:
+    """Half of the samples do not use every layer."""
+    tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))
+    halves = [
+        (tokens[index : index + 1], 2 * index >= SAMPLES) for index in range(part.start, part.stop)
+    ]
+    return torch.stack([module(one, skip=skip)["loss"] for one, skip in halves]).sum() / 100
+
+
+def of_vectors(module: Any, part: slice) -> torch.Tensor:
+    loss: torch.Tensor = module(
+        torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(2))[part]
+    )
+    return loss / 100
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
+    "convolutions": (lambda: Convolutions(False), of_images),
+    "odd": (Odd, of_tokens),
+    "odd, checkpointed": (lambda: Odd(checkpointed=True), of_tokens),
+    "several layers in a checkpoint": (Tower, of_vectors),
+    "views of weights, and work in place": (Positions, of_vectors),
+}
+
+
+def alone(kind: Callable[[], nn.Module], loss: Loss) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """PyTorch itself, on one rank: AdamW as hpczero does it, with clipping, weight decay for matrices only, and the cosine schedule."""
+    from hpczero.optim.learning_rate import learning_rate
+
+    module, spec = made(kind), Spec.model_validate(spec_of(0, False))
+    trained = [own for own in module.parameters() if own.requires_grad]
+    groups = [{"params": [own for own in trained if own.dim() > 1], "weight_decay": 0.1}]
+    groups.append({"params": [own for own in trained if own.dim() < 2], "weight_decay": 0.0})
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=EPS)
+    losses = []
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(spec, step)
+        total = loss(module, slice(0, SAMPLES))
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+def parts(rank: int, size: int, backwards: int) -> Iterator[slice]:
+    """This rank's samples, in so many pieces; at 1, 2, 3 and 4 ranks."""
+    width = SAMPLES // size // backwards
+    for number in range(backwards):
+        start = (rank * backwards + number) * width
+        yield slice(start, start + width)
+
+
+def trained(
+    world: World,
+    kind: Callable[[], nn.Module],
+    loss: Loss,
+    spec: dict[str, Any],
+    backwards: int = 1,
+    hint: bool = False,
+    **how: bool,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = []
+    with hpczero.initialize(made(kind, seed=3 + world.rank), spec, world, **how) as engine:
+        for _ in range(STEPS):
+            total = torch.zeros(1, dtype=torch.float64)
+            for number, part in enumerate(parts(engine.rank, engine.size, backwards)):
+                part_loss = loss(engine, part)
+                engine.backward(part_loss, last=hint and number + 1 == backwards)
+                total += part_loss.item()
+            engine.step()
+            with torch.no_grad():  # between steps nothing is left behind
+                loss(engine, slice(0, 1))
+            world.everyone.all_reduce(total)
+            losses.append(total.item())
+        return losses, engine.full_state_dict()
+
+
+def assert_same(
+    one: tuple[list[float], dict[str, torch.Tensor]],
+    other: tuple[list[float], dict[str, torch.Tensor]],
+    rank: int,
+) -> None:
+    assert one[0] == pytest.approx(other[0], rel=1e-5)
+    if rank:
+        assert not other[1]
+        return
+    assert one[1].keys() == other[1].keys()
+    for name, tensor in one[1].items():
+        assert (tensor - other[1][name]).float().norm() <= 2e-4 * tensor.float().norm() + 1e-6, name
+
+
+@SHARE_HALVES
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_equals_pytorch(world: World, case: str) -> None:
+    kind, loss = CASES[case]
+    expected = alone(kind, loss)
+    for stage, shared in WAYS:
+        for backwards, hint in ((1, True), (2, False)):
+            assert_same(
+                expected,
+                trained(world, kind, loss, spec_of(stage, shared), backwards, hint),
+                world.rank,
+            )
+
+
+@SHARE_HALVES
+@pytest.mark.parametrize("case", ["convolutions", "odd"])
+def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case: str) -> None:
+    """The gradient of a parameter beside the layers comes early in a backward, when its sum of the one before is still under way."""
+    kind, loss = CASES[case]
+
+    def late(module: Any, part: slice) -> torch.Tensor:
+        time.sleep(0.02 * (world.rank % 2))
+        return loss(module, part)
+
+    expected = alone(kind, loss)
+    for stage, shared in product((2, 3), (False, True)):
+        assert_same(
+            expected, trained(world, kind, late, spec_of(stage, shared), backwards=2), world.rank
+        )
+
+
+@SHARE_SAMPLES
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: pip install hpczero[test]"
+    )
+
+    def kind() -> nn.Module:
+        sizes = {
+            "num_hidden_layers": 3,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        }
+        model: nn.Module = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=40, tie_word_embeddings=True, **sizes)
+        )
+        if checkpointed:
+            enable = (
+                getattr(model, "activation_checkpointing_enable", None)
+                or model.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": False})
+        return model.train()
+
+    def loss(module: Any, part: slice) -> torch.Tensor:
+        tokens = torch.randint(40, (SAMPLES, 9), generator=torch.Generator().manual_seed(2))[part]
+        return module(input_ids=tokens, labels=tokens).loss * tokens.shape[0] / SAMPLES
+
+    expected = alone(kind, loss)
+    for stage, shared in ((2, True), (3, False)):
+        assert_same(expected, trained(world, kind, loss, spec_of(stage, shared)), world.rank)
+
+
+@SHARE_SAMPLES
+def test_layers_that_only_some_ranks_use(world: World) -> None:
+    """Where weights are gathered by messages every rank must run the same layers; elsewhere it need not."""
+    expected = alone(Odd, of_skipping)
+    for stage, shared in [*product((0, 1, 2), (False, True)), (3, True)]:
+        assert_same(expected, trained(world, Odd, of_skipping, spec_of(stage, shared)), world.rank)
+
+
+@SHARE_SAMPLES
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str) -> None:
+    for kind, loss in CASES.values():
+        first, *others = (
+            trained(world, kind, loss, spec_of(stage, shared, precision), accumulates=False)
+            for stage, shared in WAYS
+        )
+        for other in others:
+            assert first[0] == other[0]
+            assert all(torch.equal(tensor, other[1][name]) for name, tensor in first[1].items())
+
+
+@pytest.mark.parametrize(("stage", "shared"), WAYS)
+def test_a_layer_that_runs_may_leave_a_parameter_without_gradient(
+    world: World, stage: int, shared: bool
+) -> None:
+    with hpczero.initialize(
+        made(lambda: nn.Sequential(*(Pair() for _ in range(6)))),
+        spec_of(stage, shared),
+        world,
+        accumulates=False,
+    ) as engine:
+        engine.module[3].skips = world.rank > 0
+        norms = []
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 16)).mean(), last=True)
+            norms.append(engine.step().grad_norm)
+        assert all(norm > 0 for norm in norms)
+        assert len(set(world.everyone.stack(torch.tensor(norms)).sum(1).tolist())) == 1
+
+
+def test_what_was_computed_inside_a_backward_has_a_gradient(world: World) -> None:
+    norms = set()
+    for stage, shared in WAYS:
+        with hpczero.initialize(made(Again), spec_of(stage, shared), world) as engine:
+            engine.backward(engine(torch.ones(2, 16)))
+            engine.backward(engine.module.kept)
+            norms.add(f"{engine.step().grad_norm:.5g}")
+    (norm,) = norms
+    assert float(norm) > 0
+
+
+def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
+    for (stage, shared), precision in product(WAYS, ("fp32", "bf16")):
+        with hpczero.initialize(
+            made(lambda: Convolutions(True), world.rank), spec_of(stage, shared, precision), world
+        ) as engine:
+            before = engine.module.features[0][1].running_mean.clone()
+            assert not before.any()
+            engine.backward(of_images(engine, slice(world.rank, world.rank + 3)))
+            assert engine.step().grad_norm > 0
+            own = engine.module.features[0][1].running_mean.sum().double().view(1)
+            sums = world.everyone.stack(own).flatten().tolist()
+            assert len(set(sums)) == world.size
+            state = engine.full_state_dict()
+            if world.rank == 0:
+                assert torch.equal(
+                    state["features.0.1.running_mean"], engine.module.features[0][1].running_mean
+                )
+                assert state["features.0.1.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(
+    world: World, precision: str
+) -> None:
+    for stage, shared in WAYS:
+        with hpczero.initialize(made(Odd), spec_of(stage, shared, precision), world) as engine:
+            engine.backward(of_tokens(engine, slice(0, 2)))
+            engine.step()
+            before = engine.full_state_dict()
+            block, offset = engine.module.blocks[1], engine.module.offset
+            with engine.gathered(block.parameters()):
+                expected = world.everyone.stack(block.up.weight.detach().float().clone())
+                assert all(torch.equal(each, expected[0]) for each in expected)
+                if world.rank == 0:
+                    assert torch.equal(
+                        expected[0], before["blocks.1.up.weight"].to(engine.dtype).float()
+                    )
+            with engine.gathered([block.down.weight, offset], modify=True), torch.no_grad():
+                block.down.weight[1, 2] = 3.0 if world.rank == 0 else 5.0
+                offset.fill_(-2.0)
+                assert of_tokens(engine, slice(0, 1)).isfinite()  # it may even run
+            after = engine.full_state_dict()
+            if world.rank == 0:
+                assert after["blocks.1.down.weight"][1, 2] == 3.0
+                assert after["offset"] == -2.0
+                before["blocks.1.down.weight"][1, 2], before["offset"] = (
+                    torch.tensor(3.0),
+                    torch.tensor(-2.0),
+                )
+                assert all(torch.equal(tensor, before[name]) for name, tensor in after.items()), (
+                    "what was not changed keeps its precision"
+                )
+            losses = world.everyone.stack(
+                of_tokens(engine, slice(0, 1)).detach().float().view(1)
+            ).flatten()
+            assert (losses == losses[0]).all()
+            if stage == 3 and not shared and world.size > 1:
+                with pytest.raises(HpczeroError, match=r"blocks\.1\.down\.weight is used outside"):
+                    block.down.weight.sum()
+
+
+@pytest.mark.ranks(3, 4)
+def test_nodes_that_share_their_weights(world: World) -> None:
+    """2 + 1 and 2 x 2 ranks on simulated nodes."""
+    expected, nodes = alone(Odd, of_tokens), world.part(range(world.size), 2)
+    for stage in range(4):
+        assert_same(expected, trained(nodes, Odd, of_tokens, spec_of(stage, True)), world.rank)
+        with hpczero.initialize(made(Odd), spec_of(stage, True), nodes) as engine:
+            with engine.gathered([engine.module.offset], modify=True), torch.no_grad():
+                engine.module.offset.fill_(4.0 + world.rank)
+            assert engine.module.offset == 4.0
+    nodes.close()
+
+
+def test_a_state_is_taken_home_and_brought_back(world: World) -> None:
+    for stage, shared in WAYS:
+        with hpczero.initialize(made(Odd), spec_of(stage, shared), world) as engine:
+            first = engine.full_state_dict()
+            engine.backward(of_tokens(engine, slice(0, 2)))
+            engine.step()
+            changed = engine.full_state_dict()
+            engine.load_state_dict(first)
+            again = engine.full_state_dict()
+            if world.rank == 0:
+                assert not torch.equal(first["head.weight"], changed["head.weight"])
+                assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+                made(Odd).load_state_dict(first)  # PyTorch takes it
+            first = {
+                "other" if name == "offset" else name: tensor for name, tensor in first.items()
+            }
+            with pytest.raises(
+                InputError,
+                match="rank 0 says more" if world.rank else "offset is missing; other is unknown",
+            ):
+                engine.load_state_dict(first)
+
+
+@pytest.mark.parametrize("meta", ["everywhere", "but on rank 0"])
+def test_modules_on_meta_get_the_same_values_in_every_layout(world: World, meta: str) -> None:
+    states = []
+    for stage, shared in WAYS:
+        with torch.device("meta" if meta == "everywhere" or world.rank else "cpu"):
+            module = made(
+                lambda: nn.Sequential(
+                    nn.Linear(20, 30),
+                    nn.BatchNorm1d(30),
+                    nn.MultiheadAttention(30, 2),
+                    nn.Linear(30, 3),
+                )
+            )
+        with hpczero.initialize(module, spec_of(stage, shared), world) as engine:
+            assert not any(
+                tensor.is_meta for tensor in [*engine.module.parameters(), *engine.module.buffers()]
+            )
+            states.append(engine.full_state_dict())
+    if world.rank == 0:
+        first = states[0]
+        assert all(
+            torch.equal(tensor, other[name])
+            for other in states[1:]
+            for name, tensor in first.items()
+        )
+        assert first["0.weight"].std() == pytest.approx((1 / 20 / 3) ** 0.5, rel=0.2)
+        assert first["1.running_var"].eq(1).all()
+        assert first["2.out_proj.bias"].eq(0).all()
+
+
+def test_what_on_meta_has_no_values_is_named(whole: World) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+    for stage, shared in WAYS:
+        with torch.device("meta"):
+            module = nn.ModuleDict({"fine": nn.Linear(3, 3), "bare": Bare()})
+        with pytest.raises(
+            InputError, match=r"no reset_parameters\(\) gives a value to bare\.weight"
+        ):
+            hpczero.initialize(module, spec_of(stage, shared), whole)
+
+
+def test_mistakes_in_the_loop_are_said(whole: World) -> None:
+    spec = spec_of(1, False, "bf16")
+    engine: Training = hpczero.initialize(made(Odd), spec, whole)
+    with pytest.raises(HpczeroError, match="backward comes before it"):
+        engine.step()
+    engine.backward(of_tokens(engine, slice(0, 1)), last=True)
+    with pytest.raises(HpczeroError, match="said to be the last"):
+        engine.backward(of_tokens(engine, slice(0, 1)))
+    engine.step(lr=0.5)
+    with (
+        pytest.raises(HpczeroError, match="none of the engine's parameters"),
+        engine.gathered([torch.ones(3)]),
+    ):
+        pass
+    engine.close()
+    engine.close()
+    with pytest.raises(InputError, match=r"the dictionary given: zero\.stage = 7"):
+        hpczero.initialize(made(Odd), {"zero": {"stage": 7}}, whole)
+
+
+def test_the_trainer_trains_what_a_name_leads_to(world: World) -> None:
+    model = Model(family="tests.support.models:TextModel", layers=2, hidden=24, seq_len=17, vocab=61)
+    base = {**spec_of(0, False), "data": {"source": "synthetic"}}
+    base["train"] = {
+        **base["train"],
+        "global_batch": 2 * world.size,
+        "micro_batch": 1,
+        "eval_batches": 1,
+    }
+    serial = world.part([world.rank])
+    expected = train(serial, Spec.model_validate(base).model_copy(update={"model": model}))
+    serial.close()
+    for stage, shared in WAYS:
+        spec = Spec.model_validate({**base, "zero": spec_of(stage, shared)["zero"]}).model_copy(
+            update={"model": model}
+        )
+        record = train(world, spec)
+        assert record.losses == pytest.approx(expected.losses, rel=1e-5)
+        assert all(
+            (tensor - record.weights[name]).norm() <= 1e-4 * tensor.norm()
+            for name, tensor in expected.weights.items()
+        )
+
+
+def test_layers_are_the_larger_parts() -> None:
+    def names(module: nn.Module) -> dict[str, list[str]]:
+        return {
+            layer.name: [parameter.name for parameter in layer.parameters]
+            for _, layer in layers_of(module)
+            if layer.parameters
+        }
+
+    found = names(made(Odd))
+    assert found["the model"] == ["offset", "gains.0", "gains.1"]
+    assert {
+        "embedding",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "recurrent",
+        "attention",
+    } <= found.keys()
+    assert "blocks.3" not in found
+    assert len(found["attention"]) >= 4, (
+        "attention is not cut: it uses its parts' weights without calling them"
+    )
+    assert sum(map(len, found.values())) == sum(
+        own.is_floating_point() for own in Odd().parameters()
+    )
+    assert list(names(TextModel(Model(layers=3, hidden=32)))) == [
+        "embedding",
+        "body.0",
+        "body.1",
+        "body.2",
+        "head",
+    ]
+    assert list(names(nn.Linear(3, 3))) == ["the model"]
+    deep = names(nn.Sequential(nn.Sequential(nn.Sequential(*(nn.Linear(9, 9) for _ in range(20))))))
+    assert len(deep) >= 16, deep.keys()
+    assert len(names(nn.Sequential(*(nn.Linear(9, 9) for _ in range(200))))) <= 20, (
+        "small neighbours go together"
+    )
+    with pytest.raises(InputError, match="nothing to train"):
+        layers_of(nn.ReLU())

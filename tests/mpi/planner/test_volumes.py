@@ -1,0 +1,201 @@
+"""The bytes that the planner expects are the bytes in the ledger of a real run, of every rank, along every axis, inside nodes and between them."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise, permutations
+from typing import Any
+
+import pytest
+
+from hpczero.comm.grid import Grid
+from hpczero.comm.world import World
+from hpczero.model import families
+from hpczero.planner.volumes import Sent, Volumes, resolved
+from hpczero.spec.rules import AXES, contradictions
+from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
+from tests.support.training import train
+
+pytestmark = pytest.mark.mpi
+
+MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
+STREAM = MODEL.seq_len * MODEL.hidden * 2  # bytes of a sequence's activations between layers
+
+Volume = dict[str, dict[str, Sent]]  # axis -> operation -> bytes
+
+
+@contextmanager
+def laid_out(world: World, ranks_per_node: int) -> Iterator[World]:
+    part = world.part(range(world.size), ranks_per_node)
+    yield part
+    part.close()
+
+
+def expected(spec: Spec, world: World) -> Volume:
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+    return Volumes(spec, families.layers(spec.model), grid.size("data")).of_rank(grid, world.rank)
+
+
+def sent_in_steps(world: World, spec: Spec) -> list[Volume]:
+    """In each step but the first, in which ranks agree on an order besides; what sends nothing is left out."""
+    world.ledger.reset()
+    return [difference(before, after) for before, after in pairwise(train(world, spec).sent_until)]
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> Volume:
+    found: Volume = {}
+    for axis, operations in after.items():
+        for name, entry in operations.items():
+            first = before.get(axis, {}).get(name, {"inside": 0, "between": 0})
+            sent = Sent(entry["inside"] - first["inside"], entry["between"] - first["between"])
+            if sent != Sent():
+                found.setdefault(axis, {})[name] = sent
+    return found
+
+
+def job(
+    batch: int = 7,
+    micro_batch: int = 2,
+    precision: Any = "bf16",
+    tied: bool = True,
+    zero: Any = None,
+    **parallel: Any,
+) -> Spec:
+    return Spec(
+        model=MODEL.model_copy(update={"tied_embeddings": tied}),
+        data=Data(source="synthetic"),
+        train=Train(
+            global_batch=batch,
+            micro_batch=micro_batch,
+            precision=precision,
+            steps=4,
+            eval_batches=0,
+        ),
+        zero=Zero(**(zero or {})),
+        parallel=Parallel(**parallel),
+    )
+
+
+def any_job(choice: random.Random, ranks: int) -> Spec:
+    """Of this number of ranks: any grid, in any order, with anything else that changes what is sent."""
+    tensor = choice.choice([size for size in (1, 2, 3, 4, 6) if ranks % size == 0])
+    pipeline = choice.choice([size for size in (1, 2, 3, 4, 8) if ranks % (size * tensor) == 0])
+    schedule, chunks = choice.choice(
+        [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
+    )
+    if pipeline == 1 or pipeline * chunks > MODEL.layers + 2:
+        schedule, chunks = choice.choice(["gpipe", "1f1b"]), 1
+    spec = job(
+        batch=choice.randint(1, 14),
+        micro_batch=choice.randint(1, 3),
+        precision=choice.choice(["fp32", "bf16"]),
+        tied=choice.random() < 0.6,
+        zero={"stage": choice.randrange(4), "node_shared": choice.choice([False, True, "auto"])},
+        tensor=tensor,
+        pipeline=pipeline,
+        sequence_parallel=tensor > 1 and choice.random() < 0.5,
+        schedule=schedule,
+        chunks=chunks,
+        order=choice.choice(["auto", *map(",".join, permutations(AXES))]),
+    )
+    assert not contradictions(spec), contradictions(spec)
+    return spec
+
+
+@pytest.mark.parametrize(
+    "number",
+    [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 60))],
+)
+def test_every_byte(world: World, number: int) -> None:
+    choice = random.Random(1000 * world.size + number)
+    with laid_out(world, choice.choice([0, 1, 2, 3, 4])) as nodes:
+        spec = any_job(choice, world.size)
+        for sent in sent_in_steps(nodes, spec):
+            assert sent == expected(spec, nodes), spec
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("batch", [2, 23])
+def test_data_parallel_alone(world: World, stage: int, shared: bool, batch: int) -> None:
+    with laid_out(world, 2) as nodes:
+        spec = job(batch, zero={"stage": stage, "node_shared": shared})
+        for sent in sent_in_steps(nodes, spec):
+            assert sent == expected(spec, nodes)
+
+
+def counts(before: dict[str, Any], after: dict[str, Any], axis: str) -> dict[str, int]:
+    """How many operations of a step send something, or would to others."""
+    return {
+        name: entry["count"] - before[axis][name]["count"] for name, entry in after[axis].items()
+    }
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(
+    world: World, sequence_parallel: bool
+) -> None:
+    """All-reduces of the stream; or as many reduce-scatters and all-gathers, and an all-gather more for each of a block's column-parallel layers."""
+    spec = job(5, tensor=world.size, sequence_parallel=sequence_parallel)
+    world.ledger.reset()
+    _, before, after, _ = train(world, spec).sent_until
+    micro_batches, blocks, ranks = 3, MODEL.layers, world.size
+    found, sent = counts(before, after, "tensor"), difference(before, after)["tensor"]
+    loss = 2 * (4 + 8) * 5 * MODEL.seq_len * (ranks - 1) // ranks
+    sums = 4 * blocks + 2  # and of the embedding in forward, of the head's input in backward
+    if not sequence_parallel:
+        assert found == {"all_reduce": micro_batches * (sums + 2), "all_gather": 1}
+        assert sent["all_reduce"].inside == 2 * sums * 5 * STREAM * (ranks - 1) // ranks + loss
+        return
+    norms = 2 * blocks + 1
+    padded = 5 * -(-MODEL.seq_len // ranks) * ranks * MODEL.hidden * 2 * (ranks - 1) // ranks
+    assert found["reduce_scatter"] == micro_batches * sums
+    assert sent["reduce_scatter"].inside == sums * padded
+    assert found["all_gather"] == micro_batches * (sums + norms) + 1, (
+        "a column-parallel layer follows each norm"
+    )
+    assert sent["all_gather"].inside == (sums + norms) * padded + 8 * (ranks - 1)
+    assert found["all_reduce"] == micro_batches * (norms + 2)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_a_pipeline_moves_the_activations_at_the_boundaries(
+    world: World, schedule: str, chunks: int
+) -> None:
+    """There, and their gradients back, of every sequence once."""
+    spec = job(7, pipeline=world.size, schedule=schedule, chunks=chunks, tied=False)
+    world.ledger.reset()
+    _, before, after, _ = train(world, spec).sent_until
+    inner = 2 * chunks  # each part has a boundary on either side, but for the model's ends
+    boundaries = inner - (world.rank == 0) - (world.rank == world.size - 1)
+    assert difference(before, after)["pipeline"]["send"] == Sent(boundaries * 7 * STREAM, 0)
+    assert counts(before, after, "pipeline") == {
+        "send": boundaries * 4,
+        "receive": boundaries * 4,
+        "all_gather": 1,
+    }
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tensor": 4}, {"tensor": 2, "pipeline": 2}, {"tensor": 4, "pipeline": 2}, {"tensor": 2}],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", range(4))
+def test_two_nodes_of_four_keep_tensor_traffic_inside(
+    world: World, stage: int, parallel: dict[str, int]
+) -> None:
+    """By the order that hpczero chooses itself, where more activations than parameters are sent."""
+    with laid_out(world, 4) as nodes:
+        spec = job(28, 7, zero={"stage": stage}, **parallel)
+        for sent in sent_in_steps(nodes, spec):
+            assert sent == expected(spec, nodes)
+            assert all(
+                operation.between == 0 < operation.inside for operation in sent["tensor"].values()
+            )
+            assert any(operation.between for axis in sent for operation in sent[axis].values()), (
+                "some other axis crosses"
+            )

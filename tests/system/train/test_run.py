@@ -1,0 +1,411 @@
+"""`hpczero run` as a user starts it: what it leaves, how it ends, and what it says when the input is wrong."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpczero import machine
+from tests.support.launch import REMOVED, Finished, after_load, hpczero, launch, mpirun, started
+
+pytest.importorskip("torch", reason="training needs torch")
+pytest.importorskip("mpi4py", reason="training needs mpi4py")
+
+Process = subprocess.Popen[bytes]
+
+SPEC = """
+name = "tiny"
+[model]
+layers = 2
+hidden = 32
+heads = 4
+seq_len = 16
+[data]
+source = "synthetic"
+[train]
+steps = 5
+global_batch = 5
+micro_batch = 2
+eval_batches = 2
+log_every = 1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "spec.toml").write_text(SPEC)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "spec.toml").write_text(SPEC)
+    assert train(folder, 0).code == 0
+    return folder
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A folder of one's own with a finished run in it."""
+    return Path(shutil.copytree(trained, tmp_path, dirs_exist_ok=True))
+
+
+def command(ranks: int, *arguments: str) -> list[str]:
+    """`ranks` = 0: without mpirun."""
+    return [*(mpirun(ranks) if ranks else []), *hpczero("run", "spec.toml", *arguments)]
+
+
+def train(folder: Path, ranks: int, *arguments: str, **variables: str) -> Finished:
+    done = launch(command(ranks, *arguments), 120, folder, variables)
+    assert done.left == []
+    return done
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], bool], process: Process, limit: float = 60) -> None:
+    begun = time.monotonic()
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() - begun < limit, "it did not come to that"
+        time.sleep(0.05)
+
+
+def steps_done(folder: Path, name: str = "tiny") -> int:
+    path = folder / "runs" / name / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
+
+
+@pytest.mark.parametrize("ranks", [0, 2, 3])
+def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
+    done = train(folder, ranks)
+    assert done.code == 0, done
+    directory = folder / "runs" / "tiny"
+    assert {path.name for path in directory.iterdir()} == {
+        "spec.toml",
+        "metrics.jsonl",
+        "events.jsonl",
+        "summary.json",
+        "checkpoints",
+    }
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["step-00000005"]
+    metrics = lines_of(directory / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+    expected = {
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "step_seconds",
+        "tokens_per_second",
+        "data_seconds",
+        "comm_seconds",
+        "compute_seconds",
+    }
+    assert expected <= set(metrics[0])
+    assert "validation_loss" in metrics[-1]
+    events = lines_of(directory / "events.jsonl")
+    assert [event["event"] for event in events] == [
+        "start",
+        "layout",
+        "first",
+        "eval",
+        "save",
+        "stop",
+    ]
+    assert [place["rank"] for place in events[0]["ranks"]] == list(range(max(1, ranks)))
+    summary = json.loads((directory / "summary.json").read_text())
+    assert (summary["state"], summary["steps"], summary["final_loss"]) == (
+        "finished",
+        5,
+        metrics[-1]["loss"],
+    )
+    assert len(summary["memory"]["ranks"]) == len(summary["comm"]) == max(1, ranks)
+    words = [
+        line.split()[1] for line in done.out.splitlines() if re.match(r"\d{4}-\d\d-\d\dT", line)
+    ]
+    assert words == ["load", "start", "layout", "first", *["step"] * 5, "eval", "save", "stop"]
+    assert "\x1b" not in done.out
+
+
+@pytest.mark.slow
+def test_the_same_losses_on_any_number_of_ranks(folder: Path) -> None:
+    losses = []
+    for ranks in (0, 2, 4):
+        done = train(folder, ranks, "--set", f"name=on{ranks}", "--set", "train.precision=fp32")
+        assert done.code == 0, done
+        losses.append(
+            [line["loss"] for line in lines_of(folder / "runs" / f"on{ranks}" / "metrics.jsonl")]
+        )
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_each_rank_uses_its_share_of_the_cores(folder: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2:
+        pytest.skip("one core cannot be shared out")
+    done = train(
+        folder,
+        cores,
+        "--set",
+        "model.hidden=128",
+        "--set",
+        "train.global_batch=16",
+        "--set",
+        "train.steps=20",
+    )
+    assert done.code == 0, done
+    summary = json.loads((folder / "runs" / "tiny" / "summary.json").read_text())
+    assert summary["threads_per_rank"] == 1
+    assert all(used < 1.3 for used in summary["cores_used"]), (
+        "one thread computes; the background reader takes a moment"
+    )
+
+
+def test_a_finished_run_is_not_run_again_unless_asked(finished: Path) -> None:
+    again = train(finished, 2)
+    assert (again.code, again.err) == (0, "")
+    assert "all 5 steps are done" in again.out
+    fresh = train(finished, 0, "--fresh")
+    assert fresh.code == 0, fresh
+    folders = sorted(path.name for path in (finished / "runs").iterdir())
+    assert len(folders) == 2
+    assert re.fullmatch(r"tiny\.\d{8}T\d{6}", folders[1])
+    assert (finished / "runs" / folders[1] / "summary.json").exists()
+
+
+def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
+    assert train(finished, 0, "--set", "train.steps=7").code == 0
+    assert [
+        line["step"] for line in lines_of(finished / "runs" / "tiny" / "metrics.jsonl")
+    ] == list(range(1, 8))
+
+
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR2", "stop file"]
+)
+def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
+    """To one rank of two: both stop after the same step, with a checkpoint, from where the run goes on."""
+    directory = folder / "runs" / "tiny"
+    with started(command(2, *ENDLESS), folder) as process:
+        wait_for(lambda: steps_done(folder) > 3, process)
+        if how == "stop file":
+            (directory / "stop").touch()
+        else:
+            pid = lines_of(directory / "events.jsonl")[0]["ranks"][1]["pid"]
+            os.kill(pid, getattr(signal, how))
+        output, errors = process.communicate(timeout=30)
+    assert process.returncode == 75, (output, errors)
+    assert f"stopped by {how} after step" in output.decode()
+    summary = json.loads((directory / "summary.json").read_text())
+    done = steps_done(folder)
+    assert (summary["state"], summary["reason"], summary["steps"]) == ("stopped", how, done)
+    assert not (directory / "lock").exists()
+    again = train(folder, 2, "--set", f"train.steps={done + 2}")
+    assert again.code == 0, again
+    assert [line["step"] for line in lines_of(directory / "metrics.jsonl")] == list(
+        range(1, done + 3)
+    )
+    assert f"resume step={done} " in again.out
+
+
+def test_a_second_writer_is_refused(folder: Path) -> None:
+    with started(command(0, *ENDLESS), folder) as process:
+        wait_for(lambda: steps_done(folder) > 0, process)
+        second = train(folder, 2, *ENDLESS)
+        assert second.code == 2, second
+        assert f"is in use by process {process.pid} on" in second.err
+        before = steps_done(folder)
+        wait_for(lambda: steps_done(folder) > before, process)
+
+
+RAISES = """
+import sys
+from hpczero.train.trainer import Trainer
+from hpczero.cli import main
+step = Trainer._step
+def broken(self, number, *rest):
+    if number == 2 and self.world.rank == {rank}:
+        raise ValueError("the disk of this node is on fire")
+    return step(self, number, *rest)
+Trainer._step = broken
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_rank_that_raises_says_so_and_ends_the_job(folder: Path, rank: int) -> None:
+    (folder / "broken.py").write_text(RAISES.format(rank=rank))
+    done = launch([*mpirun(3), sys.executable, "broken.py", "run", "spec.toml"], 40, folder)
+    assert (done.code not in (0, None), done.left) == (True, [])
+    said = [line for line in done.err.splitlines() if line.startswith("hpczero: ")]
+    assert len(said) == 1, done.err
+    assert re.search(rf"rank {rank} on \S+: ValueError: the disk of this node is on fire", said[0])
+
+
+def our_segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("hpczero*")}
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(
+    folder: Path, victim: int
+) -> None:
+    segments = our_segments()
+    with started(command(2, *ENDLESS), folder) as process:
+        wait_for(lambda: steps_done(folder) > 2, process)
+        places = lines_of(folder / "runs" / "tiny" / "events.jsonl")[0]["ranks"]
+        assert [place["rank"] for place in places] == [0, 1]
+        assert len({place["host"] for place in places}) == 1
+        os.kill(places[victim]["pid"], signal.SIGKILL)
+        process.communicate(timeout=10)
+    assert process.returncode != 0
+    gone = [place["pid"] for place in places if psutil.pid_exists(place["pid"])]
+    assert not gone, f"still there: {gone}"
+    assert our_segments() <= segments
+    done = train(folder, 2, "--set", "train.steps=4")
+    assert done.code == 0, done
+    assert [line["step"] for line in lines_of(folder / "runs" / "tiny" / "metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+    ]
+
+
+TRIES = """
+import contextlib, io, json, sys
+from mpi4py import MPI  # started here: every command finds it running, and leaves it so
+from hpczero.cli import main
+
+def end_of(arguments):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["run", "spec.toml", *arguments])
+    return code, out.getvalue(), err.getvalue()
+
+ends = MPI.COMM_WORLD.gather([end_of(arguments) for arguments in json.loads(sys.argv[1])])
+if ends:
+    print(json.dumps(ends))
+MPI.Finalize()
+"""
+MISTAKES = {
+    "unknown key": (["--set", "train.stepz=3"], "train.steps"),
+    "wrong type": (["--set", "train.steps=many"], "many"),
+    "impossible grid": (["--set", "parallel.tensor=3"], "3"),
+    "one head, two ranks": (["--set", "parallel.tensor=2", "--set", "model.heads=1"], "heads"),
+    "missing data": (["--set", "data.source=nowhere.h5"], "nowhere.h5"),
+    "truncated data": (
+        ["--set", "data.source=truncated.h5", "--set", "train.eval_batches=0"],
+        "truncated.h5",
+    ),
+    "foreign data": (["--set", "data.source=foreign.h5"], "foreign.h5"),
+    "vocabulary": (
+        [
+            "--set",
+            "data.source=corpus.h5",
+            "--set",
+            "model.vocab=100",
+            "--set",
+            "train.eval_batches=0",
+        ],
+        "model.vocab",
+    ),
+    "unwritable output": (["--set", "output=/proc/nowhere"], "/proc/nowhere"),
+    "resume of nothing": (["--resume"], "no run"),
+}
+
+
+@pytest.fixture
+def token_files(folder: Path) -> None:
+    (folder / "text.txt").write_text("to be or not to be\n" * 500)
+    assert launch(hpczero("data", "build", "-o", "corpus.h5", "text.txt"), 60, folder).code == 0
+    whole = (folder / "corpus.h5").read_bytes()
+    (folder / "truncated.h5").write_bytes(whole[: len(whole) // 2])
+    (folder / "foreign.h5").write_bytes(b"\x89PNG not a token file at all" * 100)
+
+
+@pytest.mark.usefixtures("token_files")
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_wrong_input_is_one_message_and_nothing_written(folder: Path, ranks: int) -> None:
+    """All mistakes in one launch, as starting takes the longest; how a refused command ends a launch, the next test sees."""
+    (folder / "tries.py").write_text(TRIES)
+    before = sorted(folder.rglob("*"))
+    tries = json.dumps([arguments for arguments, _ in MISTAKES.values()])
+    done = launch(
+        [*(mpirun(ranks) if ranks else []), sys.executable, "tries.py", tries], 120, folder
+    )
+    assert (done.code, done.err, done.left) == (0, "", [])
+    ends = json.loads(done.out)
+    assert len(ends) == max(1, ranks)
+    for (name, (_, expected)), *ends_of_ranks in zip(MISTAKES.items(), *ends, strict=True):
+        assert [(code, after_load(out)) for code, out, _ in ends_of_ranks] == [(2, "")] * len(
+            ends
+        ), (name, ends_of_ranks)
+        said = REMOVED.sub("", "".join(err for _, _, err in ends_of_ranks))
+        assert said.count("hpczero: ") == 1, (name, said)
+        assert expected in said
+        assert "Traceback" not in said
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_directory_of_another_run_is_left_alone(finished: Path) -> None:
+    summary = (finished / "runs" / "tiny" / "summary.json").read_bytes()
+    done = train(finished, 2, "--set", "model.hidden=48", "--set", "seed=2")
+    assert (done.code, done.err.count("hpczero: ")) == (2, 1), done
+    assert "model.hidden: 32 there, 48 now" in done.err
+    assert "seed: 1 there, 2 now" in done.err
+    assert (finished / "runs" / "tiny" / "summary.json").read_bytes() == summary
+
+
+def test_a_folder_that_is_no_run_directory_is_left_alone(folder: Path) -> None:
+    (folder / "runs" / "tiny").mkdir(parents=True)
+    (folder / "runs" / "tiny" / "thesis.tex").write_text("precious")
+    done = train(folder, 0)
+    assert done.code == 2
+    assert "is no run directory" in done.err
+    assert [path.name for path in (folder / "runs" / "tiny").iterdir()] == ["thesis.tex"]
+
+
+def test_one_rank_of_several_by_accident(folder: Path) -> None:
+    """A launcher that started several processes, none of which found the others: two different MPIs."""
+    done = train(folder, 0, SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
+    assert done.code == 2, done
+    assert "4" in done.err
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_removes_what_killed_mpich_jobs_left(folder: Path) -> None:
+    if not machine.sees_all_users_of():
+        pytest.skip("processes that use /dev/shm cannot all be seen from here")
+    stale = Path(f"/dev/shm/mpich_shm_test{os.getpid()}")
+    kept = Path(f"/dev/shm/mpich_shm_kept{os.getpid()}")
+    stale.write_bytes(b"x" * 4096)
+    with kept.open("wb"):
+        try:
+            done = train(folder, 0, "--set", "train.steps=1")
+            assert not stale.exists()
+            assert kept.exists()
+            assert re.search(
+                r"removed \d+ shared-memory files? that killed MPICH jobs left", done.removed
+            )
+        finally:
+            stale.unlink(missing_ok=True)
+            kept.unlink(missing_ok=True)

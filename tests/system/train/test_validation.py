@@ -1,0 +1,197 @@
+"""The validation loss of a run, computed again by plain PyTorch from exported weights and the token file's bytes."""
+
+import json
+import random
+import re
+import shutil
+from math import log
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from tests.support.launch import hpczero, launch, mpirun
+
+torch = pytest.importorskip("torch", reason="training needs torch")
+pytest.importorskip("mpi4py", reason="training needs mpi4py")
+
+LAYERS, HIDDEN, HEADS, SEQ_LEN, SEED = 2, 32, 4, 16, 5
+BATCH, BATCHES = 6, 8  # in an evaluation
+SPEC = f"""
+name = "tiny"
+seed = {SEED}
+[model]
+layers = {LAYERS}
+hidden = {HIDDEN}
+heads = {HEADS}
+seq_len = {SEQ_LEN}
+[data]
+source = "text.h5"
+[train]
+steps = 60
+global_batch = {BATCH}
+micro_batch = 2
+precision = "fp32"
+eval_batches = {BATCHES}
+eval_every = 40
+[optimizer]
+lr = 1e-2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus whose first documents are noise, the others one letter."""
+    folder, letters = tmp_path_factory.mktemp("validation"), random.Random(1)
+    noise = [
+        "".join(letters.choice("abcdefghijklmnopqrstuvwxyz ") for _ in range(300))
+        for _ in range(30)
+    ]
+    documents = noise + ["e" * 300] * 70
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
+    built = launch(
+        hpczero("data", "build", "-o", "text.h5", "text.jsonl", "--validation-fraction", "0.4"),
+        60,
+        folder,
+    )
+    assert built.code == 0, built
+    (folder / "spec.toml").write_text(SPEC)
+    return folder
+
+
+def validation_windows(path: Path) -> "torch.Tensor":
+    """[windows, SEQ_LEN + 1], all of the split, as docs/data.md says where they lie."""
+    with h5py.File(path) as file:
+        tokens = file["validation/tokens"][:].astype(np.int64)
+    count = (len(tokens) - 1) // SEQ_LEN
+    return torch.from_numpy(
+        np.stack([tokens[w * SEQ_LEN : (w + 1) * SEQ_LEN + 1] for w in range(count)])
+    )
+
+
+def losses(weights: "dict[str, torch.Tensor]", windows: "torch.Tensor") -> "torch.Tensor":
+    """A plain GPT: the mean loss of each window."""
+    functional = torch.nn.functional
+
+    def norm(x: "torch.Tensor", name: str) -> "torch.Tensor":
+        return functional.layer_norm(
+            x, (HIDDEN,), weights[f"{name}.weight"], weights[f"{name}.bias"]
+        )
+
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    vectors = weights["embedding.lookup.tokens"]
+    x = vectors[tokens] + weights["embedding.lookup.positions"]
+    later = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).triu(1)
+    for block in (f"blocks.{number}" for number in range(LAYERS)):
+        inside, qkv = norm(x, f"{block}.attention.norm"), weights[f"{block}.attention.qkv.weight"]
+        mixed = (
+            torch.einsum("kih,bsh->kbsi", qkv, inside)
+            + weights[f"{block}.attention.qkv.bias"][:, None, None]
+        )
+        query, key, value = mixed.unflatten(-1, (HEADS, HIDDEN // HEADS)).transpose(2, 3)
+        scores = (query @ key.transpose(-1, -2) / (HIDDEN // HEADS) ** 0.5).masked_fill(
+            later, -torch.inf
+        )
+        heads = (scores.softmax(-1) @ value).transpose(1, 2).flatten(2)
+        x = (
+            x
+            + heads @ weights[f"{block}.attention.output.weight"].T
+            + weights[f"{block}.attention.output.bias"]
+        )
+        inside = (
+            norm(x, f"{block}.feed_forward.norm") @ weights[f"{block}.feed_forward.up.weight"].T
+        )
+        wide = functional.gelu(
+            inside + weights[f"{block}.feed_forward.up.bias"], approximate="tanh"
+        )
+        x = (
+            x
+            + wide @ weights[f"{block}.feed_forward.down.weight"].T
+            + weights[f"{block}.feed_forward.down.bias"]
+        )
+    shares = torch.log_softmax(norm(x, "head.norm") @ vectors.T, -1)
+    return -shares.gather(-1, targets[..., None])[..., 0].mean(1)
+
+
+def intervals_with_the_loss(of_split: "torch.Tensor", windows: "torch.Tensor") -> int:
+    """Count, of 20 seeds, those whose interval of 95 % has the whole split's loss in it."""
+    from hpczero.data.samples import window
+    from hpczero.model.batch import MicroBatch
+    from hpczero.train.batches import Tally
+
+    covered = 0
+    for seed in range(20):
+        own = [
+            of_split[window(seed, len(windows), sample)].item() * SEQ_LEN
+            for sample in range(BATCH * BATCHES)
+        ]
+        batch = MicroBatch(windows[:, :-1], windows[:, 1:], torch.arange(len(own)), 0, seed)
+        found = Tally.of([batch], [own]).validation(len(windows), SEQ_LEN)
+        covered += abs(found.loss - of_split.mean().item()) <= 1.96 * (found.standard_error or 0)
+    return covered
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from hpczero.data.samples import window
+
+    for name in ("text.h5", "spec.toml"):
+        shutil.copy(folder / name, tmp_path)
+    done = launch([*mpirun(ranks), *hpczero("run", "spec.toml")], 120, tmp_path)
+    assert done.code == 0, done
+    assert (
+        launch(hpczero("ckpt", "export", "runs/tiny", "weights.safetensors"), 60, tmp_path).code
+        == 0
+    )
+    windows = validation_windows(tmp_path / "text.h5")
+    of_split = losses(
+        {name: one.double() for name, one in load_file(tmp_path / "weights.safetensors").items()},
+        windows,
+    )
+    run = tmp_path / "runs" / "tiny"
+    summary = json.loads((run / "summary.json").read_text())
+    drawn = [window(SEED, len(windows), sample) for sample in range(BATCH * BATCHES)]
+    assert len(set(drawn)) == BATCH * BATCHES < len(windows)
+    assert summary["validation_loss"] == pytest.approx(of_split[drawn].mean().item(), abs=1e-4)
+    assert summary["validation_tokens"] == BATCH * BATCHES * SEQ_LEN
+    assert summary["validation_tokens_of_split"] == len(windows) * SEQ_LEN
+    assert summary["validation_step"] == 60
+    unseen = 1 - len(drawn) / len(windows)
+    expected = (unseen * of_split[drawn].var() / len(drawn)).sqrt().item()
+    assert summary["validation_standard_error"] == pytest.approx(expected, rel=1e-3)
+    first, last = (
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if "validation_loss" in line
+    )
+    assert {name: last[name] for name in last if name.startswith("validation_")} == {
+        name: summary[name]
+        for name in summary
+        if name.startswith("validation_") and name != "validation_step"
+    }
+    assert first["validation_tokens"] == last["validation_tokens"]
+    said = re.findall(
+        r" eval step=60 validation_loss=\S+ validation_standard_error=\S+ validation_tokens=768 ",
+        done.out,
+    )
+    assert len(said) == 1, done.out
+    assert re.search(
+        r"validation: \d\.\d{4} ± \d\.\d{4} \(standard error\), over 768 of [\d,]+ tokens", done.out
+    )
+
+    before = of_split[: BATCH * BATCHES].mean().item()
+    assert abs(before - of_split.mean().item()) > 0.3, (
+        "the first windows of this split are not like the others"
+    )
+
+    covered = intervals_with_the_loss(of_split, windows)
+    print(
+        f"the interval of 95 % of {covered} of 20 seeds has the whole split's loss in it"
+    )  # pytest -rP shows it
+    assert covered >= 18
+    assert of_split.mean().item() < log(257)

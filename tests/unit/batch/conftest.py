@@ -1,0 +1,33 @@
+"""Fixtures: the folder of a user of PBS, whose programs are fakes (tests/support/fakes.py)."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpczero.batch import submission, submit
+from tests.support import fakes
+
+SPEC = """
+name = "a-run"
+output = "runs"
+train.steps = 40
+batch = { site = "generic/pbs", nodes = 2, chain = 3, env_pass = ["SECRET_OF_MINE"] }
+"""
+
+
+@pytest.fixture
+def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    queue = fakes.install(tmp_path / "pbs")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'pbs' / 'bin'}{os.pathsep}/usr/bin:/bin")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SECRET_OF_MINE", "hunter2-and-more")
+    monkeypatch.setattr(submit, "_BETWEEN", (0.0, 0.0, 0.0, 0.0))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.toml").write_text(SPEC)
+    return queue
+
+
+def record(folder: Path) -> submission.Submission:
+    (only,) = submission.of_run(folder / "runs" / "a-run")
+    return only

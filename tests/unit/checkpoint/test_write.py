@@ -1,0 +1,240 @@
+"""Saving when something fails: it is SaveFailed, never a checkpoint with a part of it missing, and never the end of the process."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import h5py
+import numpy as np
+import pytest
+
+from hpczero import safe_files
+from hpczero.checkpoint import directory
+from hpczero.checkpoint import save as write
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.manifest import TrainingState
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
+from hpczero.checkpoint.save import SaveFailed, SaveJob, Saver
+from hpczero.checkpoint.shard_file import (
+    BLOCK,
+    SLOTS,
+    WIDTH,
+    Array,
+    Writer,
+    empty_chunks,
+    in_chunks,
+    make_file,
+)
+from hpczero.comm.world import World
+from hpczero.parallel.layout import unit_layout
+from tests.support.checkpoints import parameters
+
+ELEMENTS = 300_000
+
+
+class Alone:
+    """A world of one rank, without MPI."""
+
+    rank, size, node, node_of_rank, hosts = 0, 1, 0, (0,), ("here",)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def table() -> Table:
+    layers = parameters(weight=(ELEMENTS,))
+    holding = RankShard([unit_layout(layer) for layer in layers], 0)
+    return Table.of([Tensor("weight", (ELEMENTS,))], 1, lambda _: holding)
+
+
+def saver(checkpoints: Path, asynchronous: bool = False) -> Saver:
+    job = SaveJob(checkpoints, {"name": "saved"}, {"data": 1}, table, "node")
+    return Saver(
+        cast(World, Alone()), job, [[np.zeros(ELEMENTS, np.float32)] for _ in SLOTS], asynchronous
+    )
+
+
+def save(saver: Saver, step: int, asynchronous: bool = False) -> Path:
+    for slot, (source,) in enumerate(saver.sources):
+        cast(Array, source).fill(slot + step)
+    saver.begin(
+        TrainingState(step=step, updates=step, loss_scale=1.0, good_steps=0),
+        {"seen": np.arange(3)},
+        asynchronous,
+    )
+    return saver.conclude().path
+
+
+class NoThreads(ThreadPoolExecutor):
+    def submit(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_writer_that_cannot_begin_is_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    own = saver(tmp_path, asynchronous)
+    monkeypatch.setattr(write, "ThreadPoolExecutor", NoThreads)
+    with pytest.raises(SaveFailed, match="can't start new thread"):
+        save(own, 1, asynchronous)
+    assert not own.in_flight
+    assert not directory.steps(tmp_path)
+    monkeypatch.undo()
+    with Checkpoint.open(save(own, 2, asynchronous)) as checkpoint:
+        assert np.array_equal(
+            checkpoint["/optimizer/moment1/weight"].numpy(), np.full(ELEMENTS, 3, np.float32)
+        )
+
+
+def test_a_thread_that_cannot_begin_is_a_save_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    own = saver(tmp_path, asynchronous=True)
+    monkeypatch.setattr(write.threading.Thread, "start", refuse)
+    with pytest.raises(SaveFailed, match="can't start new thread"):
+        save(own, 1, asynchronous=True)
+    assert not directory.steps(tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """What is said of it asks that file system once more."""
+
+    def stale(*_: Any) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    own = saver(tmp_path, asynchronous)
+    monkeypatch.setattr(Writer, "finish", stale)
+    monkeypatch.setattr(safe_files, "free_bytes", stale)
+    with pytest.raises(
+        SaveFailed, match=r"shard-00000.h5.new: Stale file handle \(.*cannot be told"
+    ):
+        save(own, 1, asynchronous)
+    assert not directory.steps(tmp_path)
+
+
+def full_disk(place: Path, size: int) -> str:
+    """What is said of a save on a disk of so many bytes, in a process of its own: HDF5 has ended processes here."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], check=True)
+    said = ""
+    try:
+        try:
+            save(saver(place / "checkpoints"), 1)
+        except SaveFailed as error:
+            said = str(error)
+        if said:
+            assert f"{place}/checkpoints" in said
+            assert "No space left on device" in said
+            assert not list((place / "checkpoints").glob("*"))
+        else:
+            with Checkpoint.open(place / "checkpoints" / "step-00000001") as checkpoint:
+                assert checkpoint["/model/weight"].numpy().shape == (ELEMENTS,)
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+    return said
+
+
+def test_a_disk_that_is_full_at_any_moment_is_a_save_that_failed(tmp_path: Path) -> None:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("cannot mount a disk here")
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    pages = [
+        *range(1, 40),
+        *range(800, 940, 5),
+    ]  # while the structure is written; and around the end of the data, of some 880 pages
+    script = f"""
+from tests.unit.checkpoint.test_write import *
+said = [full_disk(Path({str(tmp_path)!r}), size * 4096) for size in {pages}]
+assert said[0] and not said[-1], said
+print("all")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.stdout == "all\n", (done.returncode, done.stderr)
+    assert not done.stderr
+
+
+class OnDevice:
+    """Elements that are no array of this process, of which only pieces are to be had."""
+
+    def __init__(self, values: np.ndarray[Any, Any]) -> None:
+        self.values, self.longest = values, 0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, part: slice) -> np.ndarray[Any, Any]:
+        self.longest = max(self.longest, part.stop - part.start)
+        return self.values[part].copy()
+
+
+def test_what_is_copied_is_what_the_sources_have_in_their_order() -> None:
+    """Neighbours in memory in one stretch; what only looks like one, an empty source, an order of its own, a device's memory."""
+    memory = np.arange(100, dtype=np.float32)
+    device = OnDevice(np.arange(5_000_000, dtype=np.float32))
+    neighbours = [memory[:10], memory[10:40], memory[40:40], memory[40:41]]
+    sources = [
+        *neighbours,
+        memory[50:60],
+        memory[:10],
+        device,
+        memory[60:70],
+        np.zeros(3, np.float32),
+    ]
+    assert list(map(len, write._joined(neighbours))) == [41]
+    kept = np.full(sum(map(len, sources)), np.nan, np.float32)
+    write._copy(sources, kept)
+    assert np.array_equal(
+        kept,
+        np.concatenate(
+            [source.values if isinstance(source, OnDevice) else source for source in sources]
+        ),
+    )
+    assert device.longest < 3_000_000
+
+
+def test_a_disk_that_is_slow_gets_what_was_made_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers come again, also where one slot ends and the next begins: none before what it had is written."""
+    at_once = Writer._write_at
+
+    def slowly(writer: Writer, data: memoryview, place: int) -> None:
+        time.sleep(0.01)
+        at_once(writer, data, place)
+
+    monkeypatch.setattr(Writer, "_write_at", slowly)
+    elements = 4 * BLOCK // WIDTH + 5
+    (extent,) = make_file(tmp_path / "shard.h5", {0: elements})
+    empty, values = (
+        empty_chunks(BLOCK),
+        [np.arange(elements, dtype=np.float32) + slot for slot in range(len(SLOTS))],
+    )
+    writer = Writer(tmp_path / "shard.h5", extent, direct=True)
+    for slot, of_slot in enumerate(values):
+        writer.write(slot, in_chunks([of_slot[:7], of_slot[7:]], empty))
+    writer.finish()
+    writer.close()
+    with h5py.File(tmp_path / "shard.h5") as file:
+        for slot, of_slot in zip(SLOTS, values, strict=True):
+            assert np.array_equal(file[f"rank-00000/{slot}"][:elements], of_slot)
