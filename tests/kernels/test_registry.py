@@ -14,8 +14,7 @@ from hpczero_kernels import dispatch, table
 from hpczero_kernels.norm import layer_norm
 from hpczero_kernels.operations import OPERATIONS
 from hpczero_kernels.table import TABLE, Implementation
-
-CHECKOUT = Path(__file__).resolve().parents[2]
+from tests.support.launch import CHECKOUT
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from hpczero.batch import submission
 from tests.support import fake_pbs
 from tests.support.launch import CHECKOUT
 
@@ -41,3 +42,16 @@ def calls(queue: Path, program: str) -> list[str]:
     path = queue / "calls"
     lines = path.read_text().splitlines() if path.exists() else []
     return [line for line in lines if line.startswith(program + " ")]
+
+
+SPEC = """
+name = "a-run"
+output = "runs"
+train.steps = 40
+batch = { site = "generic/pbs", nodes = 2, chain = 3, env_pass = ["SECRET_OF_MINE"] }
+"""
+
+
+def record(folder: Path) -> submission.Submission:
+    (only,) = submission.of_run(folder / "runs" / "a-run")
+    return only

@@ -12,7 +12,7 @@ from hpczero.batch.render import render
 from hpczero.batch.sites import all_names
 from hpczero.spec.load import load, toml_value
 
-FOLDER = Path(__file__).parent / "golden"
+FOLDER = Path(__file__).parents[1] / "unit" / "batch" / "golden"
 HERE = SubmitHost(folder="/work/jobs", environment="/work/venv", schedulers=())
 ARGUMENTS = ("run", "/work/jobs/spec.toml")
 EVERYTHING: dict[str, Any] = {

@@ -12,8 +12,7 @@ from hpczero.device import CPU
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
 from tests.support.covering import Case, covering
-from tests.mpi.parallel.zero.test_data_parallel import assert_same, distance
-from tests.support.training import Record, train
+from tests.support.training import Record, assert_same, distance, train
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 EVERYTHING = (

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from hpczero.comm.grid import Grid
@@ -160,3 +161,28 @@ def logical(place: ParameterSlot, part: torch.Tensor, tensor: Group | None) -> t
     found[place.held] = part
     tensor.all_reduce(found)
     return found
+
+
+def distance(
+    one: dict[str, torch.Tensor],
+    other: dict[str, torch.Tensor],
+    kept: dict[str, torch.Tensor] | None = None,
+) -> float:
+    """`kept`: the elements that are compared, if not all."""
+    return max(
+        (((one[name] - other[name]) * (kept[name] if kept else 1)).norm() / one[name].norm()).item()
+        for name in one
+    )
+
+
+def assert_same(
+    serial: Record, parallel: Record, kept: dict[str, torch.Tensor] | None = None
+) -> None:
+    assert len(parallel.losses) == len(serial.losses)
+    assert max(abs(a - b) / a for a, b in zip(serial.losses, parallel.losses, strict=True)) < 1e-5
+    assert distance(serial.gradients, parallel.gradients) < 1e-4
+    assert distance(serial.weights, parallel.weights, kept) < 1e-4
+    assert serial.norms == pytest.approx(parallel.norms, rel=1e-4)
+    assert serial.validation_losses == pytest.approx(parallel.validation_losses, rel=1e-5)
+    assert serial.gradients.keys() == parallel.gradients.keys()
+    assert serial.weights.keys() == parallel.weights.keys()

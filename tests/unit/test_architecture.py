@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.measure_house import ROOMS, circles, imports, measure
+from tests.support.launch import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
 
 # room -> what it may import of hpczero, besides itself; a longer name is more precise and wins for that module alone

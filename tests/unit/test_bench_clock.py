@@ -1,7 +1,6 @@
 """The times that `scripts/bench_kernels.py` takes of kernels, on a GPU that is made of numbers."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,9 @@ pytest.importorskip("torch")
 
 import torch
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+from tests.support.launch import CHECKOUT
+
+SCRIPTS = CHECKOUT / "scripts"
 CYCLES = 2e9  # a second
 CALL = 50e-6  # seconds of the host
 RECORD = 1e-6

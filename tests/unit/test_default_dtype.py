@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.launch import CHECKOUT
+
 MAKERS = {
     "empty",
     "zeros",

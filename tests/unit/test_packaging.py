@@ -9,8 +9,8 @@ from packaging.requirements import Requirement
 
 from hpczero import __version__
 from hpczero.spec.load import load
+from tests.support.launch import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 EXTRAS = {"train", "mpi", "cuda", "ptx", "test", "dev"}
 PAGES = [CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (CHECKOUT / "docs").glob("*.md")

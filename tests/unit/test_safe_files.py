@@ -15,8 +15,8 @@ from hpczero.errors import InputError
 from hpczero.lock import RunLock
 from hpczero.spec.schema import Spec
 from hpczero.train.run_directory import RunDirectory
+from tests.support.launch import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 NOBODY, DAEMON = 65534, 1
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+from tests.support.launch import CHECKOUT
 
 
 def bash(code: str, path: str | None = None) -> subprocess.CompletedProcess[str]:

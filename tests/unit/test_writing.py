@@ -3,11 +3,11 @@
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+from tests.support.launch import CHECKOUT
+
 ROOM = "safe_files"
 # module -> what it does, and why that is none of the module's business
 EXCEPTIONS = {

@@ -2,27 +2,20 @@
 
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from functools import reduce
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
-from hpczero.comm.group import Group, shard
+from hpczero.comm.group import shard
 from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
+from tests.support.collectives import HALF, assert_same, everyones, reduced, values
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-HALF = (torch.float16, torch.bfloat16)
-OPERATIONS: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
 SMALL = Limits(staging=100, message=7)  # bytes: everything goes in many pieces
 LENGTHS = (0, 1, 5, 64, 301)
 MIDDLE = 20_011  # elements: in two phases through the node's memory, or in messages
@@ -36,35 +29,6 @@ def narrow(world: World) -> Iterator[World | None]:
     yield part
     if part:
         part.close()
-
-
-def values(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` brings: every rank can compute everyone's. Floats of very different size, so that the order of a sum shows."""
-    index = torch.arange(length, dtype=torch.int64)
-    mixed = (index * 2654435761 + (rank + 1) * 40503 + (index ^ rank) * 97) % 65521
-    if dtype is torch.bool:
-        return mixed % 3 == 0
-    if not dtype.is_floating_point:
-        return mixed.to(dtype)
-    return ((mixed.double() / 32768 - 1) * torch.pow(2.0, (mixed % 11).double())).to(dtype)
-
-
-def reduced(parts: list[Tensor], op: str = "sum") -> Tensor:
-    """In rank order; half precision in fp32, unrounded."""
-    wide = [part.float() if part.dtype in HALF else part for part in parts]
-    return reduce(OPERATIONS[op], wide)
-
-
-def everyones(group: Group, length: int, dtype: torch.dtype) -> list[Tensor]:
-    return [values(rank, length, dtype) for rank in range(group.size)]
-
-
-def assert_same(found: Tensor, expected: Tensor) -> None:
-    """Bit for bit."""
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), (
-        f"{found} is not {expected}"
-    )
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)

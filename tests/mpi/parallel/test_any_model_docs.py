@@ -11,13 +11,13 @@ import torch
 
 from hpczero.comm.world import World
 from hpczero.spec.schema import Model, Parallel, Zero
-from tests.mpi.parallel.zero.test_data_parallel import assert_same
-from tests.mpi.parallel.pipeline.test_user_stages import spec_of
-from tests.support.training import train
+from tests.support.launch import CHECKOUT
+from tests.support.training import assert_same, train
+from tests.support.user_stages import spec_of
 
 pytestmark = pytest.mark.mpi
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "any-model.md"
+PAGE = CHECKOUT / "docs" / "any-model.md"
 
 
 def example(heading: str) -> str:

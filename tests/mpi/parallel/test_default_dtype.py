@@ -10,7 +10,7 @@ from torch import nn
 
 import hpczero
 from hpczero.comm.world import World
-from tests.mpi.parallel.test_user_module import WAYS
+from tests.support.user_modules import WAYS
 
 pytestmark = pytest.mark.mpi
 

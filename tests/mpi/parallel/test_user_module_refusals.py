@@ -12,8 +12,8 @@ from hpczero.parallel.parallelize import assemble
 from hpczero.planner.volumes import resolved
 from hpczero.train.checkpointing import Checkpoints
 from tests.support.models import Convolutions, Odd
-from tests.mpi.checkpoint.test_checkpoint import spec_of as checkpoint_spec
-from tests.mpi.parallel.test_user_module import (
+from tests.support.saving import spec_of as checkpoint_spec
+from tests.support.user_modules import (
     SHARE_SAMPLES,
     WAYS,
     alone,

@@ -20,7 +20,7 @@ from hpczero.planner.memory import need, placement
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
 from hpczero.train.batches import Batches
-from tests.mpi.planner.test_volumes import any_job, laid_out
+from tests.support.jobs import any_job, laid_out
 from tests.support.training import LearnableSource
 
 pytestmark = pytest.mark.mpi

@@ -1,9 +1,7 @@
 """The bytes that the planner expects are the bytes in the ledger of a real run, of every rank, along every axis, inside nodes and between them."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise, permutations
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,23 +10,15 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.model import families
 from hpczero.planner.volumes import Sent, Volumes, resolved
-from hpczero.spec.rules import AXES, contradictions
-from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
+from hpczero.spec.schema import Spec
+from tests.support.jobs import MODEL, any_job, job, laid_out
 from tests.support.training import train
 
 pytestmark = pytest.mark.mpi
 
-MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
 STREAM = MODEL.seq_len * MODEL.hidden * 2  # bytes of a sequence's activations between layers
 
 Volume = dict[str, dict[str, Sent]]  # axis -> operation -> bytes
-
-
-@contextmanager
-def laid_out(world: World, ranks_per_node: int) -> Iterator[World]:
-    part = world.part(range(world.size), ranks_per_node)
-    yield part
-    part.close()
 
 
 def expected(spec: Spec, world: World) -> Volume:
@@ -51,55 +41,6 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> Volume:
             if sent != Sent():
                 found.setdefault(axis, {})[name] = sent
     return found
-
-
-def job(
-    batch: int = 7,
-    micro_batch: int = 2,
-    precision: Any = "bf16",
-    tied: bool = True,
-    zero: Any = None,
-    **parallel: Any,
-) -> Spec:
-    return Spec(
-        model=MODEL.model_copy(update={"tied_embeddings": tied}),
-        data=Data(source="synthetic"),
-        train=Train(
-            global_batch=batch,
-            micro_batch=micro_batch,
-            precision=precision,
-            steps=4,
-            eval_batches=0,
-        ),
-        zero=Zero(**(zero or {})),
-        parallel=Parallel(**parallel),
-    )
-
-
-def any_job(choice: random.Random, ranks: int) -> Spec:
-    """Of this number of ranks: any grid, in any order, with anything else that changes what is sent."""
-    tensor = choice.choice([size for size in (1, 2, 3, 4, 6) if ranks % size == 0])
-    pipeline = choice.choice([size for size in (1, 2, 3, 4, 8) if ranks % (size * tensor) == 0])
-    schedule, chunks = choice.choice(
-        [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
-    )
-    if pipeline == 1 or pipeline * chunks > MODEL.layers + 2:
-        schedule, chunks = choice.choice(["gpipe", "1f1b"]), 1
-    spec = job(
-        batch=choice.randint(1, 14),
-        micro_batch=choice.randint(1, 3),
-        precision=choice.choice(["fp32", "bf16"]),
-        tied=choice.random() < 0.6,
-        zero={"stage": choice.randrange(4), "node_shared": choice.choice([False, True, "auto"])},
-        tensor=tensor,
-        pipeline=pipeline,
-        sequence_parallel=tensor > 1 and choice.random() < 0.5,
-        schedule=schedule,
-        chunks=chunks,
-        order=choice.choice(["auto", *map(",".join, permutations(AXES))]),
-    )
-    assert not contradictions(spec), contradictions(spec)
-    return spec
 
 
 @pytest.mark.parametrize(

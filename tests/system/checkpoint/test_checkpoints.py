@@ -17,7 +17,7 @@ import pytest
 from hpczero.checkpoint import directory as checkpoints
 from hpczero.checkpoint.load import Checkpoint
 from tests.support.launch import Finished, hpczero, launch, mpirun, started
-from tests.system.train.test_run import wait_for
+from tests.support.runs import wait_for
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")

@@ -133,7 +133,9 @@ def watched(
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     arguments = [str(program), case, str(SECONDS), str(folder or ""), str(ranks_per_node), means]
-    path = {"PYTHONPATH": f"{CHECKOUT}:{env.variable('PYTHONPATH') or ''}"}  # for tests.support.queued
+    path = {
+        "PYTHONPATH": f"{CHECKOUT}:{env.variable('PYTHONPATH') or ''}"
+    }  # for tests.support.queued
     ended = launch(
         [*mpirun(ranks), sys.executable, *arguments], SECONDS + 10 + START, tmp_path, path
     )

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch import CHECKOUT
+
 torch = pytest.importorskip("torch")
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a GPU: the script itself is run on it"
 )
@@ -25,7 +26,7 @@ def check(tmp_path: Path, *arguments: str, **environment: str) -> subprocess.Com
     command = ["bash", "scripts/gpu_check.sh", "--logs", str(tmp_path / "logs"), *arguments]
     return subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=CHECKOUT,
         env=os.environ | given,
         text=True,
         stdin=subprocess.DEVNULL,

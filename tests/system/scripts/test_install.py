@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+from tests.support.launch import CHECKOUT
+
 WAYS = ["wheel", "editable", "target", "checkout"]
 
 

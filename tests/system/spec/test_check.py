@@ -10,21 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launch import BLOCKER, HEAVY
+
 Hpczero = Callable[..., subprocess.CompletedProcess[str]]
-
-BLOCKER = """
-import importlib.abc, sys
-
-class Blocker(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked}:
-            raise ImportError("imported " + name)
-
-sys.meta_path.insert(0, Blocker())
-from hpczero.cli import main
-sys.exit(main())
-"""
-HEAVY = ("torch", "mpi4py", "numba", "h5py", "numpy", "psutil", "rich")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.support.launch import Finished, after_load, hpczero, launch, mpirun, started
-from tests.system.train.test_run import lines_of, our_segments, steps_done, wait_for
+from tests.support.runs import lines_of, our_segments, steps_done, wait_for
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")

@@ -5,23 +5,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from hpczero import machine
 from tests.support.launch import REMOVED, Finished, after_load, hpczero, launch, mpirun, started
+from tests.support.runs import lines_of, our_segments, steps_done, wait_for
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
 
-Process = subprocess.Popen[bytes]
 
 SPEC = """
 name = "tiny"
@@ -70,23 +66,6 @@ def train(folder: Path, ranks: int, *arguments: str, **variables: str) -> Finish
     done = launch(command(ranks, *arguments), 120, folder, variables)
     assert done.left == []
     return done
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def wait_for(condition: Callable[[], bool], process: Process, limit: float = 60) -> None:
-    begun = time.monotonic()
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() - begun < limit, "it did not come to that"
-        time.sleep(0.05)
-
-
-def steps_done(folder: Path, name: str = "tiny") -> int:
-    path = folder / "runs" / name / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
@@ -258,10 +237,6 @@ def test_a_rank_that_raises_says_so_and_ends_the_job(folder: Path, rank: int) ->
     said = [line for line in done.err.splitlines() if line.startswith("hpczero: ")]
     assert len(said) == 1, done.err
     assert re.search(rf"rank {rank} on \S+: ValueError: the disk of this node is on fire", said[0])
-
-
-def our_segments() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("hpczero*")}
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])

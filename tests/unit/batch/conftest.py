@@ -5,15 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch import submission, submit
+from hpczero.batch import submit
 from tests.support import fakes
-
-SPEC = """
-name = "a-run"
-output = "runs"
-train.steps = 40
-batch = { site = "generic/pbs", nodes = 2, chain = 3, env_pass = ["SECRET_OF_MINE"] }
-"""
+from tests.support.fakes import SPEC
 
 
 @pytest.fixture
@@ -26,8 +20,3 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "spec.toml").write_text(SPEC)
     return queue
-
-
-def record(folder: Path) -> submission.Submission:
-    (only,) = submission.of_run(folder / "runs" / "a-run")
-    return only

@@ -1,7 +1,6 @@
 """The job specs that come with hpczero have the grid and the size that they claim, and a script."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,9 @@ from hpczero.model.families import layers, parameter_count
 from hpczero.planner.memory import Platform, as_run, device_of, needs_on_grid
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import load
+from tests.support.launch import CHECKOUT
 
-FOLDER = Path(__file__).resolve().parents[2] / "jobspecs"
+FOLDER = CHECKOUT / "jobspecs"
 ALL = sorted(path.stem for path in FOLDER.glob("*.toml"))
 COMMAND = re.compile(
     r"^# +hpczero check (jobspecs/([\w.-]+)\.toml --ranks (\d+) --ranks-per-node (\d+))$",

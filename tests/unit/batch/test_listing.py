@@ -12,8 +12,8 @@ from hpczero.cli import main
 from hpczero.commands import jobs
 from hpczero.lock import RunLock
 from tests.support import fakes
-from tests.unit.batch.test_progress import by_hand
-from tests.system.spec.test_check import BLOCKER
+from tests.support.launch import BLOCKER
+from tests.support.runs import by_hand
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from hpczero.batch import run_status, slurm
 from hpczero.batch.command import QueuedJob
 from hpczero.batch.submission import Submission
 from hpczero.lock import RunLock
+from tests.support.runs import by_hand
 
 JOBS = ("11", "12", "13")
 
@@ -216,22 +217,6 @@ slurm_load_jobs error: nonsense
 def test_a_folder_with_signs_of_slurms_own_in_its_name() -> None:
     words = slurm.submission(Path("/a%j/job.sh"), Path("/a%j"), "tag", "", held=False)
     assert "--output=/a%%j/log-%j" in words
-
-
-def by_hand(run: Path, *, ended: str = "", saved: int = 0) -> Path:
-    """A run that was started with mpirun; `ended`: the state in its summary."""
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "spec.toml").write_text("[train]\nsteps = 100\n")
-    now = datetime.now(UTC).isoformat()
-    (run / "events.jsonl").write_text(json.dumps({"event": "start", "time": now}) + "\n")
-    line = {"step": 40, "loss": 4.6, "step_seconds": 2.0, "tokens_per_second": 50.0}
-    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    if ended:
-        (run / "summary.json").write_text(json.dumps({"state": ended, "reason": "SIGTERM"}))
-    if saved:
-        (run / "checkpoints" / f"step-{saved:08d}").mkdir(parents=True)
-        (run / "checkpoints" / f"step-{saved:08d}" / "MANIFEST.json").touch()
-    return run
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from hpczero.batch import sites
 from hpczero.batch.sites import all_names, facts
 from hpczero.errors import InputError
 from hpczero.spec.load import load, to_toml
-from tests.system.spec.test_check import BLOCKER, HEAVY
+from tests.support.launch import BLOCKER, HEAVY
 
 MOON = """
 description = "the moon"

@@ -17,8 +17,8 @@ from hpczero.cli import main
 from hpczero.commands import logs
 from hpczero.errors import HpczeroError
 from tests.support import fakes
-from tests.unit.batch.conftest import SPEC, record
-from tests.system.spec.test_check import BLOCKER
+from tests.support.fakes import SPEC, record
+from tests.support.launch import BLOCKER
 
 
 def test_every_link_is_in_the_queue_before_the_first_may_begin(queue: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hpczero.lock import Holder, RunLock
 from hpczero.spec.load import load
 from hpczero.train import run_directory
 from tests.support import fakes
-from tests.unit.batch.conftest import record
+from tests.support.fakes import record
 
 
 def test_two_who_submit_a_run_at_once(

@@ -22,8 +22,9 @@ from hpczero.model.families import layers, parameter_count
 from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.spec.schema import Model
 from tests.support.checkpoints import Grid, Wanted, make, memory_at_most
+from tests.support.launch import CHECKOUT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoint-format.md"
+PAGE = CHECKOUT / "docs" / "checkpoint-format.md"
 READERS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 has_tools = pytest.mark.skipif(
     not shutil.which("h5dump"), reason="h5dump is not installed (Debian and Ubuntu: hdf5-tools)"

@@ -7,7 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import h5py
 import numpy as np
@@ -17,63 +17,17 @@ from hpczero import safe_files
 from hpczero.checkpoint import directory
 from hpczero.checkpoint import save as write
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.manifest import TrainingState
-from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
-from hpczero.checkpoint.save import SaveFailed, SaveJob, Saver
+from hpczero.checkpoint.save import SaveFailed
 from hpczero.checkpoint.shard_file import (
     BLOCK,
     SLOTS,
     WIDTH,
-    Array,
     Writer,
     empty_chunks,
     in_chunks,
     make_file,
 )
-from hpczero.comm.world import World
-from hpczero.parallel.layout import unit_layout
-from tests.support.checkpoints import parameters
-
-ELEMENTS = 300_000
-
-
-class Alone:
-    """A world of one rank, without MPI."""
-
-    rank, size, node, node_of_rank, hosts = 0, 1, 0, (0,), ("here",)
-
-    def broadcast_object(self, value: Any) -> Any:
-        return value
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-
-def table() -> Table:
-    layers = parameters(weight=(ELEMENTS,))
-    holding = RankShard([unit_layout(layer) for layer in layers], 0)
-    return Table.of([Tensor("weight", (ELEMENTS,))], 1, lambda _: holding)
-
-
-def saver(checkpoints: Path, asynchronous: bool = False) -> Saver:
-    job = SaveJob(checkpoints, {"name": "saved"}, {"data": 1}, table, "node")
-    return Saver(
-        cast(World, Alone()), job, [[np.zeros(ELEMENTS, np.float32)] for _ in SLOTS], asynchronous
-    )
-
-
-def save(saver: Saver, step: int, asynchronous: bool = False) -> Path:
-    for slot, (source,) in enumerate(saver.sources):
-        cast(Array, source).fill(slot + step)
-    saver.begin(
-        TrainingState(step=step, updates=step, loss_scale=1.0, good_steps=0),
-        {"seen": np.arange(3)},
-        asynchronous,
-    )
-    return saver.conclude().path
+from tests.support.saver import ELEMENTS, save, saver
 
 
 class NoThreads(ThreadPoolExecutor):
@@ -130,27 +84,6 @@ def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(
     assert not directory.steps(tmp_path)
 
 
-def full_disk(place: Path, size: int) -> str:
-    """What is said of a save on a disk of so many bytes, in a process of its own: HDF5 has ended processes here."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], check=True)
-    said = ""
-    try:
-        try:
-            save(saver(place / "checkpoints"), 1)
-        except SaveFailed as error:
-            said = str(error)
-        if said:
-            assert f"{place}/checkpoints" in said
-            assert "No space left on device" in said
-            assert not list((place / "checkpoints").glob("*"))
-        else:
-            with Checkpoint.open(place / "checkpoints" / "step-00000001") as checkpoint:
-                assert checkpoint["/model/weight"].numpy().shape == (ELEMENTS,)
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-    return said
-
-
 def test_a_disk_that_is_full_at_any_moment_is_a_save_that_failed(tmp_path: Path) -> None:
     if subprocess.run(
         ["mount", "-t", "tmpfs", "tmpfs", str(tmp_path)], capture_output=True, check=False
@@ -162,7 +95,8 @@ def test_a_disk_that_is_full_at_any_moment_is_a_save_that_failed(tmp_path: Path)
         *range(800, 940, 5),
     ]  # while the structure is written; and around the end of the data, of some 880 pages
     script = f"""
-from tests.unit.checkpoint.test_write import *
+from pathlib import Path
+from tests.support.saver import full_disk
 said = [full_disk(Path({str(tmp_path)!r}), size * 4096) for size in {pages}]
 assert said[0] and not said[-1], said
 print("all")

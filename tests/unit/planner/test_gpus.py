@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from hpczero import env
 from hpczero.cli import main
 from hpczero.spec.load import load
 from hpczero.spec.schema import Spec
+from tests.support.launch import CHECKOUT
 
-FOLDER = Path(__file__).resolve().parents[2] / "jobspecs"
+FOLDER = CHECKOUT / "jobspecs"
 GPT_7B = str(FOLDER / "gpt-7b-gh200.toml")
 MIB = 1 << 20
 RUNTIME = 250e6  # Python with its libraries: docs/gpu.md

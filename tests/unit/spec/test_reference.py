@@ -9,8 +9,9 @@ from hpczero.spec.keys import flat, keys, nearest, table_description, tables
 from hpczero.spec.load import ROLES, as_data, as_markdown, as_text, load, to_start_from
 from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
+from tests.support.launch import CHECKOUT
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "spec.md"
+PAGE = CHECKOUT / "docs" / "spec.md"
 
 
 def test_the_page_in_docs_is_what_the_program_prints() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from hpczero.comm.world import World
 from hpczero.spec.schema import Data, Model, Optimizer, Spec, Train
-from tests.support.training import Record, train
+from tests.support.training import assert_same, distance, train
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
@@ -32,31 +32,6 @@ def spec_of(
         ),
         optimizer=Optimizer(lr=1e-2, eps=1e-6),
     )
-
-
-def distance(
-    one: dict[str, torch.Tensor],
-    other: dict[str, torch.Tensor],
-    kept: dict[str, torch.Tensor] | None = None,
-) -> float:
-    """`kept`: the elements that are compared, if not all."""
-    return max(
-        (((one[name] - other[name]) * (kept[name] if kept else 1)).norm() / one[name].norm()).item()
-        for name in one
-    )
-
-
-def assert_same(
-    serial: Record, parallel: Record, kept: dict[str, torch.Tensor] | None = None
-) -> None:
-    assert len(parallel.losses) == len(serial.losses)
-    assert max(abs(a - b) / a for a, b in zip(serial.losses, parallel.losses, strict=True)) < 1e-5
-    assert distance(serial.gradients, parallel.gradients) < 1e-4
-    assert distance(serial.weights, parallel.weights, kept) < 1e-4
-    assert serial.norms == pytest.approx(parallel.norms, rel=1e-4)
-    assert serial.validation_losses == pytest.approx(parallel.validation_losses, rel=1e-5)
-    assert serial.gradients.keys() == parallel.gradients.keys()
-    assert serial.weights.keys() == parallel.weights.keys()
 
 
 @pytest.mark.parametrize(

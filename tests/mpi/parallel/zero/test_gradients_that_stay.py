@@ -13,7 +13,7 @@ import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 from hpczero.parallel.zero.parameters import gradient_left
-from tests.mpi.parallel.test_user_module import WAYS, made
+from tests.support.user_modules import WAYS, made
 
 pytestmark = pytest.mark.mpi
 

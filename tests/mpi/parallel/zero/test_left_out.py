@@ -16,7 +16,7 @@ from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Model, Spec
 from tests.support.saving import spec_of as checkpoint_spec
 from tests.support.saving import trained
-from tests.mpi.parallel.test_user_module import WAYS, made
+from tests.support.user_modules import WAYS, made
 
 pytestmark = pytest.mark.mpi
 

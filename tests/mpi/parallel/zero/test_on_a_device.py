@@ -15,11 +15,11 @@ from hpczero.comm.progress import Work
 from hpczero.comm.torch_backend import Rendezvous, TorchCarrier
 from hpczero.comm.world import World
 from hpczero.device import CPU, Device, device_of_rank
+from tests.support.collectives import assert_same, everyones, reduced, values
 from tests.support.covering import Case
 from tests.support.grids import PLAIN, Serial, assert_agrees, spec_of
-from tests.mpi.comm.test_group import assert_same, everyones, reduced, values
-from tests.support.training import train
 from tests.support.queued import Queued
+from tests.support.training import train
 
 pytestmark = pytest.mark.mpi
 

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves
 from hpczero.comm.world import World
 from hpczero.parallel.zero.buffers import Region
 from hpczero.spec.schema import Data, Model, Optimizer, Spec, Train, Zero
-from tests.mpi.parallel.zero.test_data_parallel import assert_same
-from tests.support.training import Record, train
+from tests.support.training import Record, assert_same, train
 
 pytestmark = pytest.mark.mpi
 

@@ -20,7 +20,6 @@ from hpczero.spec.load import load
 from hpczero.spec.schema import Model, Spec, Train, Zero
 from tests.support.carriers import FakeMpi, Silent
 from tests.support.queued import Queued
-from tests.unit.planner.test_gpus import GPT_7B
 
 MIB = 1 << 20
 RANKS = 16
@@ -70,7 +69,7 @@ def units(spec: Spec) -> list[int]:
 
 
 def test_a_step_of_7_billion_parameters_is_some_hundred_rounds_on_gpus() -> None:
-    spec = load(GPT_7B).spec
+    spec = load(str(CHECKOUT / "jobspecs" / "gpt-7b-gh200.toml")).spec
     small, _ = rounds(4 * MIB, units(spec))
     assert 12_000 < small < 15_000
     assert bucket_bytes(spec.zero, "cuda") >= 256 * MIB
