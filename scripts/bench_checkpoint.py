@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Saving and loading a checkpoint, beside dd, plain reading and torch.distributed.checkpoint, and what a save behind the training costs.
+"""Saving and loading a checkpoint, beside dd, plain reading and torch.distributed.checkpoint, and
+what a save behind the training costs.
 
-    mpirun -n 2 python scripts/bench_checkpoint.py --folder /scratch/bench
+mpirun -n 2 python scripts/bench_checkpoint.py --folder /scratch/bench
 
-Every round saves the same states (master weights and moments of the engine): with dd (from a copy of them in
-shared memory), as many writers, past the page cache (oflag=direct) and with fsync; with hpczero,
-synchronously; with torch.distributed.checkpoint (fsync too). When all have written, what each wrote is read,
-from the disk, not the page cache, each after a pause and a first reading by dd. Every other round goes
-backwards. hpczero reads twice in it, which shows the noise. A round takes as long as its slowest rank. Then
-the processor-seconds of a load, and of its parts done by themselves: reading a file from the disk into one
-small buffer and into the states, the same into memory that was never touched, checksums.
-Asynchronous: steps without a save, the step that begins one, and the steps while it goes on, beside a
-copy of the states, after a step as well, into memory that was used before.
+Every round saves the same states (master weights and moments of the engine): with dd (from a copy
+of them in shared memory), as many writers, past the page cache (oflag=direct) and with fsync; with
+hpczero, synchronously; with torch.distributed.checkpoint (fsync too). When all have written, what
+each wrote is read, from the disk, not the page cache, each after a pause and a first reading by dd.
+Every other round goes backwards. hpczero reads twice in it, which shows the noise. A round takes as
+long as its slowest rank. Then the processor-seconds of a load, and of its parts done by themselves:
+reading a file from the disk into one small buffer and into the states, the same into memory that
+was never touched, checksums. Asynchronous: steps without a save, the step that begins one, and the
+steps while it goes on, beside a copy of the states, after a step as well, into memory that was used
+before.
 """
 
 import argparse
@@ -133,7 +135,10 @@ class Bench:
                 seconds[name].append((wrote[name], self.timed(ways[name][1])))
         total = sum(self.world.gather_objects(self.bytes) or [0])
         lines = [
-            f"{total / 1e9:.2f} GB of states on {self.world.size} ranks, {self.arguments.rounds} rounds\n"
+            (
+                f"{total / 1e9:.2f} GB of states on {self.world.size} ranks, "
+                f"{self.arguments.rounds} rounds\n"
+            )
         ]
         lines += [
             "| | write GB/s | / dd (range) | read GB/s | / dd (range) |",
@@ -165,7 +170,8 @@ class Bench:
             ]
             not_slower = sum(ratio <= 1 for ratio in ratios)
             lines.append(
-                f"hpczero loads in {median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f}) of the time of {other}, "
+                f"hpczero loads in {median(ratios):.2f} "
+                f"({min(ratios):.2f}–{max(ratios):.2f}) of the time of {other}, "
                 f"not slower in {not_slower} of {len(ratios)} rounds"
             )
         return lines
@@ -248,9 +254,11 @@ class Bench:
         usual = median(plain)
         ratio = median(begin / copy for begin, copy in zip(first, copies, strict=True))
         return [
-            f"\nasynchronous: a step takes {1e3 * usual:.0f} ms; a copy of the states {1e3 * median(copies):.0f} ms; "
+            f"\nasynchronous: a step takes {1e3 * usual:.0f} ms; a copy of the states "
+            f"{1e3 * median(copies):.0f} ms; "
             f"beginning a save {1e3 * median(first):.0f} ms, {ratio:.2f} times the copy; "
-            f"of {len(during)} steps during {len(took)} saves ({median(took):.1f} s each) the mean takes {1e3 * sum(during) / len(during):.0f} ms, "
+            f"of {len(during)} steps during {len(took)} saves ({median(took):.1f} s each) "
+            f"the mean takes {1e3 * sum(during) / len(during):.0f} ms, "
             f"{sum(during) / len(during) / usual:.2f} times the usual"
         ]
 
@@ -282,8 +290,9 @@ class Bench:
         self.world.everyone.barrier()
 
     def settle(self) -> None:
-        """The page cache had its memory a moment ago. A virtual machine gives free memory back within seconds and gets it again page by page, and
-        whoever reads first pays for that: up to four times as long as the next.
+        """The page cache had its memory a moment ago. A virtual machine gives free memory back
+        within seconds and gets it again page by page, and whoever reads first pays for that: up to
+        four times as long as the next.
         """
         self.forget()
         time.sleep(SETTLES)

@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""Collectives of hpczero beside those of the MPI library itself and of torch.distributed with gloo, over sizes.
+"""Collectives of hpczero beside those of the MPI library itself and of torch.distributed with gloo,
+over sizes.
 
-    mpirun -n 2 python scripts/bench_comm.py [--largest 134217728] [--rounds 9] [--types float32 bfloat16]
+    mpirun -n 2 python scripts/bench_comm.py [--largest 134217728] [--rounds 9] [--types float32
+    bfloat16]
         [--operations all_reduce reduce_scatter all_gather] [--json FILE]
 
-In every round each contender moves the same buffer once or, when that is short, several times, one contender after the other; a round
-counts as long as its slowest rank takes. The tables give the median round, in GB/s of the whole buffer, its spread, and how many times
-faster hpczero is. The MPI libraries have no bfloat16: of the raw ones only the gather, which moves bytes, can be compared. What the
-watchdog costs is measured in the same way: the smallest all-reduces with it and before it was started.
+In every round each contender moves the same buffer once or, when that is short, several times, one
+contender after the other; a round counts as long as its slowest rank takes. The tables give the
+median round, in GB/s of the whole buffer, its spread, and how many times faster hpczero is. The MPI
+libraries have no bfloat16: of the raw ones only the gather, which moves bytes, can be compared.
+What the watchdog costs is measured in the same way: the smallest all-reduces with it and before it
+was started.
 
 With --short it measures short collectives alone: through memory that the ranks share, twice, and by
 messages, in microseconds.
@@ -179,7 +183,10 @@ def cost_of_the_watchdog(world: World, rounds: int) -> list[str]:
     after = measure(world, operation, rounds)["all_reduce"]
     middle = [statistics.median(seconds) * 1e6 for seconds in (before, after)]
     return [
-        f"An all_reduce of {SMALLEST:,} bytes: {middle[0]:.1f} µs before the watchdog was started, {middle[1]:.1f} µs with it."
+        (
+            f"An all_reduce of {SMALLEST:,} bytes: {middle[0]:.1f} µs before the watchdog was "
+            f"started, {middle[1]:.1f} µs with it."
+        )
     ]
 
 
@@ -219,7 +226,10 @@ def main() -> None:
             return
         join_gloo(world, world.broadcast_object(folder))
         lines = [
-            f"{world.library}, {world.size} ranks on {len(set(world.hosts))} host(s), {os.cpu_count()} cores, torch {torch.__version__}",
+            (
+                f"{world.library}, {world.size} ranks on {len(set(world.hosts))} host(s), "
+                f"{os.cpu_count()} cores, torch {torch.__version__}"
+            ),
             "",
         ]
         lines += cost_of_the_watchdog(world, options.rounds)

@@ -1,7 +1,8 @@
-"""Who takes part in bench_step.py: the same model, batch, clipping and AdamW, trained by each library as its documentation says.
+"""Who takes part in bench_step.py: the same model, batch, clipping and AdamW, trained by each
+library as its documentation says.
 
-Every contender begins with the same weights. fp32 master weights and bf16 arithmetic, unless its name says otherwise. All but ours talk through
-torch.distributed with gloo.
+Every contender begins with the same weights. fp32 master weights and bf16 arithmetic, unless its
+name says otherwise. All but ours talk through torch.distributed with gloo.
 """
 
 import gc
@@ -46,7 +47,9 @@ class Contender(Protocol):
 
 @dataclass(frozen=True)
 class Entry:
-    """`peer`: needs torch.distributed. `trains`: its loss must follow the others'. `missing`: why it cannot take part here."""
+    """`peer`: needs torch.distributed. `trains`: its loss must follow the others'. `missing`:
+    why it cannot take part here.
+    """
 
     build: Callable[[Job], Contender]
     peer: bool = True
@@ -93,7 +96,9 @@ def materialised(spec: Spec, dtype: torch.dtype, kernels: str = "torch") -> nn.M
 
 
 class Floor:
-    """Forward and backward alone: each gradient is dropped as soon as it has been made. With hpczero's kernels, or PyTorch's as the peers."""
+    """Forward and backward alone: each gradient is dropped as soon as it has been made. With
+    hpczero's kernels, or PyTorch's as the peers.
+    """
 
     def __init__(self, kernels: str, job: Job) -> None:
         self.job, self.module = job, materialised(job.spec, torch.bfloat16, kernels)
@@ -110,9 +115,10 @@ class Floor:
 
 
 class FloorAndMemory(Floor):
-    """And after it, what any step with bf16 gradients and fp32 states must read and write, moved by PyTorch's plainest operations. Of the rank's
-    share: two pieces of the gradient are read and their sum is written; it is read, the weights are written; master weights and both moments are read
-    and written.
+    """And after it, what any step with bf16 gradients and fp32 states must read and write, moved by
+    PyTorch's plainest operations. Of the rank's share: two pieces of the gradient are read and
+    their sum is written; it is read, the weights are written; master weights and both moments are
+    read and written.
     """
 
     def __init__(self, job: Job) -> None:
@@ -162,7 +168,9 @@ class Ours:
 
 
 class Peer:
-    """What the peers on torch's own optimizer have in common: AdamW in its fused form, clipping by the global norm."""
+    """What the peers on torch's own optimizer have in common: AdamW in its fused form, clipping
+    by the global norm.
+    """
 
     def __init__(self, job: Job, model: nn.Module) -> None:
         optimizer = job.spec.optimizer
@@ -207,7 +215,9 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 class DistributedDataParallel(Peer):
-    """Weights in `dtype`: fp32 with bf16 autocast, or bf16 alone (no master weights: half the states, and small updates are lost)."""
+    """Weights in `dtype`: fp32 with bf16 autocast, or bf16 alone (no master weights: half the
+    states, and small updates are lost).
+    """
 
     def __init__(self, dtype: torch.dtype, job: Job) -> None:
         from torch.nn.parallel import DistributedDataParallel as Wrapped
@@ -238,7 +248,9 @@ class FullySharded(Peer):
 
 
 class DeepSpeed:
-    """With torch's fused AdamW as all peers, or with the AdamW that it makes itself of its configuration."""
+    """With torch's fused AdamW as all peers, or with the AdamW that it makes itself of its
+    configuration.
+    """
 
     def __init__(self, stage: int, own: bool, job: Job) -> None:
         import deepspeed

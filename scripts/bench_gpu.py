@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""A whole training step of GPT on one device: hpczero beside plain PyTorch and torch.compile. Tokens/s, and model FLOP/s as a share of the chip's.
+"""A whole training step of GPT on one device: hpczero beside plain PyTorch and torch.compile.
+Tokens/s, and model FLOP/s as a share of the chip's.
 
     python scripts/bench_gpu.py                    GPT of 1.5 billion parameters, on a GPU
-    python scripts/bench_gpu.py --device cpu --layers 2 --hidden 64 --heads 4 --vocab 257 --seq-len 32 --backend aot_eager
+    python scripts/bench_gpu.py --device cpu --layers 2 --hidden 64 --heads 4 --vocab 257 --seq-len
+    32 --backend aot_eager
 
-All begin with the same weights and keep fp32 master weights: hpczero beside bf16 ones, PyTorch under bf16 autocast, with its fused AdamW and the
-same clipping. The losses of the first steps must agree. FLOPs a token are counted as usual: 6 for each parameter in a product, and
-12 x layers x hidden x positions for attention, none less for its being causal.
+All begin with the same weights and keep fp32 master weights: hpczero beside bf16 ones, PyTorch
+under bf16 autocast, with its fused AdamW and the same clipping. The losses of the first steps must
+agree. FLOPs a token are counted as usual: 6 for each parameter in a product, and 12 x layers x
+hidden x positions for attention, none less for its being causal.
 """
 
 import argparse
@@ -67,8 +70,13 @@ def options() -> argparse.Namespace:
 def main() -> int:
     arguments = options()
     model = Model(
-        layers=arguments.layers, hidden=arguments.hidden, heads=arguments.heads, vocab=arguments.vocab, seq_len=arguments.seq_len, dropout=0.0
-    )  # fmt: skip
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        heads=arguments.heads,
+        vocab=arguments.vocab,
+        seq_len=arguments.seq_len,
+        dropout=0.0,
+    )
     train = Train(
         precision="bf16",
         micro_batch=arguments.micro_batch,
@@ -103,7 +111,9 @@ def main() -> int:
             spec.seed,
         ).on(world.device)
         print(
-            f"{world.device.name}, torch {torch.__version__}, {families.parameter_count(model):,} parameters, {batch.token_count} tokens a step"
+            f"{world.device.name}, torch {torch.__version__}, "
+            f"{families.parameter_count(model):,} parameters, {batch.token_count} tokens a "
+            f"step"
         )
         losses = [
             measured(name, way, (spec, world, batch), arguments, flops)
@@ -144,7 +154,10 @@ def measured(
     memory = f"{torch.cuda.max_memory_allocated() / 1e9:6.1f} GB" if cuda else ""
     share = 100 * speed * flops / (arguments.peak * 1e12)
     print(
-        f"  {name:14} {1e3 * median(seconds):8.1f} ms {speed:10,.0f} tokens/s {share:5.1f} % of {arguments.peak:.0f} TFLOP/s {memory}",
+        (
+            f"  {name:14} {1e3 * median(seconds):8.1f} ms {speed:10,.0f} tokens/s {share:5.1f} % "
+            f"of {arguments.peak:.0f} TFLOP/s {memory}"
+        ),
         flush=True,
     )
     return losses

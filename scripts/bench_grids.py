@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""Throughput of one job on different grids of the same ranks, and where a step's time goes on each, from the trace.
+"""Throughput of one job on different grids of the same ranks, and where a step's time goes on each,
+from the trace.
 
     mpirun -n 2 python scripts/bench_grids.py
-    mpirun -n 4 python scripts/bench_grids.py --grids 'data; tensor=2; pipeline=2; tensor=2,pipeline=2'
+    mpirun -n 4 python scripts/bench_grids.py --grids 'data; tensor=2; pipeline=2;
+    tensor=2,pipeline=2'
 
-A grid is a list of settings of the spec's table `parallel`; data is what remains of the ranks. All train the same batches from the same weights, in
-the same processes, with one thread each; the losses must agree within 1 %. In every round each grid is built, takes `--warmup` steps and `--steps`
-timed ones, and is freed; every other round goes backwards. A step takes as long as its slowest rank. Ratios are taken within a round.
+A grid is a list of settings of the spec's table `parallel`; data is what remains of the ranks. All
+train the same batches from the same weights, in the same processes, with one thread each; the
+losses must agree within 1 %. In every round each grid is built, takes `--warmup` steps and
+`--steps` timed ones, and is freed; every other round goes backwards. A step takes as long as its
+slowest rank. Ratios are taken within a round.
 """
 
 import argparse
@@ -20,7 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-GRIDS = "data; tensor=2; tensor=2,sequence_parallel=true; pipeline=2; pipeline=2,schedule=gpipe; pipeline=2,schedule=interleaved,chunks=2"
+GRIDS = (
+    "data; tensor=2; tensor=2,sequence_parallel=true; pipeline=2; pipeline=2,schedule=gpipe; "
+    "pipeline=2,schedule=interleaved,chunks=2"
+)
 TOLERANCE = 0.01
 
 
@@ -53,7 +60,9 @@ def options() -> argparse.Namespace:
 
 @dataclass
 class Seen:
-    """Of one grid, over all rounds: seconds of each step (the median of a round's), losses, and of the traced step what each rank did."""
+    """Of one grid, over all rounds: seconds of each step (the median of a round's), losses, and
+    of the traced step what each rank did.
+    """
 
     rounds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -175,23 +184,27 @@ def traced(spec: Any, world: Any, way: Any, batches: Any) -> list[dict[str, floa
 def conclude(seen: dict[str, Seen]) -> int:
     first, *_ = seen.values()
     print(
-        "| grid | ms a step | throughput, first = 1 (range) | losses |\n| --- | ---: | ---: | ---: |"
+        "| grid | ms a step | throughput, first = 1 (range) | losses |\n"
+        "| --- | ---: | ---: | ---: |"
     )
     for grid, of_grid in seen.items():
         ratios = [theirs / own for theirs, own in zip(first.rounds, of_grid.rounds, strict=True)]
         losses = f"{of_grid.losses[0]:.4f} → {of_grid.losses[-1]:.4f}"
         print(
-            f"| {grid} | {1e3 * median(of_grid.rounds):.0f} | {median(ratios):.3f} ({min(ratios):.3f}–{max(ratios):.3f}) | {losses} |"
+            f"| {grid} | {1e3 * median(of_grid.rounds):.0f} | {median(ratios):.3f} "
+            f"({min(ratios):.3f}–{max(ratios):.3f}) | {losses} |"
         )
     names = sorted({name for of_grid in seen.values() for parts in of_grid.parts for name in parts})
     print(
-        f"\nOf one step, each rank's ms:\n\n| grid | rank | {' | '.join(names)} | all |\n| --- | ---: |{' ---: |' * (len(names) + 1)}"
+        f"\nOf one step, each rank's ms:\n\n| grid | rank | {' | '.join(names)} | all |\n"
+        f"| --- | ---: |{' ---: |' * (len(names) + 1)}"
     )
     for grid, of_grid in seen.items():
         for rank, parts in enumerate(of_grid.parts):
             cells = [1e3 * parts.get(name, 0.0) for name in names]
             print(
-                f"| {grid} | {rank} | {' | '.join(f'{cell:.0f}' for cell in cells)} | {sum(cells):.0f} |"
+                f"| {grid} | {rank} | {' | '.join(f'{cell:.0f}' for cell in cells)} | "
+                f"{sum(cells):.0f} |"
             )
     wrong = [
         grid
@@ -200,7 +213,10 @@ def conclude(seen: dict[str, Seen]) -> int:
     ]
     if wrong:
         print(
-            f"bench_grids.py: {'; '.join(wrong)}: losses differ by more than {TOLERANCE:.0%} from the first grid's",
+            (
+                f"bench_grids.py: {'; '.join(wrong)}: losses differ by more than {TOLERANCE:.0%} "
+                f"from the first grid's"
+            ),
             file=sys.stderr,
         )
     return 1 if wrong else 0

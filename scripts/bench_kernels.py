@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Speed of hpczero's kernels: GB/s, and percent of what a copy reaches on the same device, beside PyTorch's operations and torch.compile.
+"""Speed of hpczero's kernels: GB/s, and percent of what a copy reaches on the same device, beside
+PyTorch's operations and torch.compile.
 
     python scripts/bench_kernels.py                     on a GPU if there is one, else on one core
     python scripts/bench_kernels.py --only "adamw*" --elements 16777216 --json result.json
 
-Bytes are those that an operation cannot do without: each input read once, each output written once. Every contender works on several sets of random
-data in turns, more than caches hold. In a round each contender runs once; medians over the rounds are given, so that what disturbs the machine
-disturbs all alike. Times on a GPU are its own (events): what a contender asks for waits behind a kernel that sleeps, so that the host's
-time of the calls, longer than many a kernel, is over when the first begins.
+Bytes are those that an operation cannot do without: each input read once, each output written once.
+Every contender works on several sets of random data in turns, more than caches hold. In a round
+each contender runs once; medians over the rounds are given, so that what disturbs the machine
+disturbs all alike. Times on a GPU are its own (events): what a contender asks for waits behind a
+kernel that sleeps, so that the host's time of the calls, longer than many a kernel, is over when
+the first begins.
 """
 
 import argparse
@@ -36,7 +39,9 @@ _SHORTEST_SLEEP, _LONGEST_SLEEP = 1 << 18, 1 << 32  # cycles of a GPU: 0.1 ms, s
 
 @dataclass(frozen=True)
 class Work:
-    """An operation: the bytes of a run, and who carries it out; the names of contenders beginning with "hpczero" are ours."""
+    """An operation: the bytes of a run, and who carries it out; the names of contenders
+    beginning with "hpczero" are ours.
+    """
 
     name: str
     bytes: int
@@ -193,7 +198,9 @@ class Clock:
         return self._behind_sleep(run, number)
 
     def _behind_sleep(self, run: Run, number: int) -> float:
-        """Seconds of the device alone. Where it woke before all was asked of it, it sleeps longer."""
+        """Seconds of the device alone. Where it woke before all was asked of it, it sleeps
+        longer.
+        """
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda._sleep(self._sleep)
@@ -223,7 +230,8 @@ def show(work: Work, seconds: dict[str, float], copied: float) -> Iterable[dict[
             else f"   hpczero is {each / ours:.2f}x as fast"
         )
         print(
-            f"  {name:22} {each * 1e3:9.3f} ms {speed:8.1f} GB/s {100 * speed / copied:5.0f} % of copy{against}"
+            f"  {name:22} {each * 1e3:9.3f} ms {speed:8.1f} GB/s {100 * speed / copied:5.0f} "
+            f"% of copy{against}"
         )
         yield {
             "operation": work.name,

@@ -1,10 +1,12 @@
-"""What each ZeRO stage takes of a node's memory, beside the formula: real runs of three steps, a table in markdown.
+"""What each ZeRO stage takes of a node's memory, beside the formula: real runs of three steps, a
+table in markdown.
 
-    python scripts/bench_memory.py [--ranks 2 4] [--mpirun PATH]
+python scripts/bench_memory.py [--ranks 2 4] [--mpirun PATH]
 
-The model has 286 million parameters. `formula` is that of docs/zero.md per parameter, `allocated` what the engine counts (padding, slots and
-buffers included), `measured` the growth of the node's memory (sum of PSS over its ranks) from before the engine until after the last step. Nothing
-is saved: that leaves another 4 MB a rank behind, of the libraries that do it.
+The model has 286 million parameters. `formula` is that of docs/zero.md per parameter, `allocated`
+what the engine counts (padding, slots and buffers included), `measured` the growth of the node's
+memory (sum of PSS over its ranks) from before the engine until after the last step. Nothing is
+saved: that leaves another 4 MB a rank behind, of the libraries that do it.
 """
 
 import argparse
@@ -31,7 +33,8 @@ def main() -> None:
     parser.add_argument("--mpirun", default=str(Path(sys.executable).parent / "mpirun"))
     options = parser.parse_args()
     print(
-        "| ranks | stage | node-shared | formula GB | allocated GB | measured GB | measured / allocated |"
+        "| ranks | stage | node-shared | formula GB | allocated GB | measured GB | measured "
+        "/ allocated |"
     )
     print("|---:|---:|---|---:|---:|---:|---:|")
     for ranks, shared, stage in product(options.ranks, (False, True), range(4)):
@@ -60,7 +63,10 @@ def run(mpirun: str, ranks: int, stage: int, shared: bool) -> dict[str, Any]:
         zero = f"stage = {stage}\nnode_shared = {str(shared).lower()}\n[checkpoint]\nevery = -1"
         safe_files.write_new(
             spec,
-            f'output = "{folder}"\n[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\n{zero}\n',
+            (
+                f'output = "{folder}"\n[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n'
+                f"{train}\n[zero]\n{zero}\n"
+            ),
         )
         command = [mpirun, "-n", str(ranks), sys.executable, "-m", "hpczero", "run", str(spec)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

@@ -118,7 +118,9 @@ def _adamw_fp32(setting: Setting) -> Work:
 
 
 def _adamw_mixed(setting: Setting) -> Work:
-    """Gradient and weights in half precision: PyTorch's optimizer wants the gradient in fp32, and somebody has to write the weights."""
+    """Gradient and weights in half precision: PyTorch's optimizer wants the gradient in fp32,
+    and somebody has to write the weights.
+    """
     states = _states(setting, setting.dtype, setting.dtype)
     own, pairs = _steps(setting, states)
 
@@ -140,7 +142,9 @@ def _adamw_mixed(setting: Setting) -> Work:
 def _layer(
     name: str, own: Callable[..., Any], theirs: Callable[..., Any], inputs: str, direction: str
 ) -> Callable[[Setting], Work]:
-    """`inputs`: x [samples, rows, columns], c [columns], b [samples, rows, 2, columns], h [samples, rows, heads, 128]."""
+    """`inputs`: x [samples, rows, columns], c [columns], b [samples, rows, 2, columns], h
+    [samples, rows, heads, 128].
+    """
 
     def make(setting: Setting) -> Work:
         samples, rows, columns = setting.shape
@@ -246,7 +250,9 @@ def _dropping(dropout: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tens
 
 
 def _cross_entropy(setting: Setting) -> Work:
-    """Forward and backward at once, as the gradient takes the logits' place; it serves as logits the next time."""
+    """Forward and backward at once, as the gradient takes the logits' place; it serves as logits
+    the next time.
+    """
     columns = 12 * setting.columns + 1
     rows = max(1, setting.elements // columns)
     logits = [each.requires_grad_() for each in setting.drawn(rows, columns)]

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""How well communication hides behind compute: a step beside its forward and backward alone, and beside its communication alone.
+"""How well communication hides behind compute: a step beside its forward and backward alone, and
+beside its communication alone.
 
-    scripts/netns_testbed.sh run --rate 1gbit --hosts 2 --ranks-per-host 1 python scripts/bench_overlap.py --micro-batches 1,4,8,16
+scripts/netns_testbed.sh run --rate 1gbit --hosts 2 --ranks-per-host 1 python
+scripts/bench_overlap.py --micro-batches 1,4,8,16
 
-Compute is `bench_step.py`'s floor. Communication: the sums of all units' gradients, one after the other, then the gathers of all units' weights, with
-nothing in between. A step cannot be faster than the longer of the two. The last column says, from a trace, how many of a step's reductions had
+Compute is `bench_step.py`'s floor. Communication: the sums of all units' gradients, one after the
+other, then the gathers of all units' weights, with nothing in between. A step cannot be faster than
+the longer of the two. The last column says, from a trace, how many of a step's reductions had
 started before its backward ended, and how much of the communication lay beside compute.
 """
 
@@ -53,7 +56,8 @@ def main() -> int:
         rows = [measure(arguments, world, int(size)) for size in arguments.micro_batches.split(",")]
         if world.rank == 0:
             print(
-                "| micro-batch | compute s | communication s | step s | step / longer | reductions begun in backward | beside compute |"
+                "| micro-batch | compute s | communication s | step s | step / longer | "
+                "reductions begun in backward | beside compute |"
             )
             print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
             print("\n".join(rows))
@@ -78,7 +82,8 @@ def measure(arguments: argparse.Namespace, world: Any, micro_batch: int) -> str:
     for _ in range(arguments.steps):
         for name, part in parts.items():
             if name == "step":
-                part()  # one under way before, so that the gathers of its predecessor are in what is timed
+                # one under way before, so that the gathers of its predecessor are in what is timed
+                part()
             else:
                 ours.engine.weights_here()
             world.everyone.barrier()
@@ -92,7 +97,8 @@ def measure(arguments: argparse.Namespace, world: Any, micro_batch: int) -> str:
     )
     longer = max(compute, communication) or 1.0
     return (
-        f"| {micro_batch} | {compute:.2f} | {communication:.2f} | {step:.2f} | {step / longer:.2f} | "
+        f"| {micro_batch} | {compute:.2f} | {communication:.2f} | {step:.2f} | "
+        f"{step / longer:.2f} | "
         f"{begun_in_backward[0]} of {begun_in_backward[1]} | {hidden:.0%} |"
     )
 
@@ -109,7 +115,9 @@ def communicate(engine: Any) -> None:
 
 
 def traced(world: Any, ours: Any) -> tuple[tuple[int, int], float]:
-    """Of a step in the middle of others: reductions begun while backward went on, of how many; the share of communication beside compute."""
+    """Of a step in the middle of others: reductions begun while backward went on, of how many;
+    the share of communication beside compute.
+    """
     from hpczero.comm.trace import Recording, Trace, events
     from hpczero.train import trace_file
 

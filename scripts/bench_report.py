@@ -85,7 +85,8 @@ def differing(found: Sequence[Row]) -> list[str]:
             abs(mine - theirs) <= TOLERANCE * abs(theirs) for mine, theirs in pairs
         ):  # so a NaN is found too
             wrong.append(
-                f"{row.name} does not train like {reference.name}: losses {_list(row.losses)} against {_list(reference.losses)}"
+                f"{row.name} does not train like {reference.name}: losses "
+                f"{_list(row.losses)} against {_list(reference.losses)}"
             )
     return wrong
 
@@ -100,8 +101,14 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
     scale = longest / max(value for _, value in values)
     height = top + step * len(values) + 12
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{label + longest + 70}" height="{height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="12" y="24" font-size="15">{escape(title)}</text>',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{label + longest + 70}" '
+            f'height="{height}" font-family="sans-serif" font-size="13">'
+        ),
+        (
+            f'<rect width="100%" height="100%" fill="white"/><text x="12" y="24" '
+            f'font-size="15">{escape(title)}</text>'
+        ),
     ]
     for place, (name, value) in enumerate(values):
         y = top + step * place
@@ -114,7 +121,8 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> str:
         )
         parts.append(f'<text x="{label - 8}" y="{y + 14}" text-anchor="end">{escape(name)}</text>')
         parts.append(
-            f'<rect x="{label}" y="{y}" width="{value * scale:.1f}" height="{step - 8}" fill="{colour}"/>'
+            f'<rect x="{label}" y="{y}" width="{value * scale:.1f}" height="{step - 8}" '
+            f'fill="{colour}"/>'
         )
         parts.append(f'<text x="{label + value * scale + 6:.1f}" y="{y + 14}">{value:.2f}</text>')
     return "\n".join([*parts, "</svg>", ""])

@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Throughput and memory of one training step: ours at every ZeRO stage beside PyTorch DDP, FSDP2 and DeepSpeed, and the floor.
+"""Throughput and memory of one training step: ours at every ZeRO stage beside PyTorch DDP, FSDP2
+and DeepSpeed, and the floor.
 
-    mpirun -n 2 python scripts/bench_step.py --micro-batch 1 --json result.json --plot result.svg
+mpirun -n 2 python scripts/bench_step.py --micro-batch 1 --json result.json --plot result.svg
 
-The floor is the same forward and backward in as many processes at once, without communication or optimizer: nobody can be faster, and where the
-memory is slow nobody can be as fast (floor-memory). All contenders
-run in the same processes, with one thread each and the same malloc settings. In every round each contender is built, takes `--warmup` steps (whose
-losses must follow the others'), `--steps` timed ones, and is freed; every other round goes backwards, so that a machine that becomes slower does
-not favour anyone. A step takes as long as its slowest rank. Ratios are taken within a round, and their median and range are given.
+The floor is the same forward and backward in as many processes at once, without communication or
+optimizer: nobody can be faster, and where the memory is slow nobody can be as fast (floor-memory).
+All contenders run in the same processes, with one thread each and the same malloc settings. In
+every round each contender is built, takes `--warmup` steps (whose losses must follow the others'),
+`--steps` timed ones, and is freed; every other round goes backwards, so that a machine that becomes
+slower does not favour anyone. A step takes as long as its slowest rank. Ratios are taken within a
+round, and their median and range are given.
 """
 
 import argparse
@@ -72,7 +75,9 @@ def options() -> argparse.Namespace:
 
 
 class Memory:
-    """This process's share of the node's memory. What a window holds is counted once per node: by PSS, each of n ranks has 1/n of it."""
+    """This process's share of the node's memory. What a window holds is counted once per node:
+    by PSS, each of n ranks has 1/n of it.
+    """
 
     def __init__(self) -> None:
         self._before = 0
@@ -85,7 +90,9 @@ class Memory:
         return self._held() - self._before
 
     def growth_at_most(self) -> int:
-        """With it: malloc gives nothing back by itself here, so this is what was needed at the worst moment since `growth`."""
+        """With it: malloc gives nothing back by itself here, so this is what was needed at the
+        worst moment since `growth`.
+        """
         return pss() - self._before
 
     def _held(self) -> int:
@@ -143,7 +150,9 @@ def main() -> int:
 
 
 class Bench:
-    """Runs the contenders, and keeps on rank 0 what they did: contender -> figures of each round."""
+    """Runs the contenders, and keeps on rank 0 what they did: contender -> figures of each
+    round.
+    """
 
     def __init__(self, arguments: argparse.Namespace, world: Any, memory: Memory) -> None:
         self.arguments, self.world, self.memory = arguments, world, memory
@@ -151,7 +160,9 @@ class Bench:
         self.figures: dict[str, list[dict[str, Any]]] = {}
 
     def run(self, entrants: dict[str, Any], skipped: dict[str, str]) -> None:
-        """Those that these ranks cannot carry (InputError, on all of them) are moved to `skipped`."""
+        """Those that these ranks cannot carry (InputError, on all of them) are moved to
+        `skipped`.
+        """
         from hpczero.errors import InputError
 
         if any(entry.peer for entry in entrants.values()):
@@ -221,7 +232,9 @@ class Bench:
 
 
 def job_of(arguments: argparse.Namespace, world: Any) -> Any:
-    """The model, and each rank's own batch of random tokens: the same one in every step, so that the loss falls."""
+    """The model, and each rank's own batch of random tokens: the same one in every step, so that
+    the loss falls.
+    """
     import torch
     from bench_contenders import Job
 
@@ -293,7 +306,10 @@ def conclude(bench: Bench, skipped: dict[str, str], malloc: dict[str, int]) -> i
         }
         safe_files.write_text(arguments.json, json.dumps(whole, indent=1) + "\n")
     if arguments.plot:
-        title = f"{bench.world.size} ranks, micro-batch {arguments.micro_batch}: one step's time over that of forward and backward alone"
+        title = (
+            f"{bench.world.size} ranks, micro-batch {arguments.micro_batch}: one step's time "
+            f"over that of forward and backward alone"
+        )
         safe_files.write_text(
             arguments.plot, bars(title, [(row.name, median(row.to_floor)) for row in found])
         )

@@ -1,7 +1,9 @@
-"""Sums up the parts of scripts/test.sh: a line for each part, and at the end "N passed, N failed, N skipped".
+"""Sums up the parts of scripts/test.sh: a line for each part, and at the end "N passed, N failed, N
+skipped".
 
-The folder holds `parts` (a line each: name, exit code, processes left running, seconds) and NAME.xml (JUnit) for the parts that are
-pytest. A part that ends badly without a failed test to show for it, or that leaves processes behind, counts as one failure.
+The folder holds `parts` (a line each: name, exit code, processes left running, seconds) and
+NAME.xml (JUnit) for the parts that are pytest. A part that ends badly without a failed test to show
+for it, or that leaves processes behind, counts as one failure.
 """
 
 import sys
@@ -43,7 +45,8 @@ def main(folder: Path) -> int:
         remark = f", exit code {code}" if code != "0" else ""
         remark += f", {left} processes left running" if left != "0" else ""
         print(
-            f"{name:16} {part.passed:5} passed {part.failed:4} failed {part.skipped:4} skipped {seconds:>5} s{remark}"
+            f"{name:16} {part.passed:5} passed {part.failed:4} failed {part.skipped:4} "
+            f"skipped {seconds:>5} s{remark}"
         )
         total = Count(*map(sum, zip(total, part, strict=True)))
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")

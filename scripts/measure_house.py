@@ -5,7 +5,8 @@
     python scripts/measure_house.py OTHER-CHECKOUT   # that one, beside this one
     python scripts/measure_house.py --rooms         # what each file is for, by its first line
 
-Counts cover `hpczero/` and `numba_cuda/`. Tokens are Python's own, without comments and line structure.
+Counts cover `hpczero/` and `numba_cuda/`. Tokens are Python's own, without comments and line
+structure.
 """
 
 import ast

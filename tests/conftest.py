@@ -1,4 +1,6 @@
-"""For every test: `--slow` adds the long ones; the results file, written by rank 0 alone, tells the processor time of each."""
+"""For every test: `--slow` adds the long ones; the results file, written by rank 0 alone, tells
+the processor time of each.
+"""
 
 import os
 from collections.abc import Generator, Sequence
@@ -11,9 +13,12 @@ from hpczero import env
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
     parser.addoption(
-        "--means", choices=["mpi", "gloo", "queued"], default="mpi",
-        help="what the ranks of tests/mpi talk by: MPI; torch.distributed; MPI, from the memory of a device that does things later",
-    )  # fmt: skip
+        "--means",
+        choices=["mpi", "gloo", "queued"],
+        default="mpi",
+        help="what the ranks of tests/mpi talk by: MPI; torch.distributed; "
+        "MPI, from the memory of a device that does things later",
+    )
     parser.addoption(
         "--gpu", action="store_true", help="end with an error where PyTorch sees no GPU"
     )
@@ -50,7 +55,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Enter the processor time of the test and of the processes that it has ended into the results file."""
+    """Enter the processor time of the test and of the processes that it has ended into the
+    results file.
+    """
     try:
         return (yield)
     finally:

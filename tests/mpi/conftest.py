@@ -1,15 +1,19 @@
 """Distributed tests: mpirun -n N python -m pytest --with-mpi tests/mpi
 
-Every rank runs the same tests in the same order. After each phase of a test (set-up, body, tear-down) all ranks agree on its
-outcome: a test that fails on one rank fails on all, and rank 0, which alone reports, shows every failure with its rank. A rank that
-does not come to the agreement (it hangs, or waits in a collective for one that failed) ends the launch, with a message that names
+Every rank runs the same tests in the same order. After each phase of a test (set-up, body,
+tear-down) all ranks agree on its outcome: a test that fails on one rank fails on all, and rank 0,
+which alone reports, shows every failure with its rank. A rank that does not come to the agreement
+(it hangs, or waits in a collective for one that failed) ends the launch, with a message that names
 the test and the rank.
 
-A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the other ranks sit it out. With more ranks than
-the largest of these sizes only tests marked many_ranks run, on all of them. A test marked ranks(2, 4) runs on a world of 2 and of 4 ranks only. A
-test marked cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything) lists; everything: with --slow.
+A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the
+other ranks sit it out. With more ranks than the largest of these sizes only tests marked many_ranks
+run, on all of them. A test marked ranks(2, 4) runs on a world of 2 and of 4 ranks only. A test
+marked cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything)
+lists; everything: with --slow.
 
---means gloo and --means queued run the same tests with what GPUs need: collectives of torch.distributed, and a device's staging.
+--means gloo and --means queued run the same tests with what GPUs need: collectives of
+torch.distributed, and a device's staging.
 """
 
 import faulthandler
@@ -81,7 +85,8 @@ class Verdict:
             if report.failed and time.monotonic() - begun > GRACE:
                 missing = "not every other rank came to its end"
                 self.end_launch(
-                    f"rank {self.whole.rank} failed in {self.test} ({report.when}), and {missing}:\n{report.longreprtext}"
+                    f"rank {self.whole.rank} failed in {self.test} ({report.when}), and "
+                    f"{missing}:\n{report.longreprtext}"
                 )
             time.sleep(0.0005)
         return [
@@ -96,7 +101,9 @@ class Verdict:
         )
 
     def end_launch(self, message: str) -> None:
-        """From any thread, even while another one is stuck inside MPI: the launcher ends the job when a rank is gone."""
+        """From any thread, even while another one is stuck inside MPI: the launcher ends the job
+        when a rank is gone.
+        """
         print(f"\n{message}", file=self._stderr, flush=True)
         time.sleep(0.5)
         os._exit(1)

@@ -120,7 +120,9 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
 
 @contextmanager
 def memory_at_most(size: int) -> Iterator[None]:
-    """What is done inside takes no more than so many bytes beyond what this process has now, whatever it had at its peak before."""
+    """What is done inside takes no more than so many bytes beyond what this process has now,
+    whatever it had at its peak before.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
     before = peak_of_memory()
     yield

@@ -15,8 +15,9 @@ def covering(
     together: Sequence[str] = (),
     possible: Callable[[Case], bool] = lambda case: True,
 ) -> list[Case]:
-    """Cases in which every two values of two factors come together, and every combination of the values of the factors `together`; greedy. A case
-    has to be `possible`; what is in no such case is not asked for.
+    """Cases in which every two values of two factors come together, and every combination of the
+    values of the factors `together`; greedy. A case has to be `possible`; what is in no such case
+    is not asked for.
     """
     names = list(factors)
     cases = [choice for choice in _choices(factors, names) if possible(_case(factors, choice))]
@@ -36,7 +37,9 @@ def _best(
     wanted: set[Choice],
     together: Sequence[str],
 ) -> int:
-    """The first case with the most of what is wanted. What a case brings only ever gets less, so most cases need no second look."""
+    """The first case with the most of what is wanted. What a case brings only ever gets less, so
+    most cases need no second look.
+    """
     best, most = -1, 0
     for number in sorted(gain_at_most, key=lambda number: (-gain_at_most[number], number)):
         if gain_at_most[number] <= most:

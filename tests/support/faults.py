@@ -1,6 +1,8 @@
-"""Faults of one rank while it trains, and how the job ends: at every stage, with few and many units.
+"""Faults of one rank while it trains, and how the job ends: at every stage, with few and many
+units.
 
-`python -m tests.support.faults` tries all of them and says how many ended in time and named the right rank;
+`python -m tests.support.faults` tries all of them and says how many ended in time and named the
+right rank;
 `--kinds stop sleep`, `--units 6` and so on choose. `tests/system/comm/test_faults.py` tries some.
 """
 
@@ -227,7 +229,8 @@ def main() -> None:
         f"{len(cases)} faults: {len(cases) - len(wrong)} ended as they should, with the right rank"
     )
     print(
-        f"{len(late)} of them later than {2 * SECONDS:.0f} s after the fault: {list(map(str, late))}"
+        f"{len(late)} of them later than {2 * SECONDS:.0f} s after the fault: "
+        f"{list(map(str, late))}"
     )
 
 

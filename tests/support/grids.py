@@ -1,4 +1,6 @@
-"""The cases of the grids' tests, the specs that they stand for, and what one rank alone makes of them."""
+"""The cases of the grids' tests, the specs that they stand for, and what one rank alone makes of
+them.
+"""
 
 from collections.abc import Sequence
 from itertools import product
@@ -73,7 +75,9 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 
 def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
-    """Nothing divides: sequence 33, vocabulary 257, 6 heads or one more than ranks that share them, 7 layers or one more than parts."""
+    """Nothing divides: sequence 33, vocabulary 257, 6 heads or one more than ranks that share
+    them, 7 layers or one more than parts.
+    """
     (tensor, pipeline), (global_batch, micro_batch), chunks = (
         case["grid"],
         case["batch"],
@@ -144,10 +148,11 @@ class Serial:
 
 
 def assert_agrees(found: Record, serial: Serial, world: World, spec: Spec) -> None:
-    """All ranks with each other, to the bit, and rank 0 with what it then makes alone, while the others rest.
+    """All ranks with each other, to the bit, and rank 0 with what it then makes alone, while the
+    others rest.
 
-    In fp32 the figures of design 11. In half precision every partial sum is rounded: a few roundings in a gradient, far less in what is averaged
-    over all tokens.
+    In fp32 the figures of design 11. In half precision every partial sum is rounded: a few
+    roundings in a gradient, far less in what is averaged over all tokens.
     """
     assert_all_ranks_say(world, found)
     if world.rank > 0:
@@ -166,8 +171,9 @@ def assert_agrees(found: Record, serial: Serial, world: World, spec: Spec) -> No
 
 
 def steady(serial: Record, spec: Spec) -> dict[str, torch.Tensor] | None:
-    """Which weights a short run can be judged by. An element whose gradient happens to be nearly zero beside the others of its tensor moves in Adam's
-    first steps as its rounding says; 20 steps make little of that, three do not.
+    """Which weights a short run can be judged by. An element whose gradient happens to be nearly
+    zero beside the others of its tensor moves in Adam's first steps as its rounding says; 20 steps
+    make little of that, three do not.
     """
     if spec.train.steps >= 20:
         return None

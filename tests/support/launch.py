@@ -1,4 +1,6 @@
-"""Starts commands as a user would, under this environment's mpirun or alone, with a hard time-out, and sees what they leave behind."""
+"""Starts commands as a user would, under this environment's mpirun or alone, with a hard
+time-out, and sees what they leave behind.
+"""
 
 import contextlib
 import fcntl
@@ -31,9 +33,11 @@ REMOVED = re.compile(r"^hpczero: .* killed MPICH jobs left in /dev/shm.*\n", re.
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended. `code` is None if it had to be killed after its time; `left` are processes that outlived it.
+    """How a command ended. `code` is None if it had to be killed after its time; `left` are
+    processes that outlived it.
 
-    `removed` is what a run says of files that jobs killed before it left on this machine: it is no part of `err`.
+    `removed` is what a run says of files that jobs killed before it left on this machine: it is no
+    part of `err`.
     """
 
     code: int | None
@@ -55,7 +59,9 @@ def hpczero(*arguments: str) -> list[str]:
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The launcher that belongs to this environment's MPI library, and the options that it needs here."""
+    """The launcher that belongs to this environment's MPI library, and the options that it needs
+    here.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if not found:
@@ -180,7 +186,9 @@ def _kill(mark: str) -> None:
 
 
 def _marked(mark: str) -> dict[int, str]:
-    """Processes that carry the mark in their environment, wherever they have gone: pid -> command line."""
+    """Processes that carry the mark in their environment, wherever they have gone: pid ->
+    command line.
+    """
     entry, found = f"{_MARK}={mark}".encode(), {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

@@ -60,7 +60,9 @@ class Block(nn.Module):
 
 
 class Odd(nn.Module):
-    """Tied, unused, frozen, shared and tiny parameters, parameters beside the layers, a container's own, a buffer, an integer; dictionaries out."""
+    """Tied, unused, frozen, shared and tiny parameters, parameters beside the layers, a
+    container's own, a buffer, an integer; dictionaries out.
+    """
 
     def __init__(self, width: int = 24, checkpointed: bool = False) -> None:
         super().__init__()
@@ -219,7 +221,9 @@ class Head(nn.Module):
 
 
 class Layered(nn.Module):
-    """What a pipeline can run: widths that change from layer to layer, an embedding that the head has too, one module that runs twice."""
+    """What a pipeline can run: widths that change from layer to layer, an embedding that the
+    head has too, one module that runs twice.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__()

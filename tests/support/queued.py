@@ -1,4 +1,6 @@
-"""A device that does later what it is asked for, in the computer's own memory: what reads too early, or without having waited, reads garbage."""
+"""A device that does later what it is asked for, in the computer's own memory: what reads too
+early, or without having waited, reads garbage.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,7 +29,9 @@ class QueuedMark(Mark):
 
 
 class QueuedQueue(Queue):
-    """Copies come late; computing in the queue has what was asked for before it done first, as a stream has."""
+    """Copies come late; computing in the queue has what was asked for before it done first, as a
+    stream has.
+    """
 
     def __init__(self) -> None:
         self.asked = self.carried_out = 0

@@ -26,7 +26,9 @@ def new_name() -> str:
 
 @contextmanager
 def running() -> Iterator[dict[str, str]]:
-    """The variables that lead to a new testbed; skips the test, with the reason, where there can be none."""
+    """The variables that lead to a new testbed; skips the test, with the reason, where there can
+    be none.
+    """
     name = new_name()
     # not by `launch`, which would end the daemons with the script
     up = subprocess.run(

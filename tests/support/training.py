@@ -68,8 +68,8 @@ class Record:
 
 
 class LearnableSource(SyntheticSource):
-    """Synthetic text with something to learn: every token is followed by its successor in half of all places. Little of it is for validation: an
-    evaluation's last batch is a shorter one.
+    """Synthetic text with something to learn: every token is followed by its successor in half of
+    all places. Little of it is for validation: an evaluation's last batch is a shorter one.
     """
 
     def windows(self, split: str) -> int:
@@ -139,7 +139,9 @@ def of_all_stages(own: dict[str, torch.Tensor], pipeline: Group) -> dict[str, to
 def whole(
     unit: Unit, own: torch.Tensor, group: Group, tensor: Group | None
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors from what each rank holds of a unit. What every tensor rank holds whole must be the same on all of them."""
+    """Whole tensors from what each rank holds of a unit. What every tensor rank holds whole must
+    be the same on all of them.
+    """
     flat, own = torch.empty(unit.layout.size), own.cpu()
     if own.numel() == flat.numel():
         flat.copy_(own)

@@ -89,7 +89,9 @@ def of_vectors(module: Any, part: slice) -> torch.Tensor:
 
 
 def alone(kind: Callable[[], nn.Module], loss: Loss) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """PyTorch itself, on one rank: AdamW as hpczero does it, with clipping, weight decay for matrices only, and the cosine schedule."""
+    """PyTorch itself, on one rank: AdamW as hpczero does it, with clipping, weight decay for
+    matrices only, and the cosine schedule.
+    """
     from hpczero.optim.learning_rate import learning_rate
 
     module, spec = made(kind), Spec.model_validate(spec_of(0, False))

@@ -1,4 +1,6 @@
-"""The directions of imports (docs/architecture.md), no circles, and the sizes of what people read."""
+"""The directions of imports (docs/architecture.md), no circles, and the sizes of what people
+read.
+"""
 
 import ast
 import sys
@@ -12,7 +14,8 @@ from tests.support.launch import CHECKOUT
 
 KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
 
-# room -> what it may import of hpczero, besides itself; a longer name is more precise and wins for that module alone
+# room -> what it may import of hpczero, besides itself; a longer name is more precise and wins for
+# that module alone
 ALLOWED = {
     "errors": set(),
     "text": {"errors"},
@@ -86,7 +89,9 @@ LONGEST_TEST, LONGEST_TEST_FILE = 60, 550
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package: "comm.grid" -> its file; a package's __init__ has the package's name, hpczero's own is ""."""
+    """Every module of the package: "comm.grid" -> its file; a package's __init__ has the
+    package's name, hpczero's own is "".
+    """
     found = {}
     for path in sorted((CHECKOUT / "hpczero").rglob("*.py")):
         parts = path.relative_to(CHECKOUT / "hpczero").with_suffix("").parts
@@ -128,7 +133,9 @@ def room_of(module: str) -> str:
 
 
 def target(name: str) -> str:
-    """The module that an imported name of hpczero lies in: "hpczero.comm.grid.Grid" -> "comm.grid", "hpczero.__version__" -> ""."""
+    """The module that an imported name of hpczero lies in: "hpczero.comm.grid.Grid" ->
+    "comm.grid", "hpczero.__version__" -> "".
+    """
     module = name.partition(".")[2]
     known = modules()
     while module not in known:
@@ -157,7 +164,8 @@ def test_imports_point_the_right_way() -> None:
             imported = target(name) if package == "hpczero" else package
             if not lies_in(imported, may_import):
                 wrong.append(
-                    f"{path.relative_to(CHECKOUT)}:{line}: imports {name}; may import {sorted(may_import)}"
+                    f"{path.relative_to(CHECKOUT)}:{line}: imports {name}; may import "
+                    f"{sorted(may_import)}"
                 )
     assert not wrong, "\n".join(wrong)
 
@@ -230,7 +238,9 @@ def test_an_init_file_holds_something() -> None:
 
 
 def test_numba_cuda_is_no_regular_package() -> None:
-    """NVIDIA's package has the same import name; see design of the folder in docs/architecture.md."""
+    """NVIDIA's package has the same import name; see design of the folder in
+    docs/architecture.md.
+    """
     assert not (CHECKOUT / "numba_cuda" / "__init__.py").exists()
 
 

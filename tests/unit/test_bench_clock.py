@@ -18,8 +18,8 @@ RECORD = 1e-6
 
 
 class Simulated:
-    """A host and a device, each with a clock of its own; what is asked of the device begins when the
-    host has asked and the device is through with what came before.
+    """A host and a device, each with a clock of its own; what is asked of the device begins when
+    the host has asked and the device is through with what came before.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""torch.set_default_dtype is the user's: nothing that hpczero makes for itself takes its type from there."""
+"""torch.set_default_dtype is the user's: nothing that hpczero makes for itself takes its type
+from there.
+"""
 
 import ast
 from collections.abc import Iterator

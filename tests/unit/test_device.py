@@ -1,4 +1,6 @@
-"""Which device a rank gets, what carries the collectives; and the order in which a device that is late is served."""
+"""Which device a rank gets, what carries the collectives; and the order in which a device that
+is late is served.
+"""
 
 from collections import deque
 
@@ -23,7 +25,10 @@ def test_all_ranks_or_none_are_on_gpus() -> None:
     )
     with pytest.raises(
         InputError,
-        match=r'"cuda": 2 of 2 ranks see no GPU: rank 0 on a, rank 1 on b; .* or set train.device = "cpu"',
+        match=(
+            r'"cuda": 2 of 2 ranks see no GPU: rank 0 on a, rank 1 on b; .* or set train.device '
+            r'= "cpu"'
+        ),
     ):
         device.choose_kind("cuda", [0, 0], ["a", "b"])
     with pytest.raises(InputError, match='"auto": 1 of 3 ranks see no GPU: rank 2 on b;'):
@@ -100,7 +105,9 @@ def test_what_cannot_carry_them_is_refused(
 
 
 class Line:
-    """Messages of one rank to another, in order; a message leaves as it is when it is posted, and is there after it was asked for twice."""
+    """Messages of one rank to another, in order; a message leaves as it is when it is posted,
+    and is there after it was asked for twice.
+    """
 
     def __init__(self) -> None:
         self.messages: deque[bytes] = deque()

@@ -1,4 +1,6 @@
-"""Kernels are compiled once on a computer, whoever comes first, and lie where nobody else can write."""
+"""Kernels are compiled once on a computer, whoever comes first, and lie where nobody else can
+write.
+"""
 
 import importlib
 import os
@@ -100,7 +102,9 @@ def test_the_key_and_the_kernels_names_follow_the_sources(
 
 
 def test_every_kernel_that_numba_keeps_is_named_by_the_sources() -> None:
-    """numba looks at the file that a kernel is in alone: what an edit of another has changed would be taken from the cache."""
+    """numba looks at the file that a kernel is in alone: what an edit of another has changed
+    would be taken from the cache.
+    """
     dispatcher = pytest.importorskip("numba.core.registry").CPUDispatcher
     names = ["adamw", "dropout", "random", "cpu", "reduce"]
     modules = [vars(importlib.import_module(f"hpczero_kernels.{name}")) for name in names]

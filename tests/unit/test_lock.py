@@ -17,7 +17,10 @@ from hpczero import lock
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import Holder, RunLock
 
-HOLD = "import sys; from hpczero.lock import RunLock\nwith RunLock(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+HOLD = (
+    "import sys; from hpczero.lock import RunLock\nwith RunLock(sys.argv[1]): print('held', "
+    "flush=True); sys.stdin.read()"
+)
 COMPETE = """
 import sys
 from hpczero.errors import HpczeroError, InputError
@@ -117,7 +120,9 @@ def test_of_many_at_once_exactly_one_wins_each_round(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_taking_and_leaving_never_lets_two_in(tmp_path: Path) -> None:
-    """The file is removed on release: nobody may win the lock of a removed file. Each winner finds the counter as it left it."""
+    """The file is removed on release: nobody may win the lock of a removed file. Each winner
+    finds the counter as it left it.
+    """
     program = """
 import sys, time
 from pathlib import Path

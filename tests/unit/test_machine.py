@@ -106,7 +106,10 @@ class TestCgroupVersion2:
 
 class TestCgroupVersion1:
     def computer(self, root: Path, files: Mapping[str, str]) -> Path:
-        text = "12:cpu,cpuacct:/slurm/job_7/step_0\n9:memory:/slurm/job_7/step_0\n1:name=systemd:/x\n0::/\n"
+        text = (
+            "12:cpu,cpuacct:/slurm/job_7/step_0\n9:memory:/slurm/job_7/step_0\n"
+            "1:name=systemd:/x\n0::/\n"
+        )
         cgroups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
         return lay_out(
             root,
@@ -128,7 +131,9 @@ class TestCgroupVersion1:
                 "memory/memory.limit_in_bytes": "9223372036854771712\n",
                 "memory/slurm/job_7/memory.limit_in_bytes": f"{2 * GIB}\n",
                 "memory/slurm/job_7/memory.usage_in_bytes": f"{GIB}\n",
-                "memory/slurm/job_7/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 2}\n",
+                "memory/slurm/job_7/memory.stat": (
+                    f"inactive_file 1\ntotal_inactive_file {GIB // 2}\n"
+                ),
                 "memory/slurm/job_7/step_0/memory.limit_in_bytes": "9223372036854771712\n",
             },
         )
@@ -147,7 +152,9 @@ def test_usable_memory_is_the_smaller_of_what_is_free_and_what_is_allowed(tmp_pa
     lay_out(
         tmp_path,
         {
-            "proc/meminfo": "MemTotal:       16777216 kB\nMemFree: 1 kB\nMemAvailable:    8388608 kB\n"
+            "proc/meminfo": (
+                "MemTotal:       16777216 kB\nMemFree: 1 kB\nMemAvailable:    8388608 kB\n"
+            )
         },
     )
     free = machine.memory(tmp_path)

@@ -1,8 +1,9 @@
-"""Thousands of files changed at random: whoever reads them ends by itself, soon, with little memory.
+"""Thousands of files changed at random: whoever reads them ends by itself, soon, with little
+memory.
 
 Each is read in a process forked for it: no signal, no exception but hpczero's own, ten seconds of
-processor time, 200 MB of memory beyond what is stored. The checksums of an index and of a
-manifest are made to fit ("sealed"): only then does anybody look at what they say.
+processor time, 200 MB of memory beyond what is stored. The checksums of an index and of a manifest
+are made to fit ("sealed"): only then does anybody look at what they say.
 """
 
 import contextlib

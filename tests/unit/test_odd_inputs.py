@@ -1,4 +1,6 @@
-"""Pipes and devices where a file is expected: an error at once, and no waiting for what never comes."""
+"""Pipes and devices where a file is expected: an error at once, and no waiting for what never
+comes.
+"""
 
 import os
 import subprocess

@@ -50,7 +50,10 @@ def test_an_install_command_survives_the_shell() -> None:
     [
         (
             ["model.heads=3", "model.hidden=32"],
-            "note: model.heads = 3 does not divide model.hidden = 32: each head is 11 wide, 33 in all",
+            (
+                "note: model.heads = 3 does not divide model.hidden = 32: each head is 11 wide, "
+                "33 in all"
+            ),
         ),
         (["model.heads=4", "model.hidden=32"], ""),
         (["model.heads=3", "model.hidden=32", "model.head_dim=8"], ""),

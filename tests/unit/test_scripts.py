@@ -115,7 +115,8 @@ def test_the_exit_code_is_that_of_the_last_command(code: int) -> None:
     assert bash(f"source scripts/parts.sh; part one 60 true; exit {code}").returncode == code
     assert (
         bash(
-            f"source scripts/parts.sh; one() {{ part one 60 true; }}; at_once one; bash -c 'exit {code}'"
+            f"source scripts/parts.sh; one() {{ part one 60 true; }}; at_once one; bash -c "
+            f"'exit {code}'"
         ).returncode
         == code
     )
@@ -123,7 +124,10 @@ def test_the_exit_code_is_that_of_the_last_command(code: int) -> None:
 
 def test_parts_at_the_same_time_are_told_apart() -> None:
     """What one lane leaves running is not another one's, and ends with its part."""
-    lanes = "one() { part a 60 sleep 1; part b 60 false; }; two() { part c 60 bash -c 'setsid sleep 300 & sleep 0.2; echo said'; }"
+    lanes = (
+        "one() { part a 60 sleep 1; part b 60 false; }; two() { part c 60 bash -c 'setsid sleep "
+        "300 & sleep 0.2; echo said'; }"
+    )
     done = parts(f"{lanes}; at_once one two")
     assert "said" in done.stdout
     assert sorted(line.split("\t")[:3] for line in done.stdout.splitlines()[-3:]) == [
@@ -147,14 +151,18 @@ def test_a_part_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
 
 
 def runs(pid: int) -> bool:
-    """A process that has ended may stay as a zombie until its parent, here the machine's first process, takes note."""
+    """A process that has ended may stay as a zombie until its parent, here the machine's first
+    process, takes note.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
 
 
-CASES = "<testcase/><testcase><skipped/></testcase><testcase><failure/></testcase><testcase><error/></testcase>"
+CASES = "<testcase/>" + "".join(
+    f"<testcase><{kind}/></testcase>" for kind in ("skipped", "failure", "error")
+)
 
 
 @pytest.mark.parametrize(

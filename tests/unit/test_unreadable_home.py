@@ -1,4 +1,6 @@
-"""A home folder that cannot be read, as on a compute node that has not mounted it: what lies there is done without, and that is said."""
+"""A home folder that cannot be read, as on a compute node that has not mounted it: what lies
+there is done without, and that is said.
+"""
 
 import os
 import shutil

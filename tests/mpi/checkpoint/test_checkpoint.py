@@ -1,4 +1,6 @@
-"""What any grid saves, any grid reads, to the bit; a run that goes on from a checkpoint is the one that was never stopped."""
+"""What any grid saves, any grid reads, to the bit; a run that goes on from a checkpoint is the
+one that was never stopped.
+"""
 
 import errno
 import os
@@ -134,7 +136,9 @@ def test_any_grid_reads_what_any_grid_saved(world: World, shared_folder: str) ->
 
 
 def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_folder: str) -> None:
-    """The last byte of data of the newer of two checkpoints: which rank has it depends on the grid."""
+    """The last byte of data of the newer of two checkpoints: which rank has it depends on the
+    grid.
+    """
     spec = divided(shared_folder)
     with engine_on(world, spec) as (_, checkpoints):
         for step in (1, 2):
@@ -161,7 +165,9 @@ def test_damage_that_one_rank_meets_is_passed_over_by_all(world: World, shared_f
 
 
 def test_a_view_that_is_none_keeps_nobody_from_resuming(world: World, shared_folder: str) -> None:
-    """A run reads through the piece table; the view is for other programs, and `verify` looks at it."""
+    """A run reads through the piece table; the view is for other programs, and `verify` looks at
+    it.
+    """
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         for step in (1, 2):
             checkpoints.begin(step, ends=True)
@@ -198,7 +204,10 @@ def test_what_fails_on_one_rank_is_none_on_any(
                 patch.setattr(shard_file, "write_all", refused)
             with pytest.raises(
                 SaveFailed,
-                match=rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota exceeded \(.* bytes",
+                match=(
+                    rf"rank {world.size - 1} on .*step-00000002/shard-00000.h5.new: Disk quota "
+                    rf"exceeded \(.* bytes"
+                ),
             ):
                 saved(2)
             assert not checkpoints.saver.in_flight
@@ -214,14 +223,18 @@ def test_hdf5_that_cannot_write_is_a_save_that_failed(
 ) -> None:
     def refused(*_: Any) -> None:
         raise RuntimeError(
-            "Unable to flush file (file write failed: errno = 28, error message = 'No space left on device')"
+            "Unable to flush file (file write failed: errno = 28, error message = 'No space "
+            "left on device')"
         )
 
     with engine_on(world, spec_of(shared_folder, "alone")) as (_, checkpoints):
         monkeypatch.setattr(shard_file, "make_file", refused)
         with pytest.raises(
             SaveFailed,
-            match=r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* bytes are free there",
+            match=(
+                r"rank 0 on .*/step-00000001: Unable to flush file .*No space left on device.* "
+                r"bytes are free there"
+            ),
         ):
             checkpoints.begin(1, ends=True)
         assert not checkpoints.saver.in_flight

@@ -1,4 +1,6 @@
-"""Every collective against what one process computes: bit for bit, so that no two runs and no two MPI libraries can differ."""
+"""Every collective against what one process computes: bit for bit, so that no two runs and no
+two MPI libraries can differ.
+"""
 
 import time
 import zlib
@@ -137,7 +139,9 @@ def test_many_short_ones_under_way_through_memory_and_messages(world: World) -> 
 
 @pytest.mark.parametrize("late", [0, -1])
 def test_who_has_waited_for_short_ones_may_block_outside(world: World, late: int) -> None:
-    """It moves nothing any more; the others still wait for it, and come to the same call after that."""
+    """It moves nothing any more; the others still wait for it, and come to the same call after
+    that.
+    """
     group = world.group("data", range(world.size))
     everyone = range(world.size)
     for lengths in ([64], [MIDDLE], [64, MIDDLE, 5, MIDDLE]):

@@ -1,4 +1,6 @@
-"""Windows that the ranks of a node share: one memory, counters in order, nothing taken before it is written, nothing left."""
+"""Windows that the ranks of a node share: one memory, counters in order, nothing taken before it
+is written, nothing left.
+"""
 
 import time
 from pathlib import Path
@@ -66,7 +68,9 @@ def test_counters_are_apart_and_start_at_zero(world: World) -> None:
 
 
 def test_a_wait_sees_all_that_was_written_before_the_post(world: World) -> None:
-    """Many rounds of: every rank writes its part, posts, waits, and finds the round's values in all parts."""
+    """Many rounds of: every rank writes its part, posts, waits, and finds the round's values in
+    all parts.
+    """
     window = NodeWindow.allocate(world, range(world.size), 8 * 64)
     parts = [window.part(rank).view(torch.int64) for rank in range(world.size)]
     for number in range(1, 200):
@@ -80,7 +84,9 @@ def test_a_wait_sees_all_that_was_written_before_the_post(world: World) -> None:
 
 
 def test_messages_go_on_while_a_counter_is_waited_for(world: World) -> None:
-    """Rank 0 waits for a counter that the others post only once they have its message, which must not need rank 0 to wait for it."""
+    """Rank 0 waits for a counter that the others post only once they have its message, which
+    must not need rank 0 to wait for it.
+    """
     window = NodeWindow.allocate(world, range(world.size), 0)
     tensor = torch.full((1_000_000,), float(world.rank))
     work = world.everyone.start_broadcast(tensor)
@@ -144,7 +150,10 @@ def test_more_than_there_is_is_refused_by_all(world: World) -> None:
     assert space is not None
     with pytest.raises(
         InputError,
-        match=r"window weights needs [\d,]+ bytes of this node's /dev/shm, of which [\d,]+ are free",
+        match=(
+            r"window weights needs [\d,]+ bytes of this node's /dev/shm, of which [\d,]+ are "
+            r"free"
+        ),
     ):
         NodeWindow.allocate(
             world, range(world.size), space.free if world.rank == 0 else 1 << 20, name="weights"
@@ -184,7 +193,9 @@ def test_shortage_names_both_numbers() -> None:
 
 
 def _share_of_memory() -> int:
-    """This process's part of the node's shared memory: a page that n processes have mapped counts one n-th."""
+    """This process's part of the node's shared memory: a page that n processes have mapped
+    counts one n-th.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss_Shmem:"))
 

@@ -1,4 +1,6 @@
-"""Modules that must be the same on every rank, and belong to one engine: any difference is said before training begins."""
+"""Modules that must be the same on every rank, and belong to one engine: any difference is said
+before training begins.
+"""
 
 from collections.abc import Callable
 from typing import Any

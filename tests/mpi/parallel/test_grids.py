@@ -1,4 +1,6 @@
-"""Every grid trains the same model to the same numbers, at every ZeRO stage, in every schedule and precision (design 11)."""
+"""Every grid trains the same model to the same numbers, at every ZeRO stage, in every schedule
+and precision (design 11).
+"""
 
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -32,7 +34,9 @@ def with_data(ranks: int, everything: bool) -> list[Case]:
 
 
 def long_runs(ranks: int, everything: bool) -> list[Case]:
-    """3 stages for 7 layers (and for 7 blocks), 6 heads on 4 ranks, 7 on 6, 9 on 8; more data ranks than samples; all axes at once."""
+    """3 stages for 7 layers (and for 7 blocks), 6 heads on 4 ranks, 7 on 6, 9 on 8; more data
+    ranks than samples; all axes at once.
+    """
     untied = PLAIN | {"tied": False, "sequence": True, "stage": 2}
     return {
         3: [PLAIN | {"grid": (1, 3), "blocks": blocks} for blocks in (5, 7)]
@@ -57,7 +61,9 @@ def serial() -> Serial:
 
 @pytest.mark.cases(of=selection)
 def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None:
-    """Cases in which every two values of two settings meet; with --slow all combinations of grid, schedule, sequence, stage and sharing."""
+    """Cases in which every two values of two settings meet; with --slow all combinations of
+    grid, schedule, sequence, stage and sharing.
+    """
     spec = spec_of(case)
     found = on_grid(world, case, spec)
     assert found.norms[0] > spec.train.grad_clip
@@ -106,7 +112,9 @@ def test_no_tensor_traffic_leaves_a_node(world: World) -> None:
 @pytest.mark.ranks(6)
 @pytest.mark.parametrize("stage", range(4))
 def test_nodes_that_divide_data_ranks_differently(world: World, stage: int, serial: Serial) -> None:
-    """3 ranks on a node and 2 tensor ranks: sums node by node would round differently (what tensor ranks have in common is compared)."""
+    """3 ranks on a node and 2 tensor ranks: sums node by node would round differently (what
+    tensor ranks have in common is compared).
+    """
     nodes, case = (
         world.part(range(6), 3),
         PLAIN

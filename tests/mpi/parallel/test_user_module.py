@@ -1,4 +1,6 @@
-"""Modules that hpczero has not written: trained on many ranks as on one, at every stage, whatever habits they have."""
+"""Modules that hpczero has not written: trained on many ranks as on one, at every stage,
+whatever habits they have.
+"""
 
 import time
 from collections.abc import Callable
@@ -84,7 +86,9 @@ def test_every_way_equals_pytorch(world: World, case: str) -> None:
 @SHARE_HALVES
 @pytest.mark.parametrize("case", ["convolutions", "odd"])
 def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case: str) -> None:
-    """The gradient of a parameter beside the layers comes early in a backward, when its sum of the one before is still under way."""
+    """The gradient of a parameter beside the layers comes early in a backward, when its sum of
+    the one before is still under way.
+    """
     kind, loss = CASES[case]
 
     def late(module: Any, part: slice) -> torch.Tensor:
@@ -135,7 +139,9 @@ def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
 
 @SHARE_SAMPLES
 def test_layers_that_only_some_ranks_use(world: World) -> None:
-    """Where weights are gathered by messages every rank must run the same layers; elsewhere it need not."""
+    """Where weights are gathered by messages every rank must run the same layers; elsewhere it
+    need not.
+    """
     expected = alone(Odd, of_skipping)
     for stage, shared in [*product((0, 1, 2), (False, True)), (3, True)]:
         assert_same(expected, trained(world, Odd, of_skipping, spec_of(stage, shared)), world.rank)

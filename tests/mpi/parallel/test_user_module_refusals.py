@@ -1,4 +1,6 @@
-"""What a module, or the loop that trains it, cannot have: said in one message, and nothing is left behind."""
+"""What a module, or the loop that trains it, cannot have: said in one message, and nothing is
+left behind.
+"""
 
 import pytest
 import torch
@@ -102,7 +104,10 @@ def test_what_no_checkpoint_can_hold_is_refused_before_the_first_step(world: Wor
     engine.module.register_buffer("frequencies", torch.ones(4, dtype=torch.complex64))
     with pytest.raises(
         InputError,
-        match=r"a checkpoint cannot hold this model: buffer frequencies: numbers of type complex64 .*every = -1",
+        match=(
+            r"a checkpoint cannot hold this model: buffer frequencies: numbers of type complex64 "
+            r".*every = -1"
+        ),
     ):
         Checkpoints(spec, world, grid, engine)
     Checkpoints(

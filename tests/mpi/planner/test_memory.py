@@ -1,4 +1,6 @@
-"""What a rank of any grid is predicted to need is what a real run allocates there, and what its tensors take at the widest moment of a step."""
+"""What a rank of any grid is predicted to need is what a real run allocates there, and what its
+tensors take at the widest moment of a step.
+"""
 
 import random
 from collections.abc import Iterator
@@ -50,7 +52,9 @@ class Job:
 
 @pytest.mark.parametrize("number", range(12))
 def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
-    """To the byte, padding included, and the buffers of activations and gradients from other stages."""
+    """To the byte, padding included, and the buffers of activations and gradients from other
+    stages.
+    """
     choice = random.Random(100 * world.size + number)
     with laid_out(world, choice.choice([0, 1, 2, 3])) as nodes:
         job = Job(any_job(choice, world.size), nodes)
@@ -103,9 +107,9 @@ def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) ->
     )
     job.step(0)
     micro_batches, peaks = job.batches.training(1), []
-    for _ in range(
-        3
-    ):  # a neighbour that happens to be late leaves messages unsent for longer: the least of three says what a stage needs
+    # a neighbour that happens to be late leaves messages unsent for longer:
+    # the least of three says what a stage needs
+    for _ in range(3):
         with peak_of_allocations() as peak:
             job.way.train(micro_batches, 100, Trace())
         job.way.engine.finish_step(0.0)
@@ -116,7 +120,9 @@ def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) ->
 
 @contextmanager
 def peak_of_allocations() -> Iterator[list[int]]:
-    """How many bytes of tensors there were at most, besides those that were there before: in the list at the end."""
+    """How many bytes of tensors there were at most, besides those that were there before: in the
+    list at the end.
+    """
     found: list[int] = []
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

@@ -1,4 +1,6 @@
-"""The bytes that the planner expects are the bytes in the ledger of a real run, of every rank, along every axis, inside nodes and between them."""
+"""The bytes that the planner expects are the bytes in the ledger of a real run, of every rank,
+along every axis, inside nodes and between them.
+"""
 
 import random
 from itertools import pairwise
@@ -27,7 +29,9 @@ def expected(spec: Spec, world: World) -> Volume:
 
 
 def sent_in_steps(world: World, spec: Spec) -> list[Volume]:
-    """In each step but the first, in which ranks agree on an order besides; what sends nothing is left out."""
+    """In each step but the first, in which ranks agree on an order besides; what sends nothing
+    is left out.
+    """
     world.ledger.reset()
     return [difference(before, after) for before, after in pairwise(train(world, spec).sent_until)]
 
@@ -77,7 +81,9 @@ def counts(before: dict[str, Any], after: dict[str, Any], axis: str) -> dict[str
 def test_tensor_parallelism_moves_four_sums_a_block_and_micro_batch(
     world: World, sequence_parallel: bool
 ) -> None:
-    """All-reduces of the stream; or as many reduce-scatters and all-gathers, and an all-gather more for each of a block's column-parallel layers."""
+    """All-reduces of the stream; or as many reduce-scatters and all-gathers, and an all-gather
+    more for each of a block's column-parallel layers.
+    """
     spec = job(5, tensor=world.size, sequence_parallel=sequence_parallel)
     world.ledger.reset()
     _, before, after, _ = train(world, spec).sent_until

@@ -83,7 +83,9 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_counts(
 
 
 def test_what_saves_left_is_cleared_away_at_the_start(world: World, shared_folder: str) -> None:
-    """With a file that no save makes, and that cannot be removed as long as somebody has it open: it is set aside."""
+    """With a file that no save makes, and that cannot be removed as long as somebody has it
+    open: it is set aside.
+    """
     with engine_on(world, divided(shared_folder)) as (_, checkpoints):
         save_steps(checkpoints, 1)
         if world.rank == 0:

@@ -38,7 +38,9 @@ def begins_at(world: World, spec: Spec, *then: int) -> int:
 def test_a_path_counts_until_the_run_has_a_checkpoint_of_its_own(
     world: World, shared_folder: str
 ) -> None:
-    """Else a job that is started again and again would never get further. A run's directory stands for its newest one."""
+    """Else a job that is started again and again would never get further. A run's directory
+    stands for its newest one.
+    """
     begins_at(world, divided(f"{shared_folder}/first"), 4, 5)
     there = f"{shared_folder}/first/run"
     begun = divided(f"{shared_folder}/second", resume=f"{there}/checkpoints/step-00000004")
@@ -88,7 +90,10 @@ def test_a_key_that_is_not_known_makes_another_run(world: World, shared_folder: 
         save_steps(checkpoints, 1)
         with pytest.raises(
             InputError,
-            match=r"another run:\n  model.rotary: 2 there, and this version of hpczero does not know it",
+            match=(
+                r"another run:\n  model.rotary: 2 there, and this version of hpczero does not "
+                r"know it"
+            ),
         ):
             checkpoints.resume()
         fewer = {key: value for key, value in known["optimizer"].items() if key != "weight_decay"}
@@ -98,7 +103,9 @@ def test_a_key_that_is_not_known_makes_another_run(world: World, shared_folder: 
 
 
 def test_what_the_new_precision_and_batch_mean(world: World, shared_folder: str) -> None:
-    """A loss scale is that of fp16; and where a batch is of another size the data goes on somewhere else."""
+    """A loss scale is that of fp16; and where a batch is of another size the data goes on
+    somewhere else.
+    """
     begins_at(world, with_train(divided(shared_folder), precision="fp32"), 10)
     with engine_on(
         world,

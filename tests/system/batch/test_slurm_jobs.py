@@ -1,4 +1,6 @@
-"""Runs as jobs, as a user would submit them, on a real Slurm of two nodes (scripts/slurm_testbed.sh); skipped where there is none."""
+"""Runs as jobs, as a user would submit them, on a real Slurm of two nodes
+(scripts/slurm_testbed.sh); skipped where there is none.
+"""
 
 import json
 import os
@@ -30,8 +32,9 @@ walltime = "10m"
 env_pass = ["PYTHONPATH", "PYTHONDONTWRITEBYTECODE"]
 setup = ["export PATH={path}:$PATH"]
 """
-# Slurm 22.05's mpi/pmi2 sometimes tears up what MPICH sends it on a busy machine, and the ranks abort at their start (docs/log.md): where it is about
-# something else than srun the jobs are started by mpirun, and where they are by srun the chain has a job to spare.
+# Slurm 22.05's mpi/pmi2 sometimes tears up what MPICH sends it on a busy machine, and the ranks
+# abort at their start (docs/log.md): where it is about something else than srun the jobs are
+# started by mpirun, and where they are by srun the chain has a job to spare.
 LAUNCHERS = {
     "srun": ["--set", 'batch.launch_options=["--mpi=pmi2"]'],
     "mpirun": ["--set", "batch.launcher=mpirun"],
@@ -222,7 +225,8 @@ def test_a_submission_whose_answer_was_lost_is_one_submission(user: User, tmp_pa
     program = tmp_path / "lossy" / "sbatch"
     broken = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
     program.write_text(
-        f'#!/bin/bash\n{shutil.which("sbatch")} "$@" >/dev/null || exit\necho "{broken}" >&2\nexit 1\n'
+        f'#!/bin/bash\n{shutil.which("sbatch")} "$@" >/dev/null || exit\n'
+        f'echo "{broken}" >&2\nexit 1\n'
     )
     program.chmod(0o755)
     user.submits(
@@ -363,7 +367,8 @@ def test_a_requeue_by_the_site_is_survived(user: User) -> None:
 def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user: User) -> None:
     """The run stops in time for its last checkpoint, job after job: every loss is bitwise the same.
 
-    (On a machine that is very busy a minute may pass before the first step: such a job is lost, and the next one goes on.)
+    (On a machine that is very busy a minute may pass before the first step: such a job is lost, and
+    the next one goes on.)
     """
     longer = ("--set", "train.steps=12000", "--set", "checkpoint.every=0")
     user.submits("whole", *longer)

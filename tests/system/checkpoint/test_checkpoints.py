@@ -1,4 +1,6 @@
-"""Checkpoints of real runs: killed at any moment, on full and vanished disks, continued on other grids."""
+"""Checkpoints of real runs: killed at any moment, on full and vanished disks, continued on other
+grids.
+"""
 
 import json
 import os
@@ -85,7 +87,9 @@ def read_all(path: Path) -> None:
 
 
 def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> None:
-    """A run, of which a random rank, or all of them, are killed at a random moment after it has begun to train."""
+    """A run, of which a random rank, or all of them, are killed at a random moment after it has
+    begun to train.
+    """
     path = folder / "runs" / "tiny" / "events.jsonl"
     before = len(path.read_text().splitlines()) if path.exists() else 0
     with started(
@@ -112,7 +116,9 @@ def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> Non
 def test_killed_at_any_moment_it_goes_on_from_the_newest_complete_checkpoint(
     folder: Path, times: int
 ) -> None:
-    """Saves follow one another without a pause, so most kills meet one. What was lost are steps, and what is computed again is the same."""
+    """Saves follow one another without a pause, so most kills meet one. What was lost are steps,
+    and what is computed again is the same.
+    """
     (folder / "spec.toml").write_text(SPEC.format(steps=100_000))
     chance, seen = random.Random(times), dict[int, tuple[float, float]]()
     for number in range(times):
@@ -175,7 +181,9 @@ def test_a_stopped_run_is_the_one_that_was_not_stopped(folder: Path) -> None:
 
 @pytest.fixture
 def disk(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """At runs/tiny/checkpoints, of 18 MB, which is room for one checkpoint, or as large as the test says."""
+    """At runs/tiny/checkpoints, of 18 MB, which is room for one checkpoint, or as large as the
+    test says.
+    """
     place = folder / "runs" / "tiny" / "checkpoints"
     place.mkdir(parents=True)
     shutil.copy(folder / "spec.toml", place.parent / "spec.toml")
@@ -215,7 +223,9 @@ def test_a_full_disk(folder: Path, disk: Path, on_error: str, asynchronous: str)
 
 @contextmanager
 def endless(folder: Path, *settings: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run that saves after every step, until it is asked to stop; then it ends with a checkpoint from which it can go on."""
+    """A run that saves after every step, until it is asked to stop; then it ends with a
+    checkpoint from which it can go on.
+    """
     command = [
         *mpirun(2),
         *hpczero("run", "spec.toml"),
@@ -300,7 +310,9 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_start_after_the_last_step_is_no_failure(folder: Path) -> None:
-    """The run was killed before it could say that it is finished; or it is to do fewer steps than it has done."""
+    """The run was killed before it could say that it is finished; or it is to do fewer steps
+    than it has done.
+    """
     for steps in (2, 2, 1):
         done = train(folder, 2, f"train.steps={steps}", "train.trace=true")
         assert done.code == 0, done

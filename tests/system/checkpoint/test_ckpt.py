@@ -1,4 +1,6 @@
-"""`hpczero ckpt` on what `hpczero run` saved, and `hpczero run` on what `hpczero ckpt import` made."""
+"""`hpczero ckpt` on what `hpczero run` saved, and `hpczero run` on what `hpczero ckpt import`
+made.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A rank that sleeps, stops, dies or does something else than the others: the job ends, and it is named."""
+"""A rank that sleeps, stops, dies or does something else than the others: the job ends, and it
+is named.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,8 @@ FEW = [
     Case("eval_one", 3, shared=False, units=6),  # it meets the others in another operation
 ]
 PLACES = [(shared, units) for shared in (False, True) for units in (2, 6, 40)]
-# Every kind at every stage, in all of these places by turns; `python -m tests.support.faults` tries all.
+# Every kind at every stage, in all of these places by turns; `python -m tests.support.faults` tries
+# all.
 MANY = [
     Case(kind, stage, *PLACES[(number + stage) % len(PLACES)])
     for number, kind in enumerate(KINDS)

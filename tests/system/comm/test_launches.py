@@ -1,4 +1,6 @@
-"""What a failing rank does to a launch: of the distributed tests, and of any program that holds a World."""
+"""What a failing rank does to a launch: of the distributed tests, and of any program that holds
+a World.
+"""
 
 import re
 import sys
@@ -72,7 +74,9 @@ def run_program(tmp_path: Path, how: str, ranks: int = 3) -> Finished:
 
 
 def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:
-    """The tests above on 2 ranks, with the plugin of tests/mpi, which waits less long for ranks that do not come."""
+    """The tests above on 2 ranks, with the plugin of tests/mpi, which waits less long for ranks
+    that do not come.
+    """
     (tmp_path / "test_it.py").write_text(TESTS)
     limits = f"conftest.LIMIT, conftest.GRACE = {limit}, 2"
     (tmp_path / "conftest.py").write_text(

@@ -1,4 +1,6 @@
-"""scripts/netns_testbed.sh: hosts that are network namespaces, and hpczero across them. Needs root and MPICH; skipped, with the reason, elsewhere."""
+"""scripts/netns_testbed.sh: hosts that are network namespaces, and hpczero across them. Needs
+root and MPICH; skipped, with the reason, elsewhere.
+"""
 
 import json
 import os
@@ -102,7 +104,9 @@ def test_a_host_is_a_node(name: str) -> None:
 
 
 def test_the_link_limits_the_speed(name: str) -> None:
-    """An all_reduce of 2 MiB over 2 hosts sends 2 MiB from each: at 40 Mbit/s that cannot take less than 0.4 s, however fast the machine."""
+    """An all_reduce of 2 MiB over 2 hosts sends 2 MiB from each: at 40 Mbit/s that cannot take
+    less than 0.4 s, however fast the machine.
+    """
     done = testbed(
         "run",
         "--name",
@@ -159,7 +163,8 @@ def test_a_command_that_fails_is_reported_and_everything_removed(name: str) -> N
 
 
 def test_a_signal_removes_everything(name: str) -> None:
-    busy = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"  # in one go: an unbuffered print writes the end of its line after another rank's
+    # in one go: an unbuffered print writes the end of its line after another rank's
+    busy = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
     process = start([SCRIPT, "run", "--name", name, sys.executable, "-c", busy], environment=PATH)
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"

@@ -1,4 +1,6 @@
-"""Ranks that do not come together: the job ends in time, with an error that names operation, axis and ranks, whatever went wrong."""
+"""Ranks that do not come together: the job ends in time, with an error that names operation,
+axis and ranks, whatever went wrong.
+"""
 
 import json
 import re
@@ -23,7 +25,9 @@ from hpczero.device import CPU
 from tests.support.queued import Queued
 
 torch.set_num_threads(1)
-case, seconds, folder, ranks_per_node = sys.argv[1], float(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+case, seconds, folder, ranks_per_node = sys.argv[1:]
+seconds = float(seconds)
+ranks_per_node = int(ranks_per_node)
 
 
 def stuck_here():
@@ -162,9 +166,15 @@ def test_a_rank_that_does_not_come_is_named_and_both_show_their_stacks(tmp_path:
     said = failed(
         tmp_path,
         "absent",
-        r"rank 0 on \S+: all_reduce sum of 400000 bytes of float32 \(number 2 along data\): after 2\.\d s a rank did not come",
+        (
+            r"rank 0 on \S+: all_reduce sum of 400000 bytes of float32 \(number 2 along data\): "
+            r"after 2\.\d s a rank did not come"
+        ),
         r"waiting in it: rank 0\n",
-        r"not come: rank 1 on \S+: step 12; in no operation for \d\.\d s; started last along data: all_reduce .* \(number 1\)",
+        (
+            r"not come: rank 1 on \S+: step 12; in no operation for \d\.\d s; started last along "
+            r"data: all_reduce .* \(number 1\)"
+        ),
         r"stacks of rank 0 on \S+:\n(.*\n)*.* in all_reduce\n(.*\n)*.*program.py",
         r"stacks of rank 1 on \S+:\n.*\n.*program.py\", line \d+ in stuck_here",
     )
@@ -223,12 +233,18 @@ def test_a_rank_that_closes_early(tmp_path: Path) -> None:
         ("well", ""),
         (
             "absent",
-            r"all_reduce sum of 400000 bytes of float32 \(number 2 along data\): after 2\.\d s (.*\n)*.*not come: rank 1 on \S+: step 12",
+            (
+                r"all_reduce sum of 400000 bytes of float32 \(number 2 along data\): after 2\.\d "
+                r"s (.*\n)*.*not come: rank 1 on \S+: step 12"
+            ),
         ),
         ("started", r"has started it.*: rank 1 on .*: step 12; in no operation"),
         (
             "operations",
-            r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of float32 there, all_\w+ .*here",
+            (
+                r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes "
+                r"of float32 there, all_\w+ .*here"
+            ),
         ),
         ("group", "not come: rank 1 on"),
     ],
@@ -242,7 +258,10 @@ def test_the_same_whatever_carries_the_collectives(
 
 
 def test_different_operations(tmp_path: Path) -> None:
-    there_and_here = r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of float32 there, all_\w+ .*here"
+    there_and_here = (
+        r"number 2 along data is (all_gather of 800000|all_reduce sum of 400000) bytes of "
+        r"float32 there, all_\w+ .*here"
+    )
     failed(
         tmp_path,
         "operations",
@@ -314,7 +333,10 @@ def test_calls_of_the_world_that_do_not_fit(tmp_path: Path) -> None:
         tmp_path,
         "share",
         "not all ranks are in the same operation",
-        r"number \d along world is (broadcast|gather)_objects? there, (broadcast|gather)_objects? here",
+        (
+            r"number \d along world is (broadcast|gather)_objects? there, "
+            r"(broadcast|gather)_objects? here"
+        ),
     )
 
 

@@ -86,7 +86,9 @@ def test_wrong_commands_are_refused_in_one_line(folder: Path) -> None:
 
 
 def test_killed_by_the_system_the_same_command_goes_on_to_the_same_bytes(folder: Path) -> None:
-    """Killed for real at moments of no choice of ours: as the output grows, and with time to reach a commit."""
+    """Killed for real at moments of no choice of ours: as the output grows, and with time to
+    reach a commit.
+    """
     with open(folder / "text" / "long.txt", "w") as file:
         file.writelines(
             f"line {number} of a text that is long enough to be killed in\n"

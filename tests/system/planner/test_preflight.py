@@ -84,7 +84,9 @@ def in_cgroup(cgroup: Path, limit: int, command: list[str]) -> list[str]:
 
 
 def test_a_cgroup_that_is_too_small(folder: Path, cgroup: Path) -> None:
-    """Two ranks of 27 M parameters: 0.9 GB at stage 0, besides what they are before they have a model."""
+    """Two ranks of 27 M parameters: 0.9 GB at stage 0, besides what they are before they have a
+    model.
+    """
     done = launch(
         in_cgroup(cgroup, 1_200_000_000, [*mpirun(2), *hpczero("run", "spec.toml")]), 60, folder
     )
@@ -100,7 +102,8 @@ def test_half_a_billion_parameters_train_at_stage_3(tmp_path: Path) -> None:
     model = "layers = 26\nhidden = 1280\nheads = 20\nseq_len = 64"
     train = "steps = 2\nglobal_batch = 4\nmicro_batch = 1\neval_batches = 0"
     (tmp_path / "spec.toml").write_text(
-        f'[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\nnode_shared = false\n'
+        f'[model]\n{model}\n[data]\nsource = "synthetic"\n[train]\n{train}\n[zero]\n'
+        f"node_shared = false\n"
     )
     if machine.memory().available < 30e9:
         refused = launch(
@@ -154,8 +157,8 @@ def trained(
 def test_what_grids_allocate_is_what_was_predicted(
     tmp_path: Path, parallel: dict[str, object]
 ) -> None:
-    """Each rank allocates what was predicted, by kind. There are no data ranks, whose reductions may be
-    two at a time or not; what is summed is so large that it goes by messages.
+    """Each rank allocates what was predicted, by kind. There are no data ranks, whose reductions
+    may be two at a time or not; what is summed is so large that it goes by messages.
     """
     size = "model.hidden=128", "model.seq_len=1024", "model.vocab=2048"
     memory = trained(tmp_path, 4, 2, parallel, *size, "train.global_batch=8", "train.micro_batch=2")
@@ -173,8 +176,9 @@ def test_what_grids_allocate_is_what_was_predicted(
 def test_grids_of_two_hundred_million_parameters(
     tmp_path: Path, tensor: int, pipeline: int, stage: int
 ) -> None:
-    """On 4 ranks: what 16 layers take more than two is measured as it was allocated (what a process takes
-    whatever its model is compared apart), and each rank's states are the balanced share of parameters'.
+    """On 4 ranks: what 16 layers take more than two is measured as it was allocated (what a process
+    takes whatever its model is compared apart), and each rank's states are the balanced share of
+    parameters'.
     """
     model = Model(layers=16, hidden=1024, heads=16, vocab=8192, seq_len=128)
     changes = [

@@ -1,4 +1,6 @@
-"""scripts/bench_step.py on a tiny model: every contender trains the same, and one that does not is found out. No speed is asserted."""
+"""scripts/bench_step.py on a tiny model: every contender trains the same, and one that does not
+is found out. No speed is asserted.
+"""
 
 import importlib.util
 import json

@@ -1,7 +1,9 @@
-"""hpczero behaves the same as a wheel, as an editable install, in a folder (`pip install --target`) and run from the checkout.
+"""hpczero behaves the same as a wheel, as an editable install, in a folder (`pip install --target`)
+and run from the checkout.
 
-All of it in throw-away environments that hold nothing but the base install's requirements (no torch, no mpi4py): links to the packages
-of the environment that runs the tests. So nothing is downloaded, and a requirement that setup.cfg forgets is found.
+All of it in throw-away environments that hold nothing but the base install's requirements (no
+torch, no mpi4py): links to the packages of the environment that runs the tests. So nothing is
+downloaded, and a requirement that setup.cfg forgets is found.
 """
 
 import configparser
@@ -81,7 +83,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(kind: str, checkout: Path, folder: Path) -> Path:
     """What pip asks setuptools for: build_wheel, build_editable or build_sdist."""
-    call = f"import sys; from setuptools import build_meta; print('\\n' + build_meta.{kind}(sys.argv[1]))"
+    call = (
+        f"import sys; from setuptools import build_meta; print('\\n' + "
+        f"build_meta.{kind}(sys.argv[1]))"
+    )
     name = succeed(run([sys.executable, "-c", call, folder], checkout)).splitlines()[-1]
     return folder / name
 
@@ -273,11 +278,16 @@ def test_the_source_archive_holds_what_the_checkout_holds(
 def test_the_folder_numba_cuda_does_not_hide_the_package_of_that_name(
     checkout: Path, requirements: Path, tmp_path: Path
 ) -> None:
-    """With the checkout as the working directory, `import numba_cuda` is NVIDIA's package, wherever on the path that lies."""
+    """With the checkout as the working directory, `import numba_cuda` is NVIDIA's package,
+    wherever on the path that lies.
+    """
     (tmp_path / "numba_cuda").mkdir()
     (tmp_path / "numba_cuda" / "__init__.py").write_text("maker = 'NVIDIA'\n")
     python = environment(tmp_path / "venv", requirements, tmp_path)
-    code = "import sys; assert sys.path[0] == ''; import hpczero, hpczero_kernels, numba_cuda; print(numba_cuda.maker)"
+    code = (
+        "import sys; assert sys.path[0] == ''; import hpczero, hpczero_kernels, numba_cuda; "
+        "print(numba_cuda.maker)"
+    )
     assert succeed(run([python, "-c", code], checkout)).strip() == "NVIDIA"
 
 
@@ -288,7 +298,9 @@ def fake_wheel(folder: Path, name: str, version: str) -> Path:
     files = {
         f"{name}.py": f"__version__ = {version!r}\n",
         f"{information}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{information}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{information}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
     }
     files[f"{information}/RECORD"] = "".join(
         f"{file},,\n" for file in [*files, f"{information}/RECORD"]
@@ -315,7 +327,10 @@ def index(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def versions(python: Path, variables: dict[str, str]) -> tuple[str, str]:
-    code = "import torch, mpi4py, importlib.metadata as m; print(torch.__version__, mpi4py.__version__, m.version('hpczero'))"
+    code = (
+        "import torch, mpi4py, importlib.metadata as m; print(torch.__version__, "
+        "mpi4py.__version__, m.version('hpczero'))"
+    )
     torch, mpi4py, _ = succeed(run([python, "-c", code], python.parent, variables)).split()
     return torch, mpi4py
 
@@ -325,7 +340,9 @@ def versions(python: Path, variables: dict[str, str]) -> tuple[str, str]:
 def test_a_sites_own_torch_and_mpi4py_stay(
     place: str, upgrade: list[str], index: Path, tmp_path: Path
 ) -> None:
-    """Whether they lie in the environment itself or come from a module through PYTHONPATH; where there are none, pip takes the newest."""
+    """Whether they lie in the environment itself or come from a module through PYTHONPATH; where
+    there are none, pip takes the newest.
+    """
     python = environment(tmp_path / "venv")
     site = [
         fake_wheel(tmp_path, "torch", "2.6.0a0+site"),

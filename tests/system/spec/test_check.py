@@ -1,4 +1,6 @@
-"""check, init and spec as a user runs them: in a process of their own, without anything that a login node lacks."""
+"""check, init and spec as a user runs them: in a process of their own, without anything that a
+login node lacks.
+"""
 
 import json
 import os
@@ -205,7 +207,9 @@ parallel = {tensor = 4, pipeline = 4}
 
 
 def test_the_map_and_the_bytes(hpczero: Hpczero, tmp_path: Path) -> None:
-    """32 ranks = 4 stages x 4 tensor x 2 data; inside nodes of 8 the tensor ranks stay together, and who else does depends on the bytes."""
+    """32 ranks = 4 stages x 4 tensor x 2 data; inside nodes of 8 the tensor ranks stay together,
+    and who else does depends on the bytes.
+    """
     (tmp_path / "job.toml").write_text(TOPOLOGY)
     result = hpczero("check", "job.toml", "--ranks", "32", "--ranks-per-node", "8")
     assert (result.returncode, result.stderr) == (0, "")
@@ -215,9 +219,9 @@ def test_the_map_and_the_bytes(hpczero: Hpczero, tmp_path: Path) -> None:
         in result.stdout
     )
     assert (
-        "nodes     node 0: ranks 0-7  [stage 0, data 0-1, tensor 0-3]\n            node 1: ranks 8-15  [stage 1, "
-        in result.stdout
-    )
+        "nodes     node 0: ranks 0-7  [stage 0, data 0-1, tensor 0-3]\n"
+        "            node 1: ranks 8-15  [stage 1, "
+    ) in result.stdout
     assert re.search(
         r"stages    0: embedding, blocks 0-1 \([\d,]+ parameters a rank\)\n", result.stdout
     )

@@ -12,7 +12,13 @@ SPEC = """
 name = "short-of-time"
 data.source = "synthetic"
 model = { layers = 1, hidden = 16, heads = 2, seq_len = 16 }
-train = { steps = 1000000, global_batch = 4, micro_batch = 2, device = "cpu", precision = "fp32", log_every = 100000 }
+[train]
+steps = 1000000
+global_batch = 4
+micro_batch = 2
+device = "cpu"
+precision = "fp32"
+log_every = 100000
 """
 
 

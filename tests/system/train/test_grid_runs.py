@@ -1,4 +1,6 @@
-"""`hpczero run` on 2 stages x 2 tensor ranks x 2 data ranks: what a user sees when it goes well, and when it does not."""
+"""`hpczero run` on 2 stages x 2 tensor ranks x 2 data ranks: what a user sees when it goes well,
+and when it does not.
+"""
 
 import gzip
 import json

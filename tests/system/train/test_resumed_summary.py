@@ -61,9 +61,9 @@ def test_a_resumed_run_keeps_its_own_figures_apart_from_its_last_job(tmp_path: P
     )
     assert "last job:   steps 5 to 6, 256 tokens (" in done.out
     assert (
-        f"loss:       {metrics[0]['loss']:.4f} at the first step, {metrics[5]['loss']:.4f} at the last"
-        in done.out
-    )
+        f"loss:       {metrics[0]['loss']:.4f} at the first step, {metrics[5]['loss']:.4f} "
+        f"at the last"
+    ) in done.out
     assert "after step 4; the text's unigram entropy" in done.out
 
 

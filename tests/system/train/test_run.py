@@ -1,4 +1,6 @@
-"""`hpczero run` as a user starts it: what it leaves, how it ends, and what it says when the input is wrong."""
+"""`hpczero run` as a user starts it: what it leaves, how it ends, and what it says when the
+input is wrong.
+"""
 
 import json
 import os
@@ -181,7 +183,9 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
     "how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR2", "stop file"]
 )
 def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
-    """To one rank of two: both stop after the same step, with a checkpoint, from where the run goes on."""
+    """To one rank of two: both stop after the same step, with a checkpoint, from where the run
+    goes on.
+    """
     directory = folder / "runs" / "tiny"
     with started(command(2, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 3, process)
@@ -320,7 +324,9 @@ def token_files(folder: Path) -> None:
 @pytest.mark.usefixtures("token_files")
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_wrong_input_is_one_message_and_nothing_written(folder: Path, ranks: int) -> None:
-    """All mistakes in one launch, as starting takes the longest; how a refused command ends a launch, the next test sees."""
+    """All mistakes in one launch, as starting takes the longest; how a refused command ends a
+    launch, the next test sees.
+    """
     (folder / "tries.py").write_text(TRIES)
     before = sorted(folder.rglob("*"))
     tries = json.dumps([arguments for arguments, _ in MISTAKES.values()])
@@ -360,7 +366,9 @@ def test_a_folder_that_is_no_run_directory_is_left_alone(folder: Path) -> None:
 
 
 def test_one_rank_of_several_by_accident(folder: Path) -> None:
-    """A launcher that started several processes, none of which found the others: two different MPIs."""
+    """A launcher that started several processes, none of which found the others: two different
+    MPIs.
+    """
     done = train(folder, 0, SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
     assert done.code == 2, done
     assert "4" in done.err

@@ -36,7 +36,10 @@ def test_the_first_line_comes_before_torch(ranks: int, tmp_path: Path) -> None:
 
 def test_no_compiler_is_imported() -> None:
     """torch._dynamo with sympy took longer than all else that hpczero adds to torch."""
-    code = "import hpczero.kernel_cache as c, sys; c.load('hpczero.train.run'); print([m for m in ('torch._dynamo', 'sympy') if m in sys.modules])"
+    code = (
+        "import hpczero.kernel_cache as c, sys; c.load('hpczero.train.run'); print([m for m in "
+        "('torch._dynamo', 'sympy') if m in sys.modules])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=CHECKOUT,

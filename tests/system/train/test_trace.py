@@ -1,4 +1,6 @@
-"""`train.trace = true` as a user sets it: the file, what is said about it, and what is left when a run fails."""
+"""`train.trace = true` as a user sets it: the file, what is said about it, and what is left when
+a run fails.
+"""
 
 import gzip
 import json

@@ -1,4 +1,6 @@
-"""The validation loss of a run, computed again by plain PyTorch from exported weights and the token file's bytes."""
+"""The validation loss of a run, computed again by plain PyTorch from exported weights and the
+token file's bytes.
+"""
 
 import json
 import random

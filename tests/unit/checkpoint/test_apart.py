@@ -1,4 +1,6 @@
-"""The process in which `verify` asks the HDF5 library: it may die, and the checkpoint's reader not."""
+"""The process in which `verify` asks the HDF5 library: it may die, and the checkpoint's reader
+not.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""Checkpoints that a stranger made, with checksums that fit: refused in one line, nothing outside opened, no memory taken for what is not there."""
+"""Checkpoints that a stranger made, with checksums that fit: refused in one line, nothing
+outside opened, no memory taken for what is not there.
+"""
 
 import ctypes
 import json

@@ -1,4 +1,6 @@
-"""A checkpoint that is not what was written: whatever changed is found, by `verify` and by reading what it concerns."""
+"""A checkpoint that is not what was written: whatever changed is found, by `verify` and by
+reading what it concerns.
+"""
 
 import shutil
 from collections.abc import Callable

@@ -299,7 +299,10 @@ def test_tensors_that_are_not_the_model_s_are_all_named(
                 b'{"w": 1}',
                 b'{"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 17]}}',
                 b'{"w": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}',
-                b'{"w": {"dtype": "F32", "shape": [99999999999999999999], "data_offsets": [0, 16]}}',
+                (
+                    b'{"w": {"dtype": "F32", "shape": [99999999999999999999], "data_offsets": '
+                    b"[0, 16]}}"
+                ),
                 b'{"w": {"dtype": "F32", "shape": [-1, -4], "data_offsets": [0, 16]}}',
                 b'{"w": {"dtype": "F99", "shape": [4], "data_offsets": [0, 16]}}',
             )

@@ -1,4 +1,6 @@
-"""Checkpoints read without hpczero: by the readers of docs/checkpoint-format.md, by h5dump and h5ls. And the index of a very large job."""
+"""Checkpoints read without hpczero: by the readers of docs/checkpoint-format.md, by h5dump and
+h5ls. And the index of a very large job.
+"""
 
 import json
 import re
@@ -38,7 +40,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_reader(code: str, folder: Path, what: str) -> Any:
     """In a process that cannot import hpczero."""
-    script = f"import sys; sys.modules['hpczero'] = None\n{code}\nimport numpy as np\nnp.savez(sys.argv[2], **({what}))"
+    script = (
+        f"import sys; sys.modules['hpczero'] = None\n{code}\nimport numpy as np\n"
+        f"np.savez(sys.argv[2], **({what}))"
+    )
     out = folder.parent / "out.npz"
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder), str(out)],

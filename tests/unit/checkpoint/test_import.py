@@ -1,4 +1,6 @@
-"""`hpczero ckpt import` of odd and of crafted files: what it makes can be read, and what it refuses leaves nothing that a run would begin from."""
+"""`hpczero ckpt import` of odd and of crafted files: what it makes can be read, and what it
+refuses leaves nothing that a run would begin from.
+"""
 
 import json
 from pathlib import Path
@@ -63,7 +65,10 @@ ODD: dict[str, tuple[str | dict[str, Any], int]] = {
     "more behind the end": ({"a": tensor()}, 24),
     "another key": ({"a": tensor(more=1)}, 16),
     "a name twice": (
-        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        (
+            '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", '
+            '"shape": [1], "data_offsets": [0, 4]}}'
+        ),
         4,
     ),
     "a key twice": (

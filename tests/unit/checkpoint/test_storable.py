@@ -1,4 +1,6 @@
-"""What the check lets pass is written and read back by any reader; what it refuses was written and then read by none."""
+"""What the check lets pass is written and read back by any reader; what it refuses was written
+and then read by none.
+"""
 
 from pathlib import Path
 

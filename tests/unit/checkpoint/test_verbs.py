@@ -17,7 +17,9 @@ from tests.support.checkpoints import BUFFERS, Grid, Wanted, make, parameters
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs: "a" with three checkpoints, one set aside and one that is incomplete; "b" like a's newest one, in another layout."""
+    """Two runs: "a" with three checkpoints, one set aside and one that is incomplete; "b" like
+    a's newest one, in another layout.
+    """
     folder = tmp_path_factory.mktemp("runs")
     for step in (100, 200, 300):
         made = make(
@@ -312,12 +314,17 @@ def test_prune_leaves_a_run_alone_that_is_going_on(
 
 
 def test_all_verbs_work_without_torch_and_mpi4py(output: Path, tmp_path: Path) -> None:
-    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'mpi4py', 'numba'))); from hpczero.cli import main\n"
+    blocked = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'mpi4py', 'numba'))); from "
+        "hpczero.cli import main\n"
+    )
     script = f"""
 for arguments in (
-    ["ls", "{output}"], ["show", "{output}/a"], ["stats", "{output}/a"], ["diff", "{output}/a", "{output}/b"], ["verify", "{output}/a"],
+    ["ls", "{output}"], ["show", "{output}/a"], ["stats", "{output}/a"],
+    ["diff", "{output}/a", "{output}/b"], ["verify", "{output}/a"],
     ["export", "{output}/a", "{tmp_path}/x.safetensors"],
-    ["import", "{tmp_path}/x.safetensors", "--spec", "{tmp_path}/spec.toml", "-o", "{tmp_path}/run"],
+    ["import", "{tmp_path}/x.safetensors", "--spec", "{tmp_path}/spec.toml",
+     "-o", "{tmp_path}/run"],
     ["prune", "{tmp_path}/run", "--keep", "1"],
 ):
     assert main(["ckpt", *arguments]) == 0, arguments

@@ -1,4 +1,6 @@
-"""Saving when something fails: it is SaveFailed, never a checkpoint with a part of it missing, and never the end of the process."""
+"""Saving when something fails: it is SaveFailed, never a checkpoint with a part of it missing,
+and never the end of the process.
+"""
 
 import errno
 import os
@@ -123,7 +125,9 @@ class OnDevice:
 
 
 def test_what_is_copied_is_what_the_sources_have_in_their_order() -> None:
-    """Neighbours in memory in one stretch; what only looks like one, an empty source, an order of its own, a device's memory."""
+    """Neighbours in memory in one stretch; what only looks like one, an empty source, an order
+    of its own, a device's memory.
+    """
     memory = np.arange(100, dtype=np.float32)
     device = OnDevice(np.arange(5_000_000, dtype=np.float32))
     neighbours = [memory[:10], memory[10:40], memory[40:40], memory[40:41]]
@@ -150,7 +154,9 @@ def test_what_is_copied_is_what_the_sources_have_in_their_order() -> None:
 def test_a_disk_that_is_slow_gets_what_was_made_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Buffers come again, also where one slot ends and the next begins: none before what it had is written."""
+    """Buffers come again, also where one slot ends and the next begins: none before what it had
+    is written.
+    """
     at_once = Writer._write_at
 
     def slowly(writer: Writer, data: memoryview, place: int) -> None:

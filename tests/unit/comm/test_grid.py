@@ -128,13 +128,19 @@ def test_a_grid_is_built_exactly_if_the_axes_divide_the_ranks(
             4,
             3,
             32,
-            "tensor(4) x pipeline(3) = 12 does not divide the 32 ranks given: use mpirun -n 36 or 24, or parallel.pipeline = 2, 4 or 8",
+            (
+                "tensor(4) x pipeline(3) = 12 does not divide the 32 ranks given: use mpirun -n "
+                "36 or 24, or parallel.pipeline = 2, 4 or 8"
+            ),
         ),
         (
             3,
             1,
             32,
-            "tensor(3) does not divide the 32 ranks given: use mpirun -n 33 or 30, or parallel.tensor = 2, 4, 8 or 16",
+            (
+                "tensor(3) does not divide the 32 ranks given: use mpirun -n 33 or 30, or "
+                "parallel.tensor = 2, 4, 8 or 16"
+            ),
         ),
         (
             2,
@@ -146,13 +152,19 @@ def test_a_grid_is_built_exactly_if_the_axes_divide_the_ranks(
             5,
             2,
             7,
-            "tensor(5) x pipeline(2) = 10 does not divide the 7 ranks given: use mpirun -n 10, or parallel.tensor = 7 and parallel.pipeline = 1",
+            (
+                "tensor(5) x pipeline(2) = 10 does not divide the 7 ranks given: use mpirun -n "
+                "10, or parallel.tensor = 7 and parallel.pipeline = 1"
+            ),
         ),
         (
             4,
             3,
             10,
-            "tensor(4) x pipeline(3) = 12 does not divide the 10 ranks given: use mpirun -n 12, or parallel.tensor = 5 and parallel.pipeline = 2",
+            (
+                "tensor(4) x pipeline(3) = 12 does not divide the 10 ranks given: use mpirun -n "
+                "12, or parallel.tensor = 5 and parallel.pipeline = 2"
+            ),
         ),
     ],
 )
@@ -180,7 +192,9 @@ def test_what_an_impossible_grid_proposes_does_work(tensor: int, pipeline: int, 
 
 
 def fixes(words: str) -> list[dict[str, int]]:
-    """ "parallel.tensor = 2, 4 or 8", "mpirun -n 2 or 4", "parallel.tensor = 5 and parallel.pipeline = 2" """
+    """ "parallel.tensor = 2, 4 or 8", "mpirun -n 2 or 4", "parallel.tensor = 5 and
+    parallel.pipeline = 2"
+    """
     words = words.replace("mpirun -n ", "ranks = ").replace("parallel.", "")
     if " and " in words:
         return [
@@ -273,7 +287,9 @@ def test_an_axis_of_size_one_may_be_left_out() -> None:
 
 
 def test_a_hundred_thousand_ranks() -> None:
-    """Exact, and asking any rank takes as long as its group is large; the tests' time-out holds the rest."""
+    """Exact, and asking any rank takes as long as its group is large; the tests' time-out holds
+    the rest.
+    """
     ranks = 8 * 800 * 16
     grid = Grid.build(
         Parallel(tensor=8, pipeline=16, order=USUAL), [rank % (ranks // 8) for rank in range(ranks)]

@@ -1,4 +1,6 @@
-"""One order of the operations of two groups, whatever order each rank starts them in: without MPI."""
+"""One order of the operations of two groups, whatever order each rank starts them in: without
+MPI.
+"""
 
 import random
 from collections import deque

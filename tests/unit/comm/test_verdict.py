@@ -197,9 +197,9 @@ def test_many_ranks_are_not_all_told_about() -> None:
     assert len(lines) == 10
     assert lines[0] == "  waiting in it: ranks 0 1 3 5 7 9 11 13 15 17 19 21 23 25 … 999"
     assert (
-        "rank 2 on host: step 3; its process has ended; started last along data: operation 1 (number 5)"
-        in lines[1]
-    )
+        "rank 2 on host: step 3; its process has ended; started last along data: operation 1 "
+        "(number 5)"
+    ) in lines[1]
     assert lines[-1].startswith("  not come: 491 more: ranks 18 20")
 
 

@@ -326,11 +326,15 @@ def test_what_could_not_be_read_is_counted_and_named(text: Path, tmp_path: Path)
 def test_a_full_disk_is_an_error_with_path_and_bytes_and_can_be_resumed(
     text: Path, tmp_path: Path, limit: int
 ) -> None:
-    """A limit on the size of files stands in for the end of the disk: writing fails half-way, with an OSError as well."""
+    """A limit on the size of files stands in for the end of the disk: writing fails half-way,
+    with an OSError as well.
+    """
     program = (
-        "import sys; from pathlib import Path; from hpczero.data.build import *; from hpczero.data.corpus import find\n"
+        "import sys; from pathlib import Path; from hpczero.data.build import *; from "
+        "hpczero.data.corpus import find\n"
         "class Quiet:\n said = advanced = copied = lambda *_: None\n"
-        "build_token_file(find([sys.argv[1]]), Path(sys.argv[2]), Recipe('byte', 0.1), Path(sys.argv[2] + '.partial'), Quiet(), 1)"
+        "build_token_file(find([sys.argv[1]]), Path(sys.argv[2]), Recipe('byte', 0.1), "
+        "Path(sys.argv[2] + '.partial'), Quiet(), 1)"
     )
 
     def limited() -> None:

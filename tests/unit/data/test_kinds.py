@@ -104,9 +104,9 @@ def test_a_refused_build_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "a.jsonl").write_bytes(lines("content"))
     assert main(["data", "build", "-o", str(tmp_path / "made.h5"), str(tmp_path / "a.jsonl")]) == 2
     assert (
-        'a.jsonl:1: every line must be an object with a string "text"; this one has the keys content, id'
-        in capsys.readouterr().err
-    )
+        'a.jsonl:1: every line must be an object with a string "text"; this one has the keys '
+        "content, id"
+    ) in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 

@@ -94,7 +94,9 @@ def test_close_ends_the_thread_when_the_queue_is_full(taken: int) -> None:
 
 
 def test_copies_out_of_a_memory_map_do_not_hold_the_interpreter(tmp_path: Path) -> None:
-    """With the interpreter's own switching turned off, another thread can run during the copy only if the copy lets it."""
+    """With the interpreter's own switching turned off, another thread can run during the copy
+    only if the copy lets it.
+    """
     np.arange(2**24, dtype=np.uint16).tofile(tmp_path / "tokens")
     mapped = np.memmap(tmp_path / "tokens", np.uint16, "r")
     out = np.empty(len(mapped), np.int64)

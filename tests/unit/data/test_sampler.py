@@ -44,7 +44,8 @@ def test_the_order_depends_on_seed_and_epoch_only_and_is_known() -> None:
         assert (
             sum(a == b for a, b in zip(first, second, strict=True)) < 10
         )  # one is expected by chance
-    # a run that goes on with a later version must read what it would have read: this order may never change
+    # a run that goes on with a later version must read what it would have read: this order may
+    # never change
     assert epoch_order(1, 10, 0) == [2, 3, 4, 0, 6, 1, 8, 9, 7, 5]
     assert [window(7, 10**6, index) for index in (0, 1, 999_999, 1_000_000)] == [
         244011,

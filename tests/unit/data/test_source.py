@@ -90,7 +90,10 @@ def test_tokens_are_mapped_not_read(path: Path) -> None:
 def test_the_model_must_have_room_for_every_token(path: Path) -> None:
     with pytest.raises(
         InputError,
-        match=r"model\.vocab = 256 is too small: .* holds token 256 .*set model\.vocab = 257 or more",
+        match=(
+            r"model\.vocab = 256 is too small: .* holds token 256 .*set model\.vocab = 257 or "
+            r"more"
+        ),
     ):
         open_source(spec(path, vocab=256), alone)
     assert open_source(spec(path, vocab=1000), alone).vocabulary == 257
@@ -102,7 +105,10 @@ def test_a_split_must_hold_a_window(path: Path) -> None:
     tokens = len(open_token_file(path).splits["validation"].tokens)
     with pytest.raises(
         InputError,
-        match=rf"has {tokens} tokens for validation, a sequence needs {tokens + 1} .*eval_batches = 0",
+        match=(
+            rf"has {tokens} tokens for validation, a sequence needs {tokens + 1} .*eval_batches "
+            rf"= 0"
+        ),
     ):
         open_source(spec(path, seq_len=tokens), alone)
     assert open_source(spec(path, seq_len=tokens, eval_batches=0), alone).windows("validation") == 0

@@ -45,7 +45,8 @@ def spec(source: str | Path, **model: int) -> Spec:
 def spec_file(source: str | Path, folder: Path) -> Path:
     path = folder / "spec.toml"
     path.write_text(
-        f'[model]\nseq_len = 16\n[data]\nsource = "{source}"\n[train]\nsteps = 1000\neval_batches = 1\n[batch]\nsite = "generic/pbs"\n'
+        f'[model]\nseq_len = 16\n[data]\nsource = "{source}"\n[train]\nsteps = 1000\n'
+        f'eval_batches = 1\n[batch]\nsite = "generic/pbs"\n'
     )
     return path
 
@@ -59,7 +60,8 @@ def test_tokens_and_epochs_are_counted(corpus: Path) -> None:
     assert (found.wanted, found.train + found.validation, found.problem) == (640, 10_000, "")
     assert found.epochs == 640 / found.train
     assert found.in_words() == (
-        f"{found.train:,} tokens to train on, {found.validation:,} for validation (byte, 257 ids); the job reads 640: {640 / found.train:.3g} epochs"
+        f"{found.train:,} tokens to train on, {found.validation:,} for validation (byte, 257 "
+        f"ids); the job reads 640: {640 / found.train:.3g} epochs"
     )
 
 

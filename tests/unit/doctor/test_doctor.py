@@ -210,9 +210,9 @@ def test_gpus() -> None:
         gpus(packages=packages, library=aware),
         gpus(1, 2, gpu_capability=[7, 5], host="n2", packages=packages, library=aware),
     )
-    assert (
-        old.what
-        == "a GPU of n2 has compute capability 7.5, and the kernels need 8.0: PyTorch's operations are taken there"
+    assert old.what == (
+        "a GPU of n2 has compute capability 7.5, and the kernels need 8.0: PyTorch's "
+        "operations are taken there"
     )
     built_in = the_complaint(gpus(library=aware))
     assert built_in.fix == "/venv/bin/python -m pip install '/home/a user/hpczero[cuda]'"
@@ -309,8 +309,10 @@ class TestWhyThisLibrary:
 
     def test_the_library_is_found_among_the_mapped_files(self) -> None:
         maps = (
-            "7f00-7f10 r-xp 00000000 08:01 1 /venv/lib/python3.11/site-packages/mpi4py/MPI.mpich.cpython-311-x86_64-linux-gnu.so\n"
-            "7f20-7f30 r-xp 00000000 08:01 2 /venv/lib/libmpi.so.12\n7f40-7f50 r--p 00000000 08:01 2 /venv/lib/libmpi.so.12\n"
+            "7f00-7f10 r-xp 00000000 08:01 1 "
+            "/venv/lib/python3.11/site-packages/mpi4py/MPI.mpich.cpython-311-x86_64-linux-gnu.so\n"
+            "7f20-7f30 r-xp 00000000 08:01 2 /venv/lib/libmpi.so.12\n"
+            "7f40-7f50 r--p 00000000 08:01 2 /venv/lib/libmpi.so.12\n"
         )
         assert loaded(maps) == "/venv/lib/libmpi.so.12"
         assert (

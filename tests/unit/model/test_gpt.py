@@ -104,7 +104,9 @@ def test_initial_values_do_not_depend_on_the_slice():
 
 
 def test_dropout_follows_the_sample_not_its_place_in_the_batch():
-    """Two samples at once, or one after the other: the same losses; another step: others; none in evaluation."""
+    """Two samples at once, or one after the other: the same losses; another step: others; none
+    in evaluation.
+    """
     model = Model(layers=2, hidden=16, heads=2, seq_len=8, vocab=11, dropout=0.5)
     module = real(model, dtype=torch.float64)
     both = batch_of(model, 2)

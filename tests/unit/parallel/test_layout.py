@@ -1,4 +1,6 @@
-"""Where every element lies: units, shards, what is stored; exhaustively on small models and grids."""
+"""Where every element lies: units, shards, what is stored; exhaustively on small models and
+grids.
+"""
 
 from itertools import product
 from math import prod
@@ -142,7 +144,9 @@ def rectangles_in(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
     "shape", [(), (1,), (5,), (3, 4), (1, 4), (4, 1), (2, 3, 2), (0, 3), (2, 1, 2, 2)], ids=str
 )
 def test_stretches_of_every_part_in_the_flattened_whole(shape):
-    """Every stretch of every rectangle, against the addresses of its elements one by one; as few stretches as there can be."""
+    """Every stretch of every rectangle, against the addresses of its elements one by one; as few
+    stretches as there can be.
+    """
     strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
     for part in rectangles_in(shape):
         addresses = [

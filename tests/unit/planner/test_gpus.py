@@ -58,8 +58,8 @@ def asked(job: Job) -> list[str]:
 
 @dataclass(frozen=True)
 class Hand:
-    """A GPT on `ranks` GPUs, in half precision, counted by hand. Legend: h hidden, t tensor ranks, N
-    data ranks, T tokens of a micro-batch.
+    """A GPT on `ranks` GPUs, in half precision, counted by hand. Legend: h hidden, t tensor ranks,
+    N data ranks, T tokens of a micro-batch.
     """
 
     spec: Spec
@@ -94,7 +94,9 @@ class Hand:
 
     @property
     def block(self) -> float:
-        """Parameters of a block on a rank: 12 h^2 + 13 h, of which norms and two biases are not cut."""
+        """Parameters of a block on a rank: 12 h^2 + 13 h, of which norms and two biases are not
+        cut.
+        """
         cut = 12 * self.h**2 + 7 * self.h
         return cut / self.t + 6 * self.h
 
@@ -108,7 +110,9 @@ class Hand:
         return self.spec.model.layers * self.block + self.embedding + 2 * self.h
 
     def states(self) -> dict[str, float]:
-        """ZeRO's formulas: 2 + g + 12/N at stage 1, 2 + (g + 12)/N at stage 2 and two unit slots."""
+        """ZeRO's formulas: 2 + g + 12/N at stage 1, 2 + (g + 12)/N at stage 2 and two unit
+        slots.
+        """
         psi, g, stage = self.parameters, 4 if self.accumulated > 1 else 2, self.spec.zero.stage
         assert stage in (1, 2)
         return {
@@ -120,9 +124,9 @@ class Hand:
         }
 
     def activations(self) -> float:
-        """Two bytes a number; kept of a block are 16 h a token (of heads and of the wide part: a tensor
-        rank's share), and in fp32 a number per head and two of each norm. On top comes the widest of
-        these: the loss, the head's backward, a block's, the embedding's.
+        """Two bytes a number; kept of a block are 16 h a token (of heads and of the wide part: a
+        tensor rank's share), and in fp32 a number per head and two of each norm. On top comes the
+        widest of these: the loss, the head's backward, a block's, the embedding's.
         """
         t, h, tokens, model = self.t, self.h, self.T, self.spec.model
         cut = t if self.spec.parallel.sequence_parallel else 1
@@ -140,7 +144,9 @@ class Hand:
         return model.layers * of_block * tokens + widest + on_the_way
 
     def communication(self) -> float:
-        """NCCL's buffers: of 256 MiB, or what leaves and what comes of the largest message, twice."""
+        """NCCL's buffers: of 256 MiB, or what leaves and what comes of the largest message,
+        twice.
+        """
         of_data = 4 * 2 * max(self.block, self.embedding)
         of_tensor = 4 * 2 * self.T * self.h if self.t > 1 else 0
         return min(256 * MIB, of_data) + min(256 * MIB, of_tensor)

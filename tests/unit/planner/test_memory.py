@@ -1,4 +1,6 @@
-"""What a job is predicted to need: against the closed formulas, the engine's own count, and what autograd really keeps."""
+"""What a job is predicted to need: against the closed formulas, the engine's own count, and what
+autograd really keeps.
+"""
 
 from dataclasses import dataclass
 from itertools import product
@@ -207,7 +209,9 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
 
 @pytest.mark.parametrize("stage", range(4))
 def test_what_is_in_use_around_others_is_predicted(stage: int) -> None:
-    """A module with parameters beside its parts: they have a place of their own while these are gathered."""
+    """A module with parameters beside its parts: they have a place of their own while these are
+    gathered.
+    """
     torch = pytest.importorskip("torch")
     from hpczero.parallel.user_module import layers_of
     from hpczero.parallel.zero.engine import Engine
@@ -253,7 +257,9 @@ MODELS = [
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_activations_are_what_autograd_keeps(model: Model, precision: str) -> None:
-    """With a tiny vocabulary the head adds little: nearly all is what the blocks keep, and the rest of it is no more than a block's backward."""
+    """With a tiny vocabulary the head adds little: nearly all is what the blocks keep, and the
+    rest of it is no more than a block's backward.
+    """
     torch = pytest.importorskip("torch")
     from hpczero.model import build
     from hpczero.model.batch import MicroBatch

@@ -1,4 +1,6 @@
-"""Whether a job fits: the decision on recorded facts of ranks, and the alternatives that it offers."""
+"""Whether a job fits: the decision on recorded facts of ranks, and the alternatives that it
+offers.
+"""
 
 import mmap
 import re
@@ -66,7 +68,10 @@ def test_a_gpus_memory_holds_the_model_and_the_computers_the_rest() -> None:
     text = judged(spec(), on_gpu(0, 12, available=0.4), on_gpu(1, 12, available=0.4))
     assert text is not None
     assert re.match(
-        r"zero\.stage = 0 needs 500\.0 MB on n0 \(2 ranks\), where 400\.0 MB are available \(each rank: .*runtime 250\.0 MB",
+        (
+            r"zero\.stage = 0 needs 500\.0 MB on n0 \(2 ranks\), where 400\.0 MB are available "
+            r"\(each rank: .*runtime 250\.0 MB"
+        ),
         text,
     )
     assert "moments" not in text
@@ -77,7 +82,10 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     text = judged(spec(node_shared="auto"), on_gpu(0, 12), on_gpu(0, 12))
     assert text is not None
     assert re.match(
-        r"zero\.stage = 0 needs 1\d\.\d GB on NVIDIA H200 \(cuda:0\) of n0 \(2 ranks\), where 12\.0 GB are available",
+        (
+            r"zero\.stage = 0 needs 1\d\.\d GB on NVIDIA H200 \(cuda:0\) of n0 \(2 ranks\), "
+            r"where 12\.0 GB are available"
+        ),
         text,
     )
     assert "runtime" not in text
@@ -88,7 +96,10 @@ def test_too_large_says_all_numbers_and_what_would_fit() -> None:
     text = judged(spec(), *[rank()] * 4)
     assert text is not None
     assert re.match(
-        r"zero\.stage = 0 needs 3\d\.\d GB on n0 \(4 ranks\), where 24\.0 GB are available \(each rank: moments 3\.9 GB, ",
+        (
+            r"zero\.stage = 0 needs 3\d\.\d GB on n0 \(4 ranks\), where 24\.0 GB are available "
+            r"\(each rank: moments 3\.9 GB, "
+        ),
         text,
     )
     for stage in (1, 2, 3):
@@ -246,7 +257,10 @@ def test_shared_windows_need_room_in_shared_memory() -> None:
     text = judged(job, *[rank(shm=GB // 16)] * 4)
     assert text is not None
     assert re.match(
-        r"zero\.node_shared needs 1\.\d GB in /dev/shm of n0 \(4 ranks\), where 62\.5 MB are available: ",
+        (
+            r"zero\.node_shared needs 1\.\d GB in /dev/shm of n0 \(4 ranks\), where 62\.5 MB are "
+            r"available: "
+        ),
         text,
     )
     assert "make it larger (docker: --shm-size=" in text
@@ -277,7 +291,8 @@ class TestAccount:
     def test_files_pages_are_left_out(self, tmp_path: Path) -> None:
         rollup = tmp_path / "smaps_rollup"
         rollup.write_text(
-            "5578a28fb000-7ffc305dc000 ---p 00000000 00:00 0    [rollup]\nRss:   9999 kB\nPss:    900 kB\nPss_Anon:    500 kB\n"
+            "5578a28fb000-7ffc305dc000 ---p 00000000 00:00 0    [rollup]\nRss:   9999 kB\n"
+            "Pss:    900 kB\nPss_Anon:    500 kB\n"
             "Pss_File:    300 kB\nPss_Shmem:    100 kB\nSwapPss:    7 kB\n"
         )
         assert process.held(rollup) == 607 * 1024

@@ -1,4 +1,6 @@
-"""What is sent in a step, and the order of the axes that follows from it. That runs send just this: tests/mpi/planner/test_volumes.py."""
+"""What is sent in a step, and the order of the axes that follows from it. That runs send just
+this: tests/mpi/planner/test_volumes.py.
+"""
 
 import itertools
 import random
@@ -43,7 +45,9 @@ def volumes(spec: Spec, grid: Grid) -> Volumes:
 
 
 def test_a_step_in_formulas() -> None:
-    """4 all-reduces a block and micro-batch, the activations at the boundary, the parameters twice."""
+    """4 all-reduces a block and micro-batch, the activations at the boundary, the parameters
+    twice.
+    """
     spec = job(tensor=2, pipeline=2, order="tensor,data,pipeline")
     grid = grid_of(spec, TWO_NODES)
     found = volumes(spec, grid)
@@ -84,7 +88,9 @@ def test_a_step_in_formulas() -> None:
 
 
 def test_totals_are_the_ranks_together() -> None:
-    """On nodes of any sizes, for every order, stage and schedule: the sum over ranks, and the most of a rank."""
+    """On nodes of any sizes, for every order, stage and schedule: the sum over ranks, and the
+    most of a rank.
+    """
     choice = random.Random(7)
     for order, stage in itertools.product(itertools.permutations(AXES), range(4)):
         parallel: dict[str, Any] = {
@@ -167,9 +173,9 @@ def test_orders_that_are_equal_or_cannot_be_told_apart() -> None:
 def test_a_grid_that_does_not_fit_names_sizes_that_the_model_allows() -> None:
     with pytest.raises(InputError) as caught:
         resolved(job(tensor=3), [0] * 32)
-    assert (
-        str(caught.value)
-        == "tensor(3) does not divide the 32 ranks given: use mpirun -n 33 or 30, or parallel.tensor = 2 or 4"
+    assert str(caught.value) == (
+        "tensor(3) does not divide the 32 ranks given: use mpirun -n 33 or 30, or "
+        "parallel.tensor = 2 or 4"
     )
 
 
@@ -208,7 +214,9 @@ def test_units_are_gathered_when_they_are_gone() -> None:
 
 
 def test_what_is_gathered_ahead_may_be_gone_before_it_is_used() -> None:
-    """A pass that goes the way of the longest one at first: what comes next there is gathered, and makes no difference but to what has to go."""
+    """A pass that goes the way of the longest one at first: what comes next there is gathered,
+    and makes no difference but to what has to go.
+    """
     longest, other = [(0,), (1,), (2,), (1,), (0,)], [(0,), (2,)]
     assert simulate_gathers([64, 64, 64], [other, longest]) == {0: 3, 1: 2, 2: 2}
     assert simulate_gathers([64, 64, 64], [longest, other]) == {0: 2, 1: 1, 2: 2}
@@ -247,7 +255,9 @@ def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
     ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 )
 def test_what_is_under_way_is_what_the_simulator_sees(kind: Any, chunks: int) -> None:
-    """Activations kept, and the buffers of messages that go with them: those kept, and of the next actions."""
+    """Activations kept, and the buffers of messages that go with them: those kept, and of the
+    next actions.
+    """
     for stages, micro_batches in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8, 12, 31)):
         parallel = Parallel(pipeline=stages, schedule=kind, chunks=chunks)
         actions = schedule(kind, stages, chunks, micro_batches)

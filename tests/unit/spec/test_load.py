@@ -149,16 +149,29 @@ warmup_steps = 500
     assert refusal(path).splitlines() == [
         "12 mistakes in spec.toml:",
         "  base.toml:2: comm = 3: comm is a table: write it as [comm], with its keys below",
-        "  base.toml:3: optimizer.betas = [0.9, 2]: must be a list of 2 numbers, each a number >= 0 and < 1",
+        (
+            "  base.toml:3: optimizer.betas = [0.9, 2]: must be a list of 2 numbers, each a "
+            "number >= 0 and < 1"
+        ),
         "  spec.toml:2: nmae: unknown key; did you mean name?",
         "  spec.toml:4: train.stesp: unknown key; did you mean train.steps?",
         "  spec.toml:5: train.layers: unknown key; did you mean model.layers (under [model])?",
         "  spec.toml:6: train.micro_batch = 0: must be a whole number from 1 to 1_000_000",
         '  spec.toml:7: train.precision = "fp64": must be "bf16", "fp16" or "fp32"',
-        "  spec.toml:10: data.source = 3: must be text (not empty, at most 4096 characters, no control characters)",
-        "  spec.toml:12: schedule.warmup_steps = 500 is more than train.steps = 10: at most 10, or more steps (train.steps: base.toml:1)",
-        "  spec.toml:13: model = an array of tables: model is a table: write it once, as [model], not [[model]]",
-        "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, schedule, parallel, zero, comm, checkpoint, paths"
+        (
+            "  spec.toml:10: data.source = 3: must be text (not empty, at most 4096 characters, "
+            "no control characters)"
+        ),
+        (
+            "  spec.toml:12: schedule.warmup_steps = 500 is more than train.steps = 10: at most "
+            "10, or more steps (train.steps: base.toml:1)"
+        ),
+        (
+            "  spec.toml:13: model = an array of tables: model is a table: write it once, as "
+            "[model], not [[model]]"
+        ),
+        "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, "
+        "schedule, parallel, zero, comm, checkpoint, paths"
         " and batch",
         "  spec.toml:15: [optimiser]: unknown table; did you mean [optimizer]?",
     ]
@@ -360,22 +373,29 @@ def test_defaults_that_stand_in_for_mistakes_contradict_nothing(write: Write) ->
         (
             "parallel.tensor = 8\nmodel.heads = 6",
             "parallel.tensor = 8 is more than model.heads = 6, and every tensor rank needs a head: "
-            "parallel.tensor = 4, 2 or 1 (for the same ranks), at most 6, or at least model.heads = 8",
+            "parallel.tensor = 4, 2 or 1 (for the same ranks), at most 6, or at least "
+            "model.heads = 8",
         ),
         (
             "parallel = {tensor = 6, sequence_parallel = true}\nmodel = {seq_len = 4, heads = 6}",
-            "parallel.tensor = 6 ranks cannot share model.seq_len = 4 positions (parallel.sequence_parallel = true): "
-            "parallel.tensor = 3, 2 or 1 (for the same ranks), at most 4, or parallel.sequence_parallel = false",
+            "parallel.tensor = 6 ranks cannot share model.seq_len = 4 positions "
+            "(parallel.sequence_parallel = true): "
+            "parallel.tensor = 3, 2 or 1 (for the same ranks), at most 4, or "
+            "parallel.sequence_parallel = false",
         ),
         (
             "parallel.pipeline = 12\nmodel.layers = 7",
-            "parallel.pipeline = 12 is more than the 9 layers of the model (model.layers = 7, and those before and after them): "
-            "parallel.pipeline = 6, 4, 3 or 2 (for the same ranks), at most 9, or at least model.layers = 10",
+            "parallel.pipeline = 12 is more than the 9 layers of the model (model.layers = "
+            "7, and those before and after them): "
+            "parallel.pipeline = 6, 4, 3 or 2 (for the same ranks), at most 9, or at least "
+            "model.layers = 10",
         ),
         (
             "parallel = {pipeline = 4, schedule = 'interleaved', chunks = 3}\nmodel.layers = 7",
-            "parallel.pipeline = 4 x parallel.chunks = 3 makes 12 parts, more than the 9 layers of the model (model.layers = 7, "
-            "and those before and after them): parallel.pipeline = 2 or 1 (for the same ranks), at most 3, or parallel.chunks = 2 or less, "
+            "parallel.pipeline = 4 x parallel.chunks = 3 makes 12 parts, more than the 9 "
+            "layers of the model (model.layers = 7, "
+            "and those before and after them): parallel.pipeline = 2 or 1 (for the same "
+            "ranks), at most 3, or parallel.chunks = 2 or less, "
             "or at least model.layers = 10",
         ),
         (

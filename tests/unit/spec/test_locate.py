@@ -1,4 +1,6 @@
-"""The locator agrees with tomllib on which keys there are, and with the writer of the text on where they stand."""
+"""The locator agrees with tomllib on which keys there are, and with the writer of the text on
+where they stand.
+"""
 
 import tomllib
 from typing import Any
@@ -152,9 +154,9 @@ def documents(draw: st.DrawFn) -> tuple[str, dict[tuple[str, ...], int]]:
             where.setdefault((table,), len(lines))
         for name in draw(st.lists(NAMES, max_size=3, unique=True)):
             where.setdefault((name,) if table is None else (table, name), len(lines) + 1)
-            lines += f"{key_text(name)} = {draw(value_texts())}{draw(st.sampled_from(['', ' # x = [']))}".split(
-                "\n"
-            )
+            lines += (
+                f"{key_text(name)} = {draw(value_texts())}{draw(st.sampled_from(['', ' # x = [']))}"
+            ).split("\n")
     return "\n".join(lines), where
 
 

@@ -112,9 +112,9 @@ def test_steps_are_said_every_so_often_and_at_the_end() -> None:
     said = lines_of(steps=25, log_every=10, until=25)
     assert [re.search(r"step=(\S+)", text)[1] for text in said] == ["10/25", "20/25", "25/25"]  # type: ignore[index]
     assert (
-        "loss=3.2500 grad_norm=0.500 lr=3.00e-04 tokens/s=4.10k compute=60% communication=20% data=10% other=10% left=0:00:00"
-        in said[-1]
-    )
+        "loss=3.2500 grad_norm=0.500 lr=3.00e-04 tokens/s=4.10k compute=60% "
+        "communication=20% data=10% other=10% left=0:00:00"
+    ) in said[-1]
 
 
 def test_figures_that_are_missing_are_said_to_be() -> None:

@@ -1,4 +1,6 @@
-"""The validation loss and its standard error, from a sample of windows of a split whose documents differ."""
+"""The validation loss and its standard error, from a sample of windows of a split whose
+documents differ.
+"""
 
 from collections.abc import Sequence
 from math import isclose
@@ -15,7 +17,9 @@ SEQ_LEN = 16
 
 
 def split_of_documents(windows: int, document: int = 25) -> np.ndarray:
-    """Each window's loss, in nats per token: documents are easy or hard as a whole, and the hard ones come first."""
+    """Each window's loss, in nats per token: documents are easy or hard as a whole, and the hard
+    ones come first.
+    """
     random = np.random.default_rng(7)
     documents = np.sort(random.gamma(2.0, 0.8, -(-windows // document)))[::-1]
     return np.repeat(documents, document)[:windows] + random.normal(0, 0.1, windows)

@@ -1,4 +1,6 @@
-"""Memory that is freed is there for the next step: in a process of its own, as nothing takes back what malloc was told."""
+"""Memory that is freed is there for the next step: in a process of its own, as nothing takes
+back what malloc was told.
+"""
 
 import os
 import platform

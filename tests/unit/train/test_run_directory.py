@@ -1,4 +1,6 @@
-"""The run directory in bad shape: what is damaged, missing or full is one clear error, and what a run can do without does not stop it."""
+"""The run directory in bad shape: what is damaged, missing or full is one clear error, and what
+a run can do without does not stop it.
+"""
 
 import errno
 import json

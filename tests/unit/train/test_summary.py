@@ -41,14 +41,20 @@ def test_run_and_last_job_are_apart() -> None:
     )
     assert found["tokens_per_second"] == 35.0
     assert found["last_job"] == {
-        "first_step": 4, "steps": 2, "first_loss": 1.5, "tokens": 200, "seconds": 4.0, "tokens_per_second": 50.0, "ranks": 2,
-    }  # fmt: skip
+        "first_step": 4,
+        "steps": 2,
+        "first_loss": 1.5,
+        "tokens": 200,
+        "seconds": 4.0,
+        "tokens_per_second": 50.0,
+        "ranks": 2,
+    }
     words = said(found, 5)
     assert "on 350 tokens in 5 steps\n" in words
     assert (
-        "last job:   steps 4 to 5, 200 tokens (4 s, 50 tokens/s on 2 ranks), loss 1.5000 at its first step"
-        in words
-    )
+        "last job:   steps 4 to 5, 200 tokens (4 s, 50 tokens/s on 2 ranks), loss 1.5000 at "
+        "its first step"
+    ) in words
     assert "loss:       4.0000 at the first step, 1.2500 at the last" in words
 
 

@@ -163,7 +163,8 @@ def test_off_nothing_is_kept_and_all_calls_are_there() -> None:
     }
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------------------
+# -- the file
+# ------------------------------------------------------------------------------
 
 EVENTS = [
     span("step", 1_000, 9_001, 7),
@@ -294,7 +295,8 @@ def test_lanes_hold_no_two_at_a_time_and_are_no_more_than_needed(
     assert len(set(whole)) == most
 
 
-# -- what is read off it -----------------------------------------------------------------------------------------------------------
+# -- what is read off it
+# ------------------------------------------------------------------------------
 
 STEP = [
     span("data", 0, 5),
@@ -363,7 +365,8 @@ def test_unions_and_overlaps(one: list[tuple[int, int]], other: list[tuple[int, 
     assert trace_file.length(trace_file.overlap(*unions)) == len(moments(one) & moments(other))
 
 
-# -- what is written of a run ------------------------------------------------------------------------------------------------------
+# -- what is written of a run
+# ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

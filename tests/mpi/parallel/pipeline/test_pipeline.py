@@ -1,4 +1,6 @@
-"""The pipeline's executor against one process that runs all layers: losses and every gradient, for every schedule, and what it keeps meanwhile."""
+"""The pipeline's executor against one process that runs all layers: losses and every gradient,
+for every schedule, and what it keeps meanwhile.
+"""
 
 import time
 import weakref
@@ -8,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.fx.experimental.symbolic_shapes  # the first backward from a given gradient does, and the stages' would, one after the other
+
+# the first backward from a given gradient does, and the stages' would, one after the other
+import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -135,7 +139,9 @@ def serial(
 
 @dataclass
 class Stage:
-    """The parts of one rank. Notes what it was asked for and how many micro-batches' activations are alive."""
+    """The parts of one rank. Notes what it was asked for and how many micro-batches' activations
+    are alive.
+    """
 
     chunks: list[list[nn.Module]]
     delay: float = 0.0
@@ -329,7 +335,9 @@ def test_exactly_the_activations_at_the_boundaries_are_sent(
     "inner", [View, Transposed, lambda: Deaf(HIDDEN)], ids=["view", "transposed", "deaf"]
 )
 def test_odd_layers(world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]) -> None:
-    """Nothing but odd ones on the inner stages: outputs and gradients that are views of the buffers, not contiguous, or none at all."""
+    """Nothing but odd ones on the inner stages: outputs and gradients that are views of the
+    buffers, not contiguous, or none at all.
+    """
     count = world.size * chunks
     layers = model(max(count, 2), inner=[inner] * max(count - 2, 0))
     micro_batches = cut_batches("uneven")
@@ -362,8 +370,8 @@ class Sum(nn.Module):
 def test_large_messages_cross(
     world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]
 ) -> None:
-    """Activations of 1.3 MB: no MPI library takes them before they are asked for. Those of View are still on their way when its own input's
-    buffer is used again.
+    """Activations of 1.3 MB: no MPI library takes them before they are asked for. Those of View are
+    still on their way when its own input's buffer is used again.
     """
     layers = [Scale(), *(inner() for _ in range(world.size * chunks - 1)), Sum()]
     micro_batches = cut_batches("many")
@@ -386,7 +394,10 @@ def test_an_output_that_the_next_part_does_not_expect_is_an_error(whole: World) 
         pipeline.shape_of = lambda batch: (*batch.tokens.shape, HIDDEN + 1)
         with pytest.raises(
             HpczeroError,
-            match=r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*expects torch.float32 \[2, 5, 13\]",
+            match=(
+                r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*expects torch.float32 "
+                r"\[2, 5, 13\]"
+            ),
         ):
             pipeline.train(stage, cut_batches("one"))
         pipeline.shape_of, pipeline.dtype = shape_of, torch.bfloat16

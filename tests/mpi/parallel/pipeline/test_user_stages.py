@@ -1,4 +1,6 @@
-"""Modules that hpczero has not written, cut into stages by what they offer: the same numbers as on one rank."""
+"""Modules that hpczero has not written, cut into stages by what they offer: the same numbers as
+on one rank.
+"""
 
 from collections.abc import Callable
 from itertools import product
@@ -67,7 +69,9 @@ def test_stages_equal_the_serial_run(world: World, family: str, schedule: str, c
 
 @pytest.mark.ranks(2, 4, 6, 8)
 def test_half_precision_is_bitwise_the_same_at_every_stage_of_zero(world: World) -> None:
-    """One micro-batch on each rank; its shape is told once, and it is another one in the evaluation."""
+    """One micro-batch on each rank; its shape is told once, and it is another one in the
+    evaluation.
+    """
     for stages in [size for size in (2, 4) if world.size % size == 0]:
         records = []
         for stage, shared in WAYS:
@@ -126,7 +130,10 @@ def on_meta(kind: type[nn.Module]) -> nn.Module:
         (
             Bare,
             2,
-            r"parallel.pipeline = 2: Bare has no layers\(\) and no loss\(output, targets\); a module that is cut into stages offers",
+            (
+                r"parallel.pipeline = 2: Bare has no layers\(\) and no loss\(output, targets\); "
+                r"a module that is cut into stages offers"
+            ),
         ),
         (
             lambda: Offering(lambda module: [module.one, torch.tanh]),
@@ -185,7 +192,9 @@ def test_a_stage_without_parameters_is_said(whole: World) -> None:
 def test_what_cannot_travel_is_said(
     whole: World, layer: Callable[[torch.Tensor], Any], what: str
 ) -> None:
-    """Where it is made: on every rank here, each with a pipeline of its own whose two chunks are both its."""
+    """Where it is made: on every rank here, each with a pipeline of its own whose two chunks are
+    both its.
+    """
     alone = whole.part([whole.rank])
     module = Offering()
     module.one.forward = layer  # type: ignore[method-assign]

@@ -1,4 +1,6 @@
-"""Tensor and sequence parallelism give the serial model's loss and gradients, and send and keep what they should (design 9, 11)."""
+"""Tensor and sequence parallelism give the serial model's loss and gradients, and send and keep
+what they should (design 9, 11).
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,7 +109,9 @@ def assert_same(
     *batches: MicroBatch,
     tolerance: float = 1e-5,
 ) -> None:
-    """The loss, and every gradient: of this rank's parts, and bitwise the same on all ranks where the parameter is not cut."""
+    """The loss, and every gradient: of this rank's parts, and bitwise the same on all ranks
+    where the parameter is not cut.
+    """
     losses, gradients = trained(serial, *batches)
     own_losses, own_gradients = trained(parallel, *batches)
     assert own_losses == pytest.approx(losses, rel=tolerance)
@@ -235,7 +239,9 @@ def test_the_ledger_has_the_bytes_of_the_formula(
 
 @contextmanager
 def saved_bytes(parameters: Iterator[nn.Parameter]) -> Iterator[list[int]]:
-    """What autograd keeps for backward, without parameters; memory that is kept several times counts once."""
+    """What autograd keeps for backward, without parameters; memory that is kept several times
+    counts once.
+    """
     mine = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     seen: dict[int, torch.Tensor] = {}
     total: list[int] = []
@@ -266,8 +272,9 @@ def kept_by_blocks(world: World, model: Model, sequence_parallel: bool, samples:
 
 
 def test_sequence_parallelism_keeps_its_share_of_the_activations(world: World) -> None:
-    """A block keeps its input, the residual in its middle and both norms' results (hidden each); query, key, value and attention's result (inner
-    each) and the feed-forward part before and after its GELU: with sequence parallelism all of them are shared.
+    """A block keeps its input, the residual in its middle and both norms' results (hidden each);
+    query, key, value and attention's result (inner each) and the feed-forward part before and after
+    its GELU: with sequence parallelism all of them are shared.
     """
     model, samples = Model(layers=1, hidden=48, heads=12, ffn=96, vocab=24, seq_len=36), 2
     tokens, ranks = samples * model.seq_len, world.size
@@ -324,7 +331,9 @@ def test_backward_twice_is_an_error_not_wrong_gradients(world: World) -> None:
 
 
 def test_frozen_parameters_need_no_sums(world: World) -> None:
-    """With embedding and first block frozen, the gradients of the others are as before, and nothing is sent for the frozen ones."""
+    """With embedding and first block frozen, the gradients of the others are as before, and
+    nothing is sent for the frozen ones.
+    """
     full, module = (parallel_model(world, ODD, False) for _ in range(2))
     module.embedding.requires_grad_(False)
     module.head.logits.requires_grad_(False)

@@ -1,4 +1,6 @@
-"""The norm, the loss scale and steps left out, on grids: what one rank sees counts on all of them."""
+"""The norm, the loss scale and steps left out, on grids: what one rank sees counts on all of
+them.
+"""
 
 from dataclasses import dataclass, field
 
@@ -33,7 +35,9 @@ def grids(ranks: int, everything: bool) -> list[Case]:
 
 @pytest.mark.cases(of=grids)
 def test_fp16_overflows_are_left_out_alike_until_the_scale_fits(world: World, case: Case) -> None:
-    """Every overflow halves the scale. A rank that sums less than one rank alone does may get by with one less."""
+    """Every overflow halves the scale. A rank that sums less than one rank alone does may get by
+    with one less.
+    """
     spec = spec_of(case | {"precision": "fp16"}, steps=10, loss_scale=2.0**24)
     found = on_grid(world, case, spec)
     assert_all_ranks_say(world, found)
@@ -57,7 +61,9 @@ def of_each_step(record: Record) -> tuple[list[float], list[bool]]:
 
 @dataclass
 class Spoiler:
-    """Makes one element infinite, in the second step, of the first or the last unit that is complete on a rank."""
+    """Makes one element infinite, in the second step, of the first or the last unit that is
+    complete on a rank.
+    """
 
     rank: int
     place: int  # 0 or -1
@@ -111,6 +117,6 @@ def test_what_one_rank_alone_sees_is_left_out_everywhere(
         ]
         (where,) = {values["where"] for name, values in found.events if name == "WARN"}
         assert (
-            f"of data rank {Grid.build(spec.parallel, world.node_of_rank).coordinate(bad_rank, 'data')}"
-            in where
-        )
+            f"of data rank "
+            f"{Grid.build(spec.parallel, world.node_of_rank).coordinate(bad_rank, 'data')}"
+        ) in where

@@ -1,4 +1,6 @@
-"""Data parallelism gives the serial result, whatever the number of ranks and however the batch is cut (design 11)."""
+"""Data parallelism gives the serial result, whatever the number of ranks and however the batch
+is cut (design 11).
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A step has the gradients of its own engine's backwards alone: not another engine's, nor those of a backward that failed."""
+"""A step has the gradients of its own engine's backwards alone: not another engine's, nor those
+of a backward that failed.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

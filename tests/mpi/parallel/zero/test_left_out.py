@@ -1,4 +1,6 @@
-"""Parameters without a gradient in a step are left out of it, and count their own updates, as in torch.optim.AdamW."""
+"""Parameters without a gradient in a step are left out of it, and count their own updates, as in
+torch.optim.AdamW.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,9 @@ def freeze(module: Any, step: int) -> None:
 def test_frozen_and_unused_parameters_are_stepped_as_by_pytorch(
     world: World, stage: int, shared: bool
 ) -> None:
-    """The second half of the samples leaves a layer out in some steps: on some ranks only, at two ranks."""
+    """The second half of the samples leaves a layer out in some steps: on some ranks only, at
+    two ranks.
+    """
     spec = {
         "train": {"precision": "fp32", "steps": STEPS, "grad_clip": 0},
         "optimizer": {"lr": LR, "eps": EPS},

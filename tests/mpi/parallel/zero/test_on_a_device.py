@@ -1,4 +1,6 @@
-"""Tensors in a device's memory: a GPU where there is one (several ranks may have it together), else one that is late in the computer's own."""
+"""Tensors in a device's memory: a GPU where there is one (several ranks may have it together),
+else one that is late in the computer's own.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -87,7 +89,9 @@ def test_messages_pass_each_other(world: World, there: World) -> None:
 def test_what_is_asked_of_the_device_before_and_after_stays_before_and_after(
     world: World, there: World
 ) -> None:
-    """Without a word from the host: long computations, a sum of their result, and computing with that."""
+    """Without a word from the host: long computations, a sum of their result, and computing with
+    that.
+    """
     group, own = there.everyone, there.device
     mixed = put(own, torch.eye(400) * 0.5)
     works, sums = [], []
@@ -196,8 +200,12 @@ def started_on(group: Group, tensor: torch.Tensor, is_sum: bool) -> Work:
 
 def on_device(ranks: int, everything: bool) -> list[Case]:
     grids = GRIDS.get(ranks, [])
-    return [PLAIN | {"grid": grid, "stage": stage, "precision": precision}
-            for grid in grids for stage, precision in ((0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"))]  # fmt: skip
+    stages = ((0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"))
+    return [
+        PLAIN | {"grid": grid, "stage": stage, "precision": precision}
+        for grid in grids
+        for stage, precision in stages
+    ]
 
 
 @pytest.mark.cases(of=on_device)

@@ -1,4 +1,6 @@
-"""States sharded inside a group of ranks and replicated over the others: a data axis is all it takes."""
+"""States sharded inside a group of ranks and replicated over the others: a data axis is all it
+takes.
+"""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,6 @@
-"""Parameters that a module works with several times in one backward: as an embedding and as a linear map, and inside a backward of its own."""
+"""Parameters that a module works with several times in one backward: as an embedding and as a
+linear map, and inside a backward of its own.
+"""
 
 from typing import Any
 
@@ -25,7 +27,9 @@ def spec_of(stage: int, precision: str = "bf16") -> dict[str, Any]:
 
 
 class Tied(nn.Module):
-    """A weight that is looked up in ("e") and mapped with ("l"), in any order, with layers between its uses so that its unit waits for a slot."""
+    """A weight that is looked up in ("e") and mapped with ("l"), in any order, with layers
+    between its uses so that its unit waits for a slot.
+    """
 
     def __init__(self, uses: str) -> None:
         super().__init__()

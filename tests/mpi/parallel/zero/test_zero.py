@@ -1,4 +1,6 @@
-"""ZeRO at every stage, node-shared or not, equals the serial run; bitwise where that is promised; and sends what it says (design 8, 11)."""
+"""ZeRO at every stage, node-shared or not, equals the serial run; bitwise where that is
+promised; and sends what it says (design 8, 11).
+"""
 
 from itertools import product
 from typing import Any
@@ -77,7 +79,9 @@ def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, precisi
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, precision: str) -> None:
-    """Stages 0 and 1 add up micro-batches before ranks, 2 and 3 ranks before micro-batches: docs/zero.md."""
+    """Stages 0 and 1 add up micro-batches before ranks, 2 and 3 ranks before micro-batches:
+    docs/zero.md.
+    """
     batch = {"global_batch": 6 * world.size, "micro_batch": 2, "precision": precision}
     for pair in ((0, 1), (2, 3)):
         first, *others = (
@@ -122,7 +126,9 @@ def totals(world: World, spec: Spec) -> dict[str, Any]:
 def test_the_ledger_has_the_bytes_of_the_schedule(
     world: World, stage: int, accumulation: int
 ) -> None:
-    """Per step, in half-precision elements x (N - 1) / N: 2, 2 and A + 1 times the parameters; at stage 3 A times them and what is gathered."""
+    """Per step, in half-precision elements x (N - 1) / N: 2, 2 and A + 1 times the parameters;
+    at stage 3 A times them and what is gathered.
+    """
     from hpczero.model import families
     from hpczero.parallel.layout import unit_layout
 
@@ -150,8 +156,9 @@ def test_the_ledger_has_the_bytes_of_the_schedule(
 
 
 def gathered(units: list[int], passes: int) -> int:
-    """Elements that a step of stage 3 gathers: every unit for forward and for backward, less what is still there, by the rule of docs/zero.md
-    (room for the two largest, what was used longest ago goes first; the head works with the embedding's weight).
+    """Elements that a step of stage 3 gathers: every unit for forward and for backward, less what
+    is still there, by the rule of docs/zero.md (room for the two largest, what was used longest ago
+    goes first; the head works with the embedding's weight).
     """
     embedding, *blocks, head = range(len(units))
     forward = [[embedding], *([block] for block in blocks), [embedding, head]]
@@ -267,7 +274,9 @@ class Allocations(TorchDispatchMode):
 def test_the_step_allocates_nothing_to_speak_of(
     world: World, stage: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sums and the step of a model of 3.6 MB make no tensor that grows with it, from the second step on."""
+    """The sums and the step of a model of 3.6 MB make no tensor that grows with it, from the
+    second step on.
+    """
     from hpczero.parallel.zero.engine import Engine
     from hpczero.parallel.zero.unit import Unit
 

@@ -1,4 +1,6 @@
-"""What the ranks of a grid hold of a model: of its parameters a balanced share, as far as layers can be dealt out so."""
+"""What the ranks of a grid hold of a model: of its parameters a balanced share, as far as layers
+can be dealt out so.
+"""
 
 from math import prod
 
@@ -32,7 +34,9 @@ def held(model: Model, **parallel: int) -> list[list[int]]:
 
 
 def balanced_share(model: Model, tensor: int = 1, pipeline: int = 1) -> float:
-    """The model's parameters, and the copies of what its first and last stage both need, dealt out evenly."""
+    """The model's parameters, and the copies of what its first and last stage both need, dealt
+    out evenly.
+    """
     copies = model.vocab * model.hidden if model.tied_embeddings and pipeline > 1 else 0
     return (families.parameter_count(model) + copies) / (tensor * pipeline)
 
@@ -59,7 +63,9 @@ def test_many_layers_are_balanced_within_five_percent(grid: dict[str, int]) -> N
 
 
 def test_a_vocabulary_of_several_blocks_cannot_be_balanced() -> None:
-    """GPT-2's embedding has as many parameters as 5.4 blocks and costs nothing: stages take the same time, and hold what follows from that."""
+    """GPT-2's embedding has as many parameters as 5.4 blocks and costs nothing: stages take the
+    same time, and hold what follows from that.
+    """
     small = Model(layers=12, hidden=768, heads=12, vocab=50257, seq_len=1024)
     first, *_, last = (
         stage[0] / balanced_share(small, pipeline=4) for stage in held(small, pipeline=4)

@@ -97,13 +97,19 @@ def test_costs_are_there_for_every_layer() -> None:
             6,
             7,
             1,
-            "parallel.pipeline = 7, but layers() gives 6: use parallel.pipeline = 6 or fewer, or at least 7 layers",
+            (
+                "parallel.pipeline = 7, but layers() gives 6: use parallel.pipeline = 6 or "
+                "fewer, or at least 7 layers"
+            ),
         ),
         (
             10,
             3,
             4,
-            "makes 12 parts, but layers() gives 10: use parallel.chunks = 3, or parallel.pipeline = 2 or fewer, or",
+            (
+                "makes 12 parts, but layers() gives 10: use parallel.chunks = 3, or "
+                "parallel.pipeline = 2 or fewer, or"
+            ),
         ),
         (
             10,
@@ -115,7 +121,10 @@ def test_costs_are_there_for_every_layer() -> None:
             2,
             5,
             3,
-            "makes 15 parts, but layers() gives 2: use parallel.pipeline = 2 with parallel.chunks = 1, or",
+            (
+                "makes 15 parts, but layers() gives 2: use parallel.pipeline = 2 with "
+                "parallel.chunks = 1, or"
+            ),
         ),
         (1, 2, 1, "use parallel.pipeline = 1, or at least 2 layers"),
         (0, 2, 1, "parallel.pipeline = 2, but layers() gives 0: use at least 2 layers"),

@@ -1,7 +1,8 @@
-"""Pipeline schedules over 1-16 stages, 1-4 chunks and 1-64 micro-batches: valid, within the published bounds, and never stuck on messages.
+"""Pipeline schedules over 1-16 stages, 1-4 chunks and 1-64 micro-batches: valid, within the
+published bounds, and never stuck on messages.
 
-The usual run takes a part of these layouts (every number of stages with every number of chunks, and for each the micro-batches around the stages);
---slow takes all.
+The usual run takes a part of these layouts (every number of stages with every number of chunks, and
+for each the micro-batches around the stages); --slow takes all.
 """
 
 from collections import deque
@@ -184,8 +185,9 @@ def test_what_does_not_exist_is_refused() -> None:
 
 
 class Rendezvous:
-    """Carries out the steps of all stages where nothing is buffered on the way: a send is done when its receive has been started, and the
-    first send between two ranks meets the first receive. `unsent`: how many sends a stage may have under way when it goes on.
+    """Carries out the steps of all stages where nothing is buffered on the way: a send is done when
+    its receive has been started, and the first send between two ranks meets the first receive.
+    `unsent`: how many sends a stage may have under way when it goes on.
     """
 
     def __init__(self, of_stages: Sequence[Sequence[Step]], unsent: int) -> None:
@@ -256,7 +258,9 @@ def of_all_stages(actions: Schedule, chunks: int, ahead: int) -> list[tuple[Step
 @some_and_all
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_messages_meet_in_order_and_never_block(ahead: int, everything: bool) -> None:
-    """Whatever MPI buffers: in training sends are waited for at the end; an evaluation goes on with two under way."""
+    """Whatever MPI buffers: in training sends are waited for at the end; an evaluation goes on
+    with two under way.
+    """
     for kind, stages, chunks, micro_batches in layouts(everything):
         if everything or micro_batches <= 2 * stages + 1:
             actions = schedule(kind, stages, chunks, micro_batches)
@@ -266,7 +270,9 @@ def test_messages_meet_in_order_and_never_block(ahead: int, everything: bool) ->
 
 @some_and_all
 def test_few_more_buffers_than_live_activations(everything: bool) -> None:
-    """An activation stays in its buffer until its backward is done, a gradient until it is used; receives are started two actions ahead."""
+    """An activation stays in its buffer until its backward is done, a gradient until it is used;
+    receives are started two actions ahead.
+    """
     for kind, stages, chunks, micro_batches in layouts(everything):
         if everything or micro_batches <= 2 * stages + 1:
             actions = schedule(kind, stages, chunks, micro_batches)

@@ -1,4 +1,6 @@
-"""The simulator, against hand-made schedules, and against the longest path through the graph of what needs what."""
+"""The simulator, against hand-made schedules, and against the longest path through the graph of
+what needs what.
+"""
 
 import random
 from collections.abc import Sequence
@@ -47,7 +49,9 @@ def test_two_stages_by_hand() -> None:
 
 
 def test_two_chunks_by_hand() -> None:
-    """Each part has its times, and each boundary, the one from the last stage back to the first too."""
+    """Each part has its times, and each boundary, the one from the last stage back to the first
+    too.
+    """
     times = Times({"forward": [1, 2, 3, 4], "backward": [1, 1, 1, 1]}, transfers=[10, 20, 30])
     found = simulate(actions("f0 f0' B0' B0", "f0 f0' B0' B0"), 2, 1, times)
     assert [[span.begin for span in stage] for stage in found.spans] == [
@@ -79,13 +83,19 @@ def test_an_evaluation_by_hand() -> None:
         (
             ["f0 f1 B0", "f0 B0 f1 B1"],
             [
-                "stage 0: micro-batch 1 in chunk 0 makes output (it should be output, input gradient, weight gradient)"
+                (
+                    "stage 0: micro-batch 1 in chunk 0 makes output (it should be output, input "
+                    "gradient, weight gradient)"
+                )
             ],
         ),
         (
             ["f0 f1 B0 B1", "B0 f1 B1"],
             [
-                "stage 1: micro-batch 0 in chunk 0 makes input gradient, weight gradient (it should be output,"
+                (
+                    "stage 1: micro-batch 0 in chunk 0 makes input gradient, weight gradient (it "
+                    "should be output,"
+                )
             ],
         ),
         (
@@ -102,7 +112,10 @@ def test_an_evaluation_by_hand() -> None:
         (
             ["f0 f1 B0 B1", "f0 B0 f1 B1 f2"],
             [
-                "stage 1: forward of micro-batch 2 in chunk 0, but there are 1 chunks and 2 micro-batches"
+                (
+                    "stage 1: forward of micro-batch 2 in chunk 0, but there are 1 chunks and 2 "
+                    "micro-batches"
+                )
             ],
         ),
         (
@@ -130,14 +143,14 @@ def test_what_is_missing_double_or_too_early_is_named(
 def test_a_deadlock_says_who_waits_for_what() -> None:
     text = complaint(actions("f0 B0 f1 B1", "f0 f1 B0 B1"), 1, 2)
     assert (
-        "deadlock: stage 0 stands at the backward of micro-batch 0 in chunk 0, waiting for the input gradient of micro-batch 0"
-        in text
-    )
+        "deadlock: stage 0 stands at the backward of micro-batch 0 in chunk 0, waiting for "
+        "the input gradient of micro-batch 0"
+    ) in text
     assert "from chunk 0 of stage 1" in text
     assert (
-        "stage 1 stands at the forward of micro-batch 1 in chunk 0, waiting for the output of micro-batch 1 from chunk 0 of stage 0"
-        in text
-    )
+        "stage 1 stands at the forward of micro-batch 1 in chunk 0, waiting for the output "
+        "of micro-batch 1 from chunk 0 of stage 0"
+    ) in text
 
 
 def test_many_mistakes_are_counted() -> None:
@@ -150,7 +163,9 @@ def test_many_mistakes_are_counted() -> None:
 def test_the_simulator_needs_nothing_but_two_more_kinds_for_backward_in_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The schedule ZB-H1 of Qi et al. 2023 for 3 stages: weight gradients fill the bubble at the end."""
+    """The schedule ZB-H1 of Qi et al. 2023 for 3 stages: weight gradients fill the bubble at the
+    end.
+    """
     monkeypatch.setitem(schedules.RESULTS, "input gradient", ("input gradient",))
     monkeypatch.setitem(schedules.RESULTS, "weight gradient", ("weight gradient",))
     split = actions(
@@ -197,7 +212,9 @@ def longest_paths(found: Schedule, chunks: int, times: Times) -> dict[tuple[int,
 
 
 def shuffled(layout: tuple[int, int, int], seed: int, swaps: int) -> Schedule:
-    """A valid schedule with some neighbouring actions exchanged: about half of them can still be carried out."""
+    """A valid schedule with some neighbouring actions exchanged: about half of them can still be
+    carried out.
+    """
     stages, chunks, micro_batches = layout
     found = [list(stage) for stage in schedule("interleaved", stages, chunks, micro_batches)]
     chance = random.Random(seed)

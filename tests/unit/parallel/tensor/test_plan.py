@@ -1,4 +1,6 @@
-"""The plan of a family fits what its parameters are said to be cut along, and names modules that exist."""
+"""The plan of a family fits what its parameters are said to be cut along, and names modules that
+exist.
+"""
 
 import pytest
 
@@ -40,8 +42,9 @@ def test_every_kind_of_layer_has_its_sums(model):
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_parameters_are_cut_as_the_plan_uses_them(model):
-    """Columns: each dimension of the outputs but the stacked ones; rows: the inputs. What no entry uses is not cut; what every rank holds whole
-    is used on own rows only by modules that sum its gradient.
+    """Columns: each dimension of the outputs but the stacked ones; rows: the inputs. What no entry
+    uses is not cut; what every rank holds whole is used on own rows only by modules that sum its
+    gradient.
     """
     entries = planned(model)
     for parameter in [one for layer in layers(model) for one in layer.parameters]:

@@ -19,6 +19,7 @@ from hpczero.planner.memory import CPUS, Placement, Platform, bucket_bytes, need
 from hpczero.spec.load import load
 from hpczero.spec.schema import Model, Spec, Train, Zero
 from tests.support.carriers import FakeMpi, Silent
+from tests.support.launch import CHECKOUT
 from tests.support.queued import Queued
 
 MIB = 1 << 20

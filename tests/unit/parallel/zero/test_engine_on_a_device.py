@@ -1,5 +1,6 @@
-"""A whole step of the engine with all tensors on one device, torch's "meta": it computes nothing, but refuses to mix its tensors with the CPU's, and
-to have their values read: the host waits for what it reads by `Device.later`, at the end of the step.
+"""A whole step of the engine with all tensors on one device, torch's "meta": it computes nothing,
+but refuses to mix its tensors with the CPU's, and to have their values read: the host waits for
+what it reads by `Device.later`, at the end of the step.
 """
 
 from typing import Any

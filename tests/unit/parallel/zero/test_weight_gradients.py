@@ -1,4 +1,6 @@
-"""Gradients written where they are summed are those of autograd, whoever uses the parameters and whether or not there is a place for them."""
+"""Gradients written where they are summed are those of autograd, whoever uses the parameters and
+whether or not there is a place for them.
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +14,9 @@ from hpczero.parallel.zero.weight_gradients import DirectGradients
 
 
 class Net(nn.Module):
-    """A tied embedding and one that is not, a weight used three times, one through a view, a frozen one, one without bias."""
+    """A tied embedding and one that is not, a weight used three times, one through a view, a
+    frozen one, one without bias.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +38,9 @@ class Net(nn.Module):
 
 
 class Places:
-    """Sums that lie in tensors of their own; those without one wait in `parameter.grad`, or are autograd's."""
+    """Sums that lie in tensors of their own; those without one wait in `parameter.grad`, or are
+    autograd's.
+    """
 
     def __init__(self, parameters: list[Tensor]) -> None:
         self.of = {parameter: torch.full_like(parameter, float("nan")) for parameter in parameters}
