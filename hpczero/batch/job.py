@@ -251,8 +251,8 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
         return
     if known(spec.model):
         on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
-        site = fit.Site.planned(on_nodes, node, platform)
-        if refusal := fit.final_refusal(spec, layers(spec.model), site):
+        limits = fit.NodeLimits.planned(on_nodes, node, platform)
+        if refusal := fit.final_refusal(spec, layers(spec.model), limits):
             yield refusal
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.apart import Hdf5Process
+from hpczero.checkpoint.hdf5_process import Hdf5Process
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.piece_table import Table

@@ -9,9 +9,9 @@ from typing import Any
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
-from hpczero.parallel.pipeline.partition import Units, chunks_of_stages, layers_that_run
+from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
-from hpczero.planner.fit import Site, final_refusal, in_words, kinds_in_words
+from hpczero.planner.fit import NodeLimits, final_refusal, in_words, kinds_in_words
 from hpczero.planner.memory import Hardware, NodeNeed, Platform, needs_on_grid, of_account
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Spec, Zero
@@ -52,8 +52,8 @@ class Forecast:
 
     def refusal(self, layers: Sequence[Layer]) -> str:
         """Return why the job does not fit into the known sizes of the nodes; "" if it does."""
-        site = Site.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
-        return final_refusal(self.spec, layers, site) or ""
+        limits = NodeLimits.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
+        return final_refusal(self.spec, layers, limits) or ""
 
     def _accounts(self, needs: list[NodeNeed], fullest: NodeNeed) -> dict[str, Any]:
         of_devices = [need.fullest("device") for need in needs]
@@ -107,7 +107,7 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
 
 def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Return each stage's chunks of layers, and the parameters of its tensor rank 0 (the most)."""
-    units = Units(1, spec.parallel.tensor)
+    units = LayoutCache(1, spec.parallel.tensor)
     described = []
     for chunks in chunks_of_stages(spec, layers):
         names = [[layer.name for layer in layers_that_run([chunk])] for chunk in chunks]

@@ -163,7 +163,7 @@ class Volumes:
         self.spec = spec
         self.data_ranks = data_ranks
         self.chunks = partition.chunks_of_stages(spec, layers)
-        self.units = partition.Units(data_ranks, spec.parallel.tensor)
+        self.units = partition.LayoutCache(data_ranks, spec.parallel.tensor)
         self._width = element_bytes(spec)
         self._batch = spec.train.global_batch, spec.train.micro_batch
         self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
@@ -381,7 +381,7 @@ def _directly(size: int, elsewhere: bool) -> Sent:
 
 
 def _slice(length: int, parts: int, index: int) -> int:
-    """Return the elements of slice `index` of a shard, as `comm.node_group` cuts it.
+    """Return the elements of slice `index` of a shard, as `comm.node_axis` cuts it.
 
     A slice has whole cache lines.
     """

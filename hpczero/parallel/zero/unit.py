@@ -295,7 +295,7 @@ def take_moments(units: Sequence[Unit], arena: Arena) -> None:
         unit.moment2 = arena.take("moments", unit.master.numel(), torch.float32).zero_()
 
 
-def take_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
+def take_gradient_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
     """Take the slots that units gather gradients in, in turns; none unless these are sharded."""
     if not units[0].sharded.gradients:
         return []

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hpczero.comm.connection import BLOCK
 from hpczero.comm.group import Group
-from hpczero.comm.progress import Steps, Work
+from hpczero.comm.progress import Requests, Work
 from hpczero.comm.shared_memory import NodeWindow
 from hpczero.device import CPU
 
@@ -43,7 +43,7 @@ class LocalSum(Protocol):
         """Sum up the elements of the tensor from `first` on, rounded to `out`."""
 
 
-class NodeGroup:
+class NodeAxis:
     """A `Group` with one copy per node. Tensors lie in the blocks of `allocate`, called first.
 
     A `rank` is a number in the group; an `index` is a rank's number on its node.
@@ -108,13 +108,13 @@ class NodeGroup:
         steps = self._reduce(tensor, sums, self.group.next_tag())
         return self.group.start_steps("reduce_scatter", steps, between, read)
 
-    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
-        """Bring every shard to all: once per node, or (`copies`) into each rank's own tensor."""
+    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
+        """Bring every shard to all: once per node, or (`per_rank`) into each rank's own tensor."""
         between = (len(self._ranks_of) - 1) * tensor.numel() // self.size * tensor.element_size()
         read = 0
-        if copies:
+        if per_rank:
             read = (self.size - 1) * tensor.numel() // self.size * tensor.element_size()
-        steps = self._gather(tensor, copies, self.group.next_tag())
+        steps = self._gather(tensor, per_rank, self.group.next_tag())
         return self.group.start_steps("all_gather", steps, between, read)
 
     def node_barrier(self) -> Work:
@@ -139,7 +139,7 @@ class NodeGroup:
 
     # --------------------------------------------------------------------------------- reduction
 
-    def _reduce(self, tensor: Tensor, sums: LocalSum, tag: int) -> Steps:
+    def _reduce(self, tensor: Tensor, sums: LocalSum, tag: int) -> Requests:
         number = self._number(READY)
         yield from self._post(READY, number)
         yield from self._reached(READY, number)
@@ -154,7 +154,7 @@ class NodeGroup:
         yield from self._post(DONE, number)
         yield from self._reached(DONE, number)
 
-    def _reduce_between(self, tensors: list[Tensor], sums: LocalSum, tag: int) -> Steps:
+    def _reduce_between(self, tensors: list[Tensor], sums: LocalSum, tag: int) -> Requests:
         length = tensors[0].numel() // self.size
         dtype = tensors[0].dtype
         connection = self.group.connection
@@ -179,7 +179,7 @@ class NodeGroup:
 
     def _round(
         self, tensors: list[Tensor], window: slice, buffer: Tensor, sums: LocalSum, tag: int
-    ) -> Steps:
+    ) -> Requests:
         connection = self.group.connection
         length = tensors[0].numel() // self.size
         count = window.stop - window.start
@@ -210,7 +210,7 @@ class NodeGroup:
 
     # ------------------------------------------------------------------------------------ gather
 
-    def _gather(self, tensor: Tensor, copies: bool, tag: int) -> Steps:
+    def _gather(self, tensor: Tensor, per_rank: bool, tag: int) -> Requests:
         number = self._number(WRITTEN)
         connection = self.group.connection
         owned = tensor[self._shard(tensor, self.rank)]
@@ -227,7 +227,7 @@ class NodeGroup:
             yield requests
         yield from self._post(WRITTEN, number)
         yield from self._reached(WRITTEN, number)
-        if copies:
+        if per_rank:
             for index, rank in enumerate(self.ranks_on_node):
                 theirs = self._tensor_of(index, tensor)
                 if index != self.local:
@@ -237,7 +237,7 @@ class NodeGroup:
                     for cut in (self._shard(tensor, rank), *received):
                         tensor[cut] = theirs[cut]
 
-    def _all_written(self) -> Steps:
+    def _all_written(self) -> Requests:
         number = self._number(WRITTEN)
         yield from self._post(WRITTEN, number)
         yield from self._reached(WRITTEN, number)
@@ -267,7 +267,7 @@ class NodeGroup:
         self._numbers[counter] += 1
         return self._numbers[counter]
 
-    def _turn(self, counter: int, number: int) -> Steps:
+    def _turn(self, counter: int, number: int) -> Requests:
         """Wait until all operations before `number` have been posted.
 
         Operations in flight may overtake each other, but a counter says that *all* up to its value
@@ -276,13 +276,13 @@ class NodeGroup:
         while self._posted[counter] != number - 1:
             yield ()
 
-    def _post(self, counter: int, number: int) -> Steps:
+    def _post(self, counter: int, number: int) -> Requests:
         assert self._window is not None
         yield from self._turn(counter, number)
         self._posted[counter] = number
         self._window.post(counter, number)
 
-    def _reached(self, counter: int, number: int) -> Steps:
+    def _reached(self, counter: int, number: int) -> Requests:
         assert self._window is not None
         while not self._window.reached(counter, number):
             yield ()
