@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from hpczero.comm.connection import BLOCK
+from hpczero.comm.grid import node_slice
 from hpczero.comm.group import Group
 from hpczero.comm.progress import Requests, Work
 from hpczero.comm.shared_memory import NodeWindow
@@ -100,7 +101,8 @@ class NodeAxis:
         width = tensor.element_size()
         windows = self._windows(length, width) if self._on_other_nodes else []
         slices = [
-            _cut(window.stop - window.start, self.neighbours, self.local) for window in windows
+            node_slice(window.stop - window.start, self.neighbours, self.local)
+            for window in windows
         ]
         summed = sum(part.stop - part.start for part in slices)
         between = len(self._on_other_nodes) * summed * width
@@ -131,7 +133,7 @@ class NodeAxis:
         """
         if sharded:
             return slice(self.rank * elements // self.size, (self.rank + 1) * elements // self.size)
-        return _cut(elements, self.neighbours, self.local)
+        return node_slice(elements, self.neighbours, self.local)
 
     def close(self) -> None:
         if self._window:
@@ -184,13 +186,13 @@ class NodeAxis:
         length = tensors[0].numel() // self.size
         count = window.stop - window.start
         free = iter(buffer[: self._pieces * count].split(count)) if count else iter(())
-        mine = _cut(count, self.neighbours, self.local)
+        mine = node_slice(count, self.neighbours, self.local)
         requests: list[Any] = []
         arriving = {node: next(free) for node in self._ranks_of if node != self._node}
         for node, piece in arriving.items():
             ranks = self._ranks_of[node]
             for index, rank in enumerate(ranks):
-                theirs = piece[_cut(count, len(ranks), index)]
+                theirs = piece[node_slice(count, len(ranks), index)]
                 requests += connection.receive(theirs, rank, tag)
         for rank in self._on_other_nodes:
             first = rank * length + window.start + mine.start
@@ -221,7 +223,7 @@ class NodeAxis:
         for node, ranks in self._ranks_of.items():
             if node != self._node:
                 for index, rank in enumerate(ranks):
-                    part = owned[_cut(owned.numel(), len(ranks), index)]
+                    part = owned[node_slice(owned.numel(), len(ranks), index)]
                     requests += connection.send(part, rank, tag)
         if requests:
             yield requests
@@ -251,7 +253,7 @@ class NodeAxis:
     def _slice_for(self, tensor: Tensor, rank: int, index: int) -> slice:
         """Return what this node's rank `index` receives of the shard of `rank`, on another node."""
         shard = self._shard(tensor, rank)
-        cut = _cut(shard.stop - shard.start, self.neighbours, index)
+        cut = node_slice(shard.stop - shard.start, self.neighbours, index)
         return slice(shard.start + cut.start, shard.start + cut.stop)
 
     def _tensor_of(self, index: int, tensor: Tensor) -> Tensor:
@@ -286,9 +288,3 @@ class NodeAxis:
         assert self._window is not None
         while not self._window.reached(counter, number):
             yield ()
-
-
-def _cut(length: int, parts: int, index: int) -> slice:
-    """Return part `index` of `parts`, in multiples of 64 elements (whole cache lines)."""
-    step = -(-length // (parts * 64)) * 64
-    return slice(min(index * step, length), min((index + 1) * step, length))

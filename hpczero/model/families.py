@@ -4,6 +4,7 @@ To add one: its torch model beside `gpt.py`, its record here.
 """
 
 from hpczero.model.shapes import (
+    NORM_OF_ROWS,
     ONES,
     ZEROS,
     ChunkLayout,
@@ -159,7 +160,7 @@ GPT = Family(
     layers=_layers,
     operations=_operations,
     activations=_activations,
-    tensor_sums={"embedding": (1, 0, 0), "blocks": (2, 2, 2), "head": (0, 1, 1)},
+    tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.qkv": "column",
@@ -171,9 +172,9 @@ GPT = Family(
     },
     sequence_plan={
         "embedding.dropout": "dropout of rows",
-        "blocks.*.*.norm": "norm of rows",
+        "blocks.*.*.norm": NORM_OF_ROWS,
         "blocks.*.*.dropout": "dropout of rows",
-        "head.norm": "norm of rows",
+        "head.norm": NORM_OF_ROWS,
     },
 )
 

@@ -10,7 +10,6 @@ role; `apply_plan` replaces them.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -20,7 +19,7 @@ from hpczero.comm.node_axis import NodeAxis
 from hpczero.comm.world import World
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
-from hpczero.model.shapes import Family, Layer
+from hpczero.model.shapes import NORM_OF_ROWS, Family, Layer, role_of
 from hpczero.parallel import user_module
 from hpczero.parallel.pipeline import user_stages
 from hpczero.parallel.pipeline.executor import Pipeline
@@ -57,7 +56,7 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
     "row": RowLinear,
     "vocabulary": VocabularyLookup,
     "vocabulary loss": VocabularyCrossEntropy,
-    "norm of rows": OnOwnRows,
+    NORM_OF_ROWS: OnOwnRows,
     "dropout of rows": DropoutOnOwnRows,
 }
 
@@ -188,22 +187,10 @@ def apply_plan(
         plan |= family.sequence_plan
     for module, layer in layers:
         for path, serial in list(module.named_modules()):
-            role = _role(plan, f"{layer.name}.{path}")
+            role = role_of(plan, f"{layer.name}.{path}")
             if role:
                 parent, _, name = path.rpartition(".")
                 setattr(module.get_submodule(parent), name, ROLES[role](serial, residual))
-
-
-def _role(plan: Mapping[str, str], name: str) -> str | None:
-    roles = [role for pattern, role in plan.items() if _matches(name, pattern)]
-    assert len(roles) <= 1, f"{name} has {len(roles)} entries in the plan"
-    return roles[0] if roles else None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    words = name.split(".")
-    wanted = pattern.split(".")
-    return len(words) == len(wanted) and all(map(fnmatchcase, words, wanted))
 
 
 def _user_stage(

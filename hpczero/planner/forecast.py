@@ -14,11 +14,12 @@ from hpczero.parallel.states import shares_nodes
 from hpczero.planner.fit import NodeLimits, final_refusal, in_words, kinds_in_words
 from hpczero.planner.memory import Hardware, NodeNeed, Platform, needs_on_grid, of_account
 from hpczero.planner.volumes import Volumes
+from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Spec, Zero
 from hpczero.text import format_bytes, format_count, toml_repr
 
 _SHOWN = 8  # lines of a list before it is cut short
-_CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis
+_CALLED = {"pipeline": "stage"}  # a coordinate along an axis, if not by the name of the axis
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def stages_in_lines(stages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> list[str]:
-    axes = [axis for axis in _CALLED if sizes[axis] > 1]
+    axes = [axis for axis in reversed(AXES) if sizes[axis] > 1]
     lines = [
         f"node {node['node']}: {_numbers(sorted(node['ranks']), 'rank')}"
         + "".join(f"  [{_box(box, axes)}]" for box in node["places"] if axes)
@@ -198,7 +199,7 @@ def _cut_short(lines: list[str], what: str) -> list[str]:
 
 
 def _box(box: dict[str, list[int]], axes: Sequence[str]) -> str:
-    return ", ".join(f"{_CALLED[axis]} {_span(*box[axis])}" for axis in axes)
+    return ", ".join(f"{_CALLED.get(axis, axis)} {_span(*box[axis])}" for axis in axes)
 
 
 def _numbers(numbers: Sequence[int], noun: str) -> str:
