@@ -21,7 +21,7 @@ from hpczero.planner.memory import (
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
-from hpczero.text import format_count
+from hpczero.text import format_count, format_memory
 
 _MOST_NODES = 64  # times as many as there are: more help nobody
 _WORTH_SAYING = 50_000  # bytes of a kind that a message names
@@ -126,14 +126,10 @@ def final_refusal(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> st
     return refused
 
 
-def in_words(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
-
-
 def kinds_in_words(sizes: Mapping[str, int]) -> str:
     """weights 1.2 GB, master 2.4 GB, ...: the largest first, without the negligible ones."""
     return ", ".join(
-        f"{kind} {in_words(size)}"
+        f"{kind} {format_memory(size)}"
         for kind, size in sorted(sizes.items(), key=lambda item: -item[1])
         if size >= _WORTH_SAYING
     )
@@ -157,8 +153,8 @@ def _complaint(spec: Spec, layers: Sequence[Layer], limits: NodeLimits, load: Lo
     bound = load.bound
     ranks = sum(load.bound.ranks.values())
     needed = (
-        f"needs {in_words(load.size)} {bound.place} ({format_count(ranks, 'rank')}), "
-        f"where {in_words(bound.free)} are available"
+        f"needs {format_memory(load.size)} {bound.place} ({format_count(ranks, 'rank')}), "
+        f"where {format_memory(bound.free)} are available"
     )
     if bound.windows:
         gib = -(-load.size // (1 << 30)) + 1
@@ -175,7 +171,7 @@ def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> It
     for alternative in alternatives:
         load = _heaviest(alternative.spec, layers, alternative.limits)
         if load.fits:
-            yield f"{alternative.words} ({in_words(load.size)})"
+            yield f"{alternative.words} ({format_memory(load.size)})"
 
 
 def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Layer]) -> list[str]:
