@@ -14,6 +14,7 @@ from hpczero import env
 from hpczero.batch import command
 from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import HpczeroError, InputError
+from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY
 from hpczero.planner.memory import Hardware, Platform, device_of
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import toml_value
@@ -113,7 +114,7 @@ def platform(spec: Spec, gpus: int) -> Platform:
     device = device_of(spec, gpus)
     ours = device == "cuda" and spec.model.kernels == "auto" and env.has_package("numba_cuda")
     native = device == "cuda" and spec.comm.backend != "mpi"
-    return Platform(device, frozenset({"cross_entropy"} if ours else ()), native)
+    return Platform(device, KERNELS_THAT_CHANGE_MEMORY if ours else frozenset(), native)
 
 
 def gigabytes(text: str) -> float:

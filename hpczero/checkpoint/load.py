@@ -64,10 +64,10 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         """
         folder = Path(folder)
         content = content or manifest.read(folder)
-        index = _read_index(folder, content)
-        if problem := index.table.problem(manifest.elements_of_ranks(content.shards)):
+        read = _read_index(folder, content)
+        if problem := read.table.problem(manifest.elements_of_ranks(content.shards)):
             raise Damaged(f"{folder / INDEX}: {problem}")
-        return cls(folder, content, index)
+        return cls(folder, content, read)
 
     @property
     def step(self) -> int:

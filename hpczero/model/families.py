@@ -18,6 +18,9 @@ from hpczero.model.shapes import (
 )
 from hpczero.spec.schema import Model
 
+# Operations whose kernels on GPUs change the memory that activations take (`ChunkLayout.kernels`).
+KERNELS_THAT_CHANGE_MEMORY = frozenset({"cross_entropy"})
+
 # What hpczero knows of GPT before it builds one (pure): the record of the family.
 #
 # GPT-2's architecture and initial values: Radford et al. 2019. The torch model is `model/gpt.py`.

@@ -22,9 +22,10 @@ _Layer = TypeVar("_Layer")
 
 
 class Tied(Layer):
-    """A parameter that layers of several stages use; it is not a layer that runs.
+    """A tied parameter in the place of a layer: it holds this one parameter, and never runs.
 
-    On each of these stages it is a unit of its own, so that all of them shard it in the same way.
+    Layers of several stages use the parameter. On each of these stages it is a unit of its own, so
+    all of them shard it alike and add up its gradient shard by shard.
     """
 
 

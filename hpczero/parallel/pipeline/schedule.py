@@ -9,8 +9,8 @@ action; each action makes *results*:
     weight gradient   of a part: needs the same
 
 So a result that is handed on is always made from the neighbour's result of the same name.
-Simulator and messages know results only: a schedule that splits backward in two adds two kinds to
-RESULTS.
+Simulator and messages know results only. A schedule that splits backward in two adds two kinds of
+action to RESULTS, and to the executor what carries them out.
 
     gpipe         all forwards, then all backwards (Huang et al. 2019)
     1f1b          as few forwards ahead as keep the later stages busy, then one backward after each
