@@ -201,8 +201,8 @@ class NodeAxis:
             sums.of_node(first, parts, self.ranks_on_node, out)
             requests += connection.send(out, rank, tag)
         yield requests
-        owned = slice(self.rank * length + window.start, self.rank * length + window.stop)
-        of_this_node = [tensor[owned] for tensor in tensors]
+        own_shard = slice(self.rank * length + window.start, self.rank * length + window.stop)
+        of_this_node = [tensor[own_shard] for tensor in tensors]
         summands: list[Tensor] = []
         summed_by: list[int] = []
         for node, ranks in self._ranks_of.items():
@@ -215,7 +215,7 @@ class NodeAxis:
     def _gather(self, tensor: Tensor, per_rank: bool, tag: int) -> Requests:
         number = self._number(WRITTEN)
         connection = self.group.connection
-        owned = tensor[self._shard(tensor, self.rank)]
+        own_shard = tensor[self._shard(tensor, self.rank)]
         requests: list[Any] = []
         for rank in self._on_other_nodes:
             target = tensor[self._slice_for(tensor, rank, self.local)]
@@ -223,7 +223,7 @@ class NodeAxis:
         for node, ranks in self._ranks_of.items():
             if node != self._node:
                 for index, rank in enumerate(ranks):
-                    part = owned[node_slice(owned.numel(), len(ranks), index)]
+                    part = own_shard[node_slice(own_shard.numel(), len(ranks), index)]
                     requests += connection.send(part, rank, tag)
         if requests:
             yield requests

@@ -12,7 +12,7 @@ data      for every unit of U bytes (a layer of the stage, its tensor shard, pad
               stage 3   A reduce_scatter U; all_gather U for each use that finds it released
                         (at most twice a micro-batch)
           node_shared: nothing inside the node. Between M nodes, with R ranks on this one: one slice
-          of R of every shard owned by another node (reduce_scatter), and M - 1 times the rank's own
+          of R of every shard of another node (reduce_scatter), and M - 1 times the rank's own
           shard (all_gather); stage 3 as stage 2.
 tensor    for every micro-batch: a block has two pairs of a column- and a row-parallel layer, each
           with an all_reduce S in forward and one in backward; the embedding has one in forward,

@@ -55,14 +55,14 @@ def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> UserStage:
     names = {parameter: name for name, parameter in trained_parameters(module).items()}
     holders: dict[str, list[int]] = {name: [] for name in names.values()}
     for number, chunks in enumerate(held):
-        owned = [names[one] for one in _parameters(modules[number]) if one in names]
-        if not owned:
+        held_names = [names[one] for one in _parameters(modules[number]) if one in names]
+        if not held_names:
             shown = ", ".join(type(layer).__name__ for chunk in chunks for layer in chunk)
             raise InputError(
                 f"stage {number} of {stages} would have no parameters ({shown}): put such "
                 "layers together with others, or use fewer stages"
             )
-        for name in owned:
+        for name in held_names:
             holders[name].append(number)
     tied = {name: tuple(numbers) for name, numbers in holders.items() if len(numbers) > 1}
     calls: list[list[Call]] = [

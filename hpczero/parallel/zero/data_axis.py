@@ -86,8 +86,8 @@ class Messages:
         )
 
     def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
-        owned = tensor[shard(tensor.numel(), self.size, self.rank)]
-        return self.gathers.start_all_gather(tensor, owned, name)
+        own_shard = tensor[shard(tensor.numel(), self.size, self.rank)]
+        return self.gathers.start_all_gather(tensor, own_shard, name)
 
     def node_barrier(self) -> Work:
         return self.group.start_barrier()
