@@ -201,8 +201,8 @@ class NodeAxis:
             sums.of_node(first, parts, self.ranks_on_node, out)
             requests += connection.send(out, rank, tag)
         yield requests
-        own_shard = slice(self.rank * length + window.start, self.rank * length + window.stop)
-        of_this_node = [tensor[own_shard] for tensor in tensors]
+        own_window = slice(self.rank * length + window.start, self.rank * length + window.stop)
+        of_this_node = [tensor[own_window] for tensor in tensors]
         summands: list[Tensor] = []
         summed_by: list[int] = []
         for node, ranks in self._ranks_of.items():
