@@ -10,7 +10,6 @@ import ast
 import configparser
 import functools
 import re
-import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from tests.support.launch import CHECKOUT
 
 PAGE = CHECKOUT / "CONTRIBUTING.md"
 WIDEST = 100
+ENDINGS = (".py", ".md", ".j2", ".sh", ".cfg", ".txt")
 PROGRAM = ("hpczero", "numba_cuda", "templates")
 # What was, and what is printed or kept: nobody edits these to add something.
 NOT_LISTED = {"CONTRIBUTING.md", "CHANGELOG.md", "docs/log.md", "docs/benchmarks.md"} | {
@@ -122,10 +122,12 @@ def is_listed(name: str, kind: Kind) -> bool:
 
 
 @functools.cache
-def tracked() -> list[str]:
-    command = ["git", "-C", str(CHECKOUT), "ls-files"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return [name for name in found if (CHECKOUT / name).is_file() and "/golden/" not in name]
+def sources() -> list[str]:
+    folders = ("docs", "hpczero", "numba_cuda", "scripts", "templates", "tests")
+    paths = [path for folder in folders for path in (CHECKOUT / folder).rglob("*")]
+    paths += [CHECKOUT / name for name in ("README.md", "setup.cfg", "constraints.txt")]
+    names = [str(path.relative_to(CHECKOUT)) for path in paths if path.is_file()]
+    return [name for name in names if name.endswith(ENDINGS) and "/golden/" not in name]
 
 
 def _words(node: ast.AST | None) -> set[str]:
@@ -179,9 +181,8 @@ def _pattern(member: str, kind: Kind) -> str:
 
 
 def files_that_know(kind: Kind) -> Iterator[str]:
-    endings = (".py", ".md", ".j2", ".sh", ".cfg", ".txt")
-    for name in tracked():
-        if not name.endswith(endings) or name in NOT_LISTED or name in kind.another_meaning:
+    for name in sources():
+        if name in NOT_LISTED or name in kind.another_meaning:
             continue
         enough = kind.of_program if name.startswith(PROGRAM) else kind.most
         if most_members_in(name, kind) >= enough:
@@ -219,7 +220,7 @@ def test_a_new_place_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "page.md").write_text("`gpipe`, `1f1b` and `interleaved`\n")
     names = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")]
     monkeypatch.setattr(f"{__name__}.CHECKOUT", tmp_path)
-    monkeypatch.setattr(f"{__name__}.tracked", lambda: names)
+    monkeypatch.setattr(f"{__name__}.sources", lambda: names)
     kind = next(kind for kind in KINDS if kind.heading == "A schedule of pipelines")
     assert set(files_that_know(kind)) == {"hpczero/chooser.py", "tests.py", "page.md"}
 
