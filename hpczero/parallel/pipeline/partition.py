@@ -22,9 +22,10 @@ _Layer = TypeVar("_Layer")
 
 
 class Tied(Layer):
-    """A parameter that layers of several stages use; it is not a layer that runs.
+    """A pseudo-layer that holds one parameter which layers of several stages use; it never runs.
 
-    On each of these stages it is a unit of its own, so that all of them shard it in the same way.
+    The parameter becomes a unit of its own on each of these stages. Such a unit is equally long on
+    all of them, so they cut it into the same shards, and their gradients are summed shard by shard.
     """
 
 
