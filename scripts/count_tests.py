@@ -1,7 +1,6 @@
-"""Sum up the parts of scripts/test.sh: a line for each, and at the end all passed, failed and
-skipped.
+"""Sum up the parts of scripts/test.sh: a line for each, and all passed, failed and skipped.
 
-python scripts/count_tests.py FOLDER WALL_SECONDS
+    python scripts/count_tests.py FOLDER WALL_SECONDS
 
 The folder holds `parts` (a line each: name, exit code, processes left running, seconds,
 processor-seconds) and NAME.xml (JUnit) for the parts that are pytest. A part that ends badly

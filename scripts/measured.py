@@ -1,6 +1,6 @@
 """Run a command and write the processor time that it and everything it started took.
 
-python scripts/measured.py FILE COMMAND...
+    python scripts/measured.py FILE COMMAND...
 
 Processes that leave their parent (daemons, ranks of a killed launcher) become children of this one
 and are counted when they end, too. What still runs when the command has ended is not waited for.

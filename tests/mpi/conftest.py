@@ -162,7 +162,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
-    everything = metafunc.config.getoption("--slow")
+    everything = metafunc.config.getoption("--slow", False)
     given = ranks_given(metafunc.config)
     sizes = sorted({size for size in SIZES if size <= given} | {given})
     if given > max(SIZES):

@@ -259,3 +259,27 @@ def test_prose_is_as_wide_as_code() -> None:
 def test_code_and_tables_are_no_prose() -> None:
     text = "a\n```\nb\n```\n\n    c\n\n- d\n    e\n\n| f |\n# g\n"
     assert [line for _, line in prose(text) if line] == ["a", "- d", "    e", "# g"]
+
+
+def promises() -> list[tuple[str, str]]:
+    """File and test (none: all of the file) of each line of "What shows what"."""
+    section = PAGE.read_text().partition("### What shows what")[2].partition("\n## ")[0]
+    return re.findall(r"\| `(tests/[\w/.]+)(?:::(\w+))?` \|$", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("file", "test"), promises(), ids=str)
+def test_a_promise_has_a_test_that_the_readmes_command_runs(file: str, test: str) -> None:
+    tree = ast.parse((CHECKOUT / file).read_text())
+    wanted = {
+        node.name: [ast.unparse(mark) for mark in node.decorator_list]
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith(test or "test_")
+    }
+    assert wanted
+    assert any("pytest.mark.slow" not in marks for marks in wanted.values())
+
+
+def test_every_line_of_the_promises_is_read() -> None:
+    section = PAGE.read_text().partition("### What shows what")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(promises()) == len(lines) - 2 > 40

@@ -190,7 +190,7 @@ def test_the_parts_are_summed_up(
             f"<testsuites><testsuite>{results}</testsuite></testsuites>"
         )
     result = subprocess.run(
-        [sys.executable, "scripts/count_tests.py", str(tmp_path)],
+        [sys.executable, "scripts/count_tests.py", str(tmp_path), "9"],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,

@@ -81,6 +81,7 @@ def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:
     limits = f"conftest.LIMIT, conftest.GRACE = {limit}, 2"
     (tmp_path / "conftest.py").write_text(
         f"from tests.mpi import conftest\n{limits}\nfrom tests.mpi.conftest import *\n"
+        "def pytest_addoption(parser): parser.addoption('--slow', action='store_true')\n"
     )
     pytest_command = [
         sys.executable,
@@ -88,6 +89,7 @@ def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:
         "pytest",
         "-q",
         "--with-mpi",
+        "--slow",
         "--color=no",
         "-p",
         "no:cacheprovider",

@@ -25,7 +25,7 @@ from hpczero.device import CPU
 from tests.support.queued import Queued
 
 torch.set_num_threads(1)
-case, seconds, folder, ranks_per_node = sys.argv[1:]
+case, seconds, folder, ranks_per_node = sys.argv[1:5]
 seconds = float(seconds)
 ranks_per_node = int(ranks_per_node)
 
