@@ -1,7 +1,7 @@
 """What each ZeRO stage takes of a node's memory, beside the formula: real runs of three steps, a
 table in markdown.
 
-python scripts/bench_memory.py [--ranks 2 4] [--mpirun PATH]
+    python scripts/bench_memory.py [--ranks 2 4] [--mpirun PATH]
 
 The model has 286 million parameters. `formula` is that of docs/zero.md per parameter, `allocated`
 what the engine counts (padding, slots and buffers included), `measured` the growth of the node's

@@ -1,9 +1,10 @@
-"""Sums up the parts of scripts/test.sh: a line for each part, and at the end "N passed, N failed, N
-skipped".
+"""Sum up the parts of scripts/test.sh: a line for each, and all passed, failed and skipped.
 
-The folder holds `parts` (a line each: name, exit code, processes left running, seconds) and
-NAME.xml (JUnit) for the parts that are pytest. A part that ends badly without a failed test to show
-for it, or that leaves processes behind, counts as one failure.
+    python scripts/count_tests.py FOLDER WALL_SECONDS
+
+The folder holds `parts` (a line each: name, exit code, processes left running, seconds,
+processor-seconds) and NAME.xml (JUnit) for the parts that are pytest. A part that ends badly
+without a failed test to show for it, or that leaves processes behind, counts as one failure.
 """
 
 import sys
@@ -36,22 +37,25 @@ def count(code: int, left: int, results: Path) -> Count:
     return Count(passed, failed, skipped)
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, wall: int) -> int:
     total = Count(0, 0, 0)
+    processors = 0.0
     print()
     for line in (folder / "parts").read_text().splitlines():
-        name, code, left, seconds = line.split("\t")
+        name, code, left, seconds, measured = line.split("\t")
+        processors += float(measured)
         part = count(int(code), int(left), folder / f"{name}.xml")
         remark = f", exit code {code}" if code != "0" else ""
         remark += f", {left} processes left running" if left != "0" else ""
         print(
             f"{name:16} {part.passed:5} passed {part.failed:4} failed {part.skipped:4} "
-            f"skipped {seconds:>5} s{remark}"
+            f"skipped {seconds:>5} s {float(measured):5.0f} processor-seconds{remark}"
         )
         total = Count(*map(sum, zip(total, part, strict=True)))
+    print(f"{processors:.0f} processor-seconds, installation apart; {wall} s by the clock, with it")
     print(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
     return 1 if total.failed or not total.passed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

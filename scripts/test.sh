@@ -1,114 +1,108 @@
 #!/usr/bin/env bash
 # From nothing but Python >= 3.11 to tests passed, in private virtual environments with their own MPI (MPICH, then Open MPI).
-#     scripts/test.sh            what a change has to pass: under 20 minutes on 2 cores
-#     scripts/test.sh --all      also the tests marked slow, all tests on up to 8 ranks under both, and launches of 32 (two hours)
-#     scripts/test.sh --quick    one launch of 2 ranks; without Open MPI and the system tests
-#     scripts/test.sh PATH...    only these, in one process
+#     scripts/test.sh                       what a change has to pass: every promise once, ten minutes on 2 cores
+#     scripts/test.sh --all                 the full products of all settings, in parts (hours)
+#     scripts/test.sh --all --part NAME     only this part of it; may be repeated. Without a NAME: lists the parts
+#     scripts/test.sh [-n RANKS] [--library openmpi] [--slow] PATH...
+#                                           only these tests, on so many ranks; further arguments are pytest's
 # Ends with the line "N passed, N failed, N skipped" over all parts; the exit code is 0 if none failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 source scripts/parts.sh
 
-mode=usual paths=()
-for argument in "$@"; do
-    case $argument in
-    --all | --quick) mode=${argument#--} ;;
-    -*) fail "unknown option $argument; there are --all and --quick" ;;
-    *) paths+=("$argument") ;;
-    esac
-done
 [ -t 1 ] || export NO_COLOR=1
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 # as in containers
-limit=1800 slow=
-[ "$mode" != all ] || limit=7200 slow=--slow
+limit=1800 slow=()
 
-# environment NAME EXTRAS [PACKAGE...]: the virtual environment $venv for the parts that follow.
+# environment LIBRARY: the virtual environment of this MPI library, for the parts that follow.
 environment() {
-    local name=$1 started=$SECONDS
-    shift
-    venv=$PWD/.venv-$name
-    make_environment "$venv" "$@"
-    echo "environment $name: $((SECONDS - started)) s"
+    local started=$SECONDS
+    case $1 in
+    mpich) venv=$PWD/.venv-test && make_environment "$venv" train,mpi,test,dev,ptx ;;
+    openmpi) venv=$PWD/.venv-test-openmpi && make_environment "$venv" train,test openmpi ;;
+    *) fail "--library $1: there are mpich and openmpi" ;;
+    esac
+    [ $((SECONDS - started)) -lt 3 ] || echo "environment $1: $((SECONDS - started)) s"
 }
 
-# tests NAME SECONDS LAUNCHER... -- ARGUMENT...: a part that is pytest, started by the launcher (directly if there is none).
+# tests NAME [-n RANKS] [--library NAME] [--simulator] [--slow] ARGUMENT...: a part that is pytest with these arguments.
 tests() {
-    local name=$1 limit=$2 launcher=()
-    shift 2
-    while [ "$1" != -- ]; do
-        launcher+=("$1")
-        shift
-    done
+    local name=$1 launcher=() settings=() options=(${slow[@]+"${slow[@]}"}) library=mpich ranks=
     shift
-    part "$name" "$limit" ${launcher[@]+"${launcher[@]}"} "$venv/bin/python" -m pytest -q -p no:cacheprovider $slow --junitxml="$results/$name.xml" "$@"
+    while :; do
+        case ${1-} in
+        -n) ranks=${2-} && shift 2 ;;
+        --library) library=${2-} && shift 2 ;;
+        --simulator) settings=(NUMBA_ENABLE_CUDASIM=1) && shift ;;
+        --slow) options=(--slow) && shift ;;
+        *) break ;;
+        esac
+    done
+    environment "$library"
+    if [ -n "$ranks" ]; then
+        launcher=("$venv/bin/mpirun" -n "$ranks")
+        [ "$library" != openmpi ] || launcher+=(--oversubscribe)
+        options+=(--with-mpi)
+    fi
+    part "$name" "$limit" env ${settings[@]+"${settings[@]}"} ${launcher[@]+"${launcher[@]}"} "$venv/bin/python" -m pytest -q -p no:cacheprovider \
+        --junitxml="$results/$name.xml" ${options[@]+"${options[@]}"} "$@"
 }
 
-# launch NAME RANKS [LAUNCHER-OPTION...] -- ARGUMENT...: MPI tests on so many ranks, and on all smaller worlds of them.
-launch() {
-    local name=$1 n=$2
-    shift 2
-    tests "$name-$n" "$limit" "$venv/bin/mpirun" -n "$n" "$@" --with-mpi
-}
-
-pure() {
+checks() {
     part ruff 120 "$venv/bin/ruff" check --no-cache .
     part mypy 300 "$venv/bin/mypy" --cache-dir=/dev/null
     part house 60 "$venv/bin/python" scripts/measure_house.py
-    tests unit 600 -- tests/unit
-    tests batch 600 -- tests/batch
-    tests kernels 600 -- tests/kernels
-    NUMBA_ENABLE_CUDASIM=1 tests simulator 900 -- tests/kernels/test_operators.py tests/kernels/test_passes.py
+    tests unit tests/unit
+    tests kernels tests/kernels
+    tests simulator --simulator tests/kernels/test_operators.py tests/kernels/test_passes.py
+    environment openmpi
 }
 
-# two of about the same length
-long_runs="tests/system/train/test_run.py tests/system/train/test_trace.py"
-# shellcheck disable=SC2086  # several paths
-runs() { tests runs "$limit" -- $long_runs; }
-# shellcheck disable=SC2086
-system() { tests system "$limit" -- tests/system ${long_runs//tests/--ignore=tests}; }
+commands() { tests commands tests/system; }
 
-pure_and_more() {
-    pure
-    runs
-    environment test-openmpi train,test openmpi
+every_promise() {
+    local several="tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py tests/mpi/parallel/zero/test_zero.py"
+    environment mpich
+    at_once checks commands
+    tests mpich -n 4 tests/mpi
+    # shellcheck disable=SC2086  # several paths
+    tests openmpi -n 3 --library openmpi $several tests/mpi/checkpoint
+    # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
+    # shellcheck disable=SC2086
+    for means in gloo queued; do tests $means -n 2 --means $means $several; done
 }
 
-environment test train,mpi,test,dev,ptx
-# what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
-devices="tests/mpi/comm/test_group.py tests/mpi/parallel/zero/test_data_parallel.py tests/mpi/parallel/zero/test_zero.py"
-libraries="tests/mpi/comm/test_group.py tests/mpi/comm/test_world.py tests/mpi/comm/test_shared.py tests/mpi/parallel/zero/test_data_parallel.py"
-odd_worlds="tests/mpi/parallel/zero/test_zero.py::test_several_nodes tests/mpi/checkpoint/test_checkpoint.py::test_ranks_meet_while_one_is_slow" # of 2 or 3 ranks
-odd_worlds+=" tests/mpi/parallel/pipeline/test_user_stages.py::test_a_module_that_runs_in_two_chunks_of_a_stage"
-# shellcheck disable=SC2086  # several paths
-case $mode-${#paths[@]} in
-*-[!0]*)
-    tests paths 1800 -- "${paths[@]}"
+# named_part NAME: the runs that scripts/all_parts.py lists for it.
+named_part() {
+    local number=0 line
+    environment mpich
+    while read -r line; do
+        # shellcheck disable=SC2086  # several words
+        tests "$1-$((++number))" $line
+    done < <("$venv/bin/python" scripts/all_parts.py runs "$1")
+}
+
+all='' parts=()
+while :; do
+    case ${1-} in
+    --all) all=1 limit=7200 slow=(--slow) && shift ;;
+    --part)
+        [ -n "${2-}" ] || exec "$(find_python)" scripts/all_parts.py
+        parts+=("$2") && shift 2
+        ;;
+    *) break ;;
+    esac
+done
+case $all-$# in
+-0) every_promise ;;
+1-0)
+    if [ ${#parts[@]} = 0 ]; then
+        mapfile -t parts < <("$(find_python)" scripts/all_parts.py names)
+    fi
+    for name in "${parts[@]}"; do named_part "$name"; done
     ;;
-quick-*)
-    pure
-    launch mpich 2 -- tests/mpi
-    ;;
-usual-*)
-    at_once pure_and_more system
-    # one size of world for most tests, another for every other launch
-    launch mpich 4 -- tests/mpi -k "not (1-ranks or 2-ranks or 3-ranks) or grids"
-    launch mpich 8 -- tests/mpi/parallel/test_grids.py -k "test_equals_the_serial_run and 8-ranks or test_nodes_that_divide"
-    for means in gloo queued; do launch $means 2 -- --means $means $devices -k 2-ranks; done
-    environment test-openmpi train,test openmpi
-    launch openmpi 3 --oversubscribe -- $libraries $odd_worlds
-    ;;
-all-*)
-    pure
-    runs
-    system
-    for n in 8 32; do launch mpich $n -- tests/mpi; done
-    for means in gloo queued; do
-        launch $means 3 -- --means $means $devices -k 3-ranks
-        launch $means 2 -- --means $means tests/mpi/parallel/test_grids.py -k 2-ranks
-    done
-    environment test-openmpi train,test openmpi
-    for n in 8 32; do launch openmpi $n --oversubscribe -- tests/mpi; done
-    ;;
+-*) tests paths "$@" ;;
+*) fail "--all runs all tests, in parts: name a part (--part NAME), or paths without --all" ;;
 esac
-"$venv/bin/python" scripts/count_tests.py "$results"
+"$(find_python)" scripts/count_tests.py "$results" "$SECONDS"

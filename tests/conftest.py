@@ -3,6 +3,7 @@ the processor time of each.
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Generator, Sequence
 
 import pytest
@@ -39,12 +40,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.xmlpath = None
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     if config.getoption("--slow"):
         return
+    cases = defaultdict(list)
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="takes long: runs with --slow"))
+        elif few := item.get_closest_marker("few"):
+            cases[item.nodeid.partition("[")[0], few.args[0]].append(item)
+    for (_, count), those in cases.items():
+        for item in leave_out(those, count):
+            item.add_marker(pytest.mark.skip(reason="one case of many: runs with --slow"))
+
+
+def leave_out(cases: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
+    """Return all but so many of the cases; those that stay are spread over the list."""
+    last = len(cases) - 1
+    stay = {round(number * last / max(1, count - 1)) for number in range(count)}
+    return [case for number, case in enumerate(cases) if number not in stay]
+
+
+@pytest.fixture
+def everything(request: pytest.FixtureRequest) -> bool:
+    """Return True with --slow."""
+    return bool(request.config.getoption("--slow"))
 
 
 @pytest.hookimpl(wrapper=True)

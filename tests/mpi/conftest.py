@@ -6,11 +6,12 @@ which alone reports, shows every failure with its rank. A rank that does not com
 (it hangs, or waits in a collective for one that failed) ends the launch, with a message that names
 the test and the rank.
 
-A test that asks for `world` runs once on 1, 2, 3, ... of the ranks given, and once on all; the
-other ranks sit it out. With more ranks than the largest of these sizes only tests marked many_ranks
-run, on all of them. A test marked ranks(2, 4) runs on a world of 2 and of 4 ranks only. A test
-marked cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything)
-lists; everything: with --slow.
+A test that asks for `world` runs on 3 of the ranks given, one marked usual(2) on 2; the other ranks
+sit it out. With --slow it runs once on 1, 2, 3, ... of them, and once on all. With more ranks than
+the largest of these sizes only tests marked many_ranks run, on all of them. A test marked ranks(2,
+4) runs on a world of 2 and of 4 ranks only: without --slow on the larger one. A test marked
+cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything) lists;
+everything: with --slow. Without, it runs on the largest world that has cases.
 
 --means gloo and --means queued run the same tests with what GPUs need: collectives of
 torch.distributed, and a device's staging.
@@ -34,10 +35,12 @@ from hpczero.device import CPU
 from tests.support.queued import Queued
 
 SIZES = (1, 2, 3, 4, 6, 8)
+USUAL = 3  # divides nothing
 MARKERS = [
     "many_ranks: also runs on more ranks than 8",
     "ranks(2, 4): runs on so many ranks only",
     "by_mpi_alone(why): not with other --means",
+    "usual(2): runs on so many ranks without --slow",
     "cases(of=...): what of(ranks, everything) lists are its cases",
 ]
 LIMIT = 90  # seconds for one test, on every rank
@@ -159,26 +162,31 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "world" not in metafunc.fixturenames:
         return
+    everything = metafunc.config.getoption("--slow", False)
     given = ranks_given(metafunc.config)
-    sizes = (
-        sorted({size for size in SIZES if size <= given} | {given})
-        if given <= max(SIZES)
-        else [given]
-    )
+    sizes = sorted({size for size in SIZES if size <= given} | {given})
+    if given > max(SIZES):
+        sizes = [given]
     only = metafunc.definition.get_closest_marker("ranks")
     sizes = [size for size in sizes if only is None or size in only.args]
     marker = metafunc.definition.get_closest_marker("cases")
     if marker is None:
+        sizes = sizes if everything else one_of(sizes, metafunc.definition, USUAL)
         metafunc.parametrize("world", sizes, indirect=True, ids=lambda size: f"{size}-ranks")
         return
-    everything = metafunc.config.getoption("--slow")
-    cases = [
-        (size, case)
-        for size in sizes
-        for case in marker.kwargs["of"](size, everything and size == given)
-    ]
+    lists = {size: marker.kwargs["of"](size, everything and size == given) for size in sizes}
+    sizes = [size for size in sizes if lists[size]]
+    sizes = sizes if everything else one_of(sizes, metafunc.definition, 0)
+    cases = [(size, case) for size in sizes for case in lists[size]]
     names = [f"{size}-ranks-" + "-".join(map(str, case.values())) for size, case in cases]
     metafunc.parametrize(("world", "case"), cases, indirect=["world"], ids=names)
+
+
+def one_of(sizes: list[int], test: pytest.Function, usual: int) -> list[int]:
+    """Return the size that the test is marked with, else the usual one, else the largest."""
+    mark = test.get_closest_marker("usual")
+    wanted = mark.args[0] if mark else usual
+    return [wanted] if wanted in sizes else sizes[-1:]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

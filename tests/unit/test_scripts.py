@@ -1,6 +1,7 @@
 """The shell behind scripts/quickstart.sh and scripts/test.sh, tried without installing anything."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -144,7 +145,9 @@ def test_a_part_past_its_limit_leaves_no_process(tmp_path: Path) -> None:
         tmp_path / "part",
         f"setsid bash -c '{stubborn}' &\necho $$ >{tmp_path}/parent\nexec sleep 300",
     )
-    name, code, left, _ = parts(f"part stuck 1 {tmp_path}/part").stdout.splitlines()[-1].split("\t")
+    name, code, left, *_ = (
+        parts(f"part stuck 1 {tmp_path}/part").stdout.splitlines()[-1].split("\t")
+    )
     assert (name, code) == ("stuck", "124")
     assert int(left) >= 1
     assert not [file for file in ("stubborn", "parent") if runs(int((tmp_path / file).read_text()))]
@@ -168,14 +171,14 @@ CASES = "<testcase/>" + "".join(
 @pytest.mark.parametrize(
     ("line", "results", "expected", "exit_code"),
     [
-        ("unit\t0\t0\t5", "<testcase/><testcase/>", "2 passed, 0 failed, 0 skipped", 0),
-        ("unit\t1\t0\t5", CASES, "1 passed, 2 failed, 1 skipped", 1),
-        ("ruff\t0\t0\t5", None, "1 passed, 0 failed, 0 skipped", 0),
-        ("ruff\t1\t0\t5", None, "0 passed, 1 failed, 0 skipped", 1),
-        ("crash\t139\t0\t5", None, "0 passed, 1 failed, 0 skipped", 1),
-        ("other rank failed\t1\t0\t5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
-        ("orphans\t0\t2\t5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
-        ("nothing ran\t0\t0\t5", "", "0 passed, 0 failed, 0 skipped", 1),
+        ("unit\t0\t0\t5\t7.5", "<testcase/><testcase/>", "2 passed, 0 failed, 0 skipped", 0),
+        ("unit\t1\t0\t5\t7.5", CASES, "1 passed, 2 failed, 1 skipped", 1),
+        ("ruff\t0\t0\t5\t7.5", None, "1 passed, 0 failed, 0 skipped", 0),
+        ("ruff\t1\t0\t5\t7.5", None, "0 passed, 1 failed, 0 skipped", 1),
+        ("crash\t139\t0\t5\t7.5", None, "0 passed, 1 failed, 0 skipped", 1),
+        ("other rank failed\t1\t0\t5\t7.5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
+        ("orphans\t0\t2\t5\t7.5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
+        ("nothing ran\t0\t0\t5\t7.5", "", "0 passed, 0 failed, 0 skipped", 1),
     ],
 )
 def test_the_parts_are_summed_up(
@@ -187,11 +190,26 @@ def test_the_parts_are_summed_up(
             f"<testsuites><testsuite>{results}</testsuite></testsuites>"
         )
     result = subprocess.run(
-        [sys.executable, "scripts/count_tests.py", str(tmp_path)],
+        [sys.executable, "scripts/count_tests.py", str(tmp_path), "9"],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.stdout.splitlines()[-1] == expected
+    assert "8 processor-seconds, installation apart; 9 s by the clock" in result.stdout
     assert result.returncode == exit_code
+
+
+def test_the_processor_time_is_that_of_all_processes_also_of_daemons(tmp_path: Path) -> None:
+    """Of one that has left its parent and ends before the command, too."""
+    burn = "import time\nwhile time.process_time() < 1: pass\nopen('done', 'w')"
+    command = (
+        f"setsid -f {sys.executable} -c {shlex.quote(burn)}; until [ -e done ]; do sleep .1; done"
+    )
+    script = [sys.executable, str(CHECKOUT / "scripts" / "measured.py"), "seconds"]
+    done = subprocess.run(
+        [*script, "bash", "-c", f"{command}; exit 3"], cwd=tmp_path, timeout=60, check=False
+    )
+    assert done.returncode == 3
+    assert 1 <= float((tmp_path / "seconds").read_text()) < 10

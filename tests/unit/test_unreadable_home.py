@@ -57,6 +57,7 @@ def test_a_site_that_is_not_found_may_lie_there(home: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", [[], ["--set", "paths.cache=cache"]])
+@pytest.mark.few(1)
 def test_a_run_goes_on_and_says_so(home: Path, cache: list[str]) -> None:
     pytest.importorskip("torch", reason="training needs torch")
     pytest.importorskip("mpi4py", reason="training needs mpi4py")

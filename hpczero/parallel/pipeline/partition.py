@@ -22,10 +22,10 @@ _Layer = TypeVar("_Layer")
 
 
 class Tied(Layer):
-    """A tied parameter in the place of a layer: it holds this one parameter, and never runs.
+    """A pseudo-layer that holds one parameter which layers of several stages use; it never runs.
 
-    Layers of several stages use the parameter. On each of these stages it is a unit of its own, so
-    all of them shard it alike and add up its gradient shard by shard.
+    The parameter becomes a unit of its own on each of these stages. Such a unit is equally long on
+    all of them, so they cut it into the same shards, and their gradients are summed shard by shard.
     """
 
 

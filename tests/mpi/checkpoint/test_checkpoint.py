@@ -267,6 +267,7 @@ def slow(world: World, rank: int, action: Callable[..., Any]) -> Callable[..., A
 
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.few(1)
 def test_ranks_meet_while_one_is_slow(
     world: World, shared_folder: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

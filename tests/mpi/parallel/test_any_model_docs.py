@@ -15,7 +15,7 @@ from tests.support.launch import CHECKOUT
 from tests.support.training import assert_same, train
 from tests.support.user_stages import spec_of
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 PAGE = CHECKOUT / "docs" / "any-model.md"
 

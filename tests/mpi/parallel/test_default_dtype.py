@@ -12,7 +12,7 @@ import hpczero
 from hpczero.comm.world import World
 from tests.support.user_modules import WAYS
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 
 @contextmanager

@@ -42,8 +42,8 @@ def long_runs(ranks: int, everything: bool) -> list[Case]:
         3: [PLAIN | {"grid": (1, 3), "blocks": blocks} for blocks in (5, 7)]
         + [untied | {"grid": (3, 1)}],
         4: [
-            untied | {"grid": (4, 1)},
             PLAIN | {"grid": (1, 2), "schedule": "interleaved", "stage": 3},
+            untied | {"grid": (4, 1)},
         ],
         6: [untied | {"grid": (3, 2)}, PLAIN | {"grid": (1, 1), "batch": (5, 1), "shared": True}],
         8: [
@@ -60,6 +60,7 @@ def serial() -> Serial:
 
 
 @pytest.mark.cases(of=selection)
+@pytest.mark.few(12)
 def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     """Cases in which every two values of two settings meet; with --slow all combinations of
     grid, schedule, sequence, stage and sharing.
@@ -71,6 +72,7 @@ def test_equals_the_serial_run(world: World, case: Case, serial: Serial) -> None
 
 
 @pytest.mark.cases(of=long_runs)
+@pytest.mark.few(1)
 def test_twenty_steps_equal_the_serial_run(world: World, case: Case, serial: Serial) -> None:
     spec = spec_of(case, steps=20, eval_every=7, eval_batches=3)
     found = on_grid(world, case, spec)
@@ -85,12 +87,14 @@ def at_stages(world: World, case: Case, stages: Iterable[int]) -> Iterator[Recor
 
 
 @pytest.mark.cases(of=with_data)
+@pytest.mark.few(1)
 def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, case: Case) -> None:
     first, *others = at_stages(world, case | {"batch": (4, 2)}, range(4))
     assert [bitwise(first, other) for other in others] == [True] * 7
 
 
 @pytest.mark.cases(of=with_data)
+@pytest.mark.few(1)
 def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, case: Case) -> None:
     for pair in ((0, 1), (2, 3)):
         first, *others = at_stages(world, case | {"batch": (7, 2)}, pair)

@@ -27,7 +27,7 @@ from tests.support.user_modules import (
     trained,
 )
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
@@ -66,6 +66,7 @@ def test_what_a_loop_cannot_have_is_refused(whole: World) -> None:
 
 @SHARE_SAMPLES
 @pytest.mark.parametrize("how", ["around", "inside", "method"])
+@pytest.mark.few(1)
 def test_compiled_modules_train_where_parameters_stay(world: World, how: str) -> None:
     def kind() -> nn.Module:
         torch.compiler.reset()

@@ -51,6 +51,7 @@ class Job:
 
 
 @pytest.mark.parametrize("number", range(12))
+@pytest.mark.few(2)
 def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
     """To the byte, padding included, and the buffers of activations and gradients from other
     stages.
@@ -90,6 +91,7 @@ def grids_of(ranks: int, everything: bool) -> list[dict[str, Any]]:
 
 
 @pytest.mark.cases(of=grids_of)
+@pytest.mark.few(2)
 def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) -> None:
     train, parallel = (
         Train(global_batch=32, micro_batch=4, eval_batches=0),

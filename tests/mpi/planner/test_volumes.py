@@ -51,6 +51,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> Volume:
     "number",
     [*range(16), *(pytest.param(number, marks=pytest.mark.slow) for number in range(16, 60))],
 )
+@pytest.mark.few(5)
 def test_every_byte(world: World, number: int) -> None:
     choice = random.Random(1000 * world.size + number)
     with laid_out(world, choice.choice([0, 1, 2, 3, 4])) as nodes:
@@ -62,6 +63,7 @@ def test_every_byte(world: World, number: int) -> None:
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("batch", [2, 23])
+@pytest.mark.few(6)
 def test_data_parallel_alone(world: World, stage: int, shared: bool, batch: int) -> None:
     with laid_out(world, 2) as nodes:
         spec = job(batch, zero={"stage": stage, "node_shared": shared})

@@ -14,7 +14,7 @@ from hpczero.comm.world import World
 from hpczero.train.checkpointing import Checkpoints
 from tests.support.saving import divided, engine_on, names, save_steps, trained
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 
 def spoil(checkpoints: Checkpoints, step: int) -> None:

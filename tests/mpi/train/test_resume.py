@@ -19,7 +19,7 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.resume import look_ahead
 from tests.support.saving import divided, engine_on, save_steps
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 
 def with_train(spec: Spec, **values: Any) -> Spec:

@@ -70,6 +70,7 @@ def test_what_a_run_saved_is_listed_and_good(output: Path) -> None:
     assert ckpt("verify", *(one["path"] for one in found), ranks=3) == alone
 
 
+@pytest.mark.slow
 def test_ranks_share_the_verification_and_find_the_same(output: Path, tmp_path: Path) -> None:
     made = output / "first" / "checkpoints" / "step-00000002"
     raw = {path.name: path.read_bytes() for path in made.iterdir()}

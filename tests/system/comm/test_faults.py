@@ -27,6 +27,7 @@ MANY = [
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
+@pytest.mark.few(2)
 def test_the_job_ends_and_names_the_rank(case: Case, tmp_path: Path) -> None:
     outcome = faults.try_out(case, tmp_path, seconds=2.0)
     assert outcome.complaint(case) == "", outcome

@@ -81,6 +81,7 @@ def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:
     limits = f"conftest.LIMIT, conftest.GRACE = {limit}, 2"
     (tmp_path / "conftest.py").write_text(
         f"from tests.mpi import conftest\n{limits}\nfrom tests.mpi.conftest import *\n"
+        "def pytest_addoption(parser): parser.addoption('--slow', action='store_true')\n"
     )
     pytest_command = [
         sys.executable,
@@ -88,6 +89,7 @@ def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:
         "pytest",
         "-q",
         "--with-mpi",
+        "--slow",
         "--color=no",
         "-p",
         "no:cacheprovider",
@@ -99,6 +101,7 @@ def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:
     )
 
 
+@pytest.mark.slow
 def test_an_orderly_end(tmp_path: Path) -> None:
     finished = run_program(tmp_path, "end")
     assert (finished.code, finished.err, finished.left) == (0, "", [])
@@ -142,6 +145,7 @@ def test_a_test_fails_everywhere_if_it_fails_on_one_rank(tmp_path: Path) -> None
     ("name", "said"),
     [("test_left_alone", "rank 1 failed in"), ("test_hangs", "rank 1 is still in")],
 )
+@pytest.mark.few(1)
 def test_a_rank_that_leaves_the_others_waiting_ends_the_launch(
     tmp_path: Path, name: str, said: str
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_host_is_a_node(name: str) -> None:
     assert str(expected) in done.out
 
 
+@pytest.mark.slow
 def test_the_link_limits_the_speed(name: str) -> None:
     """An all_reduce of 2 MiB over 2 hosts sends 2 MiB from each: at 40 Mbit/s that cannot take
     less than 0.4 s, however fast the machine.

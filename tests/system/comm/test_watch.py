@@ -25,7 +25,7 @@ from hpczero.device import CPU
 from tests.support.queued import Queued
 
 torch.set_num_threads(1)
-case, seconds, folder, ranks_per_node = sys.argv[1:]
+case, seconds, folder, ranks_per_node = sys.argv[1:5]
 seconds = float(seconds)
 ranks_per_node = int(ranks_per_node)
 
@@ -155,6 +155,7 @@ def failed(tmp_path: Path, case: str, *expected: str, means: str = "mpi") -> str
     return ended.err
 
 
+@pytest.mark.slow
 def test_ranks_that_come_are_left_alone(tmp_path: Path) -> None:
     """For longer than the time allowed for one wait."""
     ended = watched(tmp_path, "well", folder=tmp_path / "watch")
@@ -181,6 +182,7 @@ def test_a_rank_that_does_not_come_is_named_and_both_show_their_stacks(tmp_path:
     assert said.count("hpczero: rank") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_started_many_operations_waits_for_the_first(tmp_path: Path) -> None:
     failed(
         tmp_path,
@@ -192,10 +194,12 @@ def test_a_rank_that_has_started_many_operations_waits_for_the_first(tmp_path: P
 
 
 @pytest.mark.parametrize("case", ["watchdog fails", "words fail"])
+@pytest.mark.few(1)
 def test_an_error_of_the_watchdog_ends_the_job_with_that_error(tmp_path: Path, case: str) -> None:
     failed(tmp_path, case, r"hpczero: rank 0 on \S+: .*the watchdog failed", "KeyError: 'nobody'")
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_an_operation_under_way(tmp_path: Path) -> None:
     failed(
         tmp_path,
@@ -211,11 +215,13 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["killed", "left"])
+@pytest.mark.few(1)
 def test_a_rank_that_ends_takes_the_job_with_it(tmp_path: Path, case: str) -> None:
     ended = watched(tmp_path, case)
     assert ended.code not in (0, None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_closes_early(tmp_path: Path) -> None:
     failed(
         tmp_path,
@@ -274,6 +280,7 @@ def test_different_operations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "one", "other"), [("sizes", 400000, 399996), ("small sizes", 40, 44)]
 )
+@pytest.mark.few(1)
 def test_different_sizes(tmp_path: Path, case: str, one: int, other: int) -> None:
     failed(
         tmp_path,
@@ -294,6 +301,7 @@ def test_operations_on_two_axes_crossed(tmp_path: Path) -> None:
     assert "(number 2 along data)" in said
 
 
+@pytest.mark.slow
 def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
     failed(
         tmp_path, "message", r"receive 1 of 400000 bytes from rank 0 along data", "not come: rank"
@@ -310,6 +318,7 @@ def test_a_counter_that_is_not_posted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_window_that_is_not_closed_by_all(tmp_path: Path) -> None:
     failed(
         tmp_path,
@@ -319,6 +328,7 @@ def test_a_window_that_is_not_closed_by_all(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_group_that_is_not_made_by_all(tmp_path: Path) -> None:
     failed(
         tmp_path,
@@ -328,6 +338,7 @@ def test_a_group_that_is_not_made_by_all(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_calls_of_the_world_that_do_not_fit(tmp_path: Path) -> None:
     failed(
         tmp_path,
@@ -340,6 +351,7 @@ def test_calls_of_the_world_that_do_not_fit(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_ranks_of_other_nodes_are_told_about_in_the_folder(tmp_path: Path) -> None:
     """Two tried-out nodes of one rank each, which do not see each other's slots."""
     folder = tmp_path / "run" / "watch"

@@ -107,6 +107,7 @@ def test_under_mpirun_one_rank_speaks_for_all() -> None:
     )
 
 
+@pytest.mark.slow
 def test_more_ranks_than_cores_are_a_warning() -> None:
     cores = len(os.sched_getaffinity(0))
     if cores > 4:

@@ -45,6 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.few(1)
 def test_a_model_larger_than_any_machine(folder: Path, ranks: int) -> None:
     settings = ["--set", "model.hidden=100000", "--set", "model.layers=1000"]
     done = launch([*mpirun(ranks), *hpczero("run", "spec.toml", *settings)], 60, folder)
@@ -154,6 +155,7 @@ def trained(
 
 
 @pytest.mark.parametrize("parallel", GRIDS, ids=str)
+@pytest.mark.slow
 def test_what_grids_allocate_is_what_was_predicted(
     tmp_path: Path, parallel: dict[str, object]
 ) -> None:

@@ -59,6 +59,7 @@ def test_all_contenders_train_the_same(tmp_path: Path) -> None:
     ) == 1 + len(contenders)
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_is_skipped_with_the_reason() -> None:
     if importlib.util.find_spec("deepspeed"):
         pytest.skip("DeepSpeed is installed")

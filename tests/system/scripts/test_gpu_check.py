@@ -63,6 +63,7 @@ def test_the_first_part_gets_as_far_as_saying_that_there_is_no_gpu(tmp_path: Pat
     assert (tmp_path / "logs" / "table.txt").read_text().split()[:3] == ["first", "no", "GPU"]
 
 
+@pytest.mark.slow
 def test_tests_that_would_run_on_the_cpu_do_not_count(tmp_path: Path) -> None:
     ended = check(tmp_path, "--only", "engine, preflight")
     assert ended.returncode == 1

@@ -215,6 +215,7 @@ def test_its_files_are_found(installation: Installation, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("inside_checkout", [False, True], ids=["elsewhere", "in the checkout"])
+@pytest.mark.few(3)
 def test_the_verbs_for_login_nodes_work_without_torch_and_mpi4py(
     installation: Installation, checkout: Path, tmp_path: Path, inside_checkout: bool
 ) -> None:
@@ -337,6 +338,7 @@ def versions(python: Path, variables: dict[str, str]) -> tuple[str, str]:
 
 @pytest.mark.parametrize("upgrade", [[], ["--upgrade"]], ids=["install", "upgrade"])
 @pytest.mark.parametrize("place", ["environment", "PYTHONPATH", "nowhere"])
+@pytest.mark.few(2)
 def test_a_sites_own_torch_and_mpi4py_stay(
     place: str, upgrade: list[str], index: Path, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ log_every = 100000
 @pytest.mark.parametrize(
     "name", [pytest.param("HPCZERO_DEADLINE", marks=pytest.mark.slow), "SLURM_JOB_END_TIME"]
 )
+@pytest.mark.slow
 def test_it_stops_in_time_with_a_checkpoint(name: str, tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(SPEC)
     ended = launch(

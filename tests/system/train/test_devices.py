@@ -95,6 +95,7 @@ def test_gloo_gives_the_losses_of_mpi_to_the_bit(folder: Path, stage: int) -> No
         ),
     ],
 )
+@pytest.mark.few(1)
 def test_what_needs_a_gpu_is_refused_where_there_is_none(
     folder: Path, setting: str, said: str
 ) -> None:

@@ -181,6 +181,7 @@ def test_a_stage_that_is_slower_than_the_others_is_waited_for(folder: Path) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_grid_that_does_not_fit_is_one_message(folder: Path) -> None:
     """Other misfits: tests/system/spec/test_check.py."""
     done = run(folder, "--set", "parallel.pipeline=3")

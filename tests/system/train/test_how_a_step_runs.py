@@ -87,3 +87,22 @@ def test_the_path_is_short() -> None:
     assert len(STOPS) >= 14
     assert len(files) <= MOST_FILES
     assert sum(code_lines(CHECKOUT / file) for file in files) <= MOST_LINES
+
+
+def test_what_the_page_says_of_a_rank_s_end_exists() -> None:
+    section = PAGE.partition("\n## When a rank dies, hangs or leaves\n")[2]
+    files = set(re.findall(r"`(hpczero/[\w/]+\.py)`", section))
+    assert len(files) > 8
+    defined = set()
+    for file in files:
+        for node in ast.parse((CHECKOUT / file).read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                defined.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                inside = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+                defined |= {f"{node.name}.{each.name}" for each in inside}
+                defined |= {each.name for each in inside}
+    named = set(re.findall(r"`([A-Z]\w+\.\w+)`", section))
+    named |= set(re.findall(r"^\d+\. `\S+\.py`, `([\w.]+)`", section, re.MULTILINE))
+    assert len(named) > 10
+    assert not named - defined

@@ -82,6 +82,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_initial_values_are_made_once_and_only_where_no_checkpoint_has_others(
     tmp_path: Path,
 ) -> None:

@@ -51,6 +51,7 @@ def test_no_compiler_is_imported() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done
 
 
+@pytest.mark.slow
 def test_the_compiler_still_takes_a_choice_for_a_constant() -> None:
     code = """
 import torch

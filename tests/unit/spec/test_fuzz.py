@@ -160,12 +160,13 @@ def outcome(path: Path, options: Namespace) -> str:
     return kind
 
 
-def test_mutated_specs(folder: Path) -> None:
-    """2,000 of them, always the same ones."""
+@pytest.mark.parametrize("examples", [500, pytest.param(5000, marks=pytest.mark.slow)])
+def test_mutated_specs(folder: Path, examples: int) -> None:
+    """Always the same ones."""
     outcomes: Counter[str] = Counter()
 
     @settings(
-        max_examples=2000,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
@@ -194,8 +195,8 @@ def test_mutated_specs(folder: Path) -> None:
         outcomes[outcome(path, options)] += 1
 
     read()
-    assert outcomes["accepted"] > 50, outcomes
-    assert outcomes["refused"] > 1000, outcomes
+    assert outcomes["accepted"] > examples // 40, outcomes
+    assert outcomes["refused"] > examples // 2, outcomes
 
 
 def test_files_of_any_bytes(folder: Path) -> None:

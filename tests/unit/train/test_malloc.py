@@ -55,6 +55,7 @@ def test_freed_memory_is_kept_until_it_is_given_back() -> None:
     [("MALLOC_TOP_PAD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.top_pad=131072")],
 )
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc is told")
+@pytest.mark.few(1)
 def test_what_the_environment_says_stays(name: str, value: str) -> None:
     accepted, next_step, _ = counted(**{name: value})
     assert accepted == 0

@@ -27,7 +27,7 @@ from tests.support.ways import (
 )
 from tests.support.writes import BY_PYTORCH, OF_GRADIENTS, READS, WRITES
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4), pytest.mark.usual(2)]
 
 LAYOUTS = [{"stage": stage, "shared": shared} for stage in range(4) for shared in (False, True)]
 GATHERED, SHARED = LAYOUTS[6], LAYOUTS[3]  # stages 3 and 1

@@ -17,7 +17,7 @@ from hpczero.errors import HpczeroError
 from hpczero.parallel.zero.parameters import gradient_left
 from tests.support.user_modules import WAYS, made
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 WIDTH, LR, STEPS = 16, 1e-2, 3
 EVERY_WAY = pytest.mark.parametrize(("stage", "shared"), WAYS)

@@ -20,7 +20,7 @@ from tests.support.saving import spec_of as checkpoint_spec
 from tests.support.saving import trained
 from tests.support.user_modules import WAYS, made
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 WIDTH, STEPS, LR, EPS = 16, 7, 1e-2, 1e-6
 

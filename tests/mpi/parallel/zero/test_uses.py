@@ -13,7 +13,7 @@ import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 SHARE_SAMPLES = pytest.mark.ranks(1, 2, 3, 4)
 

@@ -37,7 +37,7 @@ def layouts(everything: bool) -> Iterator[Layout]:
                 if (
                     everything
                     or micro_batches in around
-                    or (5 * micro_batches + 3 * stages + chunks) % 16 == 0
+                    or (5 * micro_batches + 3 * stages + chunks) % 64 == 0
                 ):
                     yield from (
                         (kind, stages, chunks, micro_batches)
@@ -126,6 +126,7 @@ def test_every_evaluation_is_valid_and_keeps_nothing(everything: bool) -> None:
 
 @some_and_all
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2)])
+@pytest.mark.few(1)
 def test_idle_shares_are_the_published_ones(forward: int, backward: int, everything: bool) -> None:
     for kind, stages, chunks, micro_batches in layouts(everything):
         found = simulate(
@@ -257,6 +258,7 @@ def of_all_stages(actions: Schedule, chunks: int, ahead: int) -> list[tuple[Sche
 
 @some_and_all
 @pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.few(2)
 def test_messages_meet_in_order_and_never_block(ahead: int, everything: bool) -> None:
     """Whatever MPI buffers: in training sends are waited for at the end; an evaluation goes on
     with two under way.

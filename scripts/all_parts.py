@@ -1,0 +1,109 @@
+"""The parts of `scripts/test.sh --all`: what each runs, and which of them a change calls for.
+
+python scripts/all_parts.py                names, minutes and contents
+python scripts/all_parts.py names
+python scripts/all_parts.py runs NAME      arguments of `tests` in scripts/test.sh, a line each
+python scripts/all_parts.py due NUMBER MINUTES [FILE...]
+    the parts to run after a change of these files, in so many minutes: those whose rooms it
+    touches, then the others; NUMBER, which grows with every change, says whose turn it is
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    minutes: int  # on 2 cores
+    rooms: tuple[str, ...]  # a change below these paths touches it
+    runs: tuple[str, ...]
+
+
+GRIDS = "tests/mpi/parallel/test_grids.py"
+PARALLEL = f"tests/mpi/parallel --ignore={GRIDS}"
+RANKS = "tests/mpi/comm tests/mpi/checkpoint tests/mpi/train tests/mpi/planner"
+ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "tests/mpi/parallel")
+DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
+    "tests/mpi/parallel/zero/test_zero.py"
+)
+OPENMPI = "--library openmpi"
+
+PARTS = {
+    "unit": Part(8, ("hpczero", "tests/unit"), ("tests/unit",)),
+    "kernels": Part(
+        5,
+        ("numba_cuda", "tests/kernels"),
+        (
+            "tests/kernels",
+            "--simulator tests/kernels/test_operators.py tests/kernels/test_passes.py",
+        ),
+    ),
+    "commands": Part(
+        8,
+        ("hpczero/commands", "hpczero/data", "hpczero/doctor", "hpczero/spec", "hpczero/planner"),
+        tuple(f"tests/system/{room}" for room in ("data", "doctor", "planner", "scripts", "spec")),
+    ),
+    "runs": Part(
+        20,
+        ("hpczero/train", "hpczero/checkpoint", "hpczero/hdf5"),
+        ("tests/system/train tests/system/checkpoint",),
+    ),
+    "jobs": Part(10, ("hpczero/batch", "sites", "templates"), ("tests/system/batch",)),
+    "faults": Part(15, ("hpczero/comm",), ("tests/system/comm",)),
+    "grids": Part(15, ENGINE, (f"-n 8 {GRIDS}",)),
+    "parallel": Part(15, ENGINE, (f"-n 8 {PARALLEL}",)),
+    "ranks": Part(10, ("hpczero/comm", "hpczero/checkpoint", "hpczero/train"), (f"-n 8 {RANKS}",)),
+    "devices": Part(
+        10,
+        ("hpczero/device.py", "hpczero/comm/torch_backend.py"),
+        tuple(f"-n 3 --means {means} {DEVICES}" for means in ("gloo", "queued"))
+        + tuple(f"-n 2 --means {means} {GRIDS}" for means in ("gloo", "queued")),
+    ),
+    "openmpi-grids": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {GRIDS}",)),
+    "openmpi-parallel": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PARALLEL}",)),
+    "openmpi-ranks": Part(10, ("hpczero/comm",), (f"-n 8 {OPENMPI} {RANKS}",)),
+    "many": Part(10, ("hpczero/comm",), ("-n 32 tests/mpi", f"-n 32 {OPENMPI} tests/mpi")),
+}
+
+
+def due(number: int, minutes: float, files: Sequence[str]) -> list[str]:
+    """Return the names of the parts that fit into the minutes; the order turns with the number."""
+    names = list(PARTS)
+    turn = number % len(names)
+    names = names[turn:] + names[:turn]
+    touched = [name for name in names if touches(files, PARTS[name].rooms)]
+    found = []
+    for name in touched + [name for name in names if name not in touched]:
+        if PARTS[name].minutes <= minutes:
+            minutes -= PARTS[name].minutes
+            found.append(name)
+    return found
+
+
+def touches(files: Sequence[str], rooms: Sequence[str]) -> bool:
+    return any(file == room or file.startswith(f"{room}/") for file in files for room in rooms)
+
+
+def main(words: Sequence[str]) -> int:
+    match words:
+        case []:
+            for name, part in PARTS.items():
+                print(f"{name:18}{part.minutes:3} min   {'; '.join(part.runs)}")
+        case ["names"]:
+            print(*PARTS, sep="\n")
+        case ["runs", name] if name in PARTS:
+            print(*PARTS[name].runs, sep="\n")
+        case ["runs", name]:
+            print(f"--part {name}: there are {', '.join(PARTS)}", file=sys.stderr)
+            return 2
+        case ["due", number, minutes, *files]:
+            print(*due(int(number), float(minutes), files), sep="\n")
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
