@@ -32,14 +32,14 @@ _GB = 10**9
 class Bound:
     """`free` bytes for some ranks of some nodes together (node -> number of its ranks).
 
-    `windows`: only their shared windows count; `account`: only this `memory.of_account` counts.
+    `windows`: only their shared windows count. `memory`: only that of the "host" or "device" does.
     """
 
     ranks: Mapping[int, int]
     free: int
     place: str  # "on n1", "in the cgroup /job on n1", "in /dev/shm of n1"
     windows: bool = False
-    account: str = "all"
+    memory: str = "all"
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class NodeLimits:
         if platform.on_gpus and node.gpu_memory_gb:
             free = int(node.gpu_memory_gb * _GB)
             bounds += [
-                Bound({one: node.ranks_on_gpu(count)}, free, "on a GPU", account="device")
+                Bound({one: node.ranks_on_gpu(count)}, free, "on a GPU", memory="device")
                 for one, count in ranks_on_nodes.items()
             ]
         if node.memory_gb:
-            account, what = ("host", "in the memory of") if platform.on_gpus else ("all", "on")
+            memory, what = ("host", "in the memory of") if platform.on_gpus else ("all", "on")
             free = int(node.memory_gb * _GB)
             bounds += [
-                Bound({one: count}, free, f"{what} a node", account=account)
+                Bound({one: count}, free, f"{what} a node", memory=memory)
                 for one, count in ranks_on_nodes.items()
             ]
         return cls(ranks_on_nodes, tuple(bounds), platform)
@@ -144,7 +144,7 @@ def _heaviest(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> Load:
 
 def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
     return sum(
-        needs[node].windows if bound.windows else needs[node].of(count, bound.account)
+        needs[node].windows if bound.windows else needs[node].of(count, bound.memory)
         for node, count in bound.ranks.items()
     )
 
@@ -163,7 +163,7 @@ def _complaint(spec: Spec, layers: Sequence[Layer], limits: NodeLimits, load: Lo
         return f"zero.node_shared {needed}: {larger}"
     node = next(iter(bound.ranks))
     needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
-    kinds = kinds_in_words(needs[node].fullest(bound.account))
+    kinds = kinds_in_words(needs[node].fullest(bound.memory))
     return f"zero.stage = {spec.zero.stage} {needed} (each rank: {kinds})"
 
 

@@ -309,7 +309,7 @@ class Claim:
     free: int
     place: str
     windows: bool = False
-    account: str = "all"
+    memory: str = "all"
 
 
 def limits_from_ranks(seen: Sequence[Mapping[str, Any]]) -> NodeLimits:
@@ -328,14 +328,14 @@ def limits_from_ranks(seen: Sequence[Mapping[str, Any]]) -> NodeLimits:
 
 def _claims(rank: Mapping[str, Any]) -> Iterator[Claim]:
     host, gpu = rank["host"], rank.get("gpu")
-    account = "host" if gpu else "all"
+    memory = "host" if gpu else "all"
     if rank["available"]:
-        yield Claim(rank, "memory", rank["available"], f"on {host}", account=account)
+        yield Claim(rank, "memory", rank["available"], f"on {host}", memory=memory)
     for folder, free in rank["limits"].items():
-        yield Claim(rank, folder, free, f"in the cgroup {folder} on {host}", account=account)
+        yield Claim(rank, folder, free, f"in the cgroup {folder} on {host}", memory=memory)
     if gpu:
         place = f"on {gpu['name']} of {host}"
-        yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, account="device")
+        yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, memory="device")
     yield Claim(rank, "shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
 
 
@@ -344,7 +344,7 @@ def _bound(claims: Sequence[Claim]) -> Bound:
     free = min(claim.free for claim in claims)
     if not first.windows:  # then what the ranks hold already counts as free
         holders = (
-            claim.rank["gpu"] if first.account == "device" else claim.rank for claim in claims
+            claim.rank["gpu"] if first.memory == "device" else claim.rank for claim in claims
         )
         free += sum(holder["held"] for holder in holders)
     nodes = Counter(claim.rank["node"] for claim in claims)
