@@ -348,4 +348,4 @@ def _bound(claims: Sequence[Claim]) -> Bound:
         )
         free += sum(holder["held"] for holder in holders)
     nodes = Counter(claim.rank["node"] for claim in claims)
-    return Bound(nodes, free, first.place, first.windows, first.account)
+    return Bound(nodes, free, first.place, first.windows, first.memory)
