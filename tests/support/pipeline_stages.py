@@ -1,4 +1,4 @@
-"""Layers and stages for tests of the pipeline's executor, and the serial run to compare them with."""
+"""Layers and stages for tests of the pipeline's executor, and the serial run to compare with."""
 
 import time
 import weakref
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# the first backward from a given gradient does, and the stages' would, one after the other
+# Otherwise the first backward from a given gradient imports it, in one stage after the other.
 import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 from torch.nn import functional
@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Depends on which samples it sees, as dropout does."""
+    """A layer whose output depends on the numbers of the samples, as dropout's does."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -54,21 +54,21 @@ class Block(nn.Module):
 
 
 class View(nn.Module):
-    """Makes nothing new: its output is its input, its gradient a view of its output's."""
+    """A layer whose output is a view of its input, and its gradient a view of its output's."""
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         return x.view(x.shape)
 
 
 class Transposed(nn.Module):
-    """Its output is not contiguous."""
+    """A layer whose output is not contiguous."""
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         return (x.transpose(0, 2) * 1.5).transpose(0, 2)
 
 
 class Deaf(nn.Module):
-    """Does not use what it is given."""
+    """A layer that ignores its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Head(nn.Module):
 def model(
     count: int, width: int = HIDDEN, inner: Sequence[Callable[[], nn.Module]] = ()
 ) -> list[nn.Module]:
-    """The same on every rank: `count` layers, of which the inner ones may be special."""
+    """Return `count` layers, equal on every rank; `inner` make the first of the inner ones."""
     torch.manual_seed(5)
     special = [make() for make in inner]
     return [
@@ -114,6 +114,7 @@ def cut_batches(kind: str) -> list[MicroBatch]:
 def serial(
     layers: list[nn.Module], batches: Sequence[MicroBatch]
 ) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The losses, and all parameters' gradients, of one process that runs all layers."""
     losses = []
     for batch in batches:
         x: Any = None
@@ -129,8 +130,8 @@ def serial(
 
 @dataclass
 class Stage:
-    """The parts of one rank. Notes what it was asked for and how many micro-batches' activations
-    are alive.
+    """One rank's parts of the model. It records the calls of backward, and of how many
+    micro-batches activations are alive.
     """
 
     chunks: list[list[nn.Module]]
@@ -185,6 +186,8 @@ class Saved:
 
 
 class Scale(nn.Module):
+    """A layer for messages of LARGE elements a token; the first one makes them."""
+
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.tensor(1.25))

@@ -1,14 +1,11 @@
-"""The pipeline's executor against one process that runs all layers: losses and every gradient,
-for every schedule, and what it keeps meanwhile.
+"""The pipeline's executor against one process that runs all layers: the losses, every gradient,
+the messages and the memory, for every schedule.
 """
 
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-
-# the first backward from a given gradient does, and the stages' would, one after the other
-import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 
 from hpczero.comm.world import World
@@ -43,7 +40,7 @@ batches_of_all_kinds = pytest.mark.parametrize("batches", list(BATCHES))
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read in a buffer after it was given back is not a number."""
+    """Fill a buffer with NaN when it is given back."""
 
     def give_back(self: Buffers, buffer: Tensor) -> None:
         buffer.fill_(float("nan"))
@@ -182,8 +179,8 @@ def test_exactly_the_activations_at_the_boundaries_are_sent(
     "inner", [View, Transposed, lambda: Deaf(HIDDEN)], ids=["view", "transposed", "deaf"]
 )
 def test_odd_layers(world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]) -> None:
-    """Nothing but odd ones on the inner stages: outputs and gradients that are views of the
-    buffers, not contiguous, or none at all.
+    """All inner layers are odd: their outputs and gradients are views of the buffers, not
+    contiguous, or missing.
     """
     count = world.size * chunks
     layers = model(max(count, 2), inner=[inner] * max(count - 2, 0))
@@ -201,8 +198,8 @@ def test_odd_layers(world: World, kind: str, chunks: int, inner: Callable[[], nn
 def test_large_messages_cross(
     world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]
 ) -> None:
-    """Activations of 1.3 MB: no MPI library takes them before they are asked for. Those of View are
-    still on their way when its own input's buffer is used again.
+    """Activations of 1.3 MB: every MPI library waits for the receiver before it takes them. Those
+    of View are still in flight when the buffer of its own input is used again.
     """
     layers = [Scale(), *(inner() for _ in range(world.size * chunks - 1)), Sum()]
     micro_batches = cut_batches("many")
@@ -223,13 +220,11 @@ def test_an_output_that_the_next_part_does_not_expect_is_an_error(whole: World) 
     try:
         pipeline, stage, _ = set_up(alone, model(4), "interleaved", 2)
         pipeline.shape_of = lambda batch: (*batch.tokens.shape, HIDDEN + 1)
-        with pytest.raises(
-            HpczeroError,
-            match=(
-                r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*expects torch.float32 "
-                r"\[2, 5, 13\]"
-            ),
-        ):
+        refusal = (
+            r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*"
+            r"expects torch.float32 \[2, 5, 13\]"
+        )
+        with pytest.raises(HpczeroError, match=refusal):
             pipeline.train(stage, cut_batches("one"))
         pipeline.shape_of, pipeline.dtype = shape_of, torch.bfloat16
         with pytest.raises(HpczeroError, match=r"gives torch.float32 .* expects torch.bfloat16"):
