@@ -134,6 +134,7 @@ def test_layers_that_only_some_ranks_use(world: World) -> None:
 
 @SHARE_SAMPLES
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.few(1)
 def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str) -> None:
     for kind, loss in CASES.values():
         first, *others = (

@@ -38,6 +38,7 @@ def user(tmp_path: Path, slurm: dict[str, str]) -> Iterator[User]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.few(1)
 def test_a_run_of_two_nodes_from_the_queue_to_its_end(user: User, launcher: str) -> None:
     user.submits(
         "plain", "--set", "batch.begin=now+1hour", "--set", "batch.chain=3", launcher=launcher
@@ -61,6 +62,7 @@ def test_a_run_of_two_nodes_from_the_queue_to_its_end(user: User, launcher: str)
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_watched_and_cancelled(user: User) -> None:
     user.submits("long", "--set", "train.steps=100000", "--set", "batch.chain=3")
     found = user.waits("long", lambda found: found["step"] > 3, "the run makes steps")
@@ -152,6 +154,7 @@ def test_an_mpi_that_srun_cannot_start_is_refused_at_submission(user: User) -> N
     assert not user.does("squeue", "--noheader")
 
 
+@pytest.mark.slow
 def test_an_mpi_that_srun_does_not_start_is_said_and_ends_the_chain(user: User) -> None:
     """srun kills the other ranks when the first has ended, and returns one of their exit codes."""
     options = ["--set", 'batch.launch_options=["--mpi=none"]', "--set", "batch.chain=3"]

@@ -69,6 +69,7 @@ def token_files(folder: Path) -> None:
 
 @pytest.mark.usefixtures("token_files")
 @pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.few(1)
 def test_wrong_input_is_one_message_and_nothing_written(folder: Path, ranks: int) -> None:
     """One launch tries all mistakes, because starting takes longest; the next test checks how a
     refused command ends its launch.

@@ -23,6 +23,7 @@ ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
 
 
 @pytest.mark.parametrize("ranks", [0, 2, 3])
+@pytest.mark.few(2)
 def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     done = train(folder, ranks)
     assert done.code == 0, done
@@ -87,6 +88,7 @@ def test_the_same_losses_on_any_number_of_ranks(folder: Path) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_each_rank_uses_its_share_of_the_cores(folder: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
@@ -109,6 +111,7 @@ def test_each_rank_uses_its_share_of_the_cores(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again_unless_asked(finished: Path) -> None:
     again = train(finished, 2)
     assert (again.code, again.err) == (0, "")
@@ -131,6 +134,7 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
 @pytest.mark.parametrize(
     "how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR2", "stop file"]
 )
+@pytest.mark.few(1)
 def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
     """One rank of two gets the request; both stop after the same step with a checkpoint, and the
     next run goes on from there.
@@ -158,6 +162,7 @@ def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: st
     assert f"resume step={done} " in again.out
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused(folder: Path) -> None:
     with started(command(0, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 0, process)
