@@ -107,7 +107,7 @@ def _verb(carried_out_by: str, description: str, *arguments: _Argument) -> _Verb
     return add
 
 
-def _family(help: str, description: str, members: Mapping[str, _Verb]) -> _Verb:
+def _verb_group(help: str, description: str, members: Mapping[str, _Verb]) -> _Verb:
     """Describe a verb that only has verbs of its own, as `hpczero ckpt`."""
 
     def add(verbs: argparse._SubParsersAction, name: str) -> None:
@@ -366,8 +366,8 @@ _VERBS = {
         _flag("-f --follow", "keep printing new output until no job is left"),
         _argument("--rank R", "the node of this rank, and the lines that name it", type=int),
     ),
-    "data": _family("work with training data", "Work with training data.", _DATA_VERBS),
-    "ckpt": _family(
+    "data": _verb_group("work with training data", "Work with training data.", _DATA_VERBS),
+    "ckpt": _verb_group(
         "inspect checkpoints", "Inspect checkpoints, without MPI and torch.", _CHECKPOINT_VERBS
     ),
     "doctor": _verb(
@@ -377,7 +377,9 @@ _VERBS = {
         _flag("--prebuild", "compile the kernels for this kind of computer, so that no job has to"),
         _JSON,
     ),
-    "site": _family("show known sites", "Show known sites: nodes, queues, launchers.", _SITE_VERBS),
+    "site": _verb_group(
+        "show known sites", "Show known sites: nodes, queues, launchers.", _SITE_VERBS
+    ),
     "spec": _verb(
         "hpczero.commands.check:reference",
         "print every key of the spec: type, default, role, meaning",

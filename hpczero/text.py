@@ -5,7 +5,8 @@ What a message shows of a value is one line, has no control characters, and is c
 
 import datetime
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from hpczero.errors import escaped
@@ -13,6 +14,7 @@ from hpczero.errors import escaped
 _LONGEST = 60
 _MOST_ITEMS = 8
 _FEW = 5
+_AGES = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def printable(text: str, longest: int = 500) -> str:
@@ -55,6 +57,21 @@ def first_few(words: Sequence[str], between: str = ", ") -> str:
     return between.join(words[:_FEW]) + more
 
 
+def shorten(words: Sequence[str], most: int) -> list[str]:
+    """Return at most so many words: of more the first ones, "…", and the last one."""
+    return list(words) if len(words) <= most else [*words[: most - 2], "…", words[-1]]
+
+
+def consecutive_runs(numbers: Sequence[int]) -> Iterator[list[int]]:
+    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
+        yield [number for _, number in run]
+
+
+def format_span(first: int, last: int) -> str:
+    """Return "3" or "3-8"."""
+    return str(first) if first == last else f"{first}-{last}"
+
+
 def format_count(count: int, what: str) -> str:
     """Return "1 rank" or "2,000 ranks"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
@@ -71,6 +88,16 @@ def format_bytes(size: int) -> str:
         amount /= 1000
         unit = next(units, "000 EB")
     return f"{_three_digits(amount)} {unit}"
+
+
+def format_memory(size: int) -> str:
+    """Return a number of bytes in GB or MB, with one digit after the point."""
+    return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
+
+
+def format_binary(size: int) -> str:
+    """Return a number of bytes in GiB or MiB, with one digit after the point."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def log_line(event: str, values: Mapping[str, object]) -> str:
@@ -124,6 +151,14 @@ def format_duration(seconds: float) -> str:
     """Return h:mm:ss."""
     total = round(seconds)
     return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
+
+
+def format_age(seconds: float | None) -> str:
+    """Return the largest unit alone, rounded down: "2 d", "5 h", "12 min", "40 s"."""
+    if seconds is None:
+        return "?"
+    unit, length = next((one for one in _AGES if seconds >= one[1]), _AGES[-1])
+    return f"{seconds // length:.0f} {unit}"
 
 
 # ------------------------------------------- durations as specs write them and schedulers read them

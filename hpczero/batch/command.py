@@ -109,3 +109,9 @@ class QueuedJob:
     @property
     def is_alive(self) -> bool:
         return self.state != "ended"
+
+
+def leading_number(text: str) -> int:
+    """Return the whole number that the text begins with; 0 if it begins with none."""
+    digits = re.match(r"\d+", text)
+    return int(digits[0]) if digits else 0

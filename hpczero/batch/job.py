@@ -24,12 +24,7 @@ from hpczero.spec import site_profile
 from hpczero.spec.schema import Batch, Spec
 from hpczero.text import format_count, parse_duration, scheduler_duration, toml_repr
 
-_STARTS = {"slurm": "srun", "pbs": "mpirun"}
 _OF_THE_SYSTEM = ("/usr", "/usr/local")
-_ONLY_FOR = {
-    "slurm": ("qos", "constraint", "reservation", "exclude"),
-    "pbs": ("pbs_chunk", "pbs_place", "pbs_resources"),
-}
 
 
 @dataclass(frozen=True)
@@ -106,7 +101,7 @@ def plan(spec: Spec, here: SubmitHost, arguments: tuple[str, ...]) -> BatchJob:
         facts=site,
         partition=partition,
         scheduler=scheduler,
-        launcher=_STARTS[scheduler] if batch.launcher == "auto" else batch.launcher,
+        launcher=SCHEDULERS[scheduler].LAUNCHER if batch.launcher == "auto" else batch.launcher,
         nodes=batch.nodes,
         ranks_per_node=per_node,
         cpus_per_rank=batch.cpus_per_rank or partition.cpus // per_node,
@@ -190,7 +185,8 @@ def _queue_problems(job: BatchJob) -> Iterator[str]:
     batch = job.batch
     if job.walltime == 0:
         yield f'batch.walltime = "{batch.walltime}": a job needs some time'
-    queue = batch.queue if job.scheduler == "pbs" else batch.qos or batch.queue
+    has_qos = "qos" in SCHEDULERS[job.scheduler].ONLY_KEYS
+    queue = (has_qos and batch.qos) or batch.queue
     longest, refusal = sites.limit(job.partition, queue, job.nodes)
     named = f'the queue "{queue}"' if queue else "it"
     if refusal:
@@ -208,8 +204,8 @@ def _queue_problems(job: BatchJob) -> Iterator[str]:
 def _words(job: BatchJob) -> Iterator[str]:
     """Find keys that this scheduler or launcher has no word for, and paths no job can have."""
     batch = job.batch
-    for scheduler, names in _ONLY_FOR.items():
-        for name in names if scheduler != job.scheduler else ():
+    for scheduler, kind in SCHEDULERS.items():
+        for name in kind.ONLY_KEYS if scheduler != job.scheduler else ():
             if getattr(batch, name):
                 yield f"batch.{name} is for {scheduler} only, and this is {job.scheduler}"
     if job.launcher == "srun" and job.scheduler != "slurm":
@@ -251,8 +247,8 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
         return
     if known(spec.model):
         on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
-        site = fit.Site.planned(on_nodes, node, platform)
-        if refusal := fit.final_refusal(spec, layers(spec.model), site):
+        limits = fit.NodeLimits.planned(on_nodes, node, platform)
+        if refusal := fit.final_refusal(spec, layers(spec.model), limits):
             yield refusal
 
 

@@ -4,13 +4,26 @@ The output of a real PBS lies in tests/unit/batch/pbs.
 """
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hpczero.batch import command
-from hpczero.batch.command import QueuedJob, Refused, State, Transient
+from hpczero.batch.command import QueuedJob, Refused, State, Transient, leading_number
+from hpczero.errors import InputError
+from hpczero.text import join_words
 
 PROGRAM = "qsub"
+LAUNCHER = "mpirun"
+MARK = "#PBS"
+ONLY_KEYS = ("pbs_chunk", "pbs_place", "pbs_resources")
+SAID_AT_SUBMISSION = ("-o", "-e", "-h")
+SEVERAL_AT_ONCE = "-J"
+LIST_QUEUES = ["qstat", "-Qf"]
+LISTS_ALL = False
+DEPENDS_ON_ENDED = False
+TAGS_EACH_JOB = False
 GONE = re.compile(r"[Uu]nknown [Jj]ob|has finished")  # needs no deleting any more
 _TRANSIENT = re.compile(
     "timed out|cannot connect|Connection refused|No Permission to connect|temporarily"
@@ -136,3 +149,73 @@ def changed_values(handed: Mapping[str, str]) -> list[str]:
     Quotes, backslashes and blanks at the end do not arrive as they are.
     """
     return [name for name, value in handed.items() if _CHANGED.search(value)]
+
+
+def check_hand_over(handed: Mapping[str, str], inherits: bool) -> None:
+    """Refuse values that would arrive changed; warn that other users can read the rest."""
+    if changed := changed_values(handed):
+        raise InputError(
+            f"batch.env_pass: qsub would change the value of {join_words(changed)}: quotes, "
+            "backslashes and blanks at its end do not arrive as they are; "
+            "set it by batch.env or a line of batch.setup"
+        )
+    if handed or inherits:
+        inherited = "the whole environment (batch.env_inherit)"
+        visible = inherited if inherits else join_words(list(handed))
+        print(
+            f"hpczero: PBS shows {visible} to every user (qstat -xf): a secret belongs in a file "
+            'of yours, as in batch.setup = ["export TOKEN=$(cat ~/.token)"]',
+            file=sys.stderr,
+        )
+
+
+def subjects(word: str, following: str) -> list[str]:
+    """Return the subjects of an option of a directive.
+
+    `following` is the next word, which may hold the option's values.
+    """
+    option = word[:2]
+    if option not in ("-l", "-W"):
+        return [option]
+    values = (word[2:] or following).split(",")
+    return [f"{option} {value.partition('=')[0]}" for value in values]
+
+
+def queues(text: str) -> dict[str, dict[str, Any]]:
+    """Return queue -> its longest walltime and most nodes, of queues that run a user's jobs."""
+    open_queues = {}
+    for queue, values in _queues(text).items():
+        if not _closed(values):
+            walltime = values.get("resources_max.walltime", "")
+            open_queues[queue] = {
+                "nodes": leading_number(values.get("resources_max.nodect", "")),
+                "walltime": walltime if re.fullmatch(r"\d{1,5}:\d\d:\d\d", walltime) else "",
+            }
+    return open_queues
+
+
+def queues_left_out(text: str) -> list[str]:
+    """Return the queues of `qstat -Qf` that do not belong in a profile, and why."""
+    return [
+        f"{queue} ({why})" for queue, values in _queues(text).items() if (why := _closed(values))
+    ]
+
+
+def _queues(text: str) -> dict[str, dict[str, str]]:
+    values_of = {}
+    for block in re.split(r"^Queue: ", text, flags=re.MULTILINE)[1:]:
+        queue, *lines = block.splitlines()
+        pairs = (line.strip().partition(" = ")[::2] for line in lines if " = " in line)
+        values_of[queue.strip()] = dict(pairs)
+    return values_of
+
+
+def _closed(values: Mapping[str, str]) -> str:
+    """Return why no job of a user runs in this queue; "" if jobs do."""
+    if values.get("queue_type") != "Execution":
+        return "hands jobs on to others"
+    if values.get("enabled") != "True":
+        return "takes no jobs"
+    if values.get("started") != "True":
+        return "stopped"
+    return "takes jobs from another queue only" if values.get("from_route_only") == "True" else ""

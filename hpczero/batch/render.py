@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from hpczero import env
 from hpczero.batch.job import BatchJob
+from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import InputError
 from hpczero.spec import site_profile
 from hpczero.spec.schema import PATTERNS, VARIABLE, WORD, Batch
@@ -62,7 +63,7 @@ def render(job: BatchJob) -> str:
     try:
         with _no_longer_than(_LONGEST):
             pieces = environment.get_template(template).generate(
-                job=job, launch=launch_command(job), first=first, **_context(job)
+                job=job, launch=launch_command(job), first=first, **_CONTEXTS[job.scheduler](job)
             )
             script = _limited(pieces)
     except (TemplateError, *_TEMPLATE_ERRORS) as error:
@@ -122,16 +123,17 @@ def _no_longer_than(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _context(job: BatchJob) -> dict[str, Any]:
-    """Return what the scheduler's template takes besides the job and its commands."""
+def _pbs_context(job: BatchJob) -> dict[str, Any]:
+    tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
+    return {
+        "job_number": "PBS_JOBID",
+        "resources": _resources(job),
+        "variables": ",".join([*tag, *job.batch.env_pass]),
+    }
+
+
+def _slurm_context(job: BatchJob) -> dict[str, Any]:
     batch = job.batch
-    if job.scheduler == "pbs":
-        tag = [f"HPCZERO_TAG={job.tag}"] if job.tag else []
-        return {
-            "job_number": "PBS_JOBID",
-            "resources": _resources(job),
-            "variables": ",".join([*tag, *batch.env_pass]),
-        }
     kind, _, image = batch.container.partition(":")
     export = "" if batch.env_inherit else ",".join(batch.env_pass) or "NONE"
     request = job.partition.gpu_request
@@ -143,6 +145,10 @@ def _context(job: BatchJob) -> dict[str, Any]:
         "gpus": f"gpu:{gpus}" if request == "gres" and gpus else gpus,
         "shifter_image": image if kind == "shifter" else "",
     }
+
+
+# scheduler -> the function that returns what its template takes besides the job and its commands
+_CONTEXTS = {"slurm": _slurm_context, "pbs": _pbs_context}
 
 
 def _resources(job: BatchJob) -> list[str]:
@@ -290,28 +296,13 @@ def _container(job: BatchJob) -> list[str]:
 
 
 # The directives of a script, read as sbatch and qsub read them: from the top to the first command.
-MARKS = {"slurm": "#SBATCH", "pbs": "#PBS"}
-
-_LONG = (
-    "A account|a array|b begin|c cpus-per-task|C constraint|d dependency|D chdir|e error|G gpus"
-    "|H hold|J job-name|L licenses|M clusters|n ntasks|N nodes|o output|p partition|q qos"
-    "|s oversubscribe|S core-spec|t time|w nodelist|x exclude"
-)
-_LONG_OPTION = {f"-{entry[0]}": f"--{entry[2:]}" for entry in _LONG.split("|")}
-_SAID_AT_SUBMISSION = {
-    "slurm": ("--output", "--error", "--comment", "--open-mode"),
-    "pbs": ("-o", "-e", "-h"),
-}
-_SEVERAL_AT_ONCE = {"slurm": "--array", "pbs": "-J"}
-_SYNONYMS = {"--gpus-per-node": "--gres", "--gpus": "--gres"}
-
-
 def directives(script: str, scheduler: str) -> list[list[str]]:
     """Return the words of each directive."""
+    mark = SCHEDULERS[scheduler].MARK
     split = []
     for line in script.split("\n"):
-        if line.startswith(MARKS[scheduler] + " "):
-            split.append(_split(line.removeprefix(MARKS[scheduler])))
+        if line.startswith(mark + " "):
+            split.append(_split(line.removeprefix(mark)))
         elif line.strip() and not line.startswith("#"):
             break
     return split
@@ -322,23 +313,8 @@ def subjects(words: list[str], scheduler: str) -> list[str]:
     names = []
     for word, following in zip(words, [*words[1:], ""], strict=False):
         if word.startswith("-"):
-            names += _of_slurm(word) if scheduler == "slurm" else _of_pbs(word, following)
+            names += SCHEDULERS[scheduler].subjects(word, following)
     return names
-
-
-def _of_slurm(word: str) -> list[str]:
-    option = word.partition("=")[0]
-    if not word.startswith("--"):
-        option = _LONG_OPTION.get(word[:2], word[:2])
-    return [_SYNONYMS.get(option, option)]
-
-
-def _of_pbs(word: str, following: str) -> list[str]:
-    option = word[:2]
-    if option not in ("-l", "-W"):
-        return [option]
-    values = (word[2:] or following).split(",")
-    return [f"{option} {value.partition('=')[0]}" for value in values]
 
 
 def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
@@ -349,7 +325,7 @@ def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
     present = [
         subject for words in directives(script, scheduler) for subject in subjects(words, scheduler)
     ]
-    array = _SEVERAL_AT_ONCE[scheduler]
+    array = SCHEDULERS[scheduler].SEVERAL_AT_ONCE
     of_user = [("extra_directives", text, text) for text in batch.extra_directives]
     of_user += [("pbs_resources", text, f"-l {text}") for text in batch.pbs_resources]
     for key, text, directive in of_user:
@@ -363,7 +339,7 @@ def refuse_duplicates(script: str, scheduler: str, batch: Batch) -> None:
             others = [
                 one for one in present if one == subject or (is_long and one.startswith(subject))
             ]
-            if len(others) > 1 or subject in _SAID_AT_SUBMISSION[scheduler]:
+            if len(others) > 1 or subject in SCHEDULERS[scheduler].SAID_AT_SUBMISSION:
                 raise InputError(
                     f"batch.{key}: {toml_repr(text)} says again what is said already ({subject}): "
                     "there is a key for it under [batch]"

@@ -1,8 +1,22 @@
 """The user's jobs in the queue of Slurm or PBS; the scheduler is asked at most once in 30 s.
 
-A scheduler is a module of this room with PROGRAM, GONE, `submission`, `submit`, `jobs`, `release`
-and `cancel` (slurm.py is the shortest example), a row in SCHEDULERS and in the tables of job.py and
-render.py, and a template.
+A scheduler is a module of this room (slurm.py is an example), a row in SCHEDULERS and in the table
+of contexts of render.py, and a template. The module has these constants:
+
+    PROGRAM             the command that submits a job
+    LAUNCHER            `batch.launcher` = "auto"
+    MARK                the beginning of a directive
+    ONLY_KEYS           keys of [batch] that other schedulers have no word for
+    SAID_AT_SUBMISSION  options that are no directives here, as `submission` has them
+    SEVERAL_AT_ONCE     the option that makes an array of jobs
+    GONE                the complaint about a job that needs no cancelling any more
+    LIST_QUEUES         the command that lists the queues
+    LISTS_ALL           `jobs` has all jobs of the user, not those only that were asked for
+    DEPENDS_ON_ENDED    a job may be submitted behind one that has ended
+    TAGS_EACH_JOB       jobs of one script can have tags of their own
+
+and these functions: `submission`, `submit`, `jobs`, `release`, `cancel`, `check_hand_over`,
+`subjects`, `queues`, `queues_left_out`.
 """
 
 import contextlib
@@ -23,7 +37,7 @@ SCHEDULERS: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs}
 
 
 def jobs(name: str, numbers: Sequence[str], now: bool = False) -> list[QueuedJob]:
-    """Return those of these jobs that the scheduler still knows; Slurm adds all of the user's.
+    """Return those of these jobs that the scheduler still knows; some add all of the user's.
 
     `now` asks again although the last answer is younger than 30 s.
     """
@@ -73,14 +87,11 @@ def _remember(name: str, numbers: Sequence[str], known: Sequence[QueuedJob]) -> 
 
 
 def _remembered(name: str, numbers: Sequence[str]) -> list[QueuedJob] | None:
-    """Return the last answer if it is recent and covers these jobs.
-
-    Slurm's answer covers all jobs of the user, that of PBS only the numbers it was asked for.
-    """
+    """Return the last answer if it is recent and covers these jobs."""
     try:
         answer = json.loads((env.state_folder() / f"{name}.json").read_text(encoding="utf-8"))
         if 0 <= time.time() - answer["asked"] < ASK_EVERY and (
-            name == "slurm" or set(numbers) <= set(answer["numbers"])
+            SCHEDULERS[name].LISTS_ALL or set(numbers) <= set(answer["numbers"])
         ):
             return [QueuedJob(**job) for job in answer["jobs"]]
     except (OSError, ValueError, KeyError, TypeError):

@@ -12,12 +12,14 @@ from pydantic import Field, ValidationError
 
 from hpczero import env
 from hpczero.batch import command
+from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import HpczeroError, InputError
+from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY
 from hpczero.planner.memory import Hardware, Platform, device_of
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import toml_value
 from hpczero.spec.schema import VARIABLE, WALLTIME, WORD, Batch, Spec, Table
-from hpczero.text import join_words, printable, scheduler_duration
+from hpczero.text import join_words, printable
 
 _Word = Annotated[str, Field(pattern=WORD, min_length=1)]
 _Name = Annotated[str, Field(pattern=VARIABLE)]
@@ -112,7 +114,7 @@ def platform(spec: Spec, gpus: int) -> Platform:
     device = device_of(spec, gpus)
     ours = device == "cuda" and spec.model.kernels == "auto" and env.has_package("numba_cuda")
     native = device == "cuda" and spec.comm.backend != "mpi"
-    return Platform(device, frozenset({"cross_entropy"} if ours else ()), native)
+    return Platform(device, KERNELS_THAT_CHANGE_MEMORY if ours else frozenset(), native)
 
 
 def gigabytes(text: str) -> float:
@@ -137,103 +139,23 @@ def queues(partition: Partition) -> str:
     )
 
 
-# A new profile for this computer's site, from `sinfo` of Slurm or `qstat -Qf` of PBS.
-
-_SINFO = ["sinfo", "--noheader", "--format=%R|%c|%m|%G|%l|%D"]
-_QSTAT = ["qstat", "-Qf"]
+# A new profile for this computer's site, from what its scheduler says of its queues.
 
 
 def profile(name: str) -> str:
     """Ask the first scheduler that answers: one that does not run may have its commands here."""
     failed = []
-    if shutil.which("sinfo"):
-        try:
-            return _written(name, "slurm", of_sinfo(command.output(_SINFO)), [])
-        except HpczeroError as error:
-            failed.append(str(error))
-    if shutil.which("qstat"):
-        try:
-            text = command.output(_QSTAT)
-            return _written(name, "pbs", of_qstat(text), left_out(text))
-        except HpczeroError as error:
-            failed.append(str(error))
+    for scheduler, kind in SCHEDULERS.items():
+        if shutil.which(kind.LIST_QUEUES[0]):
+            try:
+                text = command.output(kind.LIST_QUEUES)
+                return _written(name, scheduler, kind.queues(text), kind.queues_left_out(text))
+            except HpczeroError as error:
+                failed.append(str(error))
     nowhere = (
         "neither sinfo (Slurm) nor qstat (PBS) is on this computer: go where jobs are submitted"
     )
     raise HpczeroError("; ".join(failed) or nowhere)
-
-
-def of_sinfo(text: str) -> dict[str, dict[str, Any]]:
-    """Return partition -> facts; of nodes that differ (a line for each kind) the smallest."""
-    partitions: dict[str, dict[str, Any]] = {}
-    for line in text.splitlines():
-        queue, cpus, memory, gres, limit, nodes = (part.strip() for part in line.split("|"))
-        node = {"cpus": _number(cpus), "memory_gb": _number(memory) // 1024, "gpus": _gpus(gres)}
-        count = _number(nodes)
-        if before := partitions.get(queue):
-            node = {key: min(value, before[key]) for key, value in node.items()}
-            count += before["nodes"]
-        partitions[queue] = node | {"nodes": count, "walltime": _slurm_limit(limit)}
-    return partitions
-
-
-def of_qstat(text: str) -> dict[str, dict[str, Any]]:
-    """Return queue -> its longest walltime and most nodes, of queues that run a user's jobs."""
-    open_queues = {}
-    for queue, values in _queues(text).items():
-        if not _closed(values):
-            walltime = values.get("resources_max.walltime", "")
-            open_queues[queue] = {
-                "nodes": _number(values.get("resources_max.nodect", "")),
-                "walltime": walltime if re.fullmatch(r"\d{1,5}:\d\d:\d\d", walltime) else "",
-            }
-    return open_queues
-
-
-def left_out(text: str) -> list[str]:
-    """Return the queues of `qstat -Qf` that do not belong in a profile, and why."""
-    return [
-        f"{queue} ({why})" for queue, values in _queues(text).items() if (why := _closed(values))
-    ]
-
-
-def _queues(text: str) -> dict[str, dict[str, str]]:
-    values_of = {}
-    for block in re.split(r"^Queue: ", text, flags=re.MULTILINE)[1:]:
-        queue, *lines = block.splitlines()
-        pairs = (line.strip().partition(" = ")[::2] for line in lines if " = " in line)
-        values_of[queue.strip()] = dict(pairs)
-    return values_of
-
-
-def _closed(values: Mapping[str, str]) -> str:
-    """Return why no job of a user runs in this queue; "" if jobs do."""
-    if values.get("queue_type") != "Execution":
-        return "hands jobs on to others"
-    if values.get("enabled") != "True":
-        return "takes no jobs"
-    if values.get("started") != "True":
-        return "stopped"
-    return "takes jobs from another queue only" if values.get("from_route_only") == "True" else ""
-
-
-def _number(text: str) -> int:
-    digits = re.match(r"\d+", text)
-    return int(digits[0]) if digits else 0
-
-
-def _gpus(gres: str) -> int:
-    """Count the GPUs of a node in a text such as "gpu:a100:4(S:0-1),craynetwork:1"."""
-    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,()]+)?:(\d+)", gres))
-
-
-def _slurm_limit(text: str) -> str:
-    """Convert "1-12:00:00" or "30:00" (minutes first) to hh:mm:ss; "infinite" to ""."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
-    if not match:
-        return ""
-    days, hours, minutes, seconds = (int(digits or 0) for digits in match.groups())
-    return scheduler_duration(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def _written(

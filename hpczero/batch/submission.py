@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hpczero import env, safe_files
+from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import HpczeroError
 
 _LONGEST = 16 << 20  # bytes of a file that are read
@@ -161,7 +162,7 @@ class Submission:
         return (
             all(type(count) is int and 0 <= count < 10**12 for count in counts)
             and all(isinstance(text, str) for text in texts)
-            and self.scheduler in ("slurm", "pbs")
+            and self.scheduler in tuple(SCHEDULERS)
             and all(_NUMBER.fullmatch(job) for job in self.jobs)
         )
 

@@ -18,13 +18,14 @@ Protocol:
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import ModuleType
 
 from hpczero import env
-from hpczero.batch import command, pbs, scheduler, sites, submission
+from hpczero.batch import command, scheduler, sites, submission
 from hpczero.batch.command import QueuedJob, Transient
 from hpczero.batch.job import BatchJob, SubmitHost, plan, print_notes, refuse_launcher
 from hpczero.batch.render import render
@@ -131,9 +132,9 @@ def _soon(batch: Batch) -> dict[str, str]:
 
 def _refuse_unready(job: BatchJob) -> None:
     """Raise HpczeroError unless the scheduler, the variables and a fitting launcher are here."""
-    program = scheduler.SCHEDULERS[job.scheduler].PROGRAM
-    if not command.is_here(program):
-        raise command.missing(program)
+    kind = scheduler.SCHEDULERS[job.scheduler]
+    if not command.is_here(kind.PROGRAM):
+        raise command.missing(kind.PROGRAM)
     handed = env.scheduler_environment()
     missing = [name for name in job.batch.env_pass if not handed.get(name)]
     if missing:
@@ -141,28 +142,9 @@ def _refuse_unready(job: BatchJob) -> None:
             f"batch.env_pass names {join_words(missing)}, which is not set here, "
             "or is the batch system's own: set it, or leave it out"
         )
-    if job.scheduler == "pbs":
-        _check_hand_over_by_pbs(job, {name: handed[name] for name in job.batch.env_pass})
-    else:
-        refuse_launcher(job)
-
-
-def _check_hand_over_by_pbs(job: BatchJob, handed: Mapping[str, str]) -> None:
-    """Refuse values that would arrive changed; warn that other users can read the rest."""
-    if changed := pbs.changed_values(handed):
-        raise InputError(
-            f"batch.env_pass: qsub would change the value of {join_words(changed)}: quotes, "
-            "backslashes and blanks at its end do not arrive as they are; "
-            "set it by batch.env or a line of batch.setup"
-        )
-    if handed or job.batch.env_inherit:
-        inherited = "the whole environment (batch.env_inherit)"
-        visible = inherited if job.batch.env_inherit else join_words(list(handed))
-        print(
-            f"hpczero: PBS shows {visible} to every user (qstat -xf): a secret belongs in a file "
-            'of yours, as in batch.setup = ["export TOKEN=$(cat ~/.token)"]',
-            file=sys.stderr,
-        )
+    passed = {name: handed[name] for name in job.batch.env_pass}
+    kind.check_hand_over(passed, job.batch.env_inherit)
+    refuse_launcher(job)
 
 
 def _claimed(run: Path) -> RunLock:
@@ -204,7 +186,8 @@ def living_by_scheduler(run: Path, now: bool = False) -> dict[str, list[QueuedJo
         there = [record for record in records if record.scheduler == name]
         numbers = [number for record in there for number in record.jobs]
         known = scheduler.jobs(name, numbers, now)
-        if not all(record.complete for record in there) and name == "pbs":
+        covered = scheduler.SCHEDULERS[name].LISTS_ALL or all(record.complete for record in there)
+        if not covered:
             known = [*known, *scheduler.jobs(name, [], now=True)]
         of_run = {
             job.number: job
@@ -253,9 +236,13 @@ class Chain:
     beat: Callable[[], None] = lambda: None  # refreshes the lock of the run
     sleep: Callable[[float], None] = time.sleep
 
+    @property
+    def kind(self) -> ModuleType:
+        return scheduler.SCHEDULERS[self.record.scheduler]
+
     def submit(self) -> Submission:
         """Submit all jobs of the chain; on any failure cancel those that are in the queue."""
-        holds_first = self.record.scheduler == "pbs" and self.record.chain > 1
+        holds_first = not self.kind.DEPENDS_ON_ENDED and self.record.chain > 1
         try:
             for link in range(self.record.chain):
                 after = self.record.jobs[-1] if self.record.jobs else ""
@@ -273,12 +260,11 @@ class Chain:
         return self.record
 
     def _submit_one(self, link: int, after: str, held: bool) -> str:
-        kind = scheduler.SCHEDULERS[self.record.scheduler]
         folder = self.record.path
-        words = kind.submission(folder / "job.sh", folder, self.record.tag(link), after, held)
+        words = self.kind.submission(folder / "job.sh", folder, self.record.tag(link), after, held)
         for attempt, pause in enumerate(_BETWEEN, 1):
             try:
-                return str(kind.submit(words))
+                return str(self.kind.submit(words))
             except (Transient, command.NoAnswer) as error:
                 print(f"hpczero: {error}; looking whether the job is in the queue", file=sys.stderr)
                 self.sleep(pause)  # it may be on its way there
@@ -313,7 +299,7 @@ class Chain:
 
         Those of a PBS chain share a script, and so a tag: the record tells them apart.
         """
-        return self.record.tag(0 if self.record.scheduler == "pbs" else link)
+        return self.record.tag(link if self.kind.TAGS_EACH_JOB else 0)
 
     def _take_back(self) -> None:
         """Cancel the jobs, also one whose number is known from the queue only."""

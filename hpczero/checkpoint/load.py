@@ -64,10 +64,10 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         """
         folder = Path(folder)
         content = content or manifest.read(folder)
-        index = _read_index(folder, content)
-        if problem := index.table.problem(manifest.elements_of_ranks(content.shards)):
+        read = _read_index(folder, content)
+        if problem := read.table.problem(manifest.elements_of_ranks(content.shards)):
             raise Damaged(f"{folder / INDEX}: {problem}")
-        return cls(folder, content, index)
+        return cls(folder, content, read)
 
     @property
     def step(self) -> int:
@@ -78,7 +78,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         number, filled = self._number[name], 0
         shape = [cut.stop - cut.start for cut in wanted]
         out = np.empty(shape, np.float32) if out is None else out.reshape(shape)
-        for part in self.table.parts(number, wanted):
+        for part in self.table.overlaps(number, wanted):
             first, last = _hull(part.shape, part.of_piece)
             target_box: Any = (*part.of_wanted, ...)
             target = out[target_box]
@@ -118,7 +118,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
         (-1, 0) if there is none.
         """
-        if part := next(self.table.parts(self._number[name], box), None):
+        if part := next(self.table.overlaps(self._number[name], box), None):
             first, last = _hull(part.shape, part.of_piece)
             if last - first == _size(part.of_piece) == _size(box):
                 return part.rank, part.offset + first

@@ -1,6 +1,6 @@
 """The piece table: where every element of every tensor lies in a checkpoint (pure).
 
-Each rank stores what it owns of the model, piece after piece, without gaps, in datasets of its own:
+Each rank stores its shard of the model, piece after piece, without gaps, in datasets of its own:
 one for each slot (weights, moments), all in the same order. A piece is a rectangle of a logical
 tensor, in memory order, at an offset in the rank's datasets.
 
@@ -25,16 +25,16 @@ _TOO_MANY = 1 << 60  # elements: what 64 bits count stays exact below that
 
 @dataclass(frozen=True)
 class RankShard:
-    """The units that a rank has, of which it owns shard `shard`.
+    """The units that a rank has, of which it stores shard `shard`.
 
-    What every tensor rank has whole is stored by the first one. What several stages have (`copies`:
-    units by name) is stored by the first of those.
+    What every tensor rank has whole is stored by the first one. What several stages have is stored
+    by the first of those: `stored_elsewhere` names this rank's units that another stage stores.
     """
 
     units: Sequence[UnitLayout]
     shard: int
     tensor_rank: int = 0
-    copies: Container[str] = ()
+    stored_elsewhere: Container[str] = ()
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Span:
     rectangles: tuple[Slices, ...]
 
 
-def stored(holding: RankShard) -> Iterator[Span]:
+def stored_spans(holding: RankShard) -> Iterator[Span]:
     """Yield all that a rank stores, in the order of its datasets."""
     offset = 0
     for number, layout in enumerate(holding.units):
-        if layout.name in holding.copies:
+        if layout.name in holding.stored_elsewhere:
             continue
-        owned = layout.shard(holding.shard)
-        for slot, inside in layout.spans(owned.start, owned.stop):
+        shard = layout.shard(holding.shard)
+        for slot, inside in layout.spans(shard.start, shard.stop):
             if slot.parameter.split is None and holding.tensor_rank:
                 continue
             boxes = tuple(slot.rectangles(inside.start, inside.stop))
@@ -78,7 +78,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class PieceOverlap:
     """A part of a piece that is in a wanted rectangle.
 
     `of_piece` and `of_wanted` are the same elements of the tensor, seen from the piece and from the
@@ -112,7 +112,7 @@ class Table:
         dims = max((len(tensor.shape) for tensor in tensors), default=0)
         rows: list[tuple[int, ...]] = []
         for rank in range(ranks):
-            for span in stored(holding_of(rank)):
+            for span in stored_spans(holding_of(rank)):
                 offset = span.offset
                 for box in span.rectangles:
                     padded = box + (slice(0, 1),) * (dims - len(box))
@@ -153,7 +153,7 @@ class Table:
         dims = len(self.tensors[int(self.tensor[piece])].shape)
         return _slices(self.start[piece, :dims], self.stop[piece, :dims])
 
-    def parts(self, tensor: int, wanted: Slices) -> Iterator[Part]:
+    def overlaps(self, tensor: int, wanted: Slices) -> Iterator[PieceOverlap]:
         """Yield the parts of pieces that make up a rectangle of a tensor."""
         pieces, dims = self.pieces(tensor), len(wanted)
         rows = slice(pieces.start, pieces.stop)
@@ -165,7 +165,7 @@ class Table:
             piece = pieces.start + int(index)
             box = self.box(piece)
             common = _slices(first[index], last[index])
-            yield Part(
+            yield PieceOverlap(
                 int(self.rank[piece]),
                 int(self.offset[piece]),
                 tuple(cut.stop - cut.start for cut in box),

@@ -8,14 +8,13 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.apart import Hdf5Process
+from hpczero.checkpoint.hdf5_process import Hdf5Process
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.piece_table import Table
@@ -30,7 +29,7 @@ from hpczero.checkpoint.shard_file import (
     reading,
 )
 from hpczero.checkpoint.shards import problem_outside_data
-from hpczero.text import first_few
+from hpczero.text import consecutive_runs, first_few
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,7 @@ def _runs(numbers: Sequence[int], last: range) -> Iterator[range]:
     begin, left = last.start, list(numbers)
     while left and last and left[-1] == begin - 1:
         begin = left.pop()
-    for _, run in groupby(enumerate(left), key=lambda pair: pair[1] - pair[0]):
-        together = [number for _, number in run]
-        yield range(together[0], together[-1] + 1)
+    for run in consecutive_runs(left):
+        yield range(run[0], run[-1] + 1)
     if last:
         yield range(begin, last.stop)

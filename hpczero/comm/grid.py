@@ -145,6 +145,15 @@ class Grid:
         return {axis: prod(self.sizes[:number]) for number, axis in enumerate(self.axes)}
 
 
+def node_slice(length: int, parts: int, index: int) -> slice:
+    """Return the elements of a shard that one of a node's ranks takes: whole cache lines.
+
+    `parts` ranks of the node share the work on the shard; this is the part of rank `index` of them.
+    """
+    step = -(-length // (parts * 64)) * 64
+    return slice(min(index * step, length), min((index + 1) * step, length))
+
+
 def order_is_free(sizes: Mapping[str, int], node_of_rank: Sequence[int]) -> bool:
     """Return True where all orders of the axes send the same: one node, or one axis above 1."""
     return len(set(node_of_rank)) == 1 or sum(size > 1 for size in sizes.values()) < 2

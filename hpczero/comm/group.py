@@ -24,7 +24,7 @@ from torch import Tensor
 from hpczero.comm import mpi_backend
 from hpczero.comm.connection import Connection
 from hpczero.comm.mpi_backend import Carrier, Combine, MpiCarrier, ShardCarrier, combine_into, shard
-from hpczero.comm.progress import Steps, Work
+from hpczero.comm.progress import Requests, Work
 from hpczero.comm.shared_memory import SharedMemoryCarrier
 from hpczero.comm.status import Signature, WaitPoint
 from hpczero.comm.torch_backend import TorchCarrier
@@ -213,7 +213,7 @@ class Group:
         point, _ = self._next("barrier")
         return self._start("barrier", _once(self.connection.barrier), 0, 0, point)
 
-    def start_steps(self, operation: str, steps: Steps, between: int, shared: int) -> Work:
+    def start_steps(self, operation: str, steps: Requests, between: int, shared: int) -> Work:
         """Start steps made elsewhere, as the group's next collective.
 
         They send `between` bytes to other nodes and read `shared` bytes in the node's memory.
@@ -251,7 +251,7 @@ class Group:
     # --------------------------------------------------------------------------------- starting
 
     def _start_even(
-        self, operation: str, steps: Steps, size: int, point: WaitPoint, *tensors: Tensor
+        self, operation: str, steps: Requests, size: int, point: WaitPoint, *tensors: Tensor
     ) -> Work:
         """Start an operation that sends `size` / N bytes to each of the other ranks."""
         inside, between = evenly(size, self.size, self._count_on_other_nodes)
@@ -260,7 +260,7 @@ class Group:
     def _start(
         self,
         operation: str,
-        steps: Steps,
+        steps: Requests,
         inside: int,
         between: int,
         point: WaitPoint,
@@ -336,5 +336,5 @@ class Group:
         return self.connection.message(label, peer, number), tag
 
 
-def _once(post: Callable[[], list[Any]]) -> Steps:
+def _once(post: Callable[[], list[Any]]) -> Requests:
     yield post()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.connection import Connection, slot_bytes, slots_of
-from hpczero.comm.progress import CommunicationError, Steps
+from hpczero.comm.progress import CommunicationError, Requests
 from hpczero.comm.status import WaitPoint
 
 TINY = 1 << 15  # bytes over all ranks: up to here every rank of an all_reduce sums whole tensors
@@ -37,13 +37,15 @@ class ShardCarrier(Protocol):
     Tensors are flat. `point` says where a rank waits; `code` must be equal on all ranks.
     """
 
-    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Steps: ...
+    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Requests: ...
 
     def reduce_scatter(
         self, tensor: Tensor, combine: Combine, point: WaitPoint, code: int
-    ) -> Steps: ...
+    ) -> Requests: ...
 
-    def all_gather(self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int) -> Steps: ...
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int
+    ) -> Requests: ...
 
 
 class Carrier(ShardCarrier, Protocol):
@@ -51,9 +53,9 @@ class Carrier(ShardCarrier, Protocol):
 
     def exchange(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], point: WaitPoint, code: int
-    ) -> Steps: ...
+    ) -> Requests: ...
 
-    def broadcast(self, tensor: Tensor, root: int, point: WaitPoint, code: int) -> Steps: ...
+    def broadcast(self, tensor: Tensor, root: int, point: WaitPoint, code: int) -> Requests: ...
 
 
 # ------------------------------------------------------------------------- cutting and combining
@@ -120,12 +122,12 @@ class MpiCarrier:
         # Every rank begins with another peer: not all of them with rank 0.
         self._peers = [(rank + distance) % self.size for distance in range(1, self.size)]
 
-    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Steps:
+    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Requests:
         if tensor.nbytes * self.size <= TINY:
             return self._all_reduce_tiny(tensor, op, point, code)
         return self._all_reduce_shards(tensor, op, self.connection.tag(point.number, code, True))
 
-    def _all_reduce_tiny(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Steps:
+    def _all_reduce_tiny(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Requests:
         """Gather whole tensors by MPI's own collective, and reduce them locally.
 
         MPI matches its collectives by their order alone. So each rank's values stand behind a
@@ -149,7 +151,7 @@ class MpiCarrier:
         combine_parts(copy, everyones, op)
         self.connection.copy_back(tensor, copy)
 
-    def _all_reduce_shards(self, tensor: Tensor, op: str, tag: int) -> Steps:
+    def _all_reduce_shards(self, tensor: Tensor, op: str, tag: int) -> Requests:
         own_shard = tensor[shard(tensor.numel(), self.size, self.rank)]
         yield from self._reduce_scatter(tensor, combine_into(own_shard, op), tag)
         # Not in turn: it would queue up only now, behind operations that others may wait for.
@@ -157,10 +159,10 @@ class MpiCarrier:
 
     def reduce_scatter(
         self, tensor: Tensor, combine: Combine, point: WaitPoint, code: int
-    ) -> Steps:
+    ) -> Requests:
         return self._reduce_scatter(tensor, combine, self.connection.tag(point.number, code, True))
 
-    def _reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Steps:
+    def _reduce_scatter(self, tensor: Tensor, combine: Combine, tag: int) -> Requests:
         if not self._peers:
             combine(slice(0, tensor.numel()), [tensor])
             return
@@ -174,7 +176,7 @@ class MpiCarrier:
         finally:
             self.connection.give_back(buffer)
 
-    def _reduce_rounds(self, tensor: Tensor, combine: Combine, tag: int, slots: Tensor) -> Steps:
+    def _reduce_rounds(self, tensor: Tensor, combine: Combine, tag: int, slots: Tensor) -> Requests:
         """Reduce in rounds of as many elements of each shard as a slot holds.
 
         While one round is summed, the next is on its way.
@@ -204,23 +206,23 @@ class MpiCarrier:
             combine(window, [parts[rank] for rank in range(self.size)])
             posted = following
 
-    def all_gather(self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int) -> Steps:
+    def all_gather(self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int) -> Requests:
         tag = self.connection.tag(point.number, code, True)
         return self._all_gather(output, tensor, tag, in_turn=True)
 
-    def _all_gather(self, output: Tensor, tensor: Tensor, tag: int, in_turn: bool) -> Steps:
+    def _all_gather(self, output: Tensor, tensor: Tensor, tag: int, in_turn: bool) -> Requests:
         pieces = [output[shard(output.numel(), self.size, rank)] for rank in range(self.size)]
         return self._exchange(pieces, [tensor] * self.size, tag, in_turn)
 
     def exchange(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], point: WaitPoint, code: int
-    ) -> Steps:
+    ) -> Requests:
         tag = self.connection.tag(point.number, code, True)
         return self._exchange(outputs, inputs, tag, in_turn=True)
 
     def _exchange(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], tag: int, in_turn: bool
-    ) -> Steps:
+    ) -> Requests:
         """`in_turn`: operations that were started before send before."""
         receives = [
             self.connection.receive(outputs[peer], peer, tag) for peer in reversed(self._peers)
@@ -230,7 +232,7 @@ class MpiCarrier:
         yield from self.connection.send_in_turn(sends, tag, in_turn)
         yield list(chain(*receives))
 
-    def broadcast(self, tensor: Tensor, root: int, point: WaitPoint, code: int) -> Steps:
+    def broadcast(self, tensor: Tensor, root: int, point: WaitPoint, code: int) -> Requests:
         """Broadcast along a binomial tree, piece by piece."""
         tag = self.connection.tag(point.number, code, True)
         parent, children = binomial_tree((self.rank - root) % self.size, self.size)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hpczero import machine
 from hpczero.comm.objects import ObjectCollectives
-from hpczero.comm.progress import Steps
+from hpczero.comm.progress import Requests
 from hpczero.comm.shared_memory import SharedBlocks
 from hpczero.errors import InputError
 
@@ -123,7 +123,7 @@ def computer(host: str) -> str:
 
 def compare_clocks(
     mpi: Any, communicator: Any, asked: Sequence[int], compared: dict[int, Clock]
-) -> Steps:
+) -> Requests:
     """On rank 0 `compared` gets the clock of every rank asked."""
     question, answer = bytearray(1), bytearray(8)
     if communicator.rank in asked:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar, cast
 
-from hpczero.comm.progress import Progress, Steps
+from hpczero.comm.progress import Progress, Requests
 from hpczero.comm.status import Signature, Status, WaitPoint
 from hpczero.comm.trace import Entry
 from hpczero.errors import InputError
@@ -82,17 +82,17 @@ class ObjectCollectives:
             raise InputError(f"rank {rank} on {host}: {text}" if rank else text)
         return cast(Result, result)
 
-    def _run(self, steps: Steps, operation: str) -> None:
+    def _run(self, steps: Requests, operation: str) -> None:
         self._number += 1
         signature = Signature.of(operation)
         self.status.started(self._entry, self._number, signature)
         point = WaitPoint(signature.label, self._entry, self._number)
         self.progress.start(steps, Entry(), point, ("world", operation, -1)).wait()
 
-    def _meet(self) -> Steps:
+    def _meet(self) -> Requests:
         yield [self._communicator.Ibarrier()]
 
-    def _broadcast(self, box: list[bytes]) -> Steps:
+    def _broadcast(self, box: list[bytes]) -> Requests:
         length = bytearray(len(box[0]).to_bytes(8, "little"))
         yield [self._communicator.Ibcast([length, self._mpi.BYTE])]
         text = bytearray(box[0]) or bytearray(int.from_bytes(length, "little"))
@@ -100,7 +100,7 @@ class ObjectCollectives:
             yield [self._communicator.Ibcast([piece, self._mpi.BYTE])]
         box[0] = bytes(text)
 
-    def _gather(self, text: bytes, received: list[bytearray]) -> Steps:
+    def _gather(self, text: bytes, received: list[bytearray]) -> Requests:
         byte = self._mpi.BYTE
         lengths = bytearray(8 * self.size if self.rank == 0 else 0)
         own_length = [len(text).to_bytes(8, "little"), byte]

@@ -29,7 +29,7 @@ _PERIOD = 0.001
 
 What = tuple[str, str, int]  # axis, operation, the other rank of a message or -1
 # Yields requests; an empty yield means "not yet: ask again".
-Steps = Generator[Sequence[Any], None, None]
+Requests = Generator[Sequence[Any], None, None]
 
 
 class CommunicationError(HpczeroError):
@@ -63,7 +63,7 @@ class Work:
     def __init__(
         self,
         progress: "Progress",
-        steps: Steps,
+        steps: Requests,
         entry: Entry,
         point: WaitPoint,
         what: What,
@@ -154,7 +154,7 @@ class Progress:
 
     def start(
         self,
-        steps: Steps,
+        steps: Requests,
         entry: Entry,
         point: WaitPoint,
         what: What,

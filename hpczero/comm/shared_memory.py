@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hpczero import machine
 from hpczero.comm.mpi_backend import TINY, Combine, combine_parts, mismatch, shard
-from hpczero.comm.progress import Progress, Steps
+from hpczero.comm.progress import Progress, Requests
 from hpczero.comm.status import Status, WaitPoint
 from hpczero.errors import InputError
 
@@ -318,7 +318,7 @@ class SharedMemoryCarrier:
     def takes(self, tensor: Tensor) -> bool:
         return 0 < tensor.nbytes <= self._largest
 
-    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Steps:
+    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Requests:
         yield from self._turn()
         count = tensor.numel()
         slot = yield from self._meet(tensor, point, code)
@@ -334,7 +334,7 @@ class SharedMemoryCarrier:
 
     def reduce_scatter(
         self, tensor: Tensor, combine: Combine, point: WaitPoint, code: int
-    ) -> Steps:
+    ) -> Requests:
         yield from self._turn()
         slot = yield from self._meet(tensor, point, code)
         count = tensor.numel()
@@ -344,7 +344,7 @@ class SharedMemoryCarrier:
         combine(slice(0, cut.stop - cut.start), parts)
         self._ended += 1
 
-    def all_gather(self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int) -> Steps:
+    def all_gather(self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int) -> Requests:
         yield from self._turn()
         slot = yield from self._meet(tensor, point, code)
         own_shard = output[shard(output.numel(), self.size, self.rank)]
@@ -352,7 +352,7 @@ class SharedMemoryCarrier:
         self._read_shards(output, slot)
         self._ended += 1
 
-    def _turn(self) -> Steps:
+    def _turn(self) -> Requests:
         self._started += 1
         number = self._started
         while self._ended != number - 1:

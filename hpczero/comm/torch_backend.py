@@ -22,7 +22,7 @@ from torch import Tensor
 from hpczero.comm.connection import BLOCK, slot_bytes
 from hpczero.comm.mpi_backend import TINY, Combine, Order, combine_into, combine_parts, shard
 from hpczero.comm.nodes import Nodes
-from hpczero.comm.progress import CommunicationError, RequestFailed, Steps
+from hpczero.comm.progress import CommunicationError, RequestFailed, Requests
 from hpczero.comm.status import WaitPoint
 from hpczero.device import Device
 from hpczero.errors import InputError
@@ -182,7 +182,7 @@ class TorchCarrier:
     def takes(self, tensor: Tensor) -> bool:
         return self._device.holds(tensor)
 
-    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Steps:
+    def all_reduce(self, tensor: Tensor, op: str, point: WaitPoint, code: int) -> Requests:
         if tensor.nbytes * self.size <= TINY:
             return self._in_turn(self._all_reduce_tiny(tensor, op))
         own_shard = tensor[shard(tensor.numel(), self.size, self.rank)]
@@ -191,18 +191,18 @@ class TorchCarrier:
 
     def reduce_scatter(
         self, tensor: Tensor, combine: Combine, point: WaitPoint, code: int
-    ) -> Steps:
+    ) -> Requests:
         return self._in_turn(self._reduce_scatter(tensor, combine))
 
-    def all_gather(self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int) -> Steps:
+    def all_gather(self, output: Tensor, tensor: Tensor, point: WaitPoint, code: int) -> Requests:
         return self._in_turn(self._all_gather(output, tensor))
 
     def exchange(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], point: WaitPoint, code: int
-    ) -> Steps:
+    ) -> Requests:
         return self._in_turn(self._exchange(outputs, inputs))
 
-    def broadcast(self, tensor: Tensor, root: int, point: WaitPoint, code: int) -> Steps:
+    def broadcast(self, tensor: Tensor, root: int, point: WaitPoint, code: int) -> Requests:
         return self._in_turn(self._broadcast(tensor, root))
 
     def close(self) -> None:
@@ -212,7 +212,7 @@ class TorchCarrier:
         self._processes = None
         self._order.close()
 
-    def _in_turn(self, *steps: Steps) -> Steps:
+    def _in_turn(self, *steps: Requests) -> Requests:
         turn = self._order.start(self._channel)
         try:
             while not self._order.is_next(self._channel, turn):
@@ -222,14 +222,14 @@ class TorchCarrier:
         finally:
             self._order.done(self._channel, turn)
 
-    def _all_reduce_tiny(self, tensor: Tensor, op: str) -> Steps:
+    def _all_reduce_tiny(self, tensor: Tensor, op: str) -> Requests:
         # Made here, in the queue: memory of the computing stream would be given to others as soon
         # as the host is through, while the device still reads it.
         everyones = tensor.new_empty(self.size, tensor.numel())
         yield from self._all_gather(everyones.view(-1), tensor)
         combine_parts(tensor, list(everyones), op)
 
-    def _reduce_scatter(self, tensor: Tensor, combine: Combine) -> Steps:
+    def _reduce_scatter(self, tensor: Tensor, combine: Combine) -> Requests:
         """Reduce in rounds of as many elements of each shard as there is room for.
 
         While one round is summed, the next is on its way.
@@ -271,7 +271,7 @@ class TorchCarrier:
         leaving, arriving = used.view(2, 2, self.size * length)
         return leaving, arriving
 
-    def _all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
+    def _all_gather(self, output: Tensor, tensor: Tensor) -> Requests:
         count = output.numel()
         if not count:
             return
@@ -285,7 +285,7 @@ class TorchCarrier:
         if padded is not output:
             output.copy_(padded[:count])
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Steps:
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Requests:
         sizes = [output.numel() for output in outputs]
         sent_sizes = [tensor.numel() for tensor in inputs]
         arrived = outputs[0].new_empty(sum(sizes))
@@ -293,7 +293,7 @@ class TorchCarrier:
         for output, part in zip(outputs, arrived.split(sizes), strict=True):
             output.copy_(part)
 
-    def _broadcast(self, tensor: Tensor, root: int) -> Steps:
+    def _broadcast(self, tensor: Tensor, root: int) -> Requests:
         if tensor.numel():
             yield self._start(self._processes.broadcast, _bytes(tensor), root)
 

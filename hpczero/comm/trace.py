@@ -118,7 +118,7 @@ class Event(NamedTuple):
 
 
 @dataclass
-class Step:
+class TracedStep:
     number: int
     rows: "array[int]" = field(default_factory=lambda: array("q"))
 
@@ -170,7 +170,7 @@ class Recording(Trace):
     """
 
     def __init__(self, steps: int = STEPS, events: int = EVENTS) -> None:
-        self.steps: deque[Step] = deque()
+        self.steps: deque[TracedStep] = deque()
         self.first = 0  # the first step that there was
         self.lost = 0  # events of steps that were too large
         self._most_steps = steps
@@ -185,7 +185,7 @@ class Recording(Trace):
     def step(self, number: int) -> AbstractContextManager[object]:
         if len(self.steps) == self._most_steps:
             self._drop_oldest()
-        self.steps.append(Step(number))
+        self.steps.append(TracedStep(number))
         self.first = self.first or number
         return self.span("step", number)
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpczero.comm.status import Operation, RankState
+from hpczero.text import shorten
 
 # What another rank is doing, seen from one that waits.
 HERE = "waiting in it"
@@ -198,7 +199,5 @@ def _parted(axis: str, our: Operation, their: Operation) -> str:
 
 def _named(ranks: Sequence[int]) -> str:
     """Name ranks: "rank 3", "ranks 0 2 4 6 … 98"."""
-    shown = [str(rank) for rank in sorted(ranks)]
-    if len(shown) > 2 * _SHOWN:
-        shown = [*shown[: 2 * _SHOWN - 2], "…", shown[-1]]
+    shown = shorten([str(rank) for rank in sorted(ranks)], 2 * _SHOWN)
     return f"rank{'s' if len(ranks) > 1 else ''} {' '.join(shown)}"

@@ -15,7 +15,7 @@ from hpczero.batch.run_status import Progress
 from hpczero.batch.submit import living_by_scheduler
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
-from hpczero.text import format_duration, join_words, printable, toml_repr
+from hpczero.text import format_age, format_duration, join_words, printable, toml_repr
 from hpczero.train.run_directory import path_of
 
 _COLUMNS = ["run", "state", "step", "loss", "tokens/s", "left", "saved"]
@@ -232,7 +232,6 @@ def _bytes_below(run: Path) -> int:
 # The verb `runs`: all runs below a folder, found by their files, whoever started them.
 
 _STARTED = ("events.jsonl", "metrics.jsonl", "checkpoints")  # beside spec.toml
-_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def runs(options: Namespace) -> int:
@@ -253,7 +252,7 @@ def runs(options: Namespace) -> int:
             for progress in states
         ]
         rows = [
-            [*_row(progress, name, 60), _age(progress.age_seconds)]
+            [*_row(progress, name, 60), format_age(progress.age_seconds)]
             for progress, name in zip(states, names, strict=True)
         ]
         _print_table([*_COLUMNS, "age"], rows)
@@ -282,10 +281,3 @@ def is_run(path: Path, names: Sequence[str]) -> bool:
     if "spec.toml" in names and any(name in names for name in _STARTED):
         return True
     return "batch" in names and bool(submission.of_run(path))
-
-
-def _age(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    unit, length = next(((unit, length) for unit, length in _UNITS if seconds >= length), ("s", 1))
-    return f"{seconds // length:.0f} {unit}"

@@ -18,6 +18,7 @@ import psutil
 
 from hpczero import env, machine
 from hpczero.comm.mpi_library import Library, installed_wheels
+from hpczero.text import consecutive_runs, format_span
 from hpczero_kernels.table import MIN_CAPABILITY, available
 
 PACKAGES = ("torch", "mpi4py", "numba", "numba-cuda", "h5py", "numpy", "pydantic")
@@ -229,7 +230,7 @@ def table(nodes: Sequence[Sequence[Report]], most: int) -> Iterator[str]:
         row = (
             str(first.node),
             first.host,
-            _ranges([report.rank for report in node]),
+            ",".join(map(_span, consecutive_runs([report.rank for report in node]))),
             str(len(set.union(*cores))),
             _span(machine.threads_per_rank(cores, first.quota)),
             f"{first.usable / len(node) / (1 << 30):.1f} GiB",
@@ -244,16 +245,4 @@ def table(nodes: Sequence[Sequence[Report]], most: int) -> Iterator[str]:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    first, last = min(numbers), max(numbers)
-    return str(first) if first == last else f"{first}-{last}"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """0-3,8 for 0, 1, 2, 3, 8"""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ",".join(map(_span, runs))
+    return format_span(min(numbers), max(numbers))

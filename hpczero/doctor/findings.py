@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hpczero import env
 from hpczero.doctor.facts import Report, by_node, table
-from hpczero.text import format_count
+from hpczero.text import format_binary, format_count
 from hpczero_kernels.table import MIN_CAPABILITY
 
 OK, WARN, FAIL = "ok", "WARN", "FAIL"
@@ -254,10 +254,14 @@ def _shared_memory_of(node: Sequence[Report]) -> Findings:
         yield FAIL, f"{first.host}: there is no /dev/shm", fix
         return
     size, free = first.shm
-    what = f"{first.host}: /dev/shm has {_bytes(free)} free of {_bytes(size)}"
+    what = f"{first.host}: /dev/shm has {format_binary(free)} free of {format_binary(size)}"
     if free < needed:
         larger = "make it larger (docker: --shm-size=8g; else mount -o remount,size=8g /dev/shm)"
-        yield WARN, f"{what}; {format_count(len(node), 'rank')} may need {_bytes(needed)}", larger
+        yield (
+            WARN,
+            f"{what}; {format_count(len(node), 'rank')} may need {format_binary(needed)}",
+            larger,
+        )
     else:
         yield OK, what
     yield from _segments(first)
@@ -279,12 +283,8 @@ def _segments(report: Report) -> Findings:
 
 def _summary(segments: Sequence[tuple[str, int, str]]) -> str:
     makers = " and ".join(sorted({maker for _, _, maker in segments}))
-    size = _bytes(sum(size for _, size, _ in segments))
+    size = format_binary(sum(size for _, size, _ in segments))
     return f"{format_count(len(segments), 'segment')} of {makers} ({size})"
-
-
-def _bytes(number: int) -> str:
-    return f"{number / _GIB:.1f} GiB" if number >= _GIB else f"{number / _MIB:.1f} MiB"
 
 
 def _too_old(report: Report) -> bool:

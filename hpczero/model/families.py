@@ -4,6 +4,7 @@ To add one: its torch model beside `gpt.py`, its record here.
 """
 
 from hpczero.model.shapes import (
+    NORM_OF_ROWS,
     ONES,
     ZEROS,
     ChunkLayout,
@@ -16,6 +17,9 @@ from hpczero.model.shapes import (
     head_dim,
 )
 from hpczero.spec.schema import Model
+
+# Operations whose kernels on GPUs change the memory that activations take (`ChunkLayout.kernels`).
+KERNELS_THAT_CHANGE_MEMORY = frozenset({"cross_entropy"})
 
 # What hpczero knows of GPT before it builds one (pure): the record of the family.
 #
@@ -159,7 +163,7 @@ GPT = Family(
     layers=_layers,
     operations=_operations,
     activations=_activations,
-    tensor_sums={"embedding": (1, 0, 0), "blocks": (2, 2, 2), "head": (0, 1, 1)},
+    tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
     tensor_plan={
         "embedding.lookup": "vocabulary",
         "blocks.*.attention.qkv": "column",
@@ -171,9 +175,9 @@ GPT = Family(
     },
     sequence_plan={
         "embedding.dropout": "dropout of rows",
-        "blocks.*.*.norm": "norm of rows",
+        "blocks.*.*.norm": NORM_OF_ROWS,
         "blocks.*.*.dropout": "dropout of rows",
-        "head.norm": "norm of rows",
+        "head.norm": NORM_OF_ROWS,
     },
 )
 

@@ -7,6 +7,7 @@ sharded over tensor-parallel ranks (None: each of them holds the whole parameter
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 
 from hpczero.spec.schema import Model
@@ -112,7 +113,33 @@ class Family:
     layers: Callable[[Model], list[Layer]]
     operations: Callable[[Model], list[int]]  # of one sequence in each layer, and its backward
     activations: Callable[[Model, int, int, ChunkLayout], Moments]  # tokens, bytes of a number
-    # kind of layer -> sums over tensor ranks in forward, in backward, and norms in it
-    tensor_sums: Mapping[str, tuple[int, int, int]]
+    # kind of layer -> sums of activations over tensor ranks in forward, and in backward
+    tensor_sums: Mapping[str, tuple[int, int]]
     tensor_plan: Mapping[str, str]
     sequence_plan: Mapping[str, str]  # with sequence parallelism, too
+
+
+NORM_OF_ROWS = (
+    "norm of rows"  # a role: each rank has some rows; the parameters' gradients are summed
+)
+
+
+def role_of(plan: Mapping[str, str], name: str) -> str | None:
+    """Return the role that a plan gives the module of this name; None if it has no entry."""
+    roles = [role for pattern, role in plan.items() if matches(name, pattern)]
+    assert len(roles) <= 1, f"{name} has {len(roles)} entries in the plan"
+    return roles[0] if roles else None
+
+
+def sizes_with_role(layer: Layer, plan: Mapping[str, str], role: str) -> list[int]:
+    """Return the elements of each module of a layer that has this role, its parameters together."""
+    sizes = Counter[str]()
+    for parameter in layer.parameters:
+        sizes[parameter.name.rpartition(".")[0]] += parameter.size
+    return [size for name, size in sizes.items() if role_of(plan, name) == role]
+
+
+def matches(name: str, pattern: str) -> bool:
+    words = name.split(".")
+    wanted = pattern.split(".")
+    return len(words) == len(wanted) and all(map(fnmatchcase, words, wanted))

@@ -10,26 +10,25 @@ role; `apply_plan` replaces them.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch import nn
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.group import Group
-from hpczero.comm.node_group import NodeGroup
+from hpczero.comm.node_axis import NodeAxis
 from hpczero.comm.world import World
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
-from hpczero.model.shapes import Family, Layer
+from hpczero.model.shapes import NORM_OF_ROWS, Family, Layer, role_of
 from hpczero.parallel import user_module
 from hpczero.parallel.pipeline import user_stages
 from hpczero.parallel.pipeline.executor import Pipeline
 from hpczero.parallel.pipeline.partition import (
     Chunks,
     Tied,
-    apart,
     chunks_of_stages,
     handed_on,
+    separate_tied,
     stages_of_ties,
 )
 from hpczero.parallel.states import Sharded, shares_nodes
@@ -57,13 +56,13 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
     "row": RowLinear,
     "vocabulary": VocabularyLookup,
     "vocabulary loss": VocabularyCrossEntropy,
-    "norm of rows": OnOwnRows,
+    NORM_OF_ROWS: OnOwnRows,
     "dropout of rows": DropoutOnOwnRows,
 }
 
 
 @dataclass(frozen=True)
-class Site:
+class EngineContext:
     """A spec with the world and grid that it is trained on."""
 
     spec: Spec
@@ -96,7 +95,7 @@ class UserModel:
     """A module of somebody else, and this rank's stage of it (None: there is one stage)."""
 
     module: nn.Module
-    stage: user_stages.Stage | None
+    stage: user_stages.UserStage | None
 
 
 def find(spec: Spec, world: World, grid: Grid) -> UserModel:
@@ -131,13 +130,13 @@ def assemble(
     `found`: the module that model.family has made, if it exists already. `bare`: leave hpczero's
     own models without values, to be loaded or made (`Engine.initial_values`).
     """
-    site = Site(spec, world, grid, accumulates, threads)
+    context = EngineContext(spec, world, grid, accumulates, threads)
     if families.known(spec.model):
-        return _own_model(site, bare)
+        return _own_model(context, bare)
     found = found or find(spec, world, grid)
     if found.stage is None:
-        return SingleStage(_train_user_module(found.module, site))
-    return _user_stage(found.module, found.stage, site)
+        return SingleStage(_train_user_module(found.module, context))
+    return _user_stage(found.module, found.stage, context)
 
 
 def build_engine(
@@ -147,32 +146,32 @@ def build_engine(
 
     The module is the same on every rank but for its values, which become rank 0's.
     """
-    return _train_user_module(module, Site(spec, world, grid, accumulates, threads))
+    return _train_user_module(module, EngineContext(spec, world, grid, accumulates, threads))
 
 
-def _own_model(site: Site, bare: bool) -> StepRunner:
-    spec = site.spec
+def _own_model(context: EngineContext, bare: bool) -> StepRunner:
+    spec = context.spec
     module = build.on_meta(spec.model)
     layers = list(zip(module.layers(), families.layers(spec.model), strict=True))
-    tensor = site.group_if_cut("tensor")
-    pipeline = site.group_if_cut("pipeline")
+    tensor = context.group_if_cut("tensor")
+    pipeline = context.group_if_cut("pipeline")
     if tensor:
         residual = residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len)
         apply_plan(layers, families.family(spec.model), residual)
     described = [layer for _, layer in layers]
     stages = chunks_of_stages(spec, described)
     held = stages[pipeline.rank if pipeline else 0]
-    chunks = _with_modules(held, {layer.name: part for part, layer in layers})
-    ties = _tie_groups(stages_of_ties(stages), site.world, pipeline) if pipeline else {}
+    chunks = _with_modules(held, {layer.name: module for module, layer in layers})
+    ties = _tie_groups(stages_of_ties(stages), context.world, pipeline) if pipeline else {}
     names = [parameter.name for layer in described for parameter in layer.parameters]
     parts = ModelParts(module, _joined(chunks), no_values if bare else None, ties, names)
-    axis = data_axis(spec, site.world, site.group("data"), site.grid.nodes_cut_data_alike)
-    engine = Engine(parts, axis, site.settings(own_model=True), tensor, pipeline)
+    axis = data_axis(spec, context.world, context.group("data"), context.grid.nodes_cut_data_alike)
+    engine = Engine(parts, axis, context.settings(own_model=True), tensor, pipeline)
     if pipeline is None:
         return SingleStage(engine)
     shape = handed_on(spec, tensor.rank if tensor else 0)
     executor = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
-    calls = [[part for part, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks]
+    calls = [[module for module, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks]
     return PipelineStage(engine, executor, chunks, calls)
 
 
@@ -188,57 +187,47 @@ def apply_plan(
         plan |= family.sequence_plan
     for module, layer in layers:
         for path, serial in list(module.named_modules()):
-            role = _role(plan, f"{layer.name}.{path}")
+            role = role_of(plan, f"{layer.name}.{path}")
             if role:
                 parent, _, name = path.rpartition(".")
                 setattr(module.get_submodule(parent), name, ROLES[role](serial, residual))
 
 
-def _role(plan: Mapping[str, str], name: str) -> str | None:
-    roles = [role for pattern, role in plan.items() if _matches(name, pattern)]
-    assert len(roles) <= 1, f"{name} has {len(roles)} entries in the plan"
-    return roles[0] if roles else None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    words = name.split(".")
-    wanted = pattern.split(".")
-    return len(words) == len(wanted) and all(map(fnmatchcase, words, wanted))
-
-
-def _user_stage(module: nn.Module, stage: user_stages.Stage, site: Site) -> StepRunner:
+def _user_stage(
+    module: nn.Module, stage: user_stages.UserStage, context: EngineContext
+) -> StepRunner:
     """Assemble one of the stages of a module that is cut into a pipeline."""
-    spec, pipeline, group = site.spec, site.group("pipeline"), site.group("data")
+    spec, pipeline, group = context.spec, context.group("pipeline"), context.group("data")
     names = list(user_module.trained_parameters(module))
     layers = user_module.layers_of_chunks(module, stage.chunks)
     user_stages.to_meta(module, stage.elsewhere)
-    modules = {layer.name: part for part, layer in _joined(layers)}
+    modules = {layer.name: module for module, layer in _joined(layers)}
     parameters = [parameter for _, layer in _joined(layers) for parameter in layer.parameters]
     tied = {one.name: one for one in parameters if one.name in stage.tied}
-    described = apart([[layer for _, layer in chunk] for chunk in layers], tied)
+    described = separate_tied([[layer for _, layer in chunk] for chunk in layers], tied)
     chunks = _with_modules(described, modules)
-    ties = _tie_groups(stage.tied, site.world, pipeline)
-    axis = _axis_of_user_module(module, site, group)
+    ties = _tie_groups(stage.tied, context.world, pipeline)
+    axis = _axis_of_user_module(module, context, group)
     values = InitialValues(module, spec.seed, group, stage.elsewhere, ties)
     parts = ModelParts(module, _joined(chunks), values, ties, names)
-    engine = Engine(parts, axis, site.settings(), pipeline=pipeline)
+    engine = Engine(parts, axis, context.settings(), pipeline=pipeline)
     values.broadcast_rest(set(names), DTYPES[spec.train.precision])
     return PipelineStage(engine, _pipeline(spec, pipeline, None), chunks, stage.calls)
 
 
-def _train_user_module(module: nn.Module, site: Site) -> Engine:
-    layers = site.world.run_on_all(lambda: user_module.layers_of(module))
-    group = site.group("data")
-    axis = _axis_of_user_module(module, site, group)
-    values = InitialValues(module, site.spec.seed, group)
+def _train_user_module(module: nn.Module, context: EngineContext) -> Engine:
+    layers = context.world.run_on_all(lambda: user_module.layers_of(module))
+    group = context.group("data")
+    axis = _axis_of_user_module(module, context, group)
+    values = InitialValues(module, context.spec.seed, group)
     names = [parameter.name for _, layer in layers for parameter in layer.parameters]
-    engine = Engine(ModelParts(module, layers, values, {}, names), axis, site.settings())
-    values.broadcast_rest(set(names), DTYPES[site.spec.train.precision])
+    engine = Engine(ModelParts(module, layers, values, {}, names), axis, context.settings())
+    values.broadcast_rest(set(names), DTYPES[context.spec.train.precision])
     return engine
 
 
 def _joined(chunks: Sequence[Layers]) -> Layers:
-    return [part for chunk in chunks for part in chunk]
+    return [held for chunk in chunks for held in chunk]
 
 
 def _with_modules(held: Chunks, modules: Mapping[str, nn.Module]) -> list[Layers]:
@@ -272,10 +261,10 @@ def _tie_groups(
     }
 
 
-def _axis_of_user_module(module: nn.Module, site: Site, group: Group) -> DataAxis:
-    axis = data_axis(site.spec, site.world, group)
-    if Sharded.at_stage(site.spec.zero.stage, axis.shared).parameters:
-        site.world.run_on_all(lambda: user_module.refuse_compiled(module))
+def _axis_of_user_module(module: nn.Module, context: EngineContext, group: Group) -> DataAxis:
+    axis = data_axis(context.spec, context.world, group)
+    if Sharded.at_stage(context.spec.zero.stage, axis.shared).parameters:
+        context.world.run_on_all(lambda: user_module.refuse_compiled(module))
     return axis
 
 
@@ -283,7 +272,7 @@ def data_axis(spec: Spec, world: World, group: Group, cut_alike: bool = True) ->
     """Return how these data ranks exchange gradients and weights."""
     ranks_on_nodes = Counter(world.node_of_rank[rank] for rank in group.ranks).values()
     if shares_nodes(spec.zero, ranks_on_nodes, cut_alike):
-        return NodeGroup(world, group)
+        return NodeAxis(world, group)
     gathers_in_passes = Sharded.at_stage(spec.zero.stage, False).parameters
     if world.backend != "mpi" and not gathers_in_passes:
         return Messages(group, group)  # what starts in one order anyway needs no agreement on one

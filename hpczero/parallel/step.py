@@ -9,7 +9,7 @@ from torch import Tensor
 from hpczero.comm.trace import Trace
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.executor import Pipeline
-from hpczero.parallel.user_module import Part
+from hpczero.parallel.user_module import HeldLayer
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
 
@@ -56,7 +56,7 @@ class PipelineStage:
         self,
         engine: Engine,
         pipeline: Pipeline,
-        chunks: Sequence[Sequence[Part]],
+        chunks: Sequence[Sequence[HeldLayer]],
         calls: Sequence[Sequence[Call]],
     ) -> None:
         """`calls`: the layers of each chunk as functions, in the order in which they run."""

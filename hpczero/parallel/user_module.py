@@ -34,8 +34,8 @@ _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (*_NOT_CALLED, nn.Sequential)
 _CUT_IN_TORCH = (*_CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
-Part = tuple[nn.Module, Layer]  # a module, and the parameters that it holds and uses
-Layers = list[Part]
+HeldLayer = tuple[nn.Module, Layer]  # a module, and the parameters that it holds and uses
+Layers = list[HeldLayer]
 Entry = list[Any]  # kind, name, facts: of a part of the module, in its order
 
 

@@ -20,13 +20,13 @@ from hpczero.model.shapes import ChunkLayout, Layer, Moments
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
-    AHEAD,
+    RECEIVED_AHEAD,
     Action,
     Schedule,
     forward_only,
     most_arrived,
     schedule,
-    steps,
+    scheduled_actions,
 )
 from hpczero.parallel.states import SLOTS
 from hpczero.spec.schema import Parallel, Spec
@@ -71,7 +71,10 @@ def arrived(parallel: Parallel, stage: int, micro_batches: int, evaluates: bool)
     few = simulated_micro_batches(parallel, micro_batches)
     trained = _schedule(parallel.schedule, parallel.pipeline, parallel.chunks, few)
     schedules = [trained, forward_only(trained)] if evaluates else [trained]
-    most = max(most_arrived(steps(every, parallel.chunks, stage, AHEAD)) for every in schedules)
+    most = max(
+        most_arrived(scheduled_actions(every, parallel.chunks, stage, RECEIVED_AHEAD))
+        for every in schedules
+    )
     return most + (micro_batches - few) * (_keeps_all(parallel) and stage > 0)
 
 

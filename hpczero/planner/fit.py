@@ -21,7 +21,7 @@ from hpczero.planner.memory import (
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
-from hpczero.text import format_count
+from hpczero.text import format_count, format_memory
 
 _MOST_NODES = 64  # times as many as there are: more help nobody
 _WORTH_SAYING = 50_000  # bytes of a kind that a message names
@@ -32,18 +32,18 @@ _GB = 10**9
 class Bound:
     """`free` bytes for some ranks of some nodes together (node -> number of its ranks).
 
-    `windows`: only their shared windows count; `part`: only this `memory.of_account` counts.
+    `windows`: only their shared windows count. `memory`: only that of the "host" or "device" does.
     """
 
     ranks: Mapping[int, int]
     free: int
     place: str  # "on n1", "in the cgroup /job on n1", "in /dev/shm of n1"
     windows: bool = False
-    part: str = "all"
+    memory: str = "all"
 
 
 @dataclass(frozen=True)
-class Site:
+class NodeLimits:
     """The number of ranks on each node, their bounds, and the kind of device they run on."""
 
     ranks_on_nodes: Mapping[int, int]
@@ -53,7 +53,7 @@ class Site:
     @classmethod
     def planned(
         cls, ranks_on_nodes: Mapping[int, int], node: Hardware, platform: Platform
-    ) -> "Site":
+    ) -> "NodeLimits":
         """Return equal nodes, with a bound for each memory whose size is known: maybe none.
 
         The ranks of a node share its GPUs; if their number is unknown, each rank has its own.
@@ -62,14 +62,14 @@ class Site:
         if platform.on_gpus and node.gpu_memory_gb:
             free = int(node.gpu_memory_gb * _GB)
             bounds += [
-                Bound({one: node.ranks_on_gpu(count)}, free, "on a GPU", part="device")
+                Bound({one: node.ranks_on_gpu(count)}, free, "on a GPU", memory="device")
                 for one, count in ranks_on_nodes.items()
             ]
         if node.memory_gb:
-            part, what = ("host", "in the memory of") if platform.on_gpus else ("all", "on")
+            memory, what = ("host", "in the memory of") if platform.on_gpus else ("all", "on")
             free = int(node.memory_gb * _GB)
             bounds += [
-                Bound({one: count}, free, f"{what} a node", part=part)
+                Bound({one: count}, free, f"{what} a node", memory=memory)
                 for one, count in ranks_on_nodes.items()
             ]
         return cls(ranks_on_nodes, tuple(bounds), platform)
@@ -79,7 +79,7 @@ class Site:
 class Alternative:
     words: str
     spec: Spec
-    site: Site
+    limits: NodeLimits
 
 
 @dataclass(frozen=True)
@@ -94,69 +94,67 @@ class Load:
         return self.size <= self.bound.free
 
 
-def refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
+def refusal(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> str | None:
     """Return why the job does not fit, and settings with which it would; None if it fits."""
-    if not site.bounds:
+    if not limits.bounds:
         return None
-    heaviest = _heaviest(spec, layers, site)
+    heaviest = _heaviest(spec, layers, limits)
     if heaviest.fits:
         return None
-    fitting = _first_of_each(_sharding(spec, site), layers)
+    fitting = _first_of_each(_sharding(spec, limits), layers)
     stages = range(spec.zero.stage + 1, 4)
-    if not any(_heaviest(_with(spec, "zero", stage=stage), layers, site).fits for stage in stages):
-        one_axis = _first_of_each(_one_axis(spec, site), layers)
-        fitting += one_axis or _first_of_each([_both_axes(spec, site)], layers)
-    fitting += _first_of_each([_fewer_ranks(spec, site), _more_nodes(spec, site)], layers)
-    fitting = fitting or _first_of_each([_strongest(spec, site)], layers)
+    if not any(
+        _heaviest(_with(spec, "zero", stage=stage), layers, limits).fits for stage in stages
+    ):
+        one_axis = _first_of_each(_one_axis(spec, limits), layers)
+        fitting += one_axis or _first_of_each([_both_axes(spec, limits)], layers)
+    fitting += _first_of_each([_fewer_ranks(spec, limits), _more_nodes(spec, limits)], layers)
+    fitting = fitting or _first_of_each([_strongest(spec, limits)], layers)
     way_out = (
         "nothing that can be set would fit here: use nodes with more memory, or a smaller model"
     )
     if fitting:
         way_out = f"would fit: {'; '.join(fitting)}"
-    return f"{_complaint(spec, layers, site, heaviest)}; {way_out}"
+    return f"{_complaint(spec, layers, limits, heaviest)}; {way_out}"
 
 
-def final_refusal(spec: Spec, layers: Sequence[Layer], site: Site) -> str | None:
+def final_refusal(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> str | None:
     """Return the `refusal` of a run that saves without a copy, while training waits, if it must."""
-    refused = refusal(spec, layers, site)
+    refused = refusal(spec, layers, limits)
     if refused and saves_behind(spec):
-        return refusal(_with(spec, "checkpoint", asynchronous=False), layers, site)
+        return refusal(_with(spec, "checkpoint", asynchronous=False), layers, limits)
     return refused
-
-
-def in_words(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"
 
 
 def kinds_in_words(sizes: Mapping[str, int]) -> str:
     """weights 1.2 GB, master 2.4 GB, ...: the largest first, without the negligible ones."""
     return ", ".join(
-        f"{kind} {in_words(size)}"
+        f"{kind} {format_memory(size)}"
         for kind, size in sorted(sizes.items(), key=lambda item: -item[1])
         if size >= _WORTH_SAYING
     )
 
 
-def _heaviest(spec: Spec, layers: Sequence[Layer], site: Site) -> Load:
+def _heaviest(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> Load:
     """Return the load of the bound that is exceeded the most, or closest to being exceeded."""
-    needs = needs_of_nodes(spec, layers, site.ranks_on_nodes, site.platform)
-    loads = [Load(bound, _load(bound, needs)) for bound in site.bounds]
+    needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
+    loads = [Load(bound, _load(bound, needs)) for bound in limits.bounds]
     return max(loads, key=lambda load: load.size / max(1, load.bound.free))
 
 
 def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
     return sum(
-        needs[node].windows if bound.windows else needs[node].of(count, bound.part)
+        needs[node].windows if bound.windows else needs[node].of(count, bound.memory)
         for node, count in bound.ranks.items()
     )
 
 
-def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> str:
+def _complaint(spec: Spec, layers: Sequence[Layer], limits: NodeLimits, load: Load) -> str:
     bound = load.bound
     ranks = sum(load.bound.ranks.values())
     needed = (
-        f"needs {in_words(load.size)} {bound.place} ({format_count(ranks, 'rank')}), "
-        f"where {in_words(bound.free)} are available"
+        f"needs {format_memory(load.size)} {bound.place} ({format_count(ranks, 'rank')}), "
+        f"where {format_memory(bound.free)} are available"
     )
     if bound.windows:
         gib = -(-load.size // (1 << 30)) + 1
@@ -164,16 +162,16 @@ def _complaint(spec: Spec, layers: Sequence[Layer], site: Site, load: Load) -> s
         larger = f"make it larger (docker: --shm-size={gib}g; else {remount})"
         return f"zero.node_shared {needed}: {larger}"
     node = next(iter(bound.ranks))
-    needs = needs_of_nodes(spec, layers, site.ranks_on_nodes, site.platform)
-    kinds = kinds_in_words(needs[node].fullest(bound.part))
+    needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
+    kinds = kinds_in_words(needs[node].fullest(bound.memory))
     return f"zero.stage = {spec.zero.stage} {needed} (each rank: {kinds})"
 
 
 def _fitting(alternatives: Iterator[Alternative], layers: Sequence[Layer]) -> Iterator[str]:
     for alternative in alternatives:
-        load = _heaviest(alternative.spec, layers, alternative.site)
+        load = _heaviest(alternative.spec, layers, alternative.limits)
         if load.fits:
-            yield f"{alternative.words} ({in_words(load.size)})"
+            yield f"{alternative.words} ({format_memory(load.size)})"
 
 
 def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Layer]) -> list[str]:
@@ -181,39 +179,41 @@ def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Laye
     return [words for alternatives in kinds for words in islice(_fitting(alternatives, layers), 1)]
 
 
-def _sharding(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
-    yield _sharing(spec, site)
+def _sharding(spec: Spec, limits: NodeLimits) -> Iterator[Iterator[Alternative]]:
+    yield _sharing(spec, limits)
     for stage in range(spec.zero.stage, 4):
-        yield _at_stage(spec, site, stage)
+        yield _at_stage(spec, limits, stage)
 
 
-def _one_axis(spec: Spec, site: Site) -> Iterator[Iterator[Alternative]]:
+def _one_axis(spec: Spec, limits: NodeLimits) -> Iterator[Iterator[Alternative]]:
     """Trade data ranks for tensor ranks, or for pipeline stages."""
     tensor = spec.parallel.tensor
     pipeline = spec.parallel.pipeline
-    larger_tensor, larger_pipeline = _larger(spec, site)
-    yield _on_grids(spec, site, [(size, pipeline) for size in larger_tensor])
-    yield _on_grids(spec, site, [(tensor, size) for size in larger_pipeline])
+    larger_tensor, larger_pipeline = _larger(spec, limits)
+    yield _on_grids(spec, limits, [(size, pipeline) for size in larger_tensor])
+    yield _on_grids(spec, limits, [(tensor, size) for size in larger_pipeline])
 
 
-def _both_axes(spec: Spec, site: Site) -> Iterator[Alternative]:
-    return _on_grids(spec, site, sorted(product(*_larger(spec, site)), key=prod))
+def _both_axes(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
+    return _on_grids(spec, limits, sorted(product(*_larger(spec, limits)), key=prod))
 
 
-def _larger(spec: Spec, site: Site) -> tuple[range, range]:
+def _larger(spec: Spec, limits: NodeLimits) -> tuple[range, range]:
     """Return larger sizes of the tensor axis, whose ranks stay on a node, and of the pipeline."""
     if not known(spec.model):
         return range(0), range(0)
-    tensor = range(spec.parallel.tensor + 1, max(site.ranks_on_nodes.values()) + 1)
+    tensor = range(spec.parallel.tensor + 1, max(limits.ranks_on_nodes.values()) + 1)
     return tensor, range(spec.parallel.pipeline + 1, layer_count(spec.model) + 1)
 
 
-def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Iterator[Alternative]:
+def _on_grids(
+    spec: Spec, limits: NodeLimits, sizes: Iterable[tuple[int, int]]
+) -> Iterator[Alternative]:
     """Yield the (tensor, pipeline) sizes that ranks and model allow, each at every ZeRO stage.
 
     With fewer data ranks the buffers of a high stage may take more than it saves.
     """
-    ranks = sum(site.ranks_on_nodes.values())
+    ranks = sum(limits.ranks_on_nodes.values())
     for tensor, pipeline in (grid for grid in sizes if ranks % prod(grid) == 0):
         changed = _with(spec, "parallel", tensor=tensor, pipeline=pipeline)
         if contradictions(changed):
@@ -226,35 +226,37 @@ def _on_grids(spec: Spec, site: Site, sizes: Iterable[tuple[int, int]]) -> Itera
         ]
         for stage in (*range(spec.zero.stage, 4), *range(spec.zero.stage)):
             also = [f"zero.stage = {stage}"] if stage != spec.zero.stage else []
-            yield Alternative(" and ".join(words + also), _with(changed, "zero", stage=stage), site)
+            yield Alternative(
+                " and ".join(words + also), _with(changed, "zero", stage=stage), limits
+            )
 
 
-def _strongest(spec: Spec, site: Site) -> Iterator[Alternative]:
+def _strongest(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
     """Yield several changes at once, from few to many."""
     small = _with(spec, "train", micro_batch=1)
     for stage in range(spec.zero.stage, 4):
         words = f"zero.stage = {stage}, train.micro_batch = 1"
         smallest = _with(small, "zero", stage=stage)
-        for choice in _sharing(smallest, site):
+        for choice in _sharing(smallest, limits):
             yield replace(choice, words=f"{words} and {choice.words}")
-    for choice in chain(*_one_axis(small, site), _both_axes(small, site)):
+    for choice in chain(*_one_axis(small, limits), _both_axes(small, limits)):
         yield replace(choice, words=f"train.micro_batch = 1 and {choice.words}")
-    for choice in chain(_fewer_ranks(smallest, site), _more_nodes(smallest, site)):
+    for choice in chain(_fewer_ranks(smallest, limits), _more_nodes(smallest, limits)):
         yield replace(choice, words=f"{words} and {choice.words}")
 
 
-def _sharing(spec: Spec, site: Site) -> Iterator[Alternative]:
+def _sharing(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
     """Yield the other value of zero.node_shared, if it makes a difference."""
-    node_of_rank = nodes_of_ranks(site.ranks_on_nodes)
+    node_of_rank = nodes_of_ranks(limits.ranks_on_nodes)
     grid = Grid.build(resolved(spec, node_of_rank), node_of_rank)
     places = list(chain.from_iterable(placements(spec, grid).values()))
-    if not site.platform.on_gpus and any(place.on_node > 1 for place in places):
+    if not limits.platform.on_gpus and any(place.on_node > 1 for place in places):
         shared = not any(place.shared for place in places)
         changed = _with(spec, "zero", node_shared=shared)
-        yield Alternative(f"zero.node_shared = {str(shared).lower()}", changed, site)
+        yield Alternative(f"zero.node_shared = {str(shared).lower()}", changed, limits)
 
 
-def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
+def _at_stage(spec: Spec, limits: NodeLimits, stage: int) -> Iterator[Alternative]:
     """Yield the stage with the whole micro-batch, half of it, a quarter, ..."""
     sharded = _with(spec, "zero", stage=stage)
     size = spec.train.micro_batch
@@ -263,38 +265,38 @@ def _at_stage(spec: Spec, site: Site, stage: int) -> Iterator[Alternative]:
         smaller = [f"train.micro_batch = {size}"] if size != spec.train.micro_batch else []
         if words + smaller:
             changed = _with(sharded, "train", micro_batch=size)
-            yield Alternative(" and ".join(words + smaller), changed, site)
+            yield Alternative(" and ".join(words + smaller), changed, limits)
         size //= 2
 
 
-def _fewer_ranks(spec: Spec, site: Site) -> Iterator[Alternative]:
+def _fewer_ranks(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
     """Yield half of the ranks on every node, a quarter, ..."""
-    while max(site.ranks_on_nodes.values()) > 1:
-        bounds = tuple(replace(bound, ranks=_half(bound.ranks)) for bound in site.bounds)
-        site = replace(site, ranks_on_nodes=_half(site.ranks_on_nodes), bounds=bounds)
-        ranks = sum(site.ranks_on_nodes.values())
-        nodes = len(site.ranks_on_nodes)
+    while max(limits.ranks_on_nodes.values()) > 1:
+        bounds = tuple(replace(bound, ranks=_half(bound.ranks)) for bound in limits.bounds)
+        limits = replace(limits, ranks_on_nodes=_half(limits.ranks_on_nodes), bounds=bounds)
+        ranks = sum(limits.ranks_on_nodes.values())
+        nodes = len(limits.ranks_on_nodes)
         if ranks % (spec.parallel.tensor * spec.parallel.pipeline) == 0:
             where = f" on the same {nodes} nodes" if nodes > 1 else ""
-            yield Alternative(f"mpirun -n {ranks}{where}", spec, site)
+            yield Alternative(f"mpirun -n {ranks}{where}", spec, limits)
 
 
 def _half(ranks: Mapping[int, int]) -> Mapping[int, int]:
     return {node: -(-count // 2) for node, count in ranks.items()}
 
 
-def _more_nodes(spec: Spec, site: Site) -> Iterator[Alternative]:
+def _more_nodes(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
     """Yield twice as many such nodes, four times, ..."""
-    nodes = len(site.ranks_on_nodes)
+    nodes = len(limits.ranks_on_nodes)
     times = 2
     while times <= _MOST_NODES:
         more = {
             node + copy * nodes: count
-            for node, count in site.ranks_on_nodes.items()
+            for node, count in limits.ranks_on_nodes.items()
             for copy in range(times)
         }
         words = f"{len(more)} such nodes with {sum(more.values())} ranks"
-        yield Alternative(words, spec, replace(site, ranks_on_nodes=more))
+        yield Alternative(words, spec, replace(limits, ranks_on_nodes=more))
         times *= 2
 
 

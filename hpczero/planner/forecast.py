@@ -1,7 +1,7 @@
 """The memory, layout and messages of a job before it runs, for people and as data (pure)."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -9,16 +9,25 @@ from typing import Any
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
-from hpczero.parallel.pipeline.partition import Units, chunks_of_stages, layers_that_run
+from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
-from hpczero.planner.fit import Site, final_refusal, in_words, kinds_in_words
+from hpczero.planner.fit import NodeLimits, final_refusal, kinds_in_words
 from hpczero.planner.memory import Hardware, NodeNeed, Platform, needs_on_grid, of_account
 from hpczero.planner.volumes import Volumes
+from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Spec, Zero
-from hpczero.text import format_bytes, format_count, toml_repr
+from hpczero.text import (
+    consecutive_runs,
+    format_bytes,
+    format_count,
+    format_memory,
+    format_span,
+    shorten,
+    toml_repr,
+)
 
 _SHOWN = 8  # lines of a list before it is cut short
-_CALLED = {"pipeline": "stage", "data": "data", "tensor": "tensor"}  # a coordinate along each axis
+_CALLED = {"pipeline": "stage"}  # a coordinate along an axis, if not by the name of the axis
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ class Forecast:
 
     def refusal(self, layers: Sequence[Layer]) -> str:
         """Return why the job does not fit into the known sizes of the nodes; "" if it does."""
-        site = Site.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
-        return final_refusal(self.spec, layers, site) or ""
+        limits = NodeLimits.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
+        return final_refusal(self.spec, layers, limits) or ""
 
     def _accounts(self, needs: list[NodeNeed], fullest: NodeNeed) -> dict[str, Any]:
         of_devices = [need.fullest("device") for need in needs]
@@ -76,9 +85,11 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
     """Return the lines that tell what `Forecast.memory` returned."""
     ranks = format_count(memory["ranks_on_node"], "rank")
     if memory["on"] == "cpu":
-        of_node, of_rank = (in_words(sum(memory[part].values())) for part in ("node", "rank"))
+        of_node, of_rank = (format_memory(sum(memory[part].values())) for part in ("node", "rank"))
         windows = (
-            f" ({in_words(memory['windows'])} of it in shared windows)" if memory["windows"] else ""
+            f" ({format_memory(memory['windows'])} of it in shared windows)"
+            if memory["windows"]
+            else ""
         )
         first = f"about {of_node} on a node of {ranks}{windows}, {of_rank} a rank:"
         return [first, kinds_in_words(memory["rank"])]
@@ -89,10 +100,10 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
     by_whom = "hpczero's kernels" if memory["kernels"] else "PyTorch's operations"
     of_gpu = "; how much a GPU has is not known (batch.site)"
     if device["available"]:
-        of_gpu = f" of the {in_words(device['available'])} of a GPU"
-    of_node = f" of {in_words(host['available'])}" if host["available"] else ""
-    on_host = in_words(sum(host["node"].values()))
-    of_rank = in_words(sum(device["rank"].values()))
+        of_gpu = f" of the {format_memory(device['available'])} of a GPU"
+    of_node = f" of {format_memory(host['available'])}" if host["available"] else ""
+    on_host = format_memory(sum(host["node"].values()))
+    of_rank = format_memory(sum(device["rank"].values()))
     return [
         f"on GPUs about {of_rank} a rank{shared}{of_gpu}:",
         kinds_in_words(device["rank"]),
@@ -107,7 +118,7 @@ def in_lines(memory: dict[str, Any]) -> list[str]:
 
 def stages(spec: Spec, layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Return each stage's chunks of layers, and the parameters of its tensor rank 0 (the most)."""
-    units = Units(1, spec.parallel.tensor)
+    units = LayoutCache(1, spec.parallel.tensor)
     described = []
     for chunks in chunks_of_stages(spec, layers):
         names = [[layer.name for layer in layers_that_run([chunk])] for chunk in chunks]
@@ -167,7 +178,7 @@ def stages_in_lines(stages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def nodes_in_lines(nodes: Sequence[dict[str, Any]], sizes: dict[str, int]) -> list[str]:
-    axes = [axis for axis in _CALLED if sizes[axis] > 1]
+    axes = [axis for axis in reversed(AXES) if sizes[axis] > 1]
     lines = [
         f"node {node['node']}: {_numbers(sorted(node['ranks']), 'rank')}"
         + "".join(f"  [{_box(box, axes)}]" for box in node["places"] if axes)
@@ -198,15 +209,13 @@ def _cut_short(lines: list[str], what: str) -> list[str]:
 
 
 def _box(box: dict[str, list[int]], axes: Sequence[str]) -> str:
-    return ", ".join(f"{_CALLED[axis]} {_span(*box[axis])}" for axis in axes)
+    return ", ".join(f"{_CALLED.get(axis, axis)} {format_span(*box[axis])}" for axis in axes)
 
 
 def _numbers(numbers: Sequence[int], noun: str) -> str:
     """rank 3, ranks 0-7, ranks 0 4 8 12; of many, the first ones and the last."""
-    runs = [_span(run[0], run[-1]) for run in _runs(numbers)]
-    if len(runs) > _SHOWN:
-        runs = [*runs[: _SHOWN - 2], "…", runs[-1]]
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {' '.join(runs)}"
+    runs = [format_span(run[0], run[-1]) for run in consecutive_runs(numbers)]
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {' '.join(shorten(runs, _SHOWN))}"
 
 
 def _layers(names: Sequence[str]) -> str:
@@ -215,15 +224,8 @@ def _layers(names: Sequence[str]) -> str:
     for kind, same in groupby(names, key=lambda name: name.partition(".")[0]):
         indices = [name.partition(".")[2] for name in same]
         words.append(
-            f"{kind} {_span(int(indices[0]), int(indices[-1]))}" if indices[0].isdecimal() else kind
+            f"{kind} {format_span(int(indices[0]), int(indices[-1]))}"
+            if indices[0].isdecimal()
+            else kind
         )
     return ", ".join(words)
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[list[int]]:
-    for _, run in groupby(enumerate(numbers), key=lambda item: item[1] - item[0]):
-        yield [number for _, number in run]
-
-
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"

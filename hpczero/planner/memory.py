@@ -24,7 +24,7 @@ from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known
 from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import UnitLayout
-from hpczero.parallel.pipeline.partition import Tied, Units, chunks_of_stages, handed_on
+from hpczero.parallel.pipeline.partition import LayoutCache, Tied, chunks_of_stages, handed_on
 from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
 from hpczero.planner.activations import activations, arrived, element_bytes
 from hpczero.planner.volumes import resolved
@@ -265,7 +265,7 @@ class _Parts:
         self.spec = spec
         self.platform = platform
         self.chunks = chunks_of_stages(spec, layers)
-        self.units = Units(data_ranks, spec.parallel.tensor)
+        self.units = LayoutCache(data_ranks, spec.parallel.tensor)
         self._known: dict[object, Need] = {}
 
     def need(self, placement: Placement) -> Need:

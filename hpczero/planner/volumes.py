@@ -12,7 +12,7 @@ data      for every unit of U bytes (a layer of the stage, its tensor shard, pad
               stage 3   A reduce_scatter U; all_gather U for each use that finds it released
                         (at most twice a micro-batch)
           node_shared: nothing inside the node. Between M nodes, with R ranks on this one: one slice
-          of R of every shard owned by another node (reduce_scatter), and M - 1 times the rank's own
+          of R of every shard of another node (reduce_scatter), and M - 1 times the rank's own
           shard (all_gather); stage 3 as stage 2.
 tensor    for every micro-batch: a block has two pairs of a column- and a row-parallel layer, each
           with an all_reduce S in forward and one in backward; the embedding has one in forward,
@@ -20,10 +20,10 @@ tensor    for every micro-batch: a block has two pairs of a column- and a row-pa
           sequence_parallel: each all_reduce S becomes a reduce_scatter and an all_gather (the
           sequence padded to a multiple of N). Backward has one more all_gather for each
           column-parallel layer, which keeps only its own part of the sequence, and an all_reduce
-          of each norm's gradients.
+          of the gradients of each norm's parameters.
 pipeline  for every micro-batch: S at each boundary of chunks forward, and backward (with
-          sequence_parallel the rank's part of it). Tied embeddings: the first and the last stage
-          have an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
+          sequence_parallel the rank's part of it). A tied parameter: the stages that hold it have
+          an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
 world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to stop.
 All axes but world: an all_gather of 8 N, the norm.
 """
@@ -36,12 +36,12 @@ from itertools import groupby, permutations
 from math import prod
 from typing import Any
 
-from hpczero.comm.grid import Grid, impossible, order_is_free
+from hpczero.comm.grid import Grid, impossible, node_slice, order_is_free
 from hpczero.comm.trace import evenly
 from hpczero.data.samples import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
-from hpczero.model.shapes import Layer
+from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_with_role
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers_in_step
@@ -163,7 +163,8 @@ class Volumes:
         self.spec = spec
         self.data_ranks = data_ranks
         self.chunks = partition.chunks_of_stages(spec, layers)
-        self.units = partition.Units(data_ranks, spec.parallel.tensor)
+        self._stages_of_ties = partition.stages_of_ties(self.chunks)
+        self.units = partition.LayoutCache(data_ranks, spec.parallel.tensor)
         self._width = element_bytes(spec)
         self._batch = spec.train.global_batch, spec.train.micro_batch
         self._micro_batches, _, _ = micro_batch_sizes(*self._batch, data_ranks)
@@ -200,14 +201,22 @@ class Volumes:
         if nodes[0] != nodes[-1]:
             on_nodes = tuple(len(list(same)) for _, same in groupby(nodes))
         coordinate = partial(grid.coordinate, group[0])
-        key: tuple[Any, ...] = self._world, on_nodes
         if axis == "data":
             cut_alike = grid.nodes_cut_data_alike
-            key = self._data, coordinate("pipeline"), coordinate("tensor"), on_nodes, cut_alike
+            key: tuple[Any, ...] = (
+                self._data,
+                coordinate("pipeline"),
+                coordinate("tensor"),
+                on_nodes,
+                cut_alike,
+            )
         elif axis == "tensor":
             key = self._tensor, coordinate("pipeline"), self._batches(coordinate("data")), on_nodes
         elif axis == "pipeline":
             key = self._pipeline, coordinate("tensor"), self._batches(coordinate("data")), on_nodes
+        else:
+            assert axis == "world", f"nothing says what is sent along the axis {axis}"
+            key = self._world, on_nodes
         if key not in self._known:
             compute, *arguments = key
             self._known[key] = GroupVolumes(compute(*arguments) if len(group) > 1 else [([{}], 1)])
@@ -266,8 +275,8 @@ class Volumes:
             for index in range(count):
                 sums = 0
                 for size, times in reduced.items():
-                    length = _slice(size // ranks, count, index)
-                    sums += elsewhere * length * self._width * times
+                    part = node_slice(size // ranks, count, index)
+                    sums += elsewhere * (part.stop - part.start) * self._width * times
                 node.append({"reduce_scatter": Sent(0, sums), "all_gather": gathered})
             yield node, nodes
 
@@ -306,16 +315,21 @@ class Volumes:
         model = self.spec.model
         ranks = self.spec.parallel.tensor
         tokens = samples * model.seq_len
-        kinds = [layer.kind for layer in partition.layers_that_run(self.chunks[stage])]
-        table = family(model).tensor_sums
-        forward, backward, norms = (
-            sum(table[kind][column] for kind in kinds) * times for column in range(3)
+        running = partition.layers_that_run(self.chunks[stage])
+        one_of_kind = {layer.kind: layer for layer in running}
+        kinds = Counter(layer.kind for layer in running)
+        sums = family(model).tensor_sums
+        forward, backward = (
+            sum(sums[kind][column] * count for kind, count in kinds.items()) * times
+            for column in range(2)
         )
         if self.spec.parallel.sequence_parallel:
             padded = samples * -(-model.seq_len // ranks) * ranks * model.hidden * self._width
             yield "reduce_scatter", padded, forward + backward
             yield "all_gather", padded, forward + 2 * backward
-            yield "all_reduce", 2 * 2 * model.hidden * self._width, norms
+            for kind, layer in one_of_kind.items():
+                for size in sizes_with_role(layer, family(model).sequence_plan, NORM_OF_ROWS):
+                    yield "all_reduce", 2 * size * self._width, kinds[kind] * times
         else:
             yield "all_reduce", 2 * tokens * model.hidden * self._width, forward + backward
         if "head" in kinds:
@@ -330,27 +344,27 @@ class Volumes:
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
         samples = sum(size * times for size, times in batches)
         activation = samples * prod(partition.handed_on(self.spec, tensor_rank)) * self._width
-        ends_apart = nodes[0] != nodes[last]
         for stage, chunks in enumerate(self.chunks):
             node = nodes[stage]
             onward = activation * (len(chunks) - (stage == last))
             back = activation * (len(chunks) - (stage == 0))
             sent = _directly(onward, node != nodes[(stage + 1) % stages])
-            tied = self._tied(stage, tensor_rank)
             operations = {
                 "send": sent + _directly(back, node != nodes[stage - 1]),
-                "all_reduce": _sum(Sent(*evenly(2 * size, 2, ends_apart)) for size in tied),
+                "all_reduce": _sum(self._tied(stage, tensor_rank, nodes)),
                 "all_gather": _norm(stages, stages - on_nodes[node]),
             }
             yield [operations], 1
 
-    def _tied(self, stage: int, tensor_rank: int) -> Iterator[int]:
-        """Yield the bytes of each tied parameter's gradient shard."""
+    def _tied(self, stage: int, tensor_rank: int, nodes: Sequence[int]) -> Iterator[Sent]:
+        """Yield the bytes of each tied parameter's all_reduce over the stages that hold it."""
         sharded = Sharded.at_stage(self.spec.zero.stage, node_shared=False)
         width = 4 if sharded.gradients and self._micro_batches > 1 else self._width
         tied = [layer for layer in self._layers(stage) if isinstance(layer, partition.Tied)]
-        for layout in self.units.of(tied, tensor_rank):
-            yield layout.shard_size * width
+        for layer, layout in zip(tied, self.units.of(tied, tensor_rank), strict=True):
+            holders = [nodes[holder] for holder in self._stages_of_ties[layer.name]]
+            elsewhere = sum(node != nodes[stage] for node in holders)
+            yield Sent(*evenly(2 * layout.shard_size * width, len(holders), elsewhere))
 
 
 def _norm(ranks: int, elsewhere: int) -> Sent:
@@ -378,12 +392,3 @@ def _sum(sent: Iterable[Sent]) -> Sent:
 
 def _directly(size: int, elsewhere: bool) -> Sent:
     return Sent(0, size) if elsewhere else Sent(size, 0)
-
-
-def _slice(length: int, parts: int, index: int) -> int:
-    """Return the elements of slice `index` of a shard, as `comm.node_group` cuts it.
-
-    A slice has whole cache lines.
-    """
-    step = -(-length // (parts * 64)) * 64
-    return min((index + 1) * step, length) - min(index * step, length)

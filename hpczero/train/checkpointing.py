@@ -13,7 +13,7 @@ import torch
 from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import Content, TrainingState
-from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored_spans
 from hpczero.checkpoint.save import Saved, SaveJob, Saver
 from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, DataSource
 from hpczero.comm.grid import Grid
@@ -41,7 +41,9 @@ from hpczero.train.resume import (
 )
 from hpczero.train.run_directory import path_of
 
-Stage = tuple[list[Layer], set[str]]  # units of a pipeline stage; those that another stage saves
+StageUnits = tuple[
+    list[Layer], set[str]
+]  # units of a pipeline stage; those that another stage saves
 
 
 class Checkpoints:
@@ -222,15 +224,15 @@ class Checkpoints:
         of_ranks = self.world.gather_objects(values if self._speaks_for_stage else {})
         return {name: value for of_rank in of_ranks or [] for name, value in of_rank.items()}
 
-    def _stages_of_pipeline(self) -> list[Stage]:
+    def _stages_of_pipeline(self) -> list[StageUnits]:
         """Return all stages on rank 0, in order; its own stage alone on any other rank."""
         layers = [_described(unit.layout) for unit in self.engine.units]
-        copies = [unit.layout.name for unit in self.engine.copies]
-        mine = {str(self.grid.coordinate(self.world.rank, "pipeline")): (layers, copies)}
+        stored_elsewhere = [unit.layout.name for unit in self.engine.counted_elsewhere]
+        mine = {str(self.grid.coordinate(self.world.rank, "pipeline")): (layers, stored_elsewhere)}
         stages = self._of_all_stages(mine) or mine
         return [
-            ([_layer(*layer) for layer in layers], set(copies))
-            for layers, copies in (stages[number] for number in sorted(stages, key=int))
+            ([_layer(*layer) for layer in layers], set(stored_elsewhere))
+            for layers, stored_elsewhere in (stages[number] for number in sorted(stages, key=int))
         ]
 
     def _table(self) -> Table:
@@ -244,9 +246,9 @@ class Checkpoints:
 
         def shard_of(rank: int) -> RankShard:
             stage, tensor_rank = grid.coordinate(rank, "pipeline"), grid.coordinate(rank, "tensor")
-            copies = self._stages[stage][1]
+            stored_elsewhere = self._stages[stage][1]
             units = layouts(stage, tensor_rank)
-            return RankShard(units, grid.coordinate(rank, "data"), tensor_rank, copies)
+            return RankShard(units, grid.coordinate(rank, "data"), tensor_rank, stored_elsewhere)
 
         return Table.of(tensors, self.world.size, shard_of)
 
@@ -309,9 +311,9 @@ def _sources(engine: Engine) -> list[list[DataSource]]:
     """Return for each slot the spans that this rank saves, in the order of the piece table."""
     layouts = [unit.layout for unit in engine.units]
     tensor_rank = engine.tensor.rank if engine.tensor else 0
-    copies = {unit.layout.name for unit in engine.copies}
+    stored_elsewhere = {unit.layout.name for unit in engine.counted_elsewhere}
     sources: list[list[DataSource]] = [[] for _ in SLOTS]
-    for span in stored(RankShard(layouts, engine.axis.rank, tensor_rank, copies)):
+    for span in stored_spans(RankShard(layouts, engine.axis.rank, tensor_rank, stored_elsewhere)):
         unit = engine.units[span.unit]
         first = unit.owned.start
         inside = slice(span.inside.start - first, span.inside.stop - first)

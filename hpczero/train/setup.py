@@ -23,7 +23,7 @@ from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.planner.fit import Bound, Site, refusal
+from hpczero.planner.fit import Bound, NodeLimits, refusal
 from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes, saves_behind
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
@@ -254,7 +254,7 @@ def fit_to_memory(
 def _problem(world: World, spec: Spec, layers: Sequence[Layer], built: int) -> str | None:
     """Return on all ranks what rank 0 says against it, from what every rank sees. Collective."""
     seen = world.gather_objects(_seen(world, spec, built))
-    return world.broadcast_object(seen and refusal(spec, layers, site_from_ranks(seen)))
+    return world.broadcast_object(seen and refusal(spec, layers, limits_from_ranks(seen)))
 
 
 def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
@@ -309,10 +309,10 @@ class Claim:
     free: int
     place: str
     windows: bool = False
-    part: str = "all"
+    memory: str = "all"
 
 
-def site_from_ranks(seen: Sequence[Mapping[str, Any]]) -> Site:
+def limits_from_ranks(seen: Sequence[Mapping[str, Any]]) -> NodeLimits:
     """Return the bounds that the ranks must keep together, from what each has seen (pure)."""
     groups: dict[tuple[str, str], list[Claim]] = {}
     for rank in seen:
@@ -323,19 +323,19 @@ def site_from_ranks(seen: Sequence[Mapping[str, Any]]) -> Site:
     kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
     native = all(rank.get("native", False) for rank in seen)
     platform = Platform("cuda" if on_gpus else "cpu", kernels, native)
-    return Site(Counter(rank["node"] for rank in seen), bounds, platform)
+    return NodeLimits(Counter(rank["node"] for rank in seen), bounds, platform)
 
 
 def _claims(rank: Mapping[str, Any]) -> Iterator[Claim]:
     host, gpu = rank["host"], rank.get("gpu")
-    part = "host" if gpu else "all"
+    memory = "host" if gpu else "all"
     if rank["available"]:
-        yield Claim(rank, "memory", rank["available"], f"on {host}", part=part)
+        yield Claim(rank, "memory", rank["available"], f"on {host}", memory=memory)
     for folder, free in rank["limits"].items():
-        yield Claim(rank, folder, free, f"in the cgroup {folder} on {host}", part=part)
+        yield Claim(rank, folder, free, f"in the cgroup {folder} on {host}", memory=memory)
     if gpu:
         place = f"on {gpu['name']} of {host}"
-        yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, part="device")
+        yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, memory="device")
     yield Claim(rank, "shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
 
 
@@ -343,7 +343,9 @@ def _bound(claims: Sequence[Claim]) -> Bound:
     first = claims[0]
     free = min(claim.free for claim in claims)
     if not first.windows:  # then what the ranks hold already counts as free
-        holders = (claim.rank["gpu"] if first.part == "device" else claim.rank for claim in claims)
+        holders = (
+            claim.rank["gpu"] if first.memory == "device" else claim.rank for claim in claims
+        )
         free += sum(holder["held"] for holder in holders)
     nodes = Counter(claim.rank["node"] for claim in claims)
-    return Bound(nodes, free, first.place, first.windows, first.part)
+    return Bound(nodes, free, first.place, first.windows, first.account)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from hpczero.comm.grid import Grid
-from hpczero.comm.trace import OPERATION, ROW, EventKind, Recording, Step, Trace, events
+from hpczero.comm.trace import OPERATION, ROW, EventKind, Recording, Trace, TracedStep, events
 from hpczero.comm.world import World
 from hpczero.safe_files import remove
 from hpczero.spec.schema import Spec
@@ -163,7 +163,7 @@ def mean(steps: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[s
     return {"seconds": seconds, "hidden": hidden}
 
 
-def _figures(step: Step, whats: list[EventKind]) -> dict[str, dict[str, float]]:
+def _figures(step: TracedStep, whats: list[EventKind]) -> dict[str, dict[str, float]]:
     inside = trace_file.of_step(events(step.rows, whats), step.number)
     seconds = trace_file.exclusive_seconds(inside)
     seconds["other"] = seconds.pop("step", 0.0)
@@ -171,7 +171,7 @@ def _figures(step: Step, whats: list[EventKind]) -> dict[str, dict[str, float]]:
     return {"seconds": seconds, "hidden": {axis: trace_file.hidden(inside, axis) for axis in axes}}
 
 
-def _packed(steps: Sequence[Step], whats: list[EventKind], ahead: Ahead) -> dict[str, Any]:
+def _packed(steps: Sequence[TracedStep], whats: list[EventKind], ahead: Ahead) -> dict[str, Any]:
     """Return the steps as JSON can carry them, with times by rank 0's clock."""
     rows = array("q")
     for step in steps:

@@ -16,10 +16,20 @@ import torch
 from numba import float32, njit, uint16, uint64
 
 from hpczero_kernels.cpu import (
+    BETA1,
+    BETA2,
     BF16,
     CODES,
+    EPS,
     FP32,
+    GRADIENT_SCALE,
     INLINE,
+    LR,
+    MOMENT2_SCALE,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    SKIP,
+    STEP_SIZE,
     STRETCH,
     Pool,
     address_of,
@@ -33,7 +43,6 @@ from hpczero_kernels.cpu import (
 )
 from hpczero_kernels.dispatch import CUDA, NUMBA, choose
 
-_SCALE, _SKIP = 0, 9  # indices of two scalars
 _CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache over a dozen operations
 
 
@@ -41,10 +50,8 @@ _CHUNK = 1 << 15  # elements: five buffers of these stay in a core's cache over 
 class AdamWScalars:
     """Scalars of one step, the same for all elements: an fp32 buffer on the state's device.
 
-    [gradient_scale, beta1, 1 - beta1, beta2, 1 - beta2, eps, lr, lr / correction1,
-     1 / correction2, skip]
-
-    Where `skip` is not 0 (a gradient was not finite), the step changes nothing.
+    `cpu` names their indices: STEP_SIZE is lr / correction1, MOMENT2_SCALE is 1 / correction2.
+    Where SKIP is not 0 (a gradient was not finite), the step changes nothing.
     """
 
     values: torch.Tensor
@@ -56,8 +63,8 @@ class AdamWScalars:
         step clips them to `clip` (0: no clipping), and is skipped where the norm is not finite.
         """
         clipped = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-        self.values[_SCALE] = clipped / scale
-        self.values[_SKIP] = ~norm.isfinite()
+        self.values[GRADIENT_SCALE] = clipped / scale
+        self.values[SKIP] = ~norm.isfinite()
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,16 @@ def scalars_of_step(
     beta1, beta2 = betas
     correction1 = 1.0 - beta1**step
     correction2 = 1.0 - beta2**step
-    values = [gradient_scale, beta1, 1.0 - beta1, beta2, 1.0 - beta2]
-    values += [eps, lr, lr / correction1, 1.0 / correction2, 0.0]
+    values = [0.0] * (SKIP + 1)
+    values[GRADIENT_SCALE] = gradient_scale
+    values[BETA1] = beta1
+    values[ONE_MINUS_BETA1] = 1.0 - beta1
+    values[BETA2] = beta2
+    values[ONE_MINUS_BETA2] = 1.0 - beta2
+    values[EPS] = eps
+    values[LR] = lr
+    values[STEP_SIZE] = lr / correction1
+    values[MOMENT2_SCALE] = 1.0 / correction2
     return AdamWScalars(torch.tensor(values, dtype=torch.float32))
 
 
@@ -87,9 +102,7 @@ def adamw_reference(
     state: AdamWBuffers, decay: float, scalars: AdamWScalars, zero_gradient: bool = False
 ) -> None:
     values = scalars.values.tolist()
-    gradient_scale, beta1, one_minus_beta1, beta2, one_minus_beta2 = values[:5]
-    eps, lr, step_size, moment2_scale, skip = values[5:]
-    if skip:
+    if values[SKIP]:
         if zero_gradient:
             state.gradient.zero_()
         return
@@ -98,11 +111,12 @@ def adamw_reference(
         master = state.master[chunk]
         moment1 = state.moment1[chunk]
         moment2 = state.moment2[chunk]
-        gradient = state.gradient[chunk].float() * gradient_scale
-        moment1.mul_(beta1).add_(gradient, alpha=one_minus_beta1)
-        moment2.mul_(beta2).addcmul_(gradient, gradient, value=one_minus_beta2)
-        denominator = (moment2 * moment2_scale).sqrt_().add_(eps)
-        master.mul_(1.0 - lr * decay).addcdiv_(moment1, denominator, value=-step_size)
+        gradient = state.gradient[chunk].float() * values[GRADIENT_SCALE]
+        moment1.mul_(values[BETA1]).add_(gradient, alpha=values[ONE_MINUS_BETA1])
+        moment2.mul_(values[BETA2]).addcmul_(gradient, gradient, value=values[ONE_MINUS_BETA2])
+        denominator = (moment2 * values[MOMENT2_SCALE]).sqrt_().add_(values[EPS])
+        master.mul_(1.0 - values[LR] * decay)
+        master.addcdiv_(moment1, denominator, value=-values[STEP_SIZE])
         if state.weights is not None:
             state.weights[chunk].copy_(master)
         if zero_gradient:
@@ -111,14 +125,12 @@ def adamw_reference(
 
 @inner
 def _update_element(weight, moment1, moment2, gradient, keep, scalars):
-    """Return weight, moment1 and moment2 of one element after the step; keep = 1 - lr decay.
-
-    The scalars are those of AdamWScalars, in their order.
-    """
-    scaled = gradient * scalars[0]
-    mean = scalars[1] * moment1 + scalars[2] * scaled
-    square = scalars[3] * moment2 + scalars[4] * scaled * scaled
-    updated = keep * weight - scalars[7] * mean / (sqrt(square * scalars[8]) + scalars[5])
+    """Return weight, moment1 and moment2 of one element after the step; keep = 1 - lr decay."""
+    scaled = gradient * scalars[GRADIENT_SCALE]
+    mean = scalars[BETA1] * moment1 + scalars[ONE_MINUS_BETA1] * scaled
+    square = scalars[BETA2] * moment2 + scalars[ONE_MINUS_BETA2] * scaled * scaled
+    denominator = sqrt(square * scalars[MOMENT2_SCALE]) + scalars[EPS]
+    updated = keep * weight - scalars[STEP_SIZE] * mean / denominator
     return updated, mean, square
 
 
@@ -156,7 +168,7 @@ def _adamw(
     """Update elements start .. stop - 1; the buffers are addresses (weights 0: none)."""
     stretch = np.empty(STRETCH, np.float32)
     zeros = np.zeros(STRETCH, np.float32)
-    keep = float32(1.0) - scalars[6] * decay
+    keep = float32(1.0) - scalars[LR] * decay
     both_bf16 = weights != 0 and gradient_precision == weights_precision == BF16
     while start < stop:
         size = min(stop - start, uint64(STRETCH))
@@ -217,7 +229,7 @@ def _adamw_on_cpu(
 ) -> None:
     gradient = state.gradient
     weights = state.weights
-    if scalars.values[_SKIP]:
+    if scalars.values[SKIP]:
         if zero_gradient:
             gradient.zero_()
         return

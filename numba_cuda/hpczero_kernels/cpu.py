@@ -30,6 +30,10 @@ FP32, BF16, FP16 = 0, 1, 2
 STRETCH = 256  # elements: the end of a stretch and the reading of the next overlap
 CODES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
+# Indices of the scalars of an AdamW step (`adamw.AdamWScalars`), for its kernels on any device.
+GRADIENT_SCALE, BETA1, ONE_MINUS_BETA1, BETA2, ONE_MINUS_BETA2 = range(5)
+EPS, LR, STEP_SIZE, MOMENT2_SCALE, SKIP = range(5, 10)
+
 inner = njit(error_model="numpy", nogil=True)  # compiled into the kernels that call it
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from hpczero.checkpoint import apart, import_safetensors
+from hpczero.checkpoint import hdf5_process, import_safetensors
 from hpczero.checkpoint.manifest import TrainingState
-from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored
+from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored_spans
 from hpczero.checkpoint.shard_file import BLOCK, SLOTS, Array, empty_chunks, in_chunks
 from hpczero.model.families import layers
 from hpczero.model.shapes import ZEROS, Layer, Parameter
@@ -95,7 +95,7 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
     def read(rank: int, slot: int) -> Iterator[Array]:
         pieces = [
             wanted.values[slot][own.name][box].reshape(-1)
-            for own in stored(holding(rank))
+            for own in stored_spans(holding(rank))
             for box in own.rectangles
         ]
         return in_chunks(pieces, empty)
@@ -154,8 +154,8 @@ def look_without_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     the files of these tests do the library no harm.
     """
 
-    def problems(self: apart.Hdf5Process, shard: int = -1) -> list[str]:
-        return apart.answer(self.folder, self.content, shard)
+    def problems(self: hdf5_process.Hdf5Process, shard: int = -1) -> list[str]:
+        return hdf5_process.answer(self.folder, self.content, shard)
 
-    monkeypatch.setattr(apart.Hdf5Process, "problems", problems)
-    monkeypatch.setattr(apart, "limited", lambda size: None)
+    monkeypatch.setattr(hdf5_process.Hdf5Process, "problems", problems)
+    monkeypatch.setattr(hdf5_process, "limited", lambda size: None)

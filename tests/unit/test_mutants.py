@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpczero.checkpoint import apart, manifest
+from hpczero.checkpoint import hdf5_process, manifest
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.shard_file import Damaged
 from hpczero.cli import main
@@ -77,7 +77,7 @@ def read_all(folder: Path) -> int:
 
 def looked_at(folder: Path) -> int:
     """Do what `verify` has done in a process of its own."""
-    return min(len(apart.answer(folder, manifest.read(folder), -1)), 1)
+    return min(len(hdf5_process.answer(folder, manifest.read(folder), -1)), 1)
 
 
 def indexes(folder: Path, seeds: range, every: int) -> Counts:
@@ -227,10 +227,10 @@ def manifests(folder: Path, seeds: range) -> Counts:
 
 @pytest.fixture
 def looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    def problems(self: apart.Hdf5Process, shard: int = -1) -> list[str]:
-        return apart.answer(self.folder, self.content, shard)
+    def problems(self: hdf5_process.Hdf5Process, shard: int = -1) -> list[str]:
+        return hdf5_process.answer(self.folder, self.content, shard)
 
-    monkeypatch.setattr(apart.Hdf5Process, "problems", problems)
+    monkeypatch.setattr(hdf5_process.Hdf5Process, "problems", problems)
 
 
 @pytest.mark.usefixtures("looking")

@@ -24,13 +24,13 @@ from hpczero.device import CPU
 from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.schedule import (
-    AHEAD,
+    RECEIVED_AHEAD,
     PartResult,
-    Step,
+    ScheduledAction,
     forward_only,
     receiver,
     schedule,
-    steps,
+    scheduled_actions,
 )
 
 _UNSENT = 2  # outputs of an evaluation that a stage keeps until they are sent
@@ -114,7 +114,7 @@ class Pipeline:
         self.buffers = Buffers(dtype, group.device.torch)
         # part and shape of the micro-batch -> shape of the part's output
         self._learned_shapes: dict[tuple[int, torch.Size], tuple[int, ...]] = {}
-        self._steps: dict[tuple[int, bool, int], tuple[Step, ...]] = {}
+        self._scheduled: dict[tuple[int, bool, int], tuple[ScheduledAction, ...]] = {}
 
     def train(self, parts: Parts, batches: Sequence[MicroBatch]) -> list[Tensor]:
         """Run forward and backward of all micro-batches. Collective; every stage gets the same.
@@ -156,15 +156,17 @@ class Pipeline:
         }
         return [self.shape(source, batch) for source in sources for batch in batches]
 
-    def steps(self, micro_batches: int, trains: bool, ahead: int = AHEAD) -> tuple[Step, ...]:
-        """Return this stage's steps; they are made once for each number of micro-batches."""
-        stage_steps = self._steps.get((micro_batches, trains, ahead))
-        if stage_steps is None:
+    def scheduled(
+        self, micro_batches: int, trains: bool, ahead: int = RECEIVED_AHEAD
+    ) -> tuple[ScheduledAction, ...]:
+        """Return this stage's actions; they are made once for each number of micro-batches."""
+        actions_here = self._scheduled.get((micro_batches, trains, ahead))
+        if actions_here is None:
             actions = schedule(self.kind, self.group.size, self.chunks, micro_batches)
             used = actions if trains else forward_only(actions)
-            stage_steps = steps(used, self.chunks, self.group.rank, ahead)
-            self._steps[micro_batches, trains, ahead] = stage_steps
-        return stage_steps
+            actions_here = scheduled_actions(used, self.chunks, self.group.rank, ahead)
+            self._scheduled[micro_batches, trains, ahead] = actions_here
+        return actions_here
 
 
 @dataclass
@@ -211,11 +213,11 @@ class _Pass:
         known = [prod(shape) for shape in shapes if shape is not None]
         self.buffers.reserve(max(known, default=0))
         self.all_known = len(known) == len(shapes)
-        ahead = AHEAD if self.all_known else 0
-        for step in self.pipeline.steps(len(self.batches), self.trains, ahead):
-            for result in step.posts:
+        ahead = RECEIVED_AHEAD if self.all_known else 0
+        for scheduled in self.pipeline.scheduled(len(self.batches), self.trains, ahead):
+            for result in scheduled.posts:
                 self._post(result)
-            carry_out[step.action.kind](step)
+            carry_out[scheduled.action.kind](scheduled)
             self.pipeline.poll()
             while self.sends and self.sends[0][0].done:
                 self.sends.popleft()
@@ -225,15 +227,15 @@ class _Pass:
         assert not self.kept, list(self.kept)
         return self.losses
 
-    def _forward(self, step: Step) -> None:
-        chunk = step.action.chunk
-        number = step.action.micro_batch
-        arrival = self._arrived(step.needs)
+    def _forward(self, scheduled: ScheduledAction) -> None:
+        chunk = scheduled.action.chunk
+        number = scheduled.action.micro_batch
+        arrival = self._arrived(scheduled.needs)
         x = arrival.tensor.requires_grad_(self.trains) if arrival else None
         output = self.parts.forward(chunk, x, self.batches[number])
-        if step.gives:
-            self._check(step.gives, output)
-            self._hand_on(step.gives, arrival, output.detach())
+        if scheduled.gives:
+            self._check(scheduled.gives, output)
+            self._hand_on(scheduled.gives, arrival, output.detach())
         else:
             self.losses.append(output.detach())
         if self.trains:
@@ -241,16 +243,16 @@ class _Pass:
         else:
             self._release(arrival)
 
-    def _backward(self, step: Step) -> None:
-        chunk = step.action.chunk
-        arrival, output = self.kept.pop((chunk, step.action.micro_batch))
-        gradient = self._arrived(step.needs)
-        self.parts.backward(chunk, output, gradient.tensor if gradient else None, step.last)
-        if step.gives:
+    def _backward(self, scheduled: ScheduledAction) -> None:
+        chunk = scheduled.action.chunk
+        arrival, output = self.kept.pop((chunk, scheduled.action.micro_batch))
+        gradient = self._arrived(scheduled.needs)
+        self.parts.backward(chunk, output, gradient.tensor if gradient else None, scheduled.last)
+        if scheduled.gives:
             assert arrival is not None
             x = arrival.tensor
             x_gradient = torch.zeros_like(x) if x.grad is None else x.grad  # None: x was not used
-            self._hand_on(step.gives, gradient, x_gradient)
+            self._hand_on(scheduled.gives, gradient, x_gradient)
         self._release(gradient)
         self._release(arrival)
 

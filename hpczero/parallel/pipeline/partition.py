@@ -51,7 +51,7 @@ def chunks_of_stages(spec: Spec, layers: Sequence[Layer]) -> list[Chunks]:
     parameters = [parameter for layer in layers for parameter in layer.parameters]
     tied = {parameter.name: parameter for parameter in parameters if parameter.name in used}
     cut_layers = cut_into_stages(layers, estimated_costs(spec.model), stages, spec.parallel.chunks)
-    return [apart(chunks, tied) for chunks in cut_layers]
+    return [separate_tied(chunks, tied) for chunks in cut_layers]
 
 
 def cut_into_stages(
@@ -65,19 +65,19 @@ def cut_into_stages(
     ]
 
 
-def apart(chunks: Sequence[Sequence[Layer]], tied: Mapping[str, Parameter]) -> Chunks:
+def separate_tied(chunks: Sequence[Sequence[Layer]], tied: Mapping[str, Parameter]) -> Chunks:
     """Separate the tied parameters of a stage from its layers.
 
     Each becomes a `Tied` before the first layer that uses it; layers that held it only use it.
     """
     missing = dict(tied)
     return tuple(
-        tuple(chain.from_iterable(_apart(layer, tied, missing) for layer in chunk))
+        tuple(chain.from_iterable(_without_tied(layer, tied, missing) for layer in chunk))
         for chunk in chunks
     )
 
 
-def _apart(
+def _without_tied(
     layer: Layer, tied: Mapping[str, Parameter], missing: dict[str, Parameter]
 ) -> Iterator[Layer]:
     """Yield the layer, after the tied parameters that are `missing` on the stage until here."""
@@ -112,7 +112,7 @@ def handed_on(spec: Spec, tensor_rank: int) -> tuple[int, int]:
     return rows.stop - rows.start, spec.model.hidden
 
 
-class Units:
+class LayoutCache:
     """A cache of layouts: layers of the same shapes, most of a model, have the same one."""
 
     def __init__(self, shards: int, tensor_ranks: int = 1) -> None:

@@ -9,8 +9,8 @@ action; each action makes *results*:
     weight gradient   of a part: needs the same
 
 So a result that is handed on is always made from the neighbour's result of the same name.
-Simulator and messages know results only: a schedule that splits backward in two adds two kinds to
-RESULTS.
+Simulator and messages know results only. A schedule that splits backward in two adds two kinds of
+action to RESULTS, and to the executor what carries them out.
 
     gpipe         all forwards, then all backwards (Huang et al. 2019)
     1f1b          as few forwards ahead as keep the later stages busy, then one backward after each
@@ -26,7 +26,7 @@ In all of them a part's backwards go through the micro-batches in order, so grad
 same bits.
 
 The messages of a stage, and when it starts their receives, follow from the schedules of all stages
-(`steps`).
+(`scheduled_actions`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,7 +89,9 @@ def schedule(
     forwards = [Action("forward", chunk, number) for chunk, number in order]
     backwards = [Action("backward", chunks - 1 - chunk, number) for chunk, number in order]
     full = (
-        _alternating(forwards, backwards, _ahead(kind, stages, chunks, stage) or len(order))
+        _alternating(
+            forwards, backwards, _forwards_first(kind, stages, chunks, stage) or len(order)
+        )
         for stage in range(stages)
     )
     return tuple(
@@ -130,7 +132,7 @@ def receiver(result: PartResult, stages: int) -> int:
     return (result.part + HANDED_ON[result.name]) % stages
 
 
-def _ahead(kind: str, stages: int, chunks: int, stage: int) -> int | None:
+def _forwards_first(kind: str, stages: int, chunks: int, stage: int) -> int | None:
     """Return the number of forwards before the first backward; None: all."""
     after = stages - 1 - stage
     if kind == "gpipe":
@@ -152,11 +154,11 @@ def _alternating(forwards: list[Action], backwards: list[Action], ahead: int) ->
 # Activations and gradients may come from the same stage, and may be needed in another order than
 # they come; an early one waits in its buffer. A receive is started `ahead` actions before the one
 # that needs it, together with all that come before it.
-AHEAD = 2  # actions: the next forward and the next backward
+RECEIVED_AHEAD = 2  # actions: the next forward and the next backward
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduledAction:
     """An action with its messages: `posts` are the receives that are started before it.
 
     `last`: no later action of its chunk makes weight gradients.
@@ -177,8 +179,10 @@ def sent(actions: Schedule, chunks: int, source: int, target: int) -> Iterator[P
             yield result
 
 
-def steps(actions: Schedule, chunks: int, stage: int, ahead: int) -> tuple[Step, ...]:
-    """Return the steps of one stage.
+def scheduled_actions(
+    actions: Schedule, chunks: int, stage: int, ahead: int
+) -> tuple[ScheduledAction, ...]:
+    """Return the actions of one stage with their messages.
 
     The only stage of a pipeline makes the input of its next chunk itself, and receives nothing.
     """
@@ -202,7 +206,7 @@ def steps(actions: Schedule, chunks: int, stage: int, ahead: int) -> tuple[Step,
         if "weight gradient" in RESULTS[action.kind]
     }
     return tuple(
-        Step(
+        ScheduledAction(
             action,
             posts[number + ahead] if number else first_posts,
             needed[number],
@@ -213,26 +217,26 @@ def steps(actions: Schedule, chunks: int, stage: int, ahead: int) -> tuple[Step,
     )
 
 
-def most_arrived(of_stage: Sequence[Step]) -> int:
+def most_arrived(of_stage: Sequence[ScheduledAction]) -> int:
     """Return the most messages that are in flight to a stage, or in use, at the same time.
 
     An activation is in use until its backward is done (if there is one), a gradient while its
     backward runs.
     """
-    made = {result for step in of_stage for result in RESULTS[step.action.kind]}
+    made = {result for scheduled in of_stage for result in RESULTS[scheduled.action.kind]}
     # the last result that is made from an activation
     last = max(made, key=ALL_RESULTS.index, default="output")
     inputs = {
-        (step.action.chunk, step.action.micro_batch): step.needs
-        for step in of_stage
-        if "output" in RESULTS[step.action.kind]
+        (scheduled.action.chunk, scheduled.action.micro_batch): scheduled.needs
+        for scheduled in of_stage
+        if "output" in RESULTS[scheduled.action.kind]
     }
     now = most = 0
-    for step in of_stage:
-        now += len(step.posts)
+    for scheduled in of_stage:
+        now += len(scheduled.posts)
         most = max(most, now)
-        if last in RESULTS[step.action.kind]:
-            now -= inputs[step.action.chunk, step.action.micro_batch] is not None
-        if "input gradient" in RESULTS[step.action.kind]:
-            now -= step.needs is not None
+        if last in RESULTS[scheduled.action.kind]:
+            now -= inputs[scheduled.action.chunk, scheduled.action.micro_batch] is not None
+        if "input gradient" in RESULTS[scheduled.action.kind]:
+            now -= scheduled.needs is not None
     return most

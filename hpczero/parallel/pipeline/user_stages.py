@@ -30,7 +30,7 @@ _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True)
-class Stage:
+class UserStage:
     """The layers of the module that one stage holds, by chunk, and the calls that run them.
 
     `tied` maps each parameter that several stages hold to all these stages.
@@ -42,7 +42,7 @@ class Stage:
     tied: dict[str, tuple[int, ...]]
 
 
-def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> Stage:
+def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> UserStage:
     """Return a stage of the module; InputError, on every stage alike, if it cannot be cut so."""
     refuse_changed_in_forward(module)
     stages = parallel.pipeline
@@ -55,14 +55,14 @@ def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> Stage:
     names = {parameter: name for name, parameter in trained_parameters(module).items()}
     holders: dict[str, list[int]] = {name: [] for name in names.values()}
     for number, chunks in enumerate(held):
-        owned = [names[one] for one in _parameters(modules[number]) if one in names]
-        if not owned:
+        held_names = [names[one] for one in _parameters(modules[number]) if one in names]
+        if not held_names:
             shown = ", ".join(type(layer).__name__ for chunk in chunks for layer in chunk)
             raise InputError(
                 f"stage {number} of {stages} would have no parameters ({shown}): put such "
                 "layers together with others, or use fewer stages"
             )
-        for name in owned:
+        for name in held_names:
             holders[name].append(number)
     tied = {name: tuple(numbers) for name, numbers in holders.items() if len(numbers) > 1}
     calls: list[list[Call]] = [
@@ -70,7 +70,7 @@ def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> Stage:
     ]
     if stage + 1 == stages:
         calls[-1].append(_Loss(module))
-    return Stage(held[stage], calls, set().union(*modules) - modules[stage], tied)
+    return UserStage(held[stage], calls, set().union(*modules) - modules[stage], tied)
 
 
 def _modules(layers: Iterable[nn.Module]) -> set[nn.Module]:

@@ -24,15 +24,19 @@ def own_tokens(vocab: int, group: Group) -> slice:
 
 
 class VocabularyLookup(nn.Module):
-    """A lookup in this rank's vectors; the sum over the ranks has those of all tokens."""
+    """A lookup in this rank's vectors; the sum over the ranks has those of all tokens.
+
+    Learned positions, where the serial lookup has any, are added once.
+    """
 
     tokens: nn.Parameter
-    positions: nn.Parameter
+    positions: nn.Parameter | None
 
     def __init__(self, serial: Any, residual: Residual) -> None:
         super().__init__()
         self.vocab = serial.tokens.shape[0]
-        self.tokens, self.positions = serial.tokens, serial.positions
+        self.tokens = serial.tokens
+        self.positions = getattr(serial, "positions", None)
         self._residual = residual
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -43,7 +47,8 @@ class VocabularyLookup(nn.Module):
         )
         first = own_tokens(self.vocab, self._residual.group).start
         partial = part_of_lookup(tokens, self.tokens, first)
-        return sum_of_parts(partial, self.positions[: tokens.shape[1]], self._residual)
+        positions = None if self.positions is None else self.positions[: tokens.shape[1]]
+        return sum_of_parts(partial, positions, self._residual)
 
 
 class VocabularyCrossEntropy(nn.Module):

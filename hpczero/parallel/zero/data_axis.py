@@ -1,7 +1,7 @@
 """Exchanges among the data ranks: gradients, weights, and which parameters a step leaves out.
 
 `DataAxis` is what the engine asks for. `Messages` carries it out by messages,
-`comm.node_group.NodeGroup` with one copy of the weights per node.
+`comm.node_axis.NodeAxis` with one copy of the weights per node.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.group import Group, Work, shard
-from hpczero.comm.node_group import LocalSum
+from hpczero.comm.node_axis import LocalSum
 from hpczero.device import Device
 from hpczero.parallel.zero.unit import Unit
 
@@ -39,10 +39,10 @@ class DataAxis(Protocol):
     def reduce(self, tensor: Tensor, sums: LocalSum) -> Work:
         """Start a reduce-scatter; `sums` adds up, in an order that is the same on all ranks."""
 
-    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
+    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
         """Start an all-gather: every rank's shard of `tensor` comes to all.
 
-        `copies`: each rank has a tensor of its own, even if the axis shares memory. Gathers of
+        `per_rank`: each rank has a tensor of its own, even if the axis shares memory. Gathers of
         different names do not meet.
         """
 
@@ -85,9 +85,9 @@ class Messages:
             combine=lambda window, parts: sums.into_shard(window, parts, ranks),
         )
 
-    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
-        owned = tensor[shard(tensor.numel(), self.size, self.rank)]
-        return self.gathers.start_all_gather(tensor, owned, name)
+    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
+        own_shard = tensor[shard(tensor.numel(), self.size, self.rank)]
+        return self.gathers.start_all_gather(tensor, own_shard, name)
 
     def node_barrier(self) -> Work:
         return self.group.start_barrier()

@@ -26,7 +26,7 @@ from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import BadGradient, Reduction
-from hpczero.parallel.zero.unit import Unit, take_slots
+from hpczero.parallel.zero.unit import Unit, take_gradient_slots
 from hpczero.parallel.zero.weight_gradients import (
     DirectGradients,
     StrayGradients,
@@ -87,11 +87,13 @@ class Engine(Weights):
         self.updates = 0
         by_name = {unit.layout.name: unit for unit in self.units}
         tied = {by_name[name]: group for name, group in parts.ties.items()}
-        self.copies = {unit for unit, group in tied.items() if group.rank}  # counted elsewhere
-        slots = take_slots(self.units, self.arena)
+        self.counted_elsewhere = {
+            unit for unit, group in tied.items() if group.rank
+        }  # counted elsewhere
+        gradient_slots = take_gradient_slots(self.units, self.arena)
         names_backwards = parts.names[::-1]
         self.reduction = Reduction(
-            self.units, axis, self.sharded, slots, self.pool, names_backwards, tied
+            self.units, axis, self.sharded, gradient_slots, self.pool, names_backwards, tied
         )
         if self.gatherer:
             self.reduction.on_complete = self.gatherer.forget
@@ -207,12 +209,12 @@ class Engine(Weights):
         """Join the gathers that other ranks started after this rank's backward had failed."""
         count = torch.tensor(len(self._gathers), dtype=torch.int64)
         counts = self.axis.all_gather(count).flatten().tolist()
-        ahead = counts.index(max(counts))
-        numbers = torch.zeros(counts[ahead], dtype=torch.int64)
-        if self.axis.group.rank == ahead:
+        furthest = counts.index(max(counts))
+        numbers = torch.zeros(counts[furthest], dtype=torch.int64)
+        if self.axis.group.rank == furthest:
             gathered = [self.units.index(unit) for unit in self._gathers]
             numbers.copy_(torch.tensor(gathered, dtype=torch.int64))
-        self.axis.group.broadcast(numbers, ahead)
+        self.axis.group.broadcast(numbers, furthest)
         for number in numbers[len(self._gathers) :].tolist():
             unit = self.units[number]
             self.start_gather(unit, unit.weights.new_empty(unit.layout.size)).wait()
@@ -265,7 +267,7 @@ class Engine(Weights):
 
         Blocks, then shards, are added in a fixed order: the same on every rank and at every stage.
         """
-        counted = [unit for unit in self.units if unit not in self.copies]
+        counted = [unit for unit in self.units if unit not in self.counted_elsewhere]
         zero = torch.zeros((), dtype=torch.float64, device=self.device.torch)
         squares = torch.stack([zero, *(unit.squares.double().sum() for unit in counted)]).sum()
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
@@ -293,7 +295,7 @@ class Engine(Weights):
         count = sum(
             slot.parameter.size
             for unit in self.units
-            if unit not in self.copies
+            if unit not in self.counted_elsewhere
             for slot in unit.layout.slots
         )
         if self.pipeline is None:

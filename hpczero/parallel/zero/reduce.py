@@ -55,12 +55,12 @@ class Reduction:
         units: Sequence[Unit],
         axis: DataAxis,
         sharded: Sharded,
-        slots: Sequence[Tensor],
+        gradient_slots: Sequence[Tensor],
         pool: Pool,
         names_backwards: Sequence[str],
         tied: Mapping[Unit, Group],
     ) -> None:
-        """`slots`: buffers that units gather gradients in, in turns; none unless sharded.
+        """`gradient_slots`: buffers that units gather gradients in, in turns; none unless sharded.
 
         `names_backwards`: all parameters of the model. `tied`: units that other pipeline stages
         have too, whose sums are added up.
@@ -69,8 +69,8 @@ class Reduction:
         self.axis, self.sharded, self.pool = axis, sharded, pool
         self.checks_on_host = not axis.device.has_queues  # else the host would wait for sums
         self.on_complete: Callable[[Unit], None] = lambda unit: None  # told of complete units
-        self._slots = slots
-        self._slot_of: dict[Unit, int] = {}
+        self._gradient_slots = gradient_slots
+        self._gradient_slot_of: dict[Unit, int] = {}
         self._units = list(reversed(units))  # in the order in which they start
         self._set_order(self._units)
         self._in_flight: dict[Unit, Work] = {}  # sums, oldest first
@@ -226,7 +226,7 @@ class Reduction:
 
     def _has_buffer(self, unit: Unit) -> bool:
         if unit.buffer is None:
-            self._lend_slot(unit)
+            self._lend_gradient_slot(unit)
         return unit.buffer is not None and unit not in self._in_flight
 
     def finish(self) -> None:
@@ -239,7 +239,7 @@ class Reduction:
             group.all_reduce(unit.reduced_shard)
             sum_pieces([unit.reduced_shard], unit.reduced_shard, False, unit.squares, self.pool)
         if not self.sharded.optimizer:
-            gathers = [self.axis.gather(unit.send_buffer, copies=True) for unit in self._units]
+            gathers = [self.axis.gather(unit.send_buffer, per_rank=True) for unit in self._units]
             for work in gathers:
                 work.wait()
         self._reduced.clear()
@@ -286,30 +286,33 @@ class Reduction:
         for unit in self._order[self._started :]:
             self._start(unit)
 
-    def _lend_slot(self, unit: Unit) -> None:
+    def _lend_gradient_slot(self, unit: Unit) -> None:
         """Lend the unit its slot, if it is free and the unit's turn is near.
 
         Units take turns, so that a unit lies in the same slot on every rank; gradients that come
         before their unit's turn wait in `parameter.grad`.
         """
-        if not self._slots:
+        if not self._gradient_slots:
             return
         if unit not in self._turn_of:
             names = first_few([slot.parameter.name for slot in unit.layout.slots])
             raise HpczeroError(
                 f"a gradient of {names} came in the backward of a part that does not hold it"
             )
-        ahead = self._turn_of[unit] - self._started
-        number = (self._sums_started + ahead) % len(self._slots)
-        if 0 <= ahead < len(self._slots) and number not in self._slot_of.values():
-            unit.buffer = unit.send_buffer = self._slots[number][: unit.layout.size]
-            self._slot_of[unit] = number
+        turns_to_come = self._turn_of[unit] - self._started
+        number = (self._sums_started + turns_to_come) % len(self._gradient_slots)
+        if (
+            0 <= turns_to_come < len(self._gradient_slots)
+            and number not in self._gradient_slot_of.values()
+        ):
+            unit.buffer = unit.send_buffer = self._gradient_slots[number][: unit.layout.size]
+            self._gradient_slot_of[unit] = number
 
     def _start(self, unit: Unit) -> None:
         while unit in self._in_flight:  # its sum of the backward before
             self._collect(wait=True)
         while unit.buffer is None:
-            self._lend_slot(unit)
+            self._lend_gradient_slot(unit)
             if unit.buffer is None:
                 self._collect(wait=True)
         self._started += 1
@@ -336,7 +339,7 @@ class Reduction:
             del self._in_flight[unit]
             wait = False
             if self.sharded.gradients:
-                del self._slot_of[unit]
+                del self._gradient_slot_of[unit]
                 unit.buffer = None
 
     def _keep_order(self, completed: list[Unit]) -> None:

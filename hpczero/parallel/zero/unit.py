@@ -48,10 +48,12 @@ class Unit:
     `owned`: the elements that this rank steps, which are its shard, or all of them where optimizer
     states are not sharded. `weights`, `master`: their values in the model's precision and in fp32.
 
-    The gradient of a backward pass gathers in `buffer`: the unit's own one, or a slot lent from the
-    first gradient to the end of the sum. `send_buffer` is what is sent of it, in the weights'
-    precision. `reduced_shard` is the gradient over all ranks for the shard, `squares` its sums of
-    squares in blocks.
+    The gradient of a backward pass gathers in `buffer`, which is sent as `send_buffer`, in the
+    weights' precision. Without sharded gradients both are the unit's own memory. With them
+    (stages 2 and 3) both are a gradient slot, lent from the first gradient to the end of the sum;
+    before and after it `buffer` is None, and `send_buffer` is of no use.
+    `reduced_shard` is the gradient over all ranks for the shard, `squares` its sums of squares in
+    blocks.
     """
 
     moment1: torch.Tensor
@@ -295,7 +297,7 @@ def take_moments(units: Sequence[Unit], arena: Arena) -> None:
         unit.moment2 = arena.take("moments", unit.master.numel(), torch.float32).zero_()
 
 
-def take_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
+def take_gradient_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:
     """Take the slots that units gather gradients in, in turns; none unless these are sharded."""
     if not units[0].sharded.gradients:
         return []

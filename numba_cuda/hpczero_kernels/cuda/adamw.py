@@ -6,7 +6,20 @@ It moves 28 bytes per element with a half-precision gradient and weights.
 import torch
 from numba import float32, uint32, uint64
 
-from hpczero_kernels.cpu import CODES, FP32
+from hpczero_kernels.cpu import (
+    BETA1,
+    BETA2,
+    CODES,
+    EPS,
+    FP32,
+    GRADIENT_SCALE,
+    LR,
+    MOMENT2_SCALE,
+    ONE_MINUS_BETA1,
+    ONE_MINUS_BETA2,
+    SKIP,
+    STEP_SIZE,
+)
 from hpczero_kernels.cuda.intrinsics import inner, load4, number_of, sqrt
 from hpczero_kernels.cuda.launch import (
     ADDRESS,
@@ -51,8 +64,8 @@ def step(
     fetch(m_words, moment1, FP32, index, left, is_aligned)
     fetch(v_words, moment2, FP32, index, left, is_aligned)
     fetch(w_words, master, FP32, index, left, is_aligned)
-    s = cuda.local.array(9, float32)
-    for number in range(9):
+    s = cuda.local.array(SKIP, float32)
+    for number in range(SKIP):
         s[number] = _scalar(scalars, number)
     widen(g, words, gradient_precision)
     widen(m, m_words, FP32)
@@ -62,14 +75,15 @@ def step(
         for i in range(EIGHT):
             words[i] = uint32(0)
         put(words, gradient, gradient_precision, index, left, is_aligned)
-    if _scalar(scalars, 9) != float32(0.0):
+    if _scalar(scalars, SKIP) != float32(0.0):
         return
-    keep = float32(1.0) - s[6] * decay
+    keep = float32(1.0) - s[LR] * decay
     for i in range(EIGHT):
-        scaled = g[i] * s[0]
-        m[i] = s[1] * m[i] + s[2] * scaled
-        v[i] = s[3] * v[i] + s[4] * scaled * scaled
-        w[i] = keep * w[i] - s[7] * m[i] / (sqrt(v[i] * s[8]) + s[5])
+        scaled = g[i] * s[GRADIENT_SCALE]
+        m[i] = s[BETA1] * m[i] + s[ONE_MINUS_BETA1] * scaled
+        v[i] = s[BETA2] * v[i] + s[ONE_MINUS_BETA2] * scaled * scaled
+        denominator = sqrt(v[i] * s[MOMENT2_SCALE]) + s[EPS]
+        w[i] = keep * w[i] - s[STEP_SIZE] * m[i] / denominator
     store(m, moment1, FP32, index, left, is_aligned)
     store(v, moment2, FP32, index, left, is_aligned)
     store(w, master, FP32, index, left, is_aligned)

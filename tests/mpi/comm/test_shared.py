@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpczero import machine
-from hpczero.comm.node_group import NodeGroup
+from hpczero.comm.node_axis import NodeAxis
 from hpczero.comm.progress import Limits
 from hpczero.comm.shared_memory import NodeWindow, shortage
 from hpczero.comm.world import World
@@ -226,7 +226,7 @@ class Sums:
 def test_uneven_nodes_sum_what_is_larger_than_their_buffers(world: World) -> None:
     """2 + 1 and 3 + 1 ranks: every node cuts the shards into the same windows."""
     nodes = world.part(range(world.size), world.size - 1, Limits(staging=1 << 17))
-    shared = NodeGroup(nodes, nodes.everyone)
+    shared = NodeAxis(nodes, nodes.everyone)
     size = 200_000
     elements = world.size * size
     blocks = shared.allocate({"weights": 4}, {"gradients": 4 * elements})

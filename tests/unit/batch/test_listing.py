@@ -11,6 +11,7 @@ import pytest
 from hpczero.cli import main
 from hpczero.commands import jobs
 from hpczero.lock import RunLock
+from hpczero.text import format_age
 from tests.support import fakes
 from tests.support.launch import BLOCKER
 from tests.support.runs import by_hand
@@ -143,7 +144,7 @@ def test_on_a_login_node(folder: Path) -> None:
     ("seconds", "age"), [(None, "?"), (0.2, "0 s"), (59, "59 s"), (3700, "1 h"), (2e5, "2 d")]
 )
 def test_ages(seconds: float | None, age: str) -> None:
-    assert jobs._age(seconds) == age
+    assert format_age(seconds) == age
 
 
 def test_a_name_with_signs_that_a_terminal_acts_on(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch import pbs, sites
+from hpczero.batch import pbs
 from hpczero.batch.command import Answer, QueuedJob
 
 CAPTURED = Path(__file__).parent / "pbs"
@@ -78,10 +78,10 @@ def test_a_value_of_several_lines_says_nothing_of_the_job() -> None:
 
 def test_queues_that_no_users_job_runs_in_are_left_out() -> None:
     text = (CAPTURED / "qstat-Qf-odd-queues.txt").read_text()
-    found = sites.of_qstat(text)
+    found = pbs.queues(text)
     assert list(found) == ["workq", "debug", "nolimit", "nodesonly", "secs", "days"]
     assert found["workq"] == {"nodes": 4, "walltime": "02:00:00"}
-    assert sites.left_out(text) == [
+    assert pbs.queues_left_out(text) == [
         "off (takes no jobs)",
         "route (hands jobs on to others)",
         "exec1 (takes jobs from another queue only)",

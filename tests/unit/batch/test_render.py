@@ -10,6 +10,7 @@ import pytest
 
 from hpczero.batch import render
 from hpczero.batch.job import SubmitHost
+from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import InputError
 from hpczero.text import parse_duration, scheduler_duration
 from tests.support.golden import FOLDER, cases, kept, script
@@ -48,7 +49,7 @@ def test_directives_stand_together_at_the_top(case: str) -> None:
     text = (FOLDER / f"{case}.sh").read_text()
     kind = scheduler(text)
     lines = text.splitlines()
-    marked = [number for number, line in enumerate(lines) if line.startswith(render.MARKS[kind])]
+    marked = [number for number, line in enumerate(lines) if line.startswith(SCHEDULERS[kind].MARK)]
     assert marked == list(range(1, 1 + len(marked))), "nothing between them, comments least of all"
     subjects = [
         about for words in render.directives(text, kind) for about in render.subjects(words, kind)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.batch import sites
+from hpczero.batch import pbs, slurm
 from hpczero.batch.sites import all_names, facts
 from hpczero.errors import InputError
 from hpczero.spec.load import load, to_toml
@@ -247,7 +247,7 @@ Queue: closed
 
 
 def test_what_schedulers_say_of_their_queues() -> None:
-    found = sites.of_sinfo(SINFO)
+    found = slurm.queues(SINFO)
     assert found["short"] == {
         "cpus": 4,
         "memory_gb": 7,
@@ -263,7 +263,7 @@ def test_what_schedulers_say_of_their_queues() -> None:
         "walltime": "36:00:00",
     }
     assert found["free*"]["walltime"] == ""
-    assert sites.of_qstat(QSTAT) == {"workq": {"nodes": 64, "walltime": "24:00:00"}}
+    assert pbs.queues(QSTAT) == {"workq": {"nodes": 64, "walltime": "24:00:00"}}
 
 
 def test_a_new_profile_is_one(moon: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpczero.checkpoint.piece_table import RankShard, stored
+from hpczero.checkpoint.piece_table import RankShard, stored_spans
 from hpczero.model import families
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import (
@@ -80,7 +80,7 @@ def test_every_element_is_stored_once_without_gaps(data, tensor):
     for shard, rank in product(range(data), range(tensor)):
         units = [unit_layout(layer, data, tensor, rank) for layer in families.layers(ODD)]
         offset = 0
-        for stretch in stored(RankShard(units, shard, rank)):
+        for stretch in stored_spans(RankShard(units, shard, rank)):
             assert stretch.offset == offset
             offset += stretch.inside.stop - stretch.inside.start
             found.setdefault(stretch.name, []).extend(
@@ -98,7 +98,9 @@ def test_a_one_element_parameter_lies_on_one_rank():
     layout = unit_layout(
         Layer("unit", (Parameter("scale", (1,), ZEROS), Parameter("scalar", (), ZEROS))), 4
     )
-    names = [[stretch.name for stretch in stored(RankShard([layout], shard))] for shard in range(4)]
+    names = [
+        [stretch.name for stretch in stored_spans(RankShard([layout], shard))] for shard in range(4)
+    ]
     assert names == [["scale"], ["scalar"], [], []]
 
 
@@ -106,7 +108,7 @@ def test_rectangles_follow_each_other_as_their_elements_lie_in_the_unit():
     for layer, shard in product(families.layers(ODD), range(3)):
         layout = unit_layout(layer, 3)
         place_of = {place.parameter.name: place for place in layout.slots}
-        for stretch in stored(RankShard([layout], shard)):
+        for stretch in stored_spans(RankShard([layout], shard)):
             place = place_of[stretch.name]
             strides = [prod(place.shape[dim + 1 :]) for dim in range(len(place.shape))]
             flat = [

@@ -16,7 +16,7 @@ from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 pytest.importorskip("torch", reason="preflight asks a World")
 
 from hpczero.train import process
-from hpczero.train.setup import site_from_ranks
+from hpczero.train.setup import limits_from_ranks
 
 GB = 10**9
 HALF_BILLION = Model(layers=36, hidden=1024, heads=16, vocab=32_000, seq_len=128)
@@ -44,7 +44,7 @@ def rank(node: int = 0, available: float = 24, **changes: Any) -> dict[str, Any]
 
 
 def judged(job: Spec, *seen: dict[str, Any]) -> str | None:
-    return refusal(job, families.layers(job.model), site_from_ranks(seen))
+    return refusal(job, families.layers(job.model), limits_from_ranks(seen))
 
 
 def test_what_fits_is_not_refused() -> None:

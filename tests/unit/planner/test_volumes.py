@@ -15,7 +15,13 @@ from hpczero.errors import InputError
 from hpczero.model import families
 from hpczero.model.shapes import Moments
 from hpczero.parallel.pipeline.partition import chunks_of_stages, layers_that_run
-from hpczero.parallel.pipeline.schedule import AHEAD, forward_only, most_arrived, schedule, steps
+from hpczero.parallel.pipeline.schedule import (
+    RECEIVED_AHEAD,
+    forward_only,
+    most_arrived,
+    schedule,
+    scheduled_actions,
+)
 from hpczero.parallel.pipeline.simulate import simulate
 from hpczero.planner.activations import arrived, gathers, gathers_in_step, peak, simulate_gathers
 from hpczero.planner.memory import needs_on_grid
@@ -267,12 +273,14 @@ def test_what_is_under_way_is_what_the_simulator_sees(kind: Any, chunks: int) ->
             for stage in range(stages)
         )
         for stage in range(stages):
-            everything = most_arrived(steps(actions, chunks, stage, AHEAD))
-            evaluation = most_arrived(steps(forward_only(actions), chunks, stage, AHEAD))
+            everything = most_arrived(scheduled_actions(actions, chunks, stage, RECEIVED_AHEAD))
+            evaluation = most_arrived(
+                scheduled_actions(forward_only(actions), chunks, stage, RECEIVED_AHEAD)
+            )
             assert (
                 arrived(parallel, stage, micro_batches, evaluates=False)
                 == everything
-                <= peaks[stage] + AHEAD + 1
+                <= peaks[stage] + RECEIVED_AHEAD + 1
             )
             assert arrived(parallel, stage, micro_batches, evaluates=True) == max(
                 everything, evaluation

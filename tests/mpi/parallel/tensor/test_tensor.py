@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from hpczero.comm.world import World
@@ -19,6 +20,7 @@ from hpczero.model.batch import MicroBatch
 from hpczero.parallel.layout import tensor_part
 from hpczero.parallel.parallelize import apply_plan
 from hpczero.parallel.tensor.linear import residual_of
+from hpczero.parallel.tensor.vocabulary import VocabularyLookup, own_tokens
 from hpczero.spec.schema import Model
 
 pytestmark = pytest.mark.mpi
@@ -297,6 +299,29 @@ def test_a_number_outside_the_vocabulary_is_an_error(world: World, sequence_para
         changed[1, 3] = wrong
         with pytest.raises(RuntimeError, match="outside of the vocabulary of 257"):
             module(replace(batch, **{name: changed}))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_lookup_without_learned_positions(world: World, sequence_parallel: bool) -> None:
+    """A family may have none: vectors and gradients are the serial lookup's."""
+    random = torch.Generator().manual_seed(3)
+    whole = torch.randn(ODD.vocab, ODD.hidden, generator=random)
+    gradient = torch.randn(2, ODD.seq_len, ODD.hidden, generator=random)
+    tokens = torch.randint(ODD.vocab, (2, ODD.seq_len), generator=random)
+    group = world.group("tensor", range(world.size))
+    serial = nn.Module()
+    serial.tokens = nn.Parameter(whole.clone())
+    residual = residual_of(group, sequence_parallel, ODD.seq_len)
+    lookup = VocabularyLookup(serial, residual)
+    own = own_tokens(ODD.vocab, group)
+    lookup.tokens = nn.Parameter(whole[own].clone())
+    found = lookup(tokens)
+    found.backward(gradient[:, residual.rows])
+    expected = functional.embedding(tokens, serial.tokens)
+    expected.backward(gradient)
+    assert torch.equal(found, expected[:, residual.rows])
+    assert [name for name, _ in lookup.named_parameters()] == ["tokens"]
+    torch.testing.assert_close(lookup.tokens.grad, serial.tokens.grad[own])
 
 
 def test_ignored_targets_count_nothing(world: World) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpczero.comm.grid import Grid
 from hpczero.comm.group import Work, shard
-from hpczero.comm.node_group import LocalSum
+from hpczero.comm.node_axis import LocalSum
 from hpczero.comm.world import World
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
@@ -47,7 +47,7 @@ class ShardReplica:
         sums.into_shard(slice(0, len(parts[0])), parts, places)
         return self.group.start_barrier()
 
-    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
+    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
         own = tensor[shard(len(tensor), self.size, self.rank)]
         return self.shards.start_all_gather(tensor, own, name)
 

@@ -7,7 +7,12 @@ from math import prod
 import pytest
 
 from hpczero.model import families
-from hpczero.parallel.pipeline.partition import Units, chunks_of_stages, handed_on, layers_that_run
+from hpczero.parallel.pipeline.partition import (
+    LayoutCache,
+    chunks_of_stages,
+    handed_on,
+    layers_that_run,
+)
 from hpczero.spec.schema import Model, Parallel, Spec
 
 OF_SPEED = Model(
@@ -19,7 +24,7 @@ LARGE = Model(layers=96, hidden=12288, heads=96, vocab=50257, seq_len=2048)
 def held(model: Model, **parallel: int) -> list[list[int]]:
     """Parameters of each stage's tensor ranks."""
     spec = Spec(model=model, parallel=Parallel(**parallel))  # type: ignore[arg-type]
-    units = Units(1, spec.parallel.tensor)
+    units = LayoutCache(1, spec.parallel.tensor)
     layers = [
         [layer for chunk in chunks for layer in chunk]
         for chunks in chunks_of_stages(spec, families.layers(model))

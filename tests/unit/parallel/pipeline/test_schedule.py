@@ -15,14 +15,14 @@ from hpczero.parallel.pipeline.schedule import (
     Action,
     PartResult,
     Schedule,
-    Step,
+    ScheduledAction,
     forward_only,
     most_arrived,
     needs,
     receiver,
     schedule,
+    scheduled_actions,
     sent,
-    steps,
 )
 from hpczero.parallel.pipeline.simulate import Times, simulate
 
@@ -191,7 +191,7 @@ class Rendezvous:
     `unsent`: how many sends a stage may have under way when it goes on.
     """
 
-    def __init__(self, of_stages: Sequence[Sequence[Step]], unsent: int) -> None:
+    def __init__(self, of_stages: Sequence[Sequence[ScheduledAction]], unsent: int) -> None:
         stages = len(of_stages)
         self.of_stages, self.unsent = of_stages, unsent
         self.position = [0] * stages
@@ -252,8 +252,8 @@ class Rendezvous:
             self.under_way[source].remove(result)
 
 
-def of_all_stages(actions: Schedule, chunks: int, ahead: int) -> list[tuple[Step, ...]]:
-    return [steps(actions, chunks, stage, ahead) for stage in range(len(actions))]
+def of_all_stages(actions: Schedule, chunks: int, ahead: int) -> list[tuple[ScheduledAction, ...]]:
+    return [scheduled_actions(actions, chunks, stage, ahead) for stage in range(len(actions))]
 
 
 @some_and_all
@@ -292,7 +292,7 @@ def test_few_more_buffers_than_live_activations(everything: bool) -> None:
 
 def test_steps_say_which_backward_is_a_chunks_last() -> None:
     for stage in range(3):
-        found = steps(schedule("interleaved", 3, 2, 5), 2, stage, ahead=2)
+        found = scheduled_actions(schedule("interleaved", 3, 2, 5), 2, stage, ahead=2)
         assert [step.action for step in found if step.last] == [
             Action("backward", 1, 4),
             Action("backward", 0, 4),
@@ -303,13 +303,13 @@ def test_receives_are_started_two_actions_ahead() -> None:
     actions = schedule("1f1b", 2, 1, 4)
     activations = [PartResult("output", 0, number) for number in range(4)]
     assert list(sent(actions, 1, 0, 1)) == activations
-    assert [step.posts for step in steps(actions, 1, 1, ahead=2)] == [
+    assert [step.posts for step in scheduled_actions(actions, 1, 1, ahead=2)] == [
         (activations[0], activations[1]), (), (activations[2],), (), (activations[3],), (), (), ()
     ]  # fmt: skip
 
 
 def test_a_stage_alone_receives_nothing() -> None:
-    for step in steps(schedule("interleaved", 1, 3, 2), 3, 0, ahead=2):
+    for step in scheduled_actions(schedule("interleaved", 1, 3, 2), 3, 0, ahead=2):
         assert step.posts == ()
         assert (step.needs is None) == (
             step.action.chunk == (0 if step.action.kind == "forward" else 2)

@@ -6,7 +6,8 @@ import pytest
 
 from hpczero.model import build
 from hpczero.model.families import FAMILIES, family, layers
-from hpczero.parallel.parallelize import ROLES, _matches
+from hpczero.model.shapes import matches
+from hpczero.parallel.parallelize import ROLES
 from hpczero.parallel.tensor.linear import ColumnLinear, RowLinear
 from hpczero.parallel.tensor.vocabulary import VocabularyLookup
 from hpczero.spec.schema import Model
@@ -21,7 +22,7 @@ def planned(model: Model) -> dict[str, object]:
         name: ROLES[role]
         for pattern, role in plans.items()
         for name in names
-        if _matches(name, pattern)
+        if matches(name, pattern)
     }
 
 
@@ -31,7 +32,7 @@ def test_every_entry_names_modules(model):
     names = [name for name, _ in build.on_meta(model).named_modules()]
     assert not tensor.keys() & sequence.keys()
     for pattern in (*tensor, *sequence):
-        assert any(_matches(name, pattern) for name in names), pattern
+        assert any(matches(name, pattern) for name in names), pattern
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)

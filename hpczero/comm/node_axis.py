@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from hpczero.comm.connection import BLOCK
+from hpczero.comm.grid import node_slice
 from hpczero.comm.group import Group
-from hpczero.comm.progress import Steps, Work
+from hpczero.comm.progress import Requests, Work
 from hpczero.comm.shared_memory import NodeWindow
 from hpczero.device import CPU
 
@@ -43,7 +44,7 @@ class LocalSum(Protocol):
         """Sum up the elements of the tensor from `first` on, rounded to `out`."""
 
 
-class NodeGroup:
+class NodeAxis:
     """A `Group` with one copy per node. Tensors lie in the blocks of `allocate`, called first.
 
     A `rank` is a number in the group; an `index` is a rank's number on its node.
@@ -100,7 +101,8 @@ class NodeGroup:
         width = tensor.element_size()
         windows = self._windows(length, width) if self._on_other_nodes else []
         slices = [
-            _cut(window.stop - window.start, self.neighbours, self.local) for window in windows
+            node_slice(window.stop - window.start, self.neighbours, self.local)
+            for window in windows
         ]
         summed = sum(part.stop - part.start for part in slices)
         between = len(self._on_other_nodes) * summed * width
@@ -108,13 +110,13 @@ class NodeGroup:
         steps = self._reduce(tensor, sums, self.group.next_tag())
         return self.group.start_steps("reduce_scatter", steps, between, read)
 
-    def gather(self, tensor: Tensor, copies: bool = False, name: str = "") -> Work:
-        """Bring every shard to all: once per node, or (`copies`) into each rank's own tensor."""
+    def gather(self, tensor: Tensor, per_rank: bool = False, name: str = "") -> Work:
+        """Bring every shard to all: once per node, or (`per_rank`) into each rank's own tensor."""
         between = (len(self._ranks_of) - 1) * tensor.numel() // self.size * tensor.element_size()
         read = 0
-        if copies:
+        if per_rank:
             read = (self.size - 1) * tensor.numel() // self.size * tensor.element_size()
-        steps = self._gather(tensor, copies, self.group.next_tag())
+        steps = self._gather(tensor, per_rank, self.group.next_tag())
         return self.group.start_steps("all_gather", steps, between, read)
 
     def node_barrier(self) -> Work:
@@ -131,7 +133,7 @@ class NodeGroup:
         """
         if sharded:
             return slice(self.rank * elements // self.size, (self.rank + 1) * elements // self.size)
-        return _cut(elements, self.neighbours, self.local)
+        return node_slice(elements, self.neighbours, self.local)
 
     def close(self) -> None:
         if self._window:
@@ -139,7 +141,7 @@ class NodeGroup:
 
     # --------------------------------------------------------------------------------- reduction
 
-    def _reduce(self, tensor: Tensor, sums: LocalSum, tag: int) -> Steps:
+    def _reduce(self, tensor: Tensor, sums: LocalSum, tag: int) -> Requests:
         number = self._number(READY)
         yield from self._post(READY, number)
         yield from self._reached(READY, number)
@@ -154,7 +156,7 @@ class NodeGroup:
         yield from self._post(DONE, number)
         yield from self._reached(DONE, number)
 
-    def _reduce_between(self, tensors: list[Tensor], sums: LocalSum, tag: int) -> Steps:
+    def _reduce_between(self, tensors: list[Tensor], sums: LocalSum, tag: int) -> Requests:
         length = tensors[0].numel() // self.size
         dtype = tensors[0].dtype
         connection = self.group.connection
@@ -179,18 +181,18 @@ class NodeGroup:
 
     def _round(
         self, tensors: list[Tensor], window: slice, buffer: Tensor, sums: LocalSum, tag: int
-    ) -> Steps:
+    ) -> Requests:
         connection = self.group.connection
         length = tensors[0].numel() // self.size
         count = window.stop - window.start
         free = iter(buffer[: self._pieces * count].split(count)) if count else iter(())
-        mine = _cut(count, self.neighbours, self.local)
+        mine = node_slice(count, self.neighbours, self.local)
         requests: list[Any] = []
         arriving = {node: next(free) for node in self._ranks_of if node != self._node}
         for node, piece in arriving.items():
             ranks = self._ranks_of[node]
             for index, rank in enumerate(ranks):
-                theirs = piece[_cut(count, len(ranks), index)]
+                theirs = piece[node_slice(count, len(ranks), index)]
                 requests += connection.receive(theirs, rank, tag)
         for rank in self._on_other_nodes:
             first = rank * length + window.start + mine.start
@@ -199,8 +201,8 @@ class NodeGroup:
             sums.of_node(first, parts, self.ranks_on_node, out)
             requests += connection.send(out, rank, tag)
         yield requests
-        owned = slice(self.rank * length + window.start, self.rank * length + window.stop)
-        of_this_node = [tensor[owned] for tensor in tensors]
+        own_window = slice(self.rank * length + window.start, self.rank * length + window.stop)
+        of_this_node = [tensor[own_window] for tensor in tensors]
         summands: list[Tensor] = []
         summed_by: list[int] = []
         for node, ranks in self._ranks_of.items():
@@ -210,10 +212,10 @@ class NodeGroup:
 
     # ------------------------------------------------------------------------------------ gather
 
-    def _gather(self, tensor: Tensor, copies: bool, tag: int) -> Steps:
+    def _gather(self, tensor: Tensor, per_rank: bool, tag: int) -> Requests:
         number = self._number(WRITTEN)
         connection = self.group.connection
-        owned = tensor[self._shard(tensor, self.rank)]
+        own_shard = tensor[self._shard(tensor, self.rank)]
         requests: list[Any] = []
         for rank in self._on_other_nodes:
             target = tensor[self._slice_for(tensor, rank, self.local)]
@@ -221,13 +223,13 @@ class NodeGroup:
         for node, ranks in self._ranks_of.items():
             if node != self._node:
                 for index, rank in enumerate(ranks):
-                    part = owned[_cut(owned.numel(), len(ranks), index)]
+                    part = own_shard[node_slice(own_shard.numel(), len(ranks), index)]
                     requests += connection.send(part, rank, tag)
         if requests:
             yield requests
         yield from self._post(WRITTEN, number)
         yield from self._reached(WRITTEN, number)
-        if copies:
+        if per_rank:
             for index, rank in enumerate(self.ranks_on_node):
                 theirs = self._tensor_of(index, tensor)
                 if index != self.local:
@@ -237,7 +239,7 @@ class NodeGroup:
                     for cut in (self._shard(tensor, rank), *received):
                         tensor[cut] = theirs[cut]
 
-    def _all_written(self) -> Steps:
+    def _all_written(self) -> Requests:
         number = self._number(WRITTEN)
         yield from self._post(WRITTEN, number)
         yield from self._reached(WRITTEN, number)
@@ -251,7 +253,7 @@ class NodeGroup:
     def _slice_for(self, tensor: Tensor, rank: int, index: int) -> slice:
         """Return what this node's rank `index` receives of the shard of `rank`, on another node."""
         shard = self._shard(tensor, rank)
-        cut = _cut(shard.stop - shard.start, self.neighbours, index)
+        cut = node_slice(shard.stop - shard.start, self.neighbours, index)
         return slice(shard.start + cut.start, shard.start + cut.stop)
 
     def _tensor_of(self, index: int, tensor: Tensor) -> Tensor:
@@ -267,7 +269,7 @@ class NodeGroup:
         self._numbers[counter] += 1
         return self._numbers[counter]
 
-    def _turn(self, counter: int, number: int) -> Steps:
+    def _turn(self, counter: int, number: int) -> Requests:
         """Wait until all operations before `number` have been posted.
 
         Operations in flight may overtake each other, but a counter says that *all* up to its value
@@ -276,19 +278,13 @@ class NodeGroup:
         while self._posted[counter] != number - 1:
             yield ()
 
-    def _post(self, counter: int, number: int) -> Steps:
+    def _post(self, counter: int, number: int) -> Requests:
         assert self._window is not None
         yield from self._turn(counter, number)
         self._posted[counter] = number
         self._window.post(counter, number)
 
-    def _reached(self, counter: int, number: int) -> Steps:
+    def _reached(self, counter: int, number: int) -> Requests:
         assert self._window is not None
         while not self._window.reached(counter, number):
             yield ()
-
-
-def _cut(length: int, parts: int, index: int) -> slice:
-    """Return part `index` of `parts`, in multiples of 64 elements (whole cache lines)."""
-    step = -(-length // (parts * 64)) * 64
-    return slice(min(index * step, length), min((index + 1) * step, length))

@@ -6,7 +6,7 @@ A stranger could make a view that leads elsewhere. A crafted file can make the l
 its own memory, run for ever or ask for any amount of memory. So the process that asks has limits
 of processor time and memory.
 
-    python -m hpczero.checkpoint.apart FOLDER
+    python -m hpczero.checkpoint.hdf5_process FOLDER
         prints "ready"; then for each line on stdin, the number of a shard file or -1 for the index,
         a line of JSON: the list of what is wrong with that file
 """
@@ -73,7 +73,7 @@ class Hdf5Process:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            python = env.python_command("hpczero.checkpoint.apart")
+            python = env.python_command("hpczero.checkpoint.hdf5_process")
             command = [*python, str(self.folder.absolute())]
             pipe = subprocess.PIPE
             try:
