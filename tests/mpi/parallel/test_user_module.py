@@ -44,7 +44,11 @@ from tests.support.user_modules import (
     trained,
 )
 
-pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("poisoned_regions")]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.usual(2),
+    pytest.mark.usefixtures("poisoned_regions"),
+]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {

@@ -23,7 +23,11 @@ from tests.support.user_modules import (
     spec_of,
 )
 
-pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("poisoned_regions")]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.usual(2),
+    pytest.mark.usefixtures("poisoned_regions"),
+]
 
 
 def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
