@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hpczero.comm.group import Group
+from hpczero.comm.world import World
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -47,3 +48,8 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8)), (
         f"{found} is not {expected}"
     )
+
+
+def shares_memory(world: World) -> bool:
+    """Return True if short collectives go through the node's memory, not by messages."""
+    return world.size > 1 and world.backend == "mpi" and not world.device.has_queues

@@ -1,36 +1,24 @@
-"""Every collective against what one process computes: bit for bit, so that no two runs and no
-two MPI libraries can differ.
+"""Every collective equals bit for bit what one process computes, so no two runs and no two MPI
+libraries can differ.
 """
 
 import time
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from hpczero.comm.group import shard
-from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
-from tests.support.collectives import HALF, assert_same, everyones, reduced, values
+from tests.support.collectives import HALF, assert_same, everyones, reduced, shares_memory, values
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
-SMALL = Limits(staging=100, message=7)  # bytes: everything goes in many pieces
 LENGTHS = (0, 1, 5, 64, 301)
 MIDDLE = 20_011  # elements: in two phases through the node's memory, or in messages
 LONG = 300_001  # elements: beyond what is gathered whole, and divided by no number of ranks here
-
-
-@pytest.fixture
-def narrow(world: World) -> Iterator[World | None]:
-    """The same ranks with tiny limits."""
-    part = world.part(range(world.size), limits=SMALL) if world else None
-    yield part
-    if part:
-        part.close()
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
@@ -117,7 +105,7 @@ def test_all_gather_puts_the_shards_in_rank_order(
 
 
 def test_many_short_ones_under_way_through_memory_and_messages(world: World) -> None:
-    """Waited for in another order than they were started, among long ones, along two axes."""
+    """They are waited for in another order than they were started, among long ones, on two axes."""
     groups = [world.group(axis, range(world.size)) for axis in ("data", "tensor")]
     assert all((group.window is not None) == shares_memory(world) for group in groups)
     for lengths in ([5, MIDDLE, LONG, 64, 5, MIDDLE], [64] * 40):
@@ -139,9 +127,7 @@ def test_many_short_ones_under_way_through_memory_and_messages(world: World) -> 
 
 @pytest.mark.parametrize("late", [0, -1])
 def test_who_has_waited_for_short_ones_may_block_outside(world: World, late: int) -> None:
-    """It moves nothing any more; the others still wait for it, and come to the same call after
-    that.
-    """
+    """A rank that has waited moves no more data; the others wait, and then make the same call."""
     group = world.group("data", range(world.size))
     everyone = range(world.size)
     for lengths in ([64], [MIDDLE], [64, MIDDLE, 5, MIDDLE]):
@@ -156,11 +142,6 @@ def test_who_has_waited_for_short_ones_may_block_outside(world: World, late: int
             assert_same(tensor, reduced(everyones(group, length, torch.float32)))
 
 
-def shares_memory(world: World) -> bool:
-    """Else short collectives are messages, too."""
-    return world.size > 1 and world.backend == "mpi" and not world.device.has_queues
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64], ids=str)
 def test_broadcast_from_every_root(world: World, narrow: World, dtype: torch.dtype) -> None:
     for where in (world, narrow):
@@ -172,11 +153,10 @@ def test_broadcast_from_every_root(world: World, narrow: World, dtype: torch.dty
 
 
 def test_broadcast_in_pieces(world: World) -> None:
-    tensor = values(
-        world.rank, 700_001, torch.float32
-    )  # more than two pieces of the tree's pipeline
+    length = 700_001  # more than two pieces of the tree's pipeline
+    tensor = values(world.rank, length, torch.float32)
     world.everyone.broadcast(tensor, world.size - 1)
-    assert_same(tensor, values(world.size - 1, 700_001, torch.float32))
+    assert_same(tensor, values(world.size - 1, length, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.uint8], ids=str)
@@ -185,9 +165,8 @@ def test_all_to_all_with_sizes_of_all_kinds(
 ) -> None:
     for where in (world, narrow):
         size, rank = where.size, where.rank
-        inputs = [
-            values(rank * size + to, (rank * 3 + to * 5) % 17, dtype) for to in range(size)
-        ]  # some are empty
+        lengths = [(rank * 3 + to * 5) % 17 for to in range(size)]  # some are 0
+        inputs = [values(rank * size + to, length, dtype) for to, length in enumerate(lengths)]
         outputs = [torch.zeros((source * 3 + rank * 5) % 17, dtype=dtype) for source in range(size)]
         where.everyone.all_to_all(outputs, inputs)
         for source, output in enumerate(outputs):
@@ -270,7 +249,7 @@ def test_half_precision_is_rounded_once(world: World) -> None:
 
 
 def test_the_same_bits_in_every_run_and_under_every_library(world: World) -> None:
-    """Known values, found by one process without MPI."""
+    """The checksums were computed by one process without MPI."""
     known = {1: 1562103883, 2: 2215577548, 3: 2681625937, 4: 914340126}
     for _ in range(3):
         tensor = values(world.rank, LONG, torch.float32)
@@ -280,7 +259,7 @@ def test_the_same_bits_in_every_run_and_under_every_library(world: World) -> Non
 
 
 def test_a_large_all_reduce_does_not_wait_behind_what_others_start_later(world: World) -> None:
-    """Rank 0 has both under way; the others finish the first before they start the second."""
+    """Rank 0 has both in flight; the others finish the first before they start the second."""
     everyone = world.everyone
     summed, own = torch.ones(300_000), torch.full((100_000,), float(world.rank))
     gathered = torch.empty(100_000 * world.size)

@@ -1,5 +1,5 @@
-"""Modules that hpczero has not written: trained on many ranks as on one, at every stage,
-whatever habits they have.
+"""Modules of users, with unusual habits, train on many ranks as plain PyTorch trains them on one,
+at every stage.
 """
 
 import time
@@ -15,7 +15,6 @@ import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.user_module import layers_of
-from hpczero.parallel.zero.buffers import Region
 from hpczero.spec.schema import Model, Spec
 from hpczero.train.initialize import Training
 from tests.support.models import (
@@ -45,19 +44,11 @@ from tests.support.user_modules import (
     trained,
 )
 
-pytestmark = pytest.mark.mpi
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is let go becomes NaN at once."""
-    give_back = Region.give_back
-
-    def poisoned(region: Region, part: torch.Tensor) -> None:
-        part.fill_(float("nan"))
-        give_back(region, part)
-
-    monkeypatch.setattr(Region, "give_back", poisoned)
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.usual(2),
+    pytest.mark.usefixtures("poisoned_regions"),
+]
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
@@ -86,8 +77,8 @@ def test_every_way_equals_pytorch(world: World, case: str) -> None:
 @SHARE_HALVES
 @pytest.mark.parametrize("case", ["convolutions", "odd"])
 def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case: str) -> None:
-    """The gradient of a parameter beside the layers comes early in a backward, when its sum of
-    the one before is still under way.
+    """The gradient of a parameter outside the layers comes early in a backward, while its sum of
+    the previous backward is still in flight.
     """
     kind, loss = CASES[case]
 
@@ -139,9 +130,7 @@ def test_a_model_from_transformers(world: World, checkpointed: bool) -> None:
 
 @SHARE_SAMPLES
 def test_layers_that_only_some_ranks_use(world: World) -> None:
-    """Where weights are gathered by messages every rank must run the same layers; elsewhere it
-    need not.
-    """
+    """Every rank must run the same layers only where weights are gathered by messages."""
     expected = alone(Odd, of_skipping)
     for stage, shared in [*product((0, 1, 2), (False, True)), (3, True)]:
         assert_same(expected, trained(world, Odd, of_skipping, spec_of(stage, shared)), world.rank)
@@ -149,6 +138,7 @@ def test_layers_that_only_some_ranks_use(world: World) -> None:
 
 @SHARE_SAMPLES
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.few(1)
 def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str) -> None:
     for kind, loss in CASES.values():
         first, *others = (
@@ -190,67 +180,6 @@ def test_what_was_computed_inside_a_backward_has_a_gradient(world: World) -> Non
     assert float(norm) > 0
 
 
-def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
-    for (stage, shared), precision in product(WAYS, ("fp32", "bf16")):
-        with hpczero.initialize(
-            made(lambda: Convolutions(True), world.rank), spec_of(stage, shared, precision), world
-        ) as engine:
-            before = engine.module.features[0][1].running_mean.clone()
-            assert not before.any()
-            engine.backward(of_images(engine, slice(world.rank, world.rank + 3)))
-            assert engine.step().grad_norm > 0
-            own = engine.module.features[0][1].running_mean.sum().double().view(1)
-            sums = world.everyone.stack(own).flatten().tolist()
-            assert len(set(sums)) == world.size
-            state = engine.full_state_dict()
-            if world.rank == 0:
-                assert torch.equal(
-                    state["features.0.1.running_mean"], engine.module.features[0][1].running_mean
-                )
-                assert state["features.0.1.num_batches_tracked"] == 1
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(
-    world: World, precision: str
-) -> None:
-    for stage, shared in WAYS:
-        with hpczero.initialize(made(Odd), spec_of(stage, shared, precision), world) as engine:
-            engine.backward(of_tokens(engine, slice(0, 2)))
-            engine.step()
-            before = engine.full_state_dict()
-            block, offset = engine.module.blocks[1], engine.module.offset
-            with engine.gathered(block.parameters()):
-                expected = world.everyone.stack(block.up.weight.detach().float().clone())
-                assert all(torch.equal(each, expected[0]) for each in expected)
-                if world.rank == 0:
-                    assert torch.equal(
-                        expected[0], before["blocks.1.up.weight"].to(engine.dtype).float()
-                    )
-            with engine.gathered([block.down.weight, offset], modify=True), torch.no_grad():
-                block.down.weight[1, 2] = 3.0 if world.rank == 0 else 5.0
-                offset.fill_(-2.0)
-                assert of_tokens(engine, slice(0, 1)).isfinite()  # it may even run
-            after = engine.full_state_dict()
-            if world.rank == 0:
-                assert after["blocks.1.down.weight"][1, 2] == 3.0
-                assert after["offset"] == -2.0
-                before["blocks.1.down.weight"][1, 2], before["offset"] = (
-                    torch.tensor(3.0),
-                    torch.tensor(-2.0),
-                )
-                assert all(torch.equal(tensor, before[name]) for name, tensor in after.items()), (
-                    "what was not changed keeps its precision"
-                )
-            losses = world.everyone.stack(
-                of_tokens(engine, slice(0, 1)).detach().float().view(1)
-            ).flatten()
-            assert (losses == losses[0]).all()
-            if stage == 3 and not shared and world.size > 1:
-                with pytest.raises(HpczeroError, match=r"blocks\.1\.down\.weight is used outside"):
-                    block.down.weight.sum()
-
-
 @pytest.mark.ranks(3, 4)
 def test_nodes_that_share_their_weights(world: World) -> None:
     """2 + 1 and 2 x 2 ranks on simulated nodes."""
@@ -262,74 +191,6 @@ def test_nodes_that_share_their_weights(world: World) -> None:
                 engine.module.offset.fill_(4.0 + world.rank)
             assert engine.module.offset == 4.0
     nodes.close()
-
-
-def test_a_state_is_taken_home_and_brought_back(world: World) -> None:
-    for stage, shared in WAYS:
-        with hpczero.initialize(made(Odd), spec_of(stage, shared), world) as engine:
-            first = engine.full_state_dict()
-            engine.backward(of_tokens(engine, slice(0, 2)))
-            engine.step()
-            changed = engine.full_state_dict()
-            engine.load_state_dict(first)
-            again = engine.full_state_dict()
-            if world.rank == 0:
-                assert not torch.equal(first["head.weight"], changed["head.weight"])
-                assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
-                made(Odd).load_state_dict(first)  # PyTorch takes it
-            first = {
-                "other" if name == "offset" else name: tensor for name, tensor in first.items()
-            }
-            with pytest.raises(
-                InputError,
-                match="rank 0 says more" if world.rank else "offset is missing; other is unknown",
-            ):
-                engine.load_state_dict(first)
-
-
-@pytest.mark.parametrize("meta", ["everywhere", "but on rank 0"])
-def test_modules_on_meta_get_the_same_values_in_every_layout(world: World, meta: str) -> None:
-    states = []
-    for stage, shared in WAYS:
-        with torch.device("meta" if meta == "everywhere" or world.rank else "cpu"):
-            module = made(
-                lambda: nn.Sequential(
-                    nn.Linear(20, 30),
-                    nn.BatchNorm1d(30),
-                    nn.MultiheadAttention(30, 2),
-                    nn.Linear(30, 3),
-                )
-            )
-        with hpczero.initialize(module, spec_of(stage, shared), world) as engine:
-            assert not any(
-                tensor.is_meta for tensor in [*engine.module.parameters(), *engine.module.buffers()]
-            )
-            states.append(engine.full_state_dict())
-    if world.rank == 0:
-        first = states[0]
-        assert all(
-            torch.equal(tensor, other[name])
-            for other in states[1:]
-            for name, tensor in first.items()
-        )
-        assert first["0.weight"].std() == pytest.approx((1 / 20 / 3) ** 0.5, rel=0.2)
-        assert first["1.running_var"].eq(1).all()
-        assert first["2.out_proj.bias"].eq(0).all()
-
-
-def test_what_on_meta_has_no_values_is_named(whole: World) -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.empty(3))
-
-    for stage, shared in WAYS:
-        with torch.device("meta"):
-            module = nn.ModuleDict({"fine": nn.Linear(3, 3), "bare": Bare()})
-        with pytest.raises(
-            InputError, match=r"no reset_parameters\(\) gives a value to bare\.weight"
-        ):
-            hpczero.initialize(module, spec_of(stage, shared), whole)
 
 
 def test_mistakes_in_the_loop_are_said(whole: World) -> None:

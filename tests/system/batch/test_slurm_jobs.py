@@ -1,5 +1,5 @@
-"""Runs as jobs, as a user would submit them, on a real Slurm of two nodes
-(scripts/slurm_testbed.sh); skipped where there is none.
+"""Runs as jobs, submitted as a user would, on a real Slurm of two nodes
+(scripts/slurm_testbed.sh); skipped where there is no Slurm.
 """
 
 import json
@@ -7,51 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.launch import CHECKOUT, hpczero
+from tests.support.launch import hpczero
 from tests.support.slurm import await_that, running
-
-SPEC = """
-output = "runs"
-data.source = "synthetic"
-model = { layers = 2, hidden = 32, heads = 2, seq_len = 32 }
-train = { steps = 30, global_batch = 8, micro_batch = 4, device = "cpu", precision = "fp32" }
-checkpoint = { every = 10, keep = 0 }
-
-[batch]
-site = "generic/slurm"
-nodes = 2
-ranks_per_node = 1
-walltime = "10m"
-env_pass = ["PYTHONPATH", "PYTHONDONTWRITEBYTECODE"]
-setup = ["export PATH={path}:$PATH"]
-"""
-# Slurm 22.05's mpi/pmi2 sometimes tears up what MPICH sends it on a busy machine, and the ranks
-# abort at their start (docs/log.md): where it is about something else than srun the jobs are
-# started by mpirun, and where they are by srun the chain has a job to spare.
-LAUNCHERS = {
-    "srun": ["--set", 'batch.launch_options=["--mpi=pmi2"]'],
-    "mpirun": ["--set", "batch.launcher=mpirun"],
-}
-
-
-def mpich() -> bool:
-    beside = Path(sys.executable).with_name("mpirun")
-    program = str(beside) if beside.exists() else shutil.which("mpirun")
-    return (
-        bool(program)
-        and "HYDRA"
-        in subprocess.run(
-            [str(program), "--version"], capture_output=True, text=True, timeout=60, check=False
-        ).stdout
-    )
-
+from tests.support.slurm_user import LAUNCHERS, User, mpich, over, queued_jobs, states
 
 pytestmark = pytest.mark.skipif(not mpich(), reason="the jobs here are started by MPICH")
 
@@ -60,77 +23,6 @@ pytestmark = pytest.mark.skipif(not mpich(), reason="the jobs here are started b
 def slurm() -> Iterator[dict[str, str]]:
     with running() as variables:
         yield variables
-
-
-class User:
-    """Somebody with a folder and a shell."""
-
-    def __init__(self, folder: Path, slurm: dict[str, str]) -> None:
-        self.folder = folder
-        path = os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "numba_cuda")])
-        self.variables = {
-            **os.environ,
-            **slurm,
-            "XDG_STATE_HOME": str(folder / "state"),
-            "PYTHONPATH": path,
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        (folder / "spec.toml").write_text(SPEC.replace("{path}", str(Path(sys.executable).parent)))
-
-    def does(self, *words: str, code: int = 0, first: str = "") -> str:
-        """What a command prints. `first`: a folder that comes first in PATH."""
-        variables = self.variables | (
-            {"PATH": first + os.pathsep + self.variables["PATH"]} if first else {}
-        )
-        done = subprocess.run(
-            words,
-            cwd=self.folder,
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == code, (words, done.stdout, done.stderr)
-        return done.stdout + done.stderr
-
-    def submits(self, name: str, *options: str, launcher: str = "mpirun", first: str = "") -> None:
-        self.does(
-            *hpczero(
-                "submit", "spec.toml", "--set", f"name={name}", *LAUNCHERS[launcher], *options
-            ),
-            first=first,
-        )
-
-    def status(self, name: str) -> dict[str, Any]:
-        shutil.rmtree(self.folder / "state" / "hpczero" / "slurm.json", ignore_errors=True)
-        (self.folder / "state" / "hpczero" / "slurm.json").unlink(missing_ok=True)  # asked anew
-        found: dict[str, Any] = json.loads(self.does(*hpczero("status", f"runs/{name}", "--json")))
-        return found
-
-    def waits(
-        self, name: str, until: Callable[[dict[str, Any]], object], what: str
-    ) -> dict[str, Any]:
-        seen: list[dict[str, Any]] = [{}]
-
-        def reached() -> bool:
-            seen[0] = self.status(name)
-            return bool(until(seen[0]))
-
-        try:
-            await_that(reached, 1500, what, look_every=1.0)
-        except AssertionError as error:
-            raise AssertionError(
-                f"{error}: {seen[0]}; {[path.read_text() for path in self.logs(name)]}"
-            ) from error
-        return seen[0]
-
-    def logs(self, name: str) -> list[Path]:
-        return sorted((self.folder / "runs" / name / "batch").glob("*/log-*"))
-
-    def losses(self, name: str) -> dict[int, float]:
-        lines = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
 
 
 @pytest.fixture
@@ -142,29 +34,11 @@ def user(tmp_path: Path, slurm: dict[str, str]) -> Iterator[User]:
         timeout=60,
         check=False,
     )
-    await_that(lambda: not _queue(slurm), 90, "the queue is empty")
-
-
-def _queue(slurm: dict[str, str]) -> str:
-    return subprocess.run(
-        ["squeue", "--noheader"],
-        env={**os.environ, **slurm},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    ).stdout
-
-
-def over(found: dict[str, Any]) -> bool:
-    return not [link for link in found["links"] if link["state"] in ("queued", "held", "running")]
-
-
-def states(found: dict[str, Any]) -> list[str]:
-    return [link["state"] for link in found["links"]]
+    await_that(lambda: not queued_jobs(slurm), 90, "the queue is empty")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.few(1)
 def test_a_run_of_two_nodes_from_the_queue_to_its_end(user: User, launcher: str) -> None:
     user.submits(
         "plain", "--set", "batch.begin=now+1hour", "--set", "batch.chain=3", launcher=launcher
@@ -188,6 +62,7 @@ def test_a_run_of_two_nodes_from_the_queue_to_its_end(user: User, launcher: str)
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_watched_and_cancelled(user: User) -> None:
     user.submits("long", "--set", "train.steps=100000", "--set", "batch.chain=3")
     found = user.waits("long", lambda found: found["step"] > 3, "the run makes steps")
@@ -279,8 +154,9 @@ def test_an_mpi_that_srun_cannot_start_is_refused_at_submission(user: User) -> N
     assert not user.does("squeue", "--noheader")
 
 
+@pytest.mark.slow
 def test_an_mpi_that_srun_does_not_start_is_said_and_ends_the_chain(user: User) -> None:
-    """srun kills the others when the first has ended, and ends with the code of one of those."""
+    """srun kills the other ranks when the first has ended, and returns one of their exit codes."""
     options = ["--set", 'batch.launch_options=["--mpi=none"]', "--set", "batch.chain=3"]
     user.does(*hpczero("submit", "spec.toml", "--set", "name=alone", *options))
     found = user.waits("alone", over, "the chain ends")
@@ -357,18 +233,17 @@ def test_a_requeue_by_the_site_is_survived(user: User) -> None:
     user.does("scontrol", "update", f"JobId={found['links'][0]['number']}", "StartTime=now")
     found = user.waits("again", over, "the chain ends")
     assert (found["state"], found["step"]) == ("finished", 150)
-    assert "resume" in user.logs("again")[0].read_text(), (
-        "what was printed before is still there, and what came after"
-    )
+    assert "resume" in user.logs("again")[0].read_text(), "the log lacks the part after the requeue"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user: User) -> None:
-    """The run stops in time for its last checkpoint, job after job: every loss is bitwise the same.
+    """Each job stops in time for its last checkpoint, and all losses are bitwise those of the whole
+    run.
 
-    (On a machine that is very busy a minute may pass before the first step: such a job is lost, and
-    the next one goes on.)
+    (On a very busy machine a minute may pass before the first step: such a job is lost, and the
+    next one goes on.)
     """
     longer = ("--set", "train.steps=12000", "--set", "checkpoint.every=0")
     user.submits("whole", *longer)
@@ -395,7 +270,7 @@ def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user:
         for number in late
     }
     assert not [text for text in texts.values() if " first step=" in text], (
-        "what came to its first step ended by itself, in time"
+        "a job that came to its first step did not stop in time"
     )
     assert any(
         "stopped by the end of the job's time" in path.read_text() for path in user.logs("parts")

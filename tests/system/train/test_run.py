@@ -1,11 +1,8 @@
-"""`hpczero run` as a user starts it: what it leaves, how it ends, and what it says when the
-input is wrong.
-"""
+"""`hpczero run` as a user starts it: what it leaves, how it ends, and how it goes on."""
 
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,66 +11,19 @@ import psutil
 import pytest
 
 from hpczero import machine
-from tests.support.launch import REMOVED, Finished, after_load, hpczero, launch, mpirun, started
+from tests.support.launch import launch, mpirun, started
 from tests.support.runs import lines_of, our_segments, steps_done, wait_for
+from tests.support.tiny_run import command, train
 
 pytest.importorskip("torch", reason="training needs torch")
 pytest.importorskip("mpi4py", reason="training needs mpi4py")
-
-
-SPEC = """
-name = "tiny"
-[model]
-layers = 2
-hidden = 32
-heads = 4
-seq_len = 16
-[data]
-source = "synthetic"
-[train]
-steps = 5
-global_batch = 5
-micro_batch = 2
-eval_batches = 2
-log_every = 1
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "spec.toml").write_text(SPEC)
-    return tmp_path
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "spec.toml").write_text(SPEC)
-    assert train(folder, 0).code == 0
-    return folder
-
-
-@pytest.fixture
-def finished(trained: Path, tmp_path: Path) -> Path:
-    """A folder of one's own with a finished run in it."""
-    return Path(shutil.copytree(trained, tmp_path, dirs_exist_ok=True))
-
-
-def command(ranks: int, *arguments: str) -> list[str]:
-    """`ranks` = 0: without mpirun."""
-    return [*(mpirun(ranks) if ranks else []), *hpczero("run", "spec.toml", *arguments)]
-
-
-def train(folder: Path, ranks: int, *arguments: str, **variables: str) -> Finished:
-    done = launch(command(ranks, *arguments), 120, folder, variables)
-    assert done.left == []
-    return done
 
 
 ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
 
 
 @pytest.mark.parametrize("ranks", [0, 2, 3])
+@pytest.mark.few(2)
 def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     done = train(folder, ranks)
     assert done.code == 0, done
@@ -138,6 +88,7 @@ def test_the_same_losses_on_any_number_of_ranks(folder: Path) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_each_rank_uses_its_share_of_the_cores(folder: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
@@ -160,6 +111,7 @@ def test_each_rank_uses_its_share_of_the_cores(folder: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_run_again_unless_asked(finished: Path) -> None:
     again = train(finished, 2)
     assert (again.code, again.err) == (0, "")
@@ -182,9 +134,10 @@ def test_more_steps_go_on_with_a_finished_run(finished: Path) -> None:
 @pytest.mark.parametrize(
     "how", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), "SIGUSR2", "stop file"]
 )
+@pytest.mark.few(1)
 def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: str) -> None:
-    """To one rank of two: both stop after the same step, with a checkpoint, from where the run
-    goes on.
+    """One rank of two gets the request; both stop after the same step with a checkpoint, and the
+    next run goes on from there.
     """
     directory = folder / "runs" / "tiny"
     with started(command(2, *ENDLESS), folder) as process:
@@ -209,6 +162,7 @@ def test_a_request_to_stop_ends_the_run_at_a_step_boundary(folder: Path, how: st
     assert f"resume step={done} " in again.out
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused(folder: Path) -> None:
     with started(command(0, *ENDLESS), folder) as process:
         wait_for(lambda: steps_done(folder) > 0, process)
@@ -267,112 +221,6 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing_in_the_way(
         3,
         4,
     ]
-
-
-TRIES = """
-import contextlib, io, json, sys
-from mpi4py import MPI  # started here: every command finds it running, and leaves it so
-from hpczero.cli import main
-
-def end_of(arguments):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["run", "spec.toml", *arguments])
-    return code, out.getvalue(), err.getvalue()
-
-ends = MPI.COMM_WORLD.gather([end_of(arguments) for arguments in json.loads(sys.argv[1])])
-if ends:
-    print(json.dumps(ends))
-MPI.Finalize()
-"""
-MISTAKES = {
-    "unknown key": (["--set", "train.stepz=3"], "train.steps"),
-    "wrong type": (["--set", "train.steps=many"], "many"),
-    "impossible grid": (["--set", "parallel.tensor=3"], "3"),
-    "one head, two ranks": (["--set", "parallel.tensor=2", "--set", "model.heads=1"], "heads"),
-    "missing data": (["--set", "data.source=nowhere.h5"], "nowhere.h5"),
-    "truncated data": (
-        ["--set", "data.source=truncated.h5", "--set", "train.eval_batches=0"],
-        "truncated.h5",
-    ),
-    "foreign data": (["--set", "data.source=foreign.h5"], "foreign.h5"),
-    "vocabulary": (
-        [
-            "--set",
-            "data.source=corpus.h5",
-            "--set",
-            "model.vocab=100",
-            "--set",
-            "train.eval_batches=0",
-        ],
-        "model.vocab",
-    ),
-    "unwritable output": (["--set", "output=/proc/nowhere"], "/proc/nowhere"),
-    "resume of nothing": (["--resume"], "no run"),
-}
-
-
-@pytest.fixture
-def token_files(folder: Path) -> None:
-    (folder / "text.txt").write_text("to be or not to be\n" * 500)
-    assert launch(hpczero("data", "build", "-o", "corpus.h5", "text.txt"), 60, folder).code == 0
-    whole = (folder / "corpus.h5").read_bytes()
-    (folder / "truncated.h5").write_bytes(whole[: len(whole) // 2])
-    (folder / "foreign.h5").write_bytes(b"\x89PNG not a token file at all" * 100)
-
-
-@pytest.mark.usefixtures("token_files")
-@pytest.mark.parametrize("ranks", [0, 2])
-def test_wrong_input_is_one_message_and_nothing_written(folder: Path, ranks: int) -> None:
-    """All mistakes in one launch, as starting takes the longest; how a refused command ends a
-    launch, the next test sees.
-    """
-    (folder / "tries.py").write_text(TRIES)
-    before = sorted(folder.rglob("*"))
-    tries = json.dumps([arguments for arguments, _ in MISTAKES.values()])
-    done = launch(
-        [*(mpirun(ranks) if ranks else []), sys.executable, "tries.py", tries], 120, folder
-    )
-    assert (done.code, done.err, done.left) == (0, "", [])
-    ends = json.loads(done.out)
-    assert len(ends) == max(1, ranks)
-    for (name, (_, expected)), *ends_of_ranks in zip(MISTAKES.items(), *ends, strict=True):
-        assert [(code, after_load(out)) for code, out, _ in ends_of_ranks] == [(2, "")] * len(
-            ends
-        ), (name, ends_of_ranks)
-        said = REMOVED.sub("", "".join(err for _, _, err in ends_of_ranks))
-        assert said.count("hpczero: ") == 1, (name, said)
-        assert expected in said
-        assert "Traceback" not in said
-    assert sorted(folder.rglob("*")) == before
-
-
-def test_the_directory_of_another_run_is_left_alone(finished: Path) -> None:
-    summary = (finished / "runs" / "tiny" / "summary.json").read_bytes()
-    done = train(finished, 2, "--set", "model.hidden=48", "--set", "seed=2")
-    assert (done.code, done.err.count("hpczero: ")) == (2, 1), done
-    assert "model.hidden: 32 there, 48 now" in done.err
-    assert "seed: 1 there, 2 now" in done.err
-    assert (finished / "runs" / "tiny" / "summary.json").read_bytes() == summary
-
-
-def test_a_folder_that_is_no_run_directory_is_left_alone(folder: Path) -> None:
-    (folder / "runs" / "tiny").mkdir(parents=True)
-    (folder / "runs" / "tiny" / "thesis.tex").write_text("precious")
-    done = train(folder, 0)
-    assert done.code == 2
-    assert "is no run directory" in done.err
-    assert [path.name for path in (folder / "runs" / "tiny").iterdir()] == ["thesis.tex"]
-
-
-def test_one_rank_of_several_by_accident(folder: Path) -> None:
-    """A launcher that started several processes, none of which found the others: two different
-    MPIs.
-    """
-    done = train(folder, 0, SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="4")
-    assert done.code == 2, done
-    assert "4" in done.err
-    assert not (folder / "runs").exists()
 
 
 def test_a_run_removes_what_killed_mpich_jobs_left(folder: Path) -> None:

@@ -68,7 +68,8 @@ def spans_of(trace: dict[str, Any], rank: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [2, 0])
+@pytest.mark.few(1)
 def test_a_traced_run(folder: Path, ranks: int) -> None:
     run(folder, ranks, "name=plain")
     done = run(folder, ranks, "name=traced", "train.trace=true")
@@ -164,6 +165,7 @@ def test_a_rank_that_fails_leaves_its_own_trace(folder: Path) -> None:
     assert [path.name for path in directory.glob("trace*")] == ["trace.json.gz"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_leaves_its_own_trace(folder: Path) -> None:
     directory = fail(folder, "time.sleep(1000)")
     trace = read(directory / "trace-rank-0.json.gz")

@@ -137,6 +137,7 @@ def intervals_with_the_loss(of_split: "torch.Tensor", windows: "torch.Tensor") -
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.few(1)
 def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

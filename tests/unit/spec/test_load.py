@@ -1,42 +1,14 @@
-"""TOML -> Spec: layers, sources, and mistakes that say where, what, and what would be right."""
+"""TOML -> Spec: layers, sources, and messages that say where a mistake is and what is right."""
 
 import os
-import tomllib
-import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hpczero.errors import InputError
 from hpczero.spec.keys import flat, keys
-from hpczero.spec.load import differences, load, to_toml, toml_value
-from hpczero.spec.rules import contradictions, unavailable, without_effect
-from hpczero.spec.schema import Model, Parallel, Spec
-
-Write = Callable[..., str]
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Writes a file into the folder that the test runs in."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(text: str | bytes, name: str = "spec.toml") -> str:
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return name
-
-    return write
-
-
-def refusal(path: str, *overrides: str) -> str:
-    with pytest.raises(InputError) as caught:
-        load(path, overrides)
-    return str(caught.value)
+from hpczero.spec.load import load
+from hpczero.spec.schema import Spec
+from tests.support.specs import Write, refusal
 
 
 def test_an_empty_file_is_all_defaults(write: Write) -> None:
@@ -150,8 +122,8 @@ warmup_steps = 500
         "12 mistakes in spec.toml:",
         "  base.toml:2: comm = 3: comm is a table: write it as [comm], with its keys below",
         (
-            "  base.toml:3: optimizer.betas = [0.9, 2]: must be a list of 2 numbers, each a "
-            "number >= 0 and < 1"
+            "  base.toml:3: optimizer.betas = [0.9, 2]: must be a list of 2 numbers, "
+            "each a number >= 0 and < 1"
         ),
         "  spec.toml:2: nmae: unknown key; did you mean name?",
         "  spec.toml:4: train.stesp: unknown key; did you mean train.steps?",
@@ -159,20 +131,21 @@ warmup_steps = 500
         "  spec.toml:6: train.micro_batch = 0: must be a whole number from 1 to 1_000_000",
         '  spec.toml:7: train.precision = "fp64": must be "bf16", "fp16" or "fp32"',
         (
-            "  spec.toml:10: data.source = 3: must be text (not empty, at most 4096 characters, "
-            "no control characters)"
+            "  spec.toml:10: data.source = 3: "
+            "must be text (not empty, at most 4096 characters, no control characters)"
         ),
         (
-            "  spec.toml:12: schedule.warmup_steps = 500 is more than train.steps = 10: at most "
-            "10, or more steps (train.steps: base.toml:1)"
+            "  spec.toml:12: schedule.warmup_steps = 500 is more than train.steps = 10: "
+            "at most 10, or more steps (train.steps: base.toml:1)"
         ),
         (
-            "  spec.toml:13: model = an array of tables: model is a table: write it once, as "
-            "[model], not [[model]]"
+            "  spec.toml:13: model = an array of tables: model is a table: "
+            "write it once, as [model], not [[model]]"
         ),
-        "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, "
-        "schedule, parallel, zero, comm, checkpoint, paths"
-        " and batch",
+        (
+            "  spec.toml:14: [qqq]: unknown table; the tables are model, data, train, optimizer, "
+            "schedule, parallel, zero, comm, checkpoint, paths and batch"
+        ),
         "  spec.toml:15: [optimiser]: unknown table; did you mean [optimizer]?",
     ]
 
@@ -318,205 +291,3 @@ def test_thousands_of_mistakes_are_cut_short(write: Write) -> None:
     assert lines[0] == "3000 mistakes in spec.toml:"
     assert len(lines) == 22
     assert lines[-1].strip() == "... and 2980 more"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "schedule.warmup_steps = 101",
-            "schedule.warmup_steps = 101 is more than train.steps = 100",
-        ),
-        (
-            "train.steps = 5\nschedule = {name = 'wsd', warmup_steps = 3, decay_steps = 3}",
-            "make 6, more than train.steps = 5",
-        ),
-        (
-            "schedule.decay_steps = 5",
-            'schedule.decay_steps = 5 is for "wsd" only, and schedule.name = "cosine"',
-        ),
-        ("schedule.min_lr = 1", "schedule.min_lr = 1.0 is more than optimizer.lr = 0.0003"),
-        (
-            "schedule = {name = 'constant', min_lr = 1e-5}",
-            'schedule.min_lr = 1e-05, but schedule.name = "constant"',
-        ),
-        (
-            "train = {eval_every = 5, eval_batches = 0}",
-            "train.eval_batches = 0 means no evaluation, train.eval_every = 5",
-        ),
-        ("data.validation_fraction = 0", "leaves no text for train.eval_batches = 8"),
-        ("model = {heads = 16, hidden = 8}", "model.heads = 16 is more than model.hidden = 8"),
-        (
-            "parallel.order = 'data'\nparallel.tensor = 2",
-            'parallel.order = "data": must name each axis once',
-        ),
-        ("checkpoint.weights_only = true", 'checkpoint.resume = "auto" names no checkpoint'),
-    ],
-)
-def test_contradictions_show_all_numbers(write: Write, text: str, expected: str) -> None:
-    message = refusal(write(text))
-    assert expected in message
-    assert message.startswith("spec.toml:")
-    assert "mistakes" not in message
-
-
-def test_defaults_that_stand_in_for_mistakes_contradict_nothing(write: Write) -> None:
-    message = refusal(write("[train]\nstepz = 1000\n[schedule]\nwarmup_steps = 500"))
-    assert message == "spec.toml:2: train.stepz: unknown key; did you mean train.steps?"
-    message = refusal(write("[train]\nsteps = '1000'\n[schedule]\nwarmup_steps = 500"))
-    assert "warmup" not in message
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "parallel.tensor = 8\nmodel.heads = 6",
-            "parallel.tensor = 8 is more than model.heads = 6, and every tensor rank needs a head: "
-            "parallel.tensor = 4, 2 or 1 (for the same ranks), at most 6, or at least "
-            "model.heads = 8",
-        ),
-        (
-            "parallel = {tensor = 6, sequence_parallel = true}\nmodel = {seq_len = 4, heads = 6}",
-            "parallel.tensor = 6 ranks cannot share model.seq_len = 4 positions "
-            "(parallel.sequence_parallel = true): "
-            "parallel.tensor = 3, 2 or 1 (for the same ranks), at most 4, or "
-            "parallel.sequence_parallel = false",
-        ),
-        (
-            "parallel.pipeline = 12\nmodel.layers = 7",
-            "parallel.pipeline = 12 is more than the 9 layers of the model (model.layers = "
-            "7, and those before and after them): "
-            "parallel.pipeline = 6, 4, 3 or 2 (for the same ranks), at most 9, or at least "
-            "model.layers = 10",
-        ),
-        (
-            "parallel = {pipeline = 4, schedule = 'interleaved', chunks = 3}\nmodel.layers = 7",
-            "parallel.pipeline = 4 x parallel.chunks = 3 makes 12 parts, more than the 9 "
-            "layers of the model (model.layers = 7, "
-            "and those before and after them): parallel.pipeline = 2 or 1 (for the same "
-            "ranks), at most 3, or parallel.chunks = 2 or less, "
-            "or at least model.layers = 10",
-        ),
-        (
-            "parallel = {pipeline = 2, chunks = 2}",
-            'parallel.chunks = 2 is for "interleaved" only, and parallel.schedule = "1f1b"',
-        ),
-        (
-            "parallel = {pipeline = 2, schedule = 'interleaved'}",
-            'parallel.schedule = "interleaved" is for several parallel.chunks on a stage',
-        ),
-    ],
-)
-def test_layouts_that_the_model_cannot_have(write: Write, text: str, expected: str) -> None:
-    message = refusal(write(text))
-    assert expected in message
-    assert "mistakes" not in message
-
-
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        Parallel(tensor=6),
-        Parallel(pipeline=9),
-        Parallel(pipeline=3, chunks=3, schedule="interleaved"),
-        Parallel(tensor=5, sequence_parallel=True),
-    ],
-)
-def test_layouts_at_the_model_s_limits(parallel: Parallel) -> None:
-    model = Model(heads=6, layers=7, seq_len=5)
-    assert contradictions(Spec(parallel=parallel, model=model)) == []
-    assert (
-        contradictions(
-            Spec(
-                parallel=parallel,
-                model=model.model_copy(update={"heads": 5, "layers": 6, "seq_len": 4}),
-            )
-        )
-        != []
-    )
-    assert (
-        contradictions(
-            Spec(parallel=parallel, model=Model(family="some.module:factory", seq_len=5))
-        )
-        == []
-    ), "its heads and layers are not known"
-
-
-def test_what_has_no_effect_on_one_rank_or_one_stage_is_said() -> None:
-    notes = without_effect(Spec(parallel=Parallel(sequence_parallel=True, schedule="gpipe")))
-    assert [note.partition(" has no effect with ")[::2] for note in notes] == [
-        (
-            "parallel.sequence_parallel = true",
-            "parallel.tensor = 1: there is nobody to share the sequence with",
-        ),
-        ('parallel.schedule = "gpipe"', "parallel.pipeline = 1: there is one stage"),
-    ]
-    assert (
-        without_effect(
-            Spec(parallel=Parallel(tensor=2, sequence_parallel=True, pipeline=2, schedule="gpipe"))
-        )
-        == []
-    )
-
-
-def test_what_cannot_run_yet_loads_and_is_named(write: Write) -> None:
-    spec = load(write("parallel = {tensor = 2, pipeline = 3}")).spec
-    assert unavailable(spec) == unavailable(Spec()) == []
-    own = Spec(
-        model=Model(family="package.module:factory"), parallel=Parallel(tensor=2, pipeline=3)
-    )
-    assert [text.split(" with ")[0] for text in unavailable(own)] == ["parallel.tensor = 2"]
-
-
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_text_is_written_as_toml_on_one_line(text: str) -> None:
-    written = toml_value(text)
-    assert tomllib.loads(f"value = {written}") == {"value": text}
-    assert written.splitlines() == [written]
-    assert not any(unicodedata.category(character) == "Cc" for character in written)
-
-
-SPECS = st.builds(
-    lambda seed, output, source, lr, betas, eps, steps: Spec().model_copy(
-        update={
-            "seed": seed,
-            "output": output,
-            "data": Spec().data.model_copy(update={"source": source}),
-            "train": Spec().train.model_copy(update={"steps": steps}),
-            "optimizer": Spec().optimizer.model_copy(update={"lr": lr, "betas": betas, "eps": eps}),
-        }
-    ),
-    seed=st.integers(0, 2**63 - 1),
-    output=st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=30),
-    source=st.text("ab\"\\'# \u2028é𝄞", min_size=1, max_size=30),
-    lr=st.floats(0, exclude_min=True, allow_infinity=False),
-    betas=st.tuples(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True)),
-    eps=st.floats(0, 1, exclude_min=True),
-    steps=st.integers(1, 10**15),
-)
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(spec=SPECS)
-def test_the_resolved_copy_reads_back_equal(
-    tmp_path_factory: pytest.TempPathFactory, spec: Spec
-) -> None:
-    text = to_toml(spec)
-    path = tmp_path_factory.getbasetemp() / "resolved.toml"
-    path.write_text(text, encoding="utf-8")
-    loaded = load(path)
-    assert loaded.spec == spec
-    assert all(source.line for source in loaded.sources.values()), "the copy holds every key"
-    assert to_toml(loaded.spec) == text
-
-
-def test_differences_name_key_values_and_role(write: Write) -> None:
-    old, new = load(write("")).spec, load(write("seed = 2\ntrain.steps = 5\noutput = 'x'")).spec
-    assert differences(old, old) == []
-    assert [(d.key, d.old, d.new, d.role) for d in differences(old, new)] == [
-        ("seed", 1, 2, "identity"),
-        ("output", "runs", "x", "site"),
-        ("train.steps", 100, 5, "changeable"),
-    ]

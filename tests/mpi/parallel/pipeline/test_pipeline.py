@@ -1,202 +1,46 @@
-"""The pipeline's executor against one process that runs all layers: losses and every gradient,
-for every schedule, and what it keeps meanwhile.
+"""The pipeline's executor against one process that runs all layers: the losses, every gradient,
+the messages and the memory, for every schedule.
 """
 
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
-
-# the first backward from a given gradient does, and the stages' would, one after the other
-import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpczero.comm.world import World
-from hpczero.data.samples import micro_batches_of
 from hpczero.errors import HpczeroError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.executor import Buffers, Pipeline
 from hpczero.parallel.pipeline.partition import layers_of, parts
 from hpczero.parallel.pipeline.schedule import schedule
 from hpczero.parallel.pipeline.simulate import simulate
+from tests.support.pipeline_stages import (
+    BATCHES,
+    HIDDEN,
+    LARGE,
+    SEQ,
+    Deaf,
+    Scale,
+    Stage,
+    Sum,
+    Transposed,
+    View,
+    cut_batches,
+    model,
+    serial,
+)
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
-HIDDEN, VOCABULARY, SEQ = 12, 19, 5
-LARGE = 1 << 15
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 schedules = pytest.mark.parametrize(("kind", "chunks"), SCHEDULES, ids=lambda value: str(value))
-BATCHES = {  # samples of each micro-batch
-    "one": [2],
-    "uneven": [len(part) for part in micro_batches_of(0, 5, 2, 1)],
-    "many": [2] * 7,
-    "all different": [3, 1, 4, 2, 5],
-    "empty": [2, 0, 1, 0],
-}
 batches_of_all_kinds = pytest.mark.parametrize("batches", list(BATCHES))
-
-
-class Embedding(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
-
-    def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        assert x is None
-        return self.tokens(batch.tokens)
-
-
-class Block(nn.Module):
-    """Depends on which samples it sees, as dropout does."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        kept = 1 + (batch.samples % 3).to(x.dtype)[:, None, None]
-        return x + self.down(torch.tanh(self.up(x)) * kept)
-
-
-class View(nn.Module):
-    """Makes nothing new: its output is its input, its gradient a view of its output's."""
-
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return x.view(x.shape)
-
-
-class Transposed(nn.Module):
-    """Its output is not contiguous."""
-
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return (x.transpose(0, 2) * 1.5).transpose(0, 2)
-
-
-class Deaf(nn.Module):
-    """Does not use what it is given."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.value = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return self.value.expand(x.shape)
-
-
-class Head(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, VOCABULARY)
-
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return functional.cross_entropy(
-            self.linear(x).flatten(0, 1), batch.targets.flatten(), reduction="sum"
-        )
-
-
-def model(
-    count: int, width: int = HIDDEN, inner: Sequence[Callable[[], nn.Module]] = ()
-) -> list[nn.Module]:
-    """The same on every rank: `count` layers, of which the inner ones may be special."""
-    torch.manual_seed(5)
-    special = [make() for make in inner]
-    return [
-        Embedding(width),
-        *special,
-        *(Block(width) for _ in range(count - 2 - len(special))),
-        Head(width),
-    ]
-
-
-def cut_batches(kind: str) -> list[MicroBatch]:
-    torch.manual_seed(7)
-    sizes = BATCHES[kind]
-    text = torch.randint(VOCABULARY, (sum(sizes), SEQ + 1))
-    rows = torch.arange(sum(sizes)).split(sizes)
-    return [MicroBatch(text[own, :-1], text[own, 1:], own, step=0, seed=1) for own in rows]
-
-
-def serial(
-    layers: list[nn.Module], batches: Sequence[MicroBatch]
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    losses = []
-    for batch in batches:
-        x: Any = None
-        for layer in layers:
-            x = layer(x, batch)
-        (x / 10).backward()
-        losses.append(x.detach())
-    gradients = [parameter.grad for layer in layers for parameter in layer.parameters()]
-    for layer in layers:
-        layer.zero_grad()
-    return losses, gradients
-
-
-@dataclass
-class Stage:
-    """The parts of one rank. Notes what it was asked for and how many micro-batches' activations
-    are alive.
-    """
-
-    chunks: list[list[nn.Module]]
-    delay: float = 0.0
-    poll: Callable[[], None] = lambda: None
-    lasts: list[tuple[int, bool]] = field(default_factory=list)
-    alive: "weakref.WeakSet[Saved]" = field(default_factory=weakref.WeakSet)
-    most_alive: int = 0
-
-    def forward(self, chunk: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        time.sleep(self.delay)
-        number = object()
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: self.save(number, tensor), lambda saved: saved.tensor
-        ):
-            result: Any = x
-            for layer in self.chunks[chunk]:
-                result = layer(result, batch)
-                self.poll()
-        self.most_alive = max(self.most_alive, len({saved.number for saved in self.alive}))
-        return result
-
-    def save(self, number: object, tensor: Tensor) -> "Saved":
-        saved = Saved(number, tensor)
-        self.alive.add(saved)
-        return saved
-
-    def backward(self, chunk: int, output: Tensor, gradient: Tensor | None, last: bool) -> None:
-        time.sleep(self.delay)
-        self.lasts.append((chunk, last))
-        if gradient is None:
-            (output / 10).backward()
-        else:
-            assert gradient.shape == output.shape
-            output.backward(gradient)
-
-    def gradients(self) -> list[Tensor | None]:
-        return [
-            parameter.grad
-            for part in self.chunks
-            for layer in part
-            for parameter in layer.parameters()
-        ]
-
-
-@dataclass(eq=False)
-class Saved:
-    """A tensor that autograd keeps for the backward of a micro-batch."""
-
-    number: object
-    tensor: Tensor
 
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is read in a buffer after it was given back is not a number."""
+    """Fill a buffer with NaN when it is given back."""
 
     def give_back(self: Buffers, buffer: Tensor) -> None:
         buffer.fill_(float("nan"))
@@ -335,8 +179,8 @@ def test_exactly_the_activations_at_the_boundaries_are_sent(
     "inner", [View, Transposed, lambda: Deaf(HIDDEN)], ids=["view", "transposed", "deaf"]
 )
 def test_odd_layers(world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]) -> None:
-    """Nothing but odd ones on the inner stages: outputs and gradients that are views of the
-    buffers, not contiguous, or none at all.
+    """All inner layers are odd: their outputs and gradients are views of the buffers, not
+    contiguous, or missing.
     """
     count = world.size * chunks
     layers = model(max(count, 2), inner=[inner] * max(count - 2, 0))
@@ -349,29 +193,13 @@ def test_odd_layers(world: World, kind: str, chunks: int, inner: Callable[[], nn
     assert_close(stage.gradients(), gradients_of(layers, numbers, gradients))
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(1.25))
-
-    def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        if x is None:
-            x = batch.samples.float()[:, None, None].expand(*batch.tokens.shape, LARGE) / 100
-        return x * self.factor
-
-
-class Sum(nn.Module):
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        return x.sum()
-
-
 @schedules
 @pytest.mark.parametrize("inner", [Scale, View])
 def test_large_messages_cross(
     world: World, kind: str, chunks: int, inner: Callable[[], nn.Module]
 ) -> None:
-    """Activations of 1.3 MB: no MPI library takes them before they are asked for. Those of View are
-    still on their way when its own input's buffer is used again.
+    """Activations of 1.3 MB: every MPI library waits for the receiver before it takes them. Those
+    of View are still in flight when the buffer of its own input is used again.
     """
     layers = [Scale(), *(inner() for _ in range(world.size * chunks - 1)), Sum()]
     micro_batches = cut_batches("many")
@@ -392,13 +220,11 @@ def test_an_output_that_the_next_part_does_not_expect_is_an_error(whole: World) 
     try:
         pipeline, stage, _ = set_up(alone, model(4), "interleaved", 2)
         pipeline.shape_of = lambda batch: (*batch.tokens.shape, HIDDEN + 1)
-        with pytest.raises(
-            HpczeroError,
-            match=(
-                r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*expects torch.float32 "
-                r"\[2, 5, 13\]"
-            ),
-        ):
+        refusal = (
+            r"part 0 of the pipeline gives torch.float32 \[2, 5, 12\].*"
+            r"expects torch.float32 \[2, 5, 13\]"
+        )
+        with pytest.raises(HpczeroError, match=refusal):
             pipeline.train(stage, cut_batches("one"))
         pipeline.shape_of, pipeline.dtype = shape_of, torch.bfloat16
         with pytest.raises(HpczeroError, match=r"gives torch.float32 .* expects torch.bfloat16"):

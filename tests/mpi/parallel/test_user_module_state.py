@@ -1,0 +1,157 @@
+"""The state of a user's module: buffers, gathered parameters, state dictionaries, and the initial
+values of modules on meta.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.comm.world import World
+from hpczero.errors import HpczeroError, InputError
+from tests.support.models import (
+    Convolutions,
+    Odd,
+)
+from tests.support.user_modules import (
+    WAYS,
+    made,
+    of_images,
+    of_tokens,
+    spec_of,
+)
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.usual(2),
+    pytest.mark.usefixtures("poisoned_regions"),
+]
+
+
+def test_statistics_of_batches_stay_with_each_rank(world: World) -> None:
+    for (stage, shared), precision in product(WAYS, ("fp32", "bf16")):
+        with hpczero.initialize(
+            made(lambda: Convolutions(True), world.rank), spec_of(stage, shared, precision), world
+        ) as engine:
+            before = engine.module.features[0][1].running_mean.clone()
+            assert not before.any()
+            engine.backward(of_images(engine, slice(world.rank, world.rank + 3)))
+            assert engine.step().grad_norm > 0
+            own = engine.module.features[0][1].running_mean.sum().double().view(1)
+            sums = world.everyone.stack(own).flatten().tolist()
+            assert len(set(sums)) == world.size
+            state = engine.full_state_dict()
+            if world.rank == 0:
+                assert torch.equal(
+                    state["features.0.1.running_mean"], engine.module.features[0][1].running_mean
+                )
+                assert state["features.0.1.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_parameters_are_whole_and_what_rank_0_changes_is_everyones(
+    world: World, precision: str
+) -> None:
+    for stage, shared in WAYS:
+        with hpczero.initialize(made(Odd), spec_of(stage, shared, precision), world) as engine:
+            engine.backward(of_tokens(engine, slice(0, 2)))
+            engine.step()
+            before = engine.full_state_dict()
+            block, offset = engine.module.blocks[1], engine.module.offset
+            with engine.gathered(block.parameters()):
+                expected = world.everyone.stack(block.up.weight.detach().float().clone())
+                assert all(torch.equal(each, expected[0]) for each in expected)
+                if world.rank == 0:
+                    assert torch.equal(
+                        expected[0], before["blocks.1.up.weight"].to(engine.dtype).float()
+                    )
+            with engine.gathered([block.down.weight, offset], modify=True), torch.no_grad():
+                block.down.weight[1, 2] = 3.0 if world.rank == 0 else 5.0
+                offset.fill_(-2.0)
+                assert of_tokens(engine, slice(0, 1)).isfinite()  # it may even run
+            after = engine.full_state_dict()
+            if world.rank == 0:
+                assert after["blocks.1.down.weight"][1, 2] == 3.0
+                assert after["offset"] == -2.0
+                before["blocks.1.down.weight"][1, 2] = 3.0
+                before["offset"] = torch.tensor(-2.0)
+                assert all(torch.equal(tensor, before[name]) for name, tensor in after.items()), (
+                    "what was not changed keeps its precision"
+                )
+            losses = world.everyone.stack(
+                of_tokens(engine, slice(0, 1)).detach().float().view(1)
+            ).flatten()
+            assert (losses == losses[0]).all()
+            if stage == 3 and not shared and world.size > 1:
+                with pytest.raises(HpczeroError, match=r"blocks\.1\.down\.weight is used outside"):
+                    block.down.weight.sum()
+
+
+def test_a_state_is_taken_home_and_brought_back(world: World) -> None:
+    for stage, shared in WAYS:
+        with hpczero.initialize(made(Odd), spec_of(stage, shared), world) as engine:
+            first = engine.full_state_dict()
+            engine.backward(of_tokens(engine, slice(0, 2)))
+            engine.step()
+            changed = engine.full_state_dict()
+            engine.load_state_dict(first)
+            again = engine.full_state_dict()
+            if world.rank == 0:
+                assert not torch.equal(first["head.weight"], changed["head.weight"])
+                assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+                made(Odd).load_state_dict(first)  # PyTorch takes it
+            first = {
+                "other" if name == "offset" else name: tensor for name, tensor in first.items()
+            }
+            with pytest.raises(
+                InputError,
+                match="rank 0 says more" if world.rank else "offset is missing; other is unknown",
+            ):
+                engine.load_state_dict(first)
+
+
+@pytest.mark.parametrize("meta", ["everywhere", "but on rank 0"])
+def test_modules_on_meta_get_the_same_values_in_every_layout(world: World, meta: str) -> None:
+    states = []
+    for stage, shared in WAYS:
+        with torch.device("meta" if meta == "everywhere" or world.rank else "cpu"):
+            module = made(
+                lambda: nn.Sequential(
+                    nn.Linear(20, 30),
+                    nn.BatchNorm1d(30),
+                    nn.MultiheadAttention(30, 2),
+                    nn.Linear(30, 3),
+                )
+            )
+        with hpczero.initialize(module, spec_of(stage, shared), world) as engine:
+            assert not any(
+                tensor.is_meta for tensor in [*engine.module.parameters(), *engine.module.buffers()]
+            )
+            states.append(engine.full_state_dict())
+    if world.rank == 0:
+        first = states[0]
+        assert all(
+            torch.equal(tensor, other[name])
+            for other in states[1:]
+            for name, tensor in first.items()
+        )
+        assert first["0.weight"].std() == pytest.approx((1 / 20 / 3) ** 0.5, rel=0.2)
+        assert first["1.running_var"].eq(1).all()
+        assert first["2.out_proj.bias"].eq(0).all()
+
+
+def test_what_on_meta_has_no_values_is_named(whole: World) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3))
+
+    for stage, shared in WAYS:
+        with torch.device("meta"):
+            module = nn.ModuleDict({"fine": nn.Linear(3, 3), "bare": Bare()})
+        with pytest.raises(
+            InputError, match=r"no reset_parameters\(\) gives a value to bare\.weight"
+        ):
+            hpczero.initialize(module, spec_of(stage, shared), whole)
