@@ -1,26 +1,39 @@
-# Sourced by test.sh, after environment.sh: runs the parts of the tests, each with a time limit, and lets none leave a process behind.
+# Sourced by test.sh, after environment.sh: runs the parts of the tests, each with a time limit, and
+# lets none leave a process behind.
 #
-# $results is a new folder that vanishes at the end. Every process of a part has "$results/NAME" in its environment as HPCZERO_TEST_RUN, and is
-# found by that wherever it has gone. The parts' temporary files and caches lie there too.
+# $results is a new folder that vanishes at the end. Every process of a part has "$results/NAME" in
+# its environment as HPCZERO_TEST_RUN, and is found by that wherever it has gone. The parts'
+# temporary files and caches lie there too.
 
 results=$(mktemp -d)
 mkdir "$results/tmp"
 lanes=()
 # processes [NAME]: the numbers of those that belong to the part, or to any.
-processes() { grep -lszE "^HPCZERO_TEST_RUN=$results/${1:-.*}\$" /proc/[0-9]*/environ | cut -d/ -f3 || true; }
+processes() {
+    grep -lszE "^HPCZERO_TEST_RUN=$results/${1:-.*}\$" /proc/[0-9]*/environ | cut -d/ -f3 || true
+}
 end_processes() { processes "$@" | xargs -r kill -KILL 2>/dev/null || true; }
-trap '[ ${#lanes[@]} = 0 ] || kill "${lanes[@]}" 2>/dev/null || true; end_processes; rm -rf "$results"' EXIT # a failure in here would be the script's
+clean_up() { # a failure in here would be the script's
+    [ ${#lanes[@]} = 0 ] || kill "${lanes[@]}" 2>/dev/null || true
+    end_processes
+    rm -rf "$results"
+}
+trap clean_up EXIT
 trap 'exit 130' INT TERM
 
-# part NAME SECONDS COMMAND...: enters a line into $results/parts: name, exit code, processes left running (after 5 s of grace),
-# seconds, processor-seconds of all its processes.
+# part NAME SECONDS COMMAND...: enters a line into $results/parts: name, exit code, processes left
+# running (after 5 s of grace), seconds, processor-seconds of all its processes.
 part() {
     local name=$1 limit=$2 started=$SECONDS code=0 left=0
     shift 2
     printf '\n== %s\n' "$name"
-    set -m # in the background, so that a signal to this script counts at once; as a job, so that Ctrl-C is not ignored in there
-    env HPCZERO_TEST_RUN="$results/$name" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE \
-        "$(find_python)" scripts/measured.py "$results/measured-$name" timeout --kill-after=20 "$limit" "$@" </dev/null &
+    # in the background, so that a signal to this script counts at once; as a job, so that Ctrl-C is
+    # not ignored in there
+    set -m
+    env HPCZERO_TEST_RUN="$results/$name" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" \
+        PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE \
+        "$(find_python)" scripts/measured.py "$results/measured-$name" \
+        timeout --kill-after=20 "$limit" "$@" </dev/null &
     set +m
     wait $! || code=$?
     [ "$code" -ne 124 ] && [ "$code" -ne 137 ] || echo "$name: ended after its limit of $limit s"
@@ -30,10 +43,12 @@ part() {
         sleep 0.5
     done
     end_processes "$name"
-    printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$code" "$left" $((SECONDS - started)) "$(cat "$results/measured-$name" || echo 0)" >>"$results/parts"
+    printf '%s\t%s\t%s\t%s\t%s\n' "$name" "$code" "$left" $((SECONDS - started)) \
+        "$(cat "$results/measured-$name" || echo 0)" >>"$results/parts"
 }
 
-# at_once LANE...: functions that run parts which need one core, each beside the others; what they print is shown when all have ended.
+# at_once LANE...: functions that run parts which need one core, each beside the others; what they
+# print is shown when all have ended.
 at_once() {
     local lane
     printf '\n== at the same time: %s\n' "$*"

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# From nothing but Python >= 3.11 to tests passed, in private virtual environments with their own MPI (MPICH, then Open MPI).
-#     scripts/test.sh                       what a change has to pass: every promise once, ten minutes on 2 cores
-#     scripts/test.sh --all                 the full products of all settings, in parts (hours)
-#     scripts/test.sh --all --part NAME     only this part of it; may be repeated. Without a NAME: lists the parts
+# From nothing but Python >= 3.11 to tests passed, in private virtual environments with their own
+# MPI (MPICH and Open MPI).
+#     scripts/test.sh                     what a change has to pass: every promise once
+#     scripts/test.sh --all               the full products of all settings, in parts (hours)
+#     scripts/test.sh --all --part NAME   only this part; may be repeated. --part alone lists them
 #     scripts/test.sh [-n RANKS] [--library openmpi] [--slow] PATH...
-#                                           only these tests, on so many ranks; further arguments are pytest's
-# Ends with the line "N passed, N failed, N skipped" over all parts; the exit code is 0 if none failed.
+#                                         only these tests, on so many ranks; the rest is pytest's
+# Ends with the line "N passed, N failed, N skipped" over all parts; the exit code is 0 if none
+# failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -26,16 +28,18 @@ environment() {
     [ $((SECONDS - started)) -lt 3 ] || echo "environment $1: $((SECONDS - started)) s"
 }
 
-# tests NAME [-n RANKS] [--library NAME] [--simulator] [--slow] ARGUMENT...: a part that is pytest with these arguments.
+# tests NAME [-n RANKS] [--library NAME] [--simulator] [--slow] ARGUMENT...: a part that is pytest
+# with these arguments.
 tests() {
-    local name=$1 launcher=() settings=() options=(${slow[@]+"${slow[@]}"}) library=mpich ranks=
+    local name=$1 options=(--junitxml="$results/$1.xml" ${slow[@]+"${slow[@]}"})
+    local launcher=() library=mpich ranks=
     shift
     while :; do
         case ${1-} in
         -n) ranks=${2-} && shift 2 ;;
         --library) library=${2-} && shift 2 ;;
-        --simulator) settings=(NUMBA_ENABLE_CUDASIM=1) && shift ;;
-        --slow) options=(--slow) && shift ;;
+        --simulator) launcher=(env NUMBA_ENABLE_CUDASIM=1) && shift ;;
+        --slow) options+=(--slow) && shift ;;
         *) break ;;
         esac
     done
@@ -45,8 +49,8 @@ tests() {
         [ "$library" != openmpi ] || launcher+=(--oversubscribe)
         options+=(--with-mpi)
     fi
-    part "$name" "$limit" env ${settings[@]+"${settings[@]}"} ${launcher[@]+"${launcher[@]}"} "$venv/bin/python" -m pytest -q -p no:cacheprovider \
-        --junitxml="$results/$name.xml" ${options[@]+"${options[@]}"} "$@"
+    part "$name" "$limit" ${launcher[@]+"${launcher[@]}"} \
+        "$venv/bin/python" -m pytest -q -p no:cacheprovider "${options[@]}" "$@"
 }
 
 checks() {
@@ -62,25 +66,25 @@ checks() {
 commands() { tests commands tests/system; }
 
 every_promise() {
-    local several="tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py tests/mpi/parallel/zero/test_zero.py"
+    local zero=tests/mpi/parallel/zero
+    local several=(tests/mpi/comm "$zero/test_data_parallel.py" "$zero/test_zero.py")
     environment mpich
     at_once checks commands
     tests mpich -n 4 tests/mpi
-    # shellcheck disable=SC2086  # several paths
-    tests openmpi -n 3 --library openmpi $several tests/mpi/checkpoint
-    # what GPUs need: collectives by torch.distributed, and tensors of a device that does things later
-    # shellcheck disable=SC2086
-    for means in gloo queued; do tests $means -n 2 --means $means $several; done
+    tests openmpi -n 3 --library openmpi "${several[@]}" tests/mpi/checkpoint
+    # what GPUs need: torch.distributed's collectives, and tensors of a device that is late
+    for means in gloo queued; do tests $means -n 2 --means $means "${several[@]}"; done
 }
 
 # named_part NAME: the runs that scripts/all_parts.py lists for it.
 named_part() {
-    local number=0 line
+    local number=0 line lines
     environment mpich
+    lines=$("$venv/bin/python" scripts/all_parts.py runs "$1")
     while read -r line; do
         # shellcheck disable=SC2086  # several words
         tests "$1-$((++number))" $line
-    done < <("$venv/bin/python" scripts/all_parts.py runs "$1")
+    done <<<"$lines"
 }
 
 all='' parts=()

@@ -213,3 +213,32 @@ def test_the_processor_time_is_that_of_all_processes_also_of_daemons(tmp_path: P
     )
     assert done.returncode == 3
     assert 1 <= float((tmp_path / "seconds").read_text()) < 10
+
+
+def all_parts(*words: str) -> list[str]:
+    command = [sys.executable, "scripts/all_parts.py", *words]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_every_test_folder_belongs_to_a_part() -> None:
+    runs = [
+        word
+        for name in all_parts("names")
+        for line in all_parts("runs", name)
+        for word in line.split()
+    ]
+    named = {CHECKOUT / word for word in runs if word.startswith("tests/")}
+    for test in (CHECKOUT / "tests").rglob("test_*.py"):
+        assert named & {test, *test.parents}, test
+
+
+def test_a_change_brings_the_parts_of_its_rooms_and_others_by_turns() -> None:
+    names = all_parts("names")
+    assert all_parts("due", "0", "1000", "hpczero/batch/pbs.py")[:2] == ["unit", "jobs"]
+    assert all_parts("due", "0", "1000") == names
+    assert all_parts("due", str(len(names) + 3), "1000") == names[3:] + names[:3]
+    assert {name for turn in names for name in all_parts("due", str(names.index(turn)), "25")} == {
+        *names
+    }
+    assert not all_parts("due", "0", "0")
