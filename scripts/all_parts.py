@@ -98,7 +98,8 @@ def main(words: Sequence[str]) -> int:
             print(f"--part {name}: there are {', '.join(PARTS)}", file=sys.stderr)
             return 2
         case ["due", number, minutes, *files]:
-            print(*due(int(number), float(minutes), files), sep="\n")
+            for name in due(int(number), float(minutes), files):
+                print(name)
         case _:
             print(__doc__, file=sys.stderr)
             return 2
