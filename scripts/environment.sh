@@ -67,7 +67,8 @@ install_into() {
         UV_FIND_LINKS=$(pip_setting "$python" find-links) \
             UV_EXTRA_INDEX_URL=$(pip_setting "$python" extra-index-url) \
             UV_DEFAULT_INDEX=$(pip_setting "$python" index-url) \
-            uv pip install -q --index-strategy unsafe-best-match --python "$python" "$@" && return
+            uv pip install -q --compile-bytecode --index-strategy unsafe-best-match \
+            --python "$python" "$@" && return
         echo "uv could not install them; pip tries" >&2
     fi
     "$python" -m pip install -qq "$@"

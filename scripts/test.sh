@@ -67,7 +67,9 @@ commands() { tests commands tests/system; }
 
 every_promise() {
     local zero=tests/mpi/parallel/zero
-    local several=(tests/mpi/comm "$zero/test_data_parallel.py" "$zero/test_zero.py")
+    local several=(tests/mpi/comm "$zero/test_data_parallel.py")
+    several+=("$zero/test_zero.py::test_every_way_equals_the_serial_run")
+    several+=("$zero/test_zero.py::test_several_nodes")
     environment mpich
     at_once checks commands
     tests mpich -n 4 tests/mpi

@@ -213,6 +213,7 @@ def test_nothing_gives_nothing(case: Case, shape: tuple[int, int, int]) -> None:
 
 @OPERATORS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.few(6)
 def test_neither_alignment_nor_another_run_changes_a_bit(case: Case, dtype: torch.dtype) -> None:
     shape = SHAPES[-1] if DEVICE == "cuda" else (1, 3, 24)
     ways = [

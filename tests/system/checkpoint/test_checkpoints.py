@@ -117,7 +117,7 @@ def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "times", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "times", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_killed_at_any_moment_it_goes_on_from_the_newest_complete_checkpoint(
     folder: Path, times: int

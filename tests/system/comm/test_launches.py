@@ -145,7 +145,7 @@ def test_a_test_fails_everywhere_if_it_fails_on_one_rank(tmp_path: Path) -> None
     ("name", "said"),
     [("test_left_alone", "rank 1 failed in"), ("test_hangs", "rank 1 is still in")],
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_a_rank_that_leaves_the_others_waiting_ends_the_launch(
     tmp_path: Path, name: str, said: str
 ) -> None:

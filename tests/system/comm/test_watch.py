@@ -194,7 +194,7 @@ def test_a_rank_that_has_started_many_operations_waits_for_the_first(tmp_path: P
 
 
 @pytest.mark.parametrize("case", ["watchdog fails", "words fail"])
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_an_error_of_the_watchdog_ends_the_job_with_that_error(tmp_path: Path, case: str) -> None:
     failed(tmp_path, case, r"hpczero: rank 0 on \S+: .*the watchdog failed", "KeyError: 'nobody'")
 
@@ -280,7 +280,7 @@ def test_different_operations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "one", "other"), [("sizes", 400000, 399996), ("small sizes", 40, 44)]
 )
-@pytest.mark.few(1)
+@pytest.mark.slow
 def test_different_sizes(tmp_path: Path, case: str, one: int, other: int) -> None:
     failed(
         tmp_path,
@@ -308,6 +308,7 @@ def test_a_message_that_nobody_sends(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_counter_that_is_not_posted(tmp_path: Path) -> None:
     failed(
         tmp_path,

@@ -215,7 +215,7 @@ def test_its_files_are_found(installation: Installation, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("inside_checkout", [False, True], ids=["elsewhere", "in the checkout"])
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_the_verbs_for_login_nodes_work_without_torch_and_mpi4py(
     installation: Installation, checkout: Path, tmp_path: Path, inside_checkout: bool
 ) -> None:

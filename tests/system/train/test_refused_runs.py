@@ -94,6 +94,7 @@ def test_wrong_input_is_one_message_and_nothing_written(folder: Path, ranks: int
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_the_directory_of_another_run_is_left_alone(finished: Path) -> None:
     summary = (finished / "runs" / "tiny" / "summary.json").read_bytes()
     done = train(finished, 2, "--set", "model.hidden=48", "--set", "seed=2")
