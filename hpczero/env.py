@@ -116,6 +116,14 @@ def forced_kernels() -> str:
     return os.environ.get("HPCZERO_KERNELS", "")
 
 
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def has_package(name: str) -> bool:
     """Return True if Python finds this package; a folder without code is none."""
     spec = util.find_spec(name)

@@ -359,3 +359,12 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def read_at(file: int, room: memoryview, offset: int) -> int:
+    """Fill `room` (bytes) from this place of a file; return how many bytes there were."""
+    left = room
+    while left and (count := os.preadv(file, [left], offset)):
+        left = left[count:]
+        offset += count
+    return len(room) - len(left)

@@ -21,7 +21,7 @@ from hpczero.checkpoint import manifest
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.shard_file import SLOTS, Advance, Array
 from hpczero.errors import InputError
-from hpczero.safe_files import open_to_read, written_durably
+from hpczero.safe_files import open_to_read, read_at, written_durably
 from hpczero.text import printable
 
 _DTYPES = {
@@ -126,13 +126,9 @@ class SafetensorsFile:
         """Yield the elements of a tensor in memory order, flat, so many at a time."""
         for start in range(0, entry.size, length):
             values = np.empty(min(length, entry.size - start), entry.numpy)
-            room = values.data.cast("B")
             offset = self._data + entry.begin + start * entry.numpy.itemsize
-            while room:
-                count = os.preadv(self._file.fileno(), [room], offset)
-                if not count:
-                    raise self._wrong("it became shorter")
-                room, offset = room[count:], offset + count
+            if read_at(self._file.fileno(), values.data.cast("B"), offset) < values.nbytes:
+                raise self._wrong("it became shorter")
             yield values
 
     def _entry(self, name: str, described: Any) -> Entry:

@@ -84,7 +84,7 @@ class Saver:
         """Collective.
 
         `sources`: for each slot the elements that this rank owns, as float32, in the order of
-        `table.stored`; each save takes what is in that memory then. `behind`: a save may be
+        `stored_spans`; each save takes what is in that memory then. `behind`: a save may be
         asynchronous, and the memory for its copies is taken now.
         """
         self.world, self.job = world, job

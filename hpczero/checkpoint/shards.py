@@ -24,6 +24,7 @@ from hpczero.checkpoint.shard_file import (
     open_plain,
     structure_checksum,
 )
+from hpczero.safe_files import read_at
 
 _AT_ONCE = 4  # blocks in a read past the page cache
 _KEPT = 16  # blocks that were read last
@@ -183,14 +184,12 @@ class Shards:
             raise Damaged(f"{self.folder / shard.file}: damaged at {bytes_of}, in {tensor}")
 
     def _fill(self, shard: ShardFile, file: int, offset: int, out: Array) -> None:
-        room = out.data
         try:
-            while room and (count := os.preadv(file, [room], offset)):
-                room, offset = room[count:], offset + count
+            count = read_at(file, out.data, offset)
         except OSError as error:
             raise not_read(self.folder / shard.file, error, f" at byte {offset}") from error
-        if room:
-            raise Damaged(f"{self.folder / shard.file}: it ends at byte {offset}")
+        if count < out.nbytes:
+            raise Damaged(f"{self.folder / shard.file}: it ends at byte {offset + count}")
 
     def _checksums_of(self, shard: ShardFile, extent: Extent) -> Array:
         if extent.rank not in self._checksums:

@@ -34,7 +34,7 @@ def doctor(options: argparse.Namespace) -> int:
         data = {
             "verdict": worst,
             "findings": [asdict(finding) for finding in findings],
-            "ranks": [facts.as_json(report) for report in reports],
+            "ranks": [asdict(report) for report in reports],
         }
         print(json.dumps(data, indent=2))
     else:
@@ -123,7 +123,7 @@ def _of_all_ranks(report: Report, clean: bool) -> list[Report] | None:
         world.all_gather_objects(0)  # a barrier: the clocks are read after it
         now = time.time()
         report.skew = now - float(world.broadcast_object(now))
-        collected = world.gather_objects(facts.as_json(report))
+        collected = world.gather_objects(asdict(report))
     return [facts.from_json(data) for data in collected] if collected is not None else None
 
 

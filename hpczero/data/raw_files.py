@@ -15,7 +15,16 @@ import numpy as np
 import xxhash
 
 from hpczero.errors import HpczeroError, InputError
-from hpczero.safe_files import create, open_for_writing, open_lock, proc_path, remove, rename, sync
+from hpczero.safe_files import (
+    create,
+    free_bytes,
+    open_for_writing,
+    open_lock,
+    proc_path,
+    remove,
+    rename,
+    sync,
+)
 
 BLOCK = 1 << 16  # bytes of tokens that have a checksum: little more than a window is read for it
 _BUFFER = 2**20  # bytes
@@ -28,7 +37,7 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         size = path.stat().st_size if path.is_file() else 0
-        reason = f"{error.strerror or error}; {_free(path)} bytes are free there"
+        reason = f"{error.strerror or error}; {free_bytes(path.absolute())} bytes are free there"
         raise HpczeroError(
             f"{path} cannot be written ({size} bytes so far): {reason}; "
             "once that is mended, the same command goes on where it was"
@@ -58,12 +67,6 @@ def only_builder(work: Path, output: Path, warn: Callable[[str], None]) -> Itera
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
             raise InputError(f"another process has just built {output}")
         yield
-
-
-def _free(path: Path) -> int:
-    folder = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
-    state = os.statvfs(folder)
-    return state.f_bavail * state.f_frsize
 
 
 class RawFile:

@@ -9,8 +9,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib import metadata
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def report() -> Report:
         python=".".join(map(str, sys.version_info[:3])),
         executable=sys.executable,
         source=env.source(),
-        packages={"hpczero": env.VERSION, **{name: _version(name) for name in PACKAGES}},
+        packages={"hpczero": env.VERSION, **{name: env.package_version(name) for name in PACKAGES}},
         launched={name: list(task) for name, task in env.launched_tasks().items()},
         launcher=_launcher(),
         mpirun_on_path=shutil.which("mpirun"),
@@ -116,10 +115,6 @@ def report() -> Report:
         sees_all=machine.sees_all_users_of(),
         wheels=installed_wheels(),
     )
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    return asdict(report)
 
 
 def from_json(data: dict[str, Any]) -> Report:
@@ -142,13 +137,6 @@ def look_for_stale_segments(report: Report, remove: bool) -> None:
 
 def _described(segments: Sequence[machine.Segment]) -> list[tuple[str, int, str]]:
     return [(segment.path.name, segment.size, segment.made_by) for segment in segments]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _launcher() -> Launcher | None:

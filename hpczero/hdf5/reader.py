@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from hpczero.safe_files import read_at
+
 # Datatype and dataspace messages of an HDF5 file, turned into numpy's dtypes and shapes (pure).
 #
 # Only what hpczero writes is known: whole numbers, IEEE floats, bool as h5py stores it, and text of
@@ -195,12 +197,10 @@ class UntrustedFile:
         if self._values_left < 0:
             raise NotPlain(f"/{dataset.name} lies where other values lie")
         values = np.empty(dataset.shape, dataset.dtype)
-        room, offset = values.reshape(-1).view(np.uint8).data, dataset.place
-        while room:
-            count = os.preadv(self._descriptor, [room], offset)
-            if not count:
-                raise NotPlain(f"/{dataset.name} ends at byte {offset:,}")
-            room, offset = room[count:], offset + count
+        room = values.reshape(-1).view(np.uint8).data
+        count = read_at(self._descriptor, room, dataset.place)
+        if count < values.nbytes:
+            raise NotPlain(f"/{dataset.name} ends at byte {dataset.place + count:,}")
         if values.dtype == bool and values.size and values.view(np.uint8).max() > 1:
             raise NotPlain(f"/{dataset.name} has values that are neither true nor false")
         return values

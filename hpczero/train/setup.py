@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -116,9 +115,9 @@ def _device(world: World, wanted: str) -> Device:
     if wanted == "auto" and not any(_all_gather(world, machine.gpu_driver())):
         return CPU
     kind = device.choose_kind(wanted, _all_gather(world, device.visible()), world.hosts)
-    neighbours = _neighbours(world)
-    position = neighbours.index(world.rank)
-    return world.run_on_all(lambda: device.device_of_rank(kind, position, len(neighbours)))
+    ranks = _ranks_of_computer(world)
+    position = ranks.index(world.rank)
+    return world.run_on_all(lambda: device.device_of_rank(kind, position, len(ranks)))
 
 
 def _available(wanted: str, chosen: Device) -> Collection[str]:
@@ -138,7 +137,7 @@ def _computer(world: World) -> str:
     return machine.boot_identity() or world.hosts[world.rank]
 
 
-def _neighbours(world: World) -> list[int]:
+def _ranks_of_computer(world: World) -> list[int]:
     """Return the ranks on this rank's computer. Collective."""
     mine = _computer(world)
     computers = enumerate(_all_gather(world, mine))
@@ -171,7 +170,7 @@ def use_kernels(world: World) -> None:
 
 def use_threads(world: World) -> int:
     """Let torch run as many threads as this rank's share of the cores, and return how many."""
-    ranks = _neighbours(world)
+    ranks = _ranks_of_computer(world)
     usable = _all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
     cores = [set(usable[rank][0]) for rank in ranks]
     _, quota = usable[ranks[0]]
@@ -196,15 +195,8 @@ def remove_stale_segments(world: World) -> None:
 
 
 def packages() -> dict[str, str | None]:
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: env.package_version(name) for name in _PACKAGES}
     return {"python": sys.version.split()[0], "hpczero": env.VERSION} | versions
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def git_state() -> dict[str, object] | None:
@@ -262,7 +254,8 @@ def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
 
     What it holds itself already (`held`) is a part of its need.
     """
-    shm, platform = machine.shared_memory(), platform_of(world, spec)
+    shm = machine.shared_memory()
+    platform = platform_of(world, spec)
     return {
         "node": world.node,
         "host": world.hosts[world.rank],

@@ -12,8 +12,8 @@ from numba import float32, uint32, uint64
 
 from hpczero_kernels.cpu import CODES, FP32
 from hpczero_kernels.cross_entropy import IGNORED
-from hpczero_kernels.cuda.intrinsics import WARP, block_max, block_sum, exp, inner, moved
-from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, blocks, kernel
+from hpczero_kernels.cuda.intrinsics import block_max, block_sum, exp, inner, moved
+from hpczero_kernels.cuda.launch import ADDRESS, CODE, COUNT, kernel
 from hpczero_kernels.cuda.target import cuda
 from hpczero_kernels.cuda.vectors import (
     EIGHT,
@@ -22,6 +22,7 @@ from hpczero_kernels.cuda.vectors import (
     load,
     put_element,
     store,
+    threads_for,
     whole_number,
     widen,
 )
@@ -142,7 +143,7 @@ def shard_statistics(
     rows, columns = logits.shape
     most, sums, target_logits = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     statistics.launch(
-        (rows, 1), _threads(columns),
+        (rows, 1), threads_for(columns, _MOST_THREADS),
         logits.data_ptr(), logits.data_ptr(), targets.data_ptr(), CODES[logits.dtype], columns,
         first, most.data_ptr(), sums.data_ptr(), target_logits.data_ptr(),
     )  # fmt: skip
@@ -160,11 +161,7 @@ def shard_gradient_(
     rows, columns = logits.shape
     scale = scale.float()
     gradient.launch(
-        (rows, 1), _threads(columns),
+        (rows, 1), threads_for(columns, _MOST_THREADS),
         logits.data_ptr(), logits.data_ptr(), targets.data_ptr(), CODES[logits.dtype], columns,
         first, most.data_ptr(), sums.data_ptr(), scale.data_ptr(),
     )  # fmt: skip
-
-
-def _threads(columns: int) -> int:
-    return min(_MOST_THREADS, WARP * blocks(max(1, columns), WARP * EIGHT))

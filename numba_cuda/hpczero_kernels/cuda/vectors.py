@@ -173,8 +173,8 @@ def own_column():
     return thread * uint64(EIGHT)
 
 
-def threads_for(columns: int) -> int:
-    return min(THREADS, WARP * blocks(max(1, columns), WARP * EIGHT))
+def threads_for(columns: int, most: int = THREADS) -> int:
+    return min(most, WARP * blocks(max(1, columns), WARP * EIGHT))
 
 
 def grid_over(rows: int, columns: int) -> Size:

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.launch import CHECKOUT, Finished, hpczero, launch, mpirun, start
+from tests.support.slurm import new_name
 
 SCRIPT = str(CHECKOUT / "scripts" / "netns_testbed.sh")
 CANNOT = 3  # the script's exit code where the machine does not allow it
@@ -66,10 +66,6 @@ def testbed(*arguments: str) -> Finished:
 
 
 testbed.__test__ = False  # type: ignore[attr-defined]
-
-
-def new_name() -> str:
-    return "t" + uuid.uuid4().hex[:8]
 
 
 def remains(name: str) -> list[str]:

@@ -1,6 +1,6 @@
 """The doctor's judgement: from facts of recorded ranks to verdicts and fixes."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,8 @@ def test_healthy_ranks_get_no_complaint() -> None:
 
 def test_reports_survive_the_way_through_json() -> None:
     report = rank(launcher=None, library=None, removed=[("a", 1, "MPICH")])
-    assert facts.from_json(facts.as_json(report)) == report
-    assert facts.from_json(facts.as_json(rank())) == rank()
+    assert facts.from_json(asdict(report)) == report
+    assert facts.from_json(asdict(rank())) == rank()
 
 
 @pytest.mark.parametrize(

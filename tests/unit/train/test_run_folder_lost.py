@@ -17,6 +17,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train import run_directory
 from hpczero.train.run_directory import RunDirectory
 from tests.support.checkpoints import Wanted, make
+from tests.support.runs import lines_of
 
 
 @pytest.fixture
@@ -26,10 +27,6 @@ def spec(tmp_path: Path) -> Spec:
 
 def claimed(spec: Spec, fresh: bool = False) -> RunDirectory:
     return RunDirectory.claim(spec, resume=False, fresh=fresh)
-
-
-def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -109,8 +106,8 @@ def test_a_folder_that_is_removed_under_a_run_is_made_again(
     directory.metrics({"step": 2})
     directory.close()
     assert "was removed under this run" in capsys.readouterr().err
-    assert [line["event"] for line in lines(run / "events.jsonl")] == ["WARN", "save"]
-    assert [line["step"] for line in lines(run / "metrics.jsonl")] == [2]
+    assert [line["event"] for line in lines_of(run / "events.jsonl")] == ["WARN", "save"]
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl")] == [2]
     claimed(spec).close()
 
 
@@ -144,7 +141,7 @@ def test_steps_that_a_power_cut_took_are_said(spec: Spec, tmp_path: Path) -> Non
     directory.keep_metrics_before(7)
     directory.metrics({"step": 7})
     directory.close()
-    assert [line["step"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 7]
+    assert [line["step"] for line in lines_of(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 7]
 
 
 def test_an_event_does_not_continue_a_line_that_was_cut_short(spec: Spec, tmp_path: Path) -> None:
