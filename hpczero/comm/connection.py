@@ -44,24 +44,24 @@ class Connection:
     """
 
     def __init__(
-        self, means: ConnectionSettings, communicator: Any, axis: str, ranks: Sequence[int]
+        self, settings: ConnectionSettings, communicator: Any, axis: str, ranks: Sequence[int]
     ) -> None:
-        mpi = means.mpi
-        self.progress = means.progress
-        self.ledger = means.ledger
-        self.device = means.device
+        mpi = settings.mpi
+        self.progress = settings.progress
+        self.ledger = settings.ledger
+        self.device = settings.device
         # For operations on the device's tensors.
-        self.queue = means.device.queue() if means.device.has_queues else None
+        self.queue = settings.device.queue() if settings.device.has_queues else None
         self._byte = mpi.BYTE
         self._memory_at = mpi.memory.fromaddress
-        self._direct = means.direct
+        self._direct = settings.direct
         self._communicator = communicator
-        self._limits = means.limits
+        self._limits = settings.limits
         self._free_buffers: list[Tensor] = []
         self._lent = 0
         self._borrowers: deque[object] = deque()
         self._senders: deque[object] = deque()
-        self._entry = means.progress.status.enter(axis, ranks) if communicator else NOWHERE
+        self._entry = settings.progress.status.enter(axis, ranks) if communicator else NOWHERE
         highest = communicator.Get_attr(mpi.TAG_UB) if communicator else 0
         self._labels = (min(highest or _LOWEST_LIMIT, _HIGHEST_LIMIT) + 1) // (2 * _NUMBERS)
 

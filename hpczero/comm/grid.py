@@ -14,7 +14,7 @@ from math import isqrt, prod
 from hpczero.errors import InputError
 from hpczero.spec.rules import AXES, axes_in_order
 from hpczero.spec.schema import Parallel
-from hpczero.text import format_count
+from hpczero.text import format_count, join_words
 
 _SHOWN = 4  # groups, ranks or choices written out before a list is cut short
 
@@ -134,7 +134,7 @@ class Grid:
         if across in (0, count):
             where = "across nodes" if across else "inside nodes"
         groups = self.groups(axis)
-        shown = [_span(next(groups)) for _ in range(min(count, _SHOWN))]
+        shown = [_listed(next(groups)) for _ in range(min(count, _SHOWN))]
         more = f"  … {count - len(shown):,} more" if count > len(shown) else ""
         sizes = f"{format_count(count, 'group')} of {size:,}"
         return f"  {axis:<9} {sizes}, {where}:  {'  '.join(shown)}{more}"
@@ -175,7 +175,7 @@ def impossible(parallel: Parallel, ranks: int, most: Mapping[str, int] | None = 
         others = together // size
         if size > 1 and ranks % others == 0:
             near = _nearest_divisors(ranks // others, size, most.get(axis, ranks))
-            fixes.append(f"parallel.{axis} = {_alternatives(near)}")
+            fixes.append(f"parallel.{axis} = {join_words(list(map(str, near)), 'or')}")
     if len(fixes) == 1:
         sizes = _nearest_sizes(wanted, ranks, most).items()
         fixes.append(" and ".join(f"parallel.{axis} = {size}" for axis, size in sizes))
@@ -210,12 +210,7 @@ def _divisors(number: int) -> set[int]:
     return below_root | {number // small for small in below_root}
 
 
-def _alternatives(numbers: list[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _span(group: tuple[int, ...]) -> str:
+def _listed(group: tuple[int, ...]) -> str:
     """Return "[0 2 4 6]", or with many ranks "[0 2 4 … 98]"."""
     shown = [str(rank) for rank in group]
     if len(shown) > 2 * _SHOWN:

@@ -56,9 +56,8 @@ class Group:
         self.size = len(self.ranks)
         self.connection = connection
         self.native = native
-        self.window: SharedMemoryCarrier | None = (
-            None  # for short collectives, where the ranks share memory
-        )
+        # For short collectives, where the ranks share memory.
+        self.window: SharedMemoryCarrier | None = None
         self._messages = MpiCarrier(connection, axis, self.ranks, rank)
         node = node_of_rank[self.ranks[rank]]
         self._on_other_node = [node_of_rank[peer] != node for peer in self.ranks]

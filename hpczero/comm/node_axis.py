@@ -123,9 +123,6 @@ class NodeAxis:
         """Wait until all of the node have written what they had to write in its memory."""
         return self.group.start_steps("barrier", self._all_written(), 0, 0)
 
-    def all_gather(self, values: Tensor) -> Tensor:
-        return self.group.stack(values)
-
     def written(self, elements: int, sharded: bool) -> slice:
         """Return the elements of the weights that this rank writes.
 

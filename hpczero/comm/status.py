@@ -172,7 +172,7 @@ class RankState:
     step: int
     idle: float  # since an operation was last started or a wait ended
     waited: float | None
-    place: str  # where it waits, in words
+    waits_in: str  # in words; "" if it does not wait
     # Identity of the group -> its last operations, oldest first.
     started: dict[str, list[Operation]] = field(default_factory=dict)
 

@@ -17,13 +17,13 @@ _SHOWN = 8  # ranks told about one by one
 
 @dataclass(frozen=True)
 class Question:
-    """The place where `rank` waits, and the ranks that it waits with.
+    """The operation, or other call, in which `rank` waits, and the ranks that it waits with.
 
     If it waits for operation `number` of a group, `started` are those operations of the group that
     are remembered; it need not be among them.
     """
 
-    place: str
+    waits_in: str
     rank: int
     ranks: Sequence[int]
     group: str = ""
@@ -45,7 +45,7 @@ def _judge(question: Question, rank: int, state: RankState | None) -> str:
     if state is None:
         return UNKNOWN
     if not question.group:
-        return HERE if state.waited is not None and state.place == question.place else ABSENT
+        return HERE if state.waited is not None and state.waits_in == question.waits_in else ABSENT
     started = state.started.get(question.group, [])
     if _parting(question.started, started):
         return DIFFERENT
@@ -90,8 +90,8 @@ def suspects(
     late = [rank for rank in busy if judged.get(rank) in (ABSENT, STARTED)]
     if late or busy:
         return sorted(late or busy)
-    own_place = {question.rank: question.place}
-    everywhere = {rank: state.place for rank, state in states.items()} | own_place
+    own_place = {question.rank: question.waits_in}
+    everywhere = {rank: state.waits_in for rank, state in states.items()} | own_place
     in_group = {rank: place for rank, place in everywhere.items() if rank in judged} | own_place
     all_known = len(in_group) == len(judged) + 1
     return (_outvoted(in_group) if all_known else []) or _outvoted(everywhere)
@@ -161,7 +161,7 @@ def _advice(
     """Advise where ranks wait for different things, and one of these is a layer's parameters."""
     apart = [rank for rank, kind in judged.items() if kind in (DIFFERENT, ABSENT)]
     others = [states[rank] for rank in apart if rank in states]
-    places = [question.place, *(state.place for state in others if state.waited is not None)]
+    places = [question.waits_in, *(state.waits_in for state in others if state.waited is not None)]
     gathers = [place for place in places if place.startswith("all_gather ")]
     if len(places) == 1 or all(place.startswith("all_gather of ") for place in gathers):
         return []
@@ -180,7 +180,7 @@ def _doing(question: Question, state: RankState | None, note: str | None) -> str
     elif state.waited is None:
         words.append(f"in no operation for {state.idle:.1f} s")
     else:
-        words.append(f"waits since {state.waited:.1f} s in {state.place}")
+        words.append(f"waits since {state.waited:.1f} s in {state.waits_in}")
     started = state.started.get(question.group, [])
     if parting := _parting(question.started, started):
         words.append(_parted(question.axis, *parting))

@@ -47,7 +47,9 @@ _PROCESS_STATES = {"Z": _ENDED, "X": _ENDED, "T": _STOPPED, "t": _STOPPED, "D": 
 _ASKED_FOR_STACKS = 4  # missing ranks
 _WRITING = 1.0  # seconds that a rank gets to write its stacks
 _REPORTING = 6.0  # seconds that the rank that reports gets before the others of its node end, too
-_LAST_WORDS = 0.3  # seconds that the launcher gets to pass on what was printed
+# Seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends
+# the job.
+PASSING_ON = 0.3
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Watch:
         except BaseException:
             traceback.print_exc()
         finally:
-            time.sleep(_LAST_WORDS)
+            time.sleep(PASSING_ON)
             os._exit(1)
 
     def _is_hopeless(self, wait: Wait) -> bool:
@@ -273,7 +275,7 @@ class Watch:
         suspects = verdict.suspects(question, judged, states, gone)
         notes = {rank: processes[rank] for rank in judged if processes.get(rank)}
         hosts = {rank: member.host for rank, member in self._members.items()}
-        lines = [f"{question.place}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
+        lines = [f"{question.waits_in}: {verdict.headline(judged, time.monotonic() - wait.since)}"]
         lines += verdict.cause(suspects, hosts)
         lines += verdict.account(question, judged, states, hosts, notes)
         missing = (verdict.ABSENT, verdict.DIFFERENT, verdict.STARTED)

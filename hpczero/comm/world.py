@@ -23,14 +23,11 @@ from hpczero.comm.shared_memory import SharedBlocks, SharedMemoryCarrier, size_o
 from hpczero.comm.status import CLEARED, SLOT
 from hpczero.comm.torch_backend import Rendezvous, TorchCarrier
 from hpczero.comm.trace import Ledger, Trace
-from hpczero.comm.watchdog import Member, Watch
+from hpczero.comm.watchdog import PASSING_ON, Member, Watch
 from hpczero.device import CPU, Device
 from hpczero.errors import HpczeroError, InputError, Stopped
 
 _PLENTY = 64  # times what short messages of a group take: so large must /dev/shm be
-# Seconds that the launcher gets to pass on what was printed: MPICH's drops the rest when it ends
-# the job.
-_LAST_WORDS = 0.3
 
 
 class World(Nodes):
@@ -61,8 +58,8 @@ class World(Nodes):
         self._limits = limits or Limits()
         self._finalizes = False
         self._groups: dict[tuple[str, tuple[int, ...], str], Group] = {}
-        self.device: Device = whole.device if whole else CPU  # where this rank's tensors live
-        self.backend: str = whole.backend if whole else "mpi"  # what carries the collectives
+        self.device: Device = whole.device if whole else CPU
+        self.backend: str = whole.backend if whole else "mpi"
         self._direct: bool = whole._direct if whole else False
         self._rendezvous: Rendezvous | None = whole._rendezvous if whole else None
         self.ledger = Ledger()
@@ -129,7 +126,8 @@ class World(Nodes):
         of their buffers (`Limits`); 0: as they were.
         """
         assert not self._groups, "groups have been made"
-        self.device, self.backend = device, backend
+        self.device = device
+        self.backend = backend
         if staging:
             self._limits = replace(self._limits, staging=staging)
         if device.has_queues:
@@ -152,12 +150,12 @@ class World(Nodes):
             assert self.rank in ranks, f"rank {self.rank} asks for a group without itself"
             named = f"group {axis}"
             communicator = self._communicator_of(ranks, named) if len(ranks) > 1 else None
-            limits, direct = self._limits, self._direct
-            means = ConnectionSettings(
-                self._mpi, self.progress, self.ledger, limits, self.device, direct
+            settings = ConnectionSettings(
+                self._mpi, self.progress, self.ledger, self._limits, self.device, self._direct
             )
-            connection = Connection(means, communicator, axis, self.numbers(ranks))
-            rank, native = ranks.index(self.rank), self._native(axis, ranks)
+            connection = Connection(settings, communicator, axis, self.numbers(ranks))
+            rank = ranks.index(self.rank)
+            native = self._native(axis, ranks)
             group = Group(axis, ranks, rank, self.node_of_rank, connection, native)
             group.label = f"{axis} {purpose}".rstrip()
             group.window = self._window(axis, ranks)
@@ -188,7 +186,8 @@ class World(Nodes):
                 return group.native.beside(
                     lambda: self._communicator_of(ranks, f"one order along {axis}")
                 )
-        numbers, rank = self.numbers(ranks), ranks.index(self.rank)
+        numbers = self.numbers(ranks)
+        rank = ranks.index(self.rank)
         order = Order(self._mpi)
         with self.status.waiting(f"connecting group {axis}", numbers):
             return self._rendezvous.group(axis, numbers, rank, self._limits.staging, order)
@@ -202,7 +201,7 @@ class World(Nodes):
         """End the whole job with this exit code; do not return."""
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(_LAST_WORDS)
+        time.sleep(PASSING_ON)
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)  # some libraries come back from Abort
 

@@ -30,7 +30,7 @@ GROUP = "77"
 
 
 def state(
-    *started: tuple[int, int], waited: float | None = 5.0, place: str = "somewhere"
+    *started: tuple[int, int], waited: float | None = 5.0, waits_in: str = "somewhere"
 ) -> RankState:
     """`started`: (number, code)."""
     return RankState(
@@ -40,7 +40,7 @@ def state(
         3,
         9.0,
         waited,
-        place,
+        waits_in,
         {GROUP: [Operation(number, code, f"operation {code}") for number, code in started]},
     )
 
@@ -87,7 +87,7 @@ def test_ranks_that_parted_before_what_is_remembered_are_told_apart() -> None:
 def test_the_rank_that_the_others_wait_for_is_the_suspect() -> None:
     asked = question((6, 11), ranks=4)
     here, busy = state((6, 11)), state((5, 10), waited=None)
-    own = {0: state((6, 11), place="the place")}
+    own = {0: state((6, 11), waits_in="the place")}
 
     def suspected(
         first: RankState, second: RankState, third: RankState, gone: tuple[int, ...] = ()
@@ -98,8 +98,8 @@ def test_the_rank_that_the_others_wait_for_is_the_suspect() -> None:
     assert suspected(here, here, busy) == [3]
     assert suspected(here, here, state((6, 12))) == [3], "it has started something else"
     assert suspected(here, busy, here, gone=(3,)) == [3], "its process has ended"
-    elsewhere = state((5, 10), place="close (number 3 along world)")
-    there = state((6, 11), place="the place")
+    elsewhere = state((5, 10), waits_in="close (number 3 along world)")
+    there = state((6, 11), waits_in="the place")
     assert suspected(there, there, elsewhere) == [3]
     assert suspected(elsewhere, elsewhere, elsewhere) == [0], "that asks, where nobody else is"
     assert suspected(there, elsewhere, elsewhere) == [], "two against two"
@@ -108,8 +108,8 @@ def test_the_rank_that_the_others_wait_for_is_the_suspect() -> None:
 
 def test_of_two_ranks_the_one_that_is_where_no_other_rank_is_is_suspected() -> None:
     asked = Question("send 1 to rank 0", 2, [0])
-    away = state(place="all_reduce (number 7 along data)")
-    states = {0: away, 1: away, 2: state(place="send 1 to rank 0")}
+    away = state(waits_in="all_reduce (number 7 along data)")
+    states = {0: away, 1: away, 2: state(waits_in="send 1 to rank 0")}
     assert suspects(asked, judge(asked, states), states, []) == [2]
     assert suspects(asked, {0: ABSENT}, {0: away, 2: states[2]}, []) == []
 
@@ -117,7 +117,7 @@ def test_of_two_ranks_the_one_that_is_where_no_other_rank_is_is_suspected() -> N
 def test_a_rank_of_another_group_that_waits_for_nothing_is_suspected() -> None:
     """Rank 0 waits for 1, which waits along another axis for 5."""
     asked = question((6, 11), ranks=2)
-    along_tensor = state((5, 10), place="all_reduce (number 2 along tensor)")
+    along_tensor = state((5, 10), waits_in="all_reduce (number 2 along tensor)")
     states = {0: state((6, 11)), 1: along_tensor, 5: state(waited=None)}
     assert suspects(asked, judge(asked, states), states, []) == [5]
     assert cause([5], {5: "node7"}) == ["  most likely the cause: rank 5 on node7"]
@@ -153,8 +153,8 @@ def test_missing_ranks_that_are_known_are_believed() -> None:
 
 
 def test_outside_of_groups_a_rank_has_come_if_it_waits_at_the_same_place() -> None:
-    here, there = state(place="making group data"), state(place="making group tensor")
-    working = state(waited=None, place="making group data")
+    here, there = state(waits_in="making group data"), state(waits_in="making group tensor")
+    working = state(waited=None, waits_in="making group data")
     asked = Question("making group data", 0, range(4))
     assert judge(asked, {1: here, 2: there, 3: working}) == {1: HERE, 2: ABSENT, 3: ABSENT}
 
@@ -176,12 +176,12 @@ def test_ranks_that_run_different_layers_hear_what_to_do() -> None:
         return "at zero.stage = 2 they need not" in lines[-1]
 
     gather, plain = "all_gather blocks.2 of 8 bytes", "all_gather of 8 bytes"
-    assert advice(gather, state((6, 12), place="all_gather blocks.3 of 8 bytes"))
-    assert advice(gather, state((5, 10), place="reduce_scatter of 8 bytes"))
-    assert advice("reduce_scatter of 8 bytes", state((5, 10), place=gather))
-    assert not advice(gather, state((5, 10), waited=None, place="")), "it computes, or has ended"
-    assert not advice(gather, state((6, 11), place=gather))
-    assert not advice(plain, state((6, 12), place=plain))
+    assert advice(gather, state((6, 12), waits_in="all_gather blocks.3 of 8 bytes"))
+    assert advice(gather, state((5, 10), waits_in="reduce_scatter of 8 bytes"))
+    assert advice("reduce_scatter of 8 bytes", state((5, 10), waits_in=gather))
+    assert not advice(gather, state((5, 10), waited=None, waits_in="")), "it computes, or has ended"
+    assert not advice(gather, state((6, 11), waits_in=gather))
+    assert not advice(plain, state((6, 12), waits_in=plain))
 
 
 def test_many_ranks_are_not_all_told_about() -> None:
@@ -215,7 +215,7 @@ def test_what_is_written_to_a_slot_is_read_from_it() -> None:
     status.at_step(5)
     status.begin_wait(WaitPoint(signature.label, entry, 99))
     seen = read(slot, time.monotonic() + 10)
-    assert (seen.step, seen.place) == (
+    assert (seen.step, seen.waits_in) == (
         5,
         "all_reduce sum of 40 bytes of float32 (number 99 along data)",
     )
@@ -224,7 +224,7 @@ def test_what_is_written_to_a_slot_is_read_from_it() -> None:
     operations = seen.started[str(identity("data", [0, 3], 1))]
     assert [operation.number for operation in operations] == list(range(36, 100))
     assert len({operation.history for operation in operations}) == 64
-    assert read(slot, time.monotonic(), whole=False).place == seen.place
+    assert read(slot, time.monotonic(), whole=False).waits_in == seen.waits_in
     status.end_wait()
     assert read(slot, time.monotonic()).waited is None
     status.leave(entry)
@@ -244,7 +244,7 @@ def test_labels_of_any_length_fit() -> None:
     long = Signature.of("all_reduce", "x" * 200)
     status.started(status.enter("a" * 100, [0]), 1, long)
     with status.waiting("y" * 200, [0]):
-        assert read(status.slot, 0.0).place == "y" * 64
+        assert read(status.slot, 0.0).waits_in == "y" * 64
     longer = Signature.of("all_reduce", "x" * 200 + "1")
     assert long.label == longer.label
     assert long.code != longer.code
