@@ -85,7 +85,7 @@ def measure(arguments: argparse.Namespace, world: Any, micro_batch: int) -> str:
                 # one under way before, so that the gathers of its predecessor are in what is timed
                 part()
             else:
-                ours.engine.weights_here()
+                ours.engine.wait_for_weights()
             world.everyone.barrier()
             begun = time.perf_counter()
             part()
@@ -111,7 +111,7 @@ def communicate(engine: Any) -> None:
     reduction.finish()
     for unit in engine.units:
         engine._start_arriving(unit)
-    engine.weights_here()
+    engine.wait_for_weights()
 
 
 def traced(world: Any, ours: Any) -> tuple[tuple[int, int], float]:
@@ -126,7 +126,7 @@ def traced(world: Any, ours: Any) -> tuple[tuple[int, int], float]:
     for number in (1, 2, 3):
         with world.trace.step(number):
             step_in_phases(world, ours)
-    ours.engine.weights_here()
+    ours.engine.wait_for_weights()
     world.record(Trace())
     happened = [event for step in recording.steps for event in events(step.rows, recording.whats)]
     middle = trace_file.of_step(happened, 2)

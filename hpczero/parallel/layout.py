@@ -39,7 +39,7 @@ class ParameterSlot:
     def logical(self, start: int, stop: int) -> Iterator[slice]:
         """Yield where elements start .. stop - 1 of this rank's part lie in the logical parameter.
 
-        Both are flattened; the stretches come in order.
+        Both are flattened; the spans come in order.
         """
         return spans_of_part(self.parameter.shape, self.held, start, stop)
 
@@ -113,8 +113,8 @@ def shard_range(length: int, grain: int, ranks: int, rank: int) -> slice:
 def spans_of_part(shape: tuple[int, ...], part: Slices, start: int, stop: int) -> Iterator[slice]:
     """Yield where elements start .. stop - 1 of a rectangle `part` lie in the flattened tensor.
 
-    The elements are numbered in the memory order of a copy of the rectangle. The stretches are as
-    few as possible; together they are as long as stop - start.
+    The elements are numbered in the memory order of a copy of the rectangle. The spans are as few
+    as possible; together they are as long as stop - start.
     """
     lengths = [cut.stop - cut.start for cut in part]
     inner = len(shape)  # dimensions from here on are whole: contiguous in both

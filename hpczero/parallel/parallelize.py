@@ -98,7 +98,7 @@ class UserModel:
     stage: user_stages.UserStage | None
 
 
-def find(spec: Spec, world: World, grid: Grid) -> UserModel:
+def make_user_model(spec: Spec, world: World, grid: Grid) -> UserModel:
     """Make the module that model.family names. Collective.
 
     InputError on all ranks where it cannot be trained so.
@@ -111,9 +111,9 @@ def find(spec: Spec, world: World, grid: Grid) -> UserModel:
         number = grid.coordinate(world.rank, "pipeline")
         return UserModel(module, user_stages.stage_of(module, spec.parallel, number))
 
-    found = world.run_on_all(make)
-    user_module.refuse_modules_that_differ(found.module, world)
-    return found
+    made = world.run_on_all(make)
+    user_module.refuse_modules_that_differ(made.module, world)
+    return made
 
 
 def assemble(
@@ -122,21 +122,21 @@ def assemble(
     grid: Grid,
     accumulates: bool,
     threads: int = 1,
-    found: UserModel | None = None,
+    user_model: UserModel | None = None,
     bare: bool = False,
 ) -> StepRunner:
     """Return the runner of the spec's model on this rank, with its engine and initial values.
 
-    `found`: the module that model.family has made, if it exists already. `bare`: leave hpczero's
-    own models without values, to be loaded or made (`Engine.initial_values`).
+    `user_model`: the module that model.family has made, if it exists already. `bare`: leave
+    hpczero's own models without values, to be loaded or made (`Engine.initial_values`).
     """
     context = EngineContext(spec, world, grid, accumulates, threads)
     if families.known(spec.model):
         return _own_model(context, bare)
-    found = found or find(spec, world, grid)
-    if found.stage is None:
-        return SingleStage(_train_user_module(found.module, context))
-    return _user_stage(found.module, found.stage, context)
+    user_model = user_model or make_user_model(spec, world, grid)
+    if user_model.stage is None:
+        return SingleStage(_train_user_module(user_model.module, context))
+    return _user_stage(user_model.module, user_model.stage, context)
 
 
 def build_engine(
@@ -197,7 +197,9 @@ def _user_stage(
     module: nn.Module, stage: user_stages.UserStage, context: EngineContext
 ) -> StepRunner:
     """Assemble one of the stages of a module that is cut into a pipeline."""
-    spec, pipeline, group = context.spec, context.group("pipeline"), context.group("data")
+    spec = context.spec
+    pipeline = context.group("pipeline")
+    group = context.group("data")
     names = list(user_module.trained_parameters(module))
     layers = user_module.layers_of_chunks(module, stage.chunks)
     user_stages.to_meta(module, stage.elsewhere)

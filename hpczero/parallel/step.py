@@ -38,11 +38,13 @@ class SingleStage:
             with trace.span("backward", number):
                 self.engine.backward(loss / tokens, last=number + 1 == len(batches))
             losses.append(loss.detach())
-        return _sum(losses, self.engine)
+        return _add_up(losses, self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
         """Return the losses of each batch: a single one, or with `by_sample` one per sample."""
-        return _all([self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine)
+        return _read_all(
+            [self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step, by kind."""
@@ -60,7 +62,9 @@ class PipelineStage:
         calls: Sequence[Sequence[Call]],
     ) -> None:
         """`calls`: the layers of each chunk as functions, in the order in which they run."""
-        self.engine, self.pipeline, self._calls = engine, pipeline, calls
+        self.engine = engine
+        self.pipeline = pipeline
+        self._calls = calls
         used = [{unit for _, layer in chunk for unit in engine.units_of(layer)} for chunk in chunks]
         if not engine.sharded.gradients:
             # Backward reaches the first chunk last: it completes units that later chunks use too.
@@ -68,17 +72,19 @@ class PipelineStage:
             earlier: list[set[Unit]] = [set().union(*used[:chunk]) for chunk in range(len(chunks))]
             used = [units - others for units, others in zip(used, earlier, strict=True)]
         self._units = used
-        self._tokens, self._trace = 1, Trace()
+        self._tokens = 1
+        self._trace = Trace()
 
     def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
-        self._tokens, self._trace = tokens, trace
-        return _sum(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
+        self._tokens = tokens
+        self._trace = trace
+        return _add_up(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
         """Return the losses as `SingleStage` on the last stage; elsewhere zeros, one per batch."""
         self._trace = Trace()
         losses = self.pipeline.evaluate(self, _on_device(batches, self.engine))
-        return _all(losses, self.engine) if losses else [[0.0] for _ in batches]
+        return _read_all(losses, self.engine) if losses else [[0.0] for _ in batches]
 
     def memory(self) -> dict[str, int]:
         return self.engine.memory() | {"pipeline": self.pipeline.buffers.size}
@@ -102,14 +108,14 @@ def _on_device(batches: Sequence[MicroBatch], engine: Engine) -> list[MicroBatch
     return [batch.on(engine.device) for batch in batches]
 
 
-def _sum(losses: Sequence[Tensor], engine: Engine) -> Later:
+def _add_up(losses: Sequence[Tensor], engine: Engine) -> Later:
     if not losses:
         return lambda: 0.0
     read = _later(torch.stack([loss.reshape(()) for loss in losses]), engine)
     return lambda: sum(read())
 
 
-def _all(losses: Sequence[Tensor], engine: Engine) -> list[list[float]]:
+def _read_all(losses: Sequence[Tensor], engine: Engine) -> list[list[float]]:
     if not losses:
         return []
     joined = torch.cat([loss.detach().reshape(-1).float() for loss in losses])

@@ -70,7 +70,7 @@ def choose_output(mode: str, steps: int, log_every: int, stream: TextIO | None =
     """Return the output of this mode; "auto" is "live" if a person is known to see the stream."""
     stream = stream or sys.stdout
     if mode == "auto":
-        mode = "live" if find(stream) else "lines"
+        mode = "live" if terminal_of(stream) else "lines"
     if mode == "live" and is_file(stream):
         lines = Lines(steps, log_every, stream)
         lines.event("WARN", what="--progress live cannot be shown in a file: lines instead")
@@ -124,7 +124,7 @@ class Live:
         from rich.console import Console
         from rich.live import Live as Region
 
-        self._terminal = find(stream)
+        self._terminal = terminal_of(stream)
         self._console = Console(
             file=cast(IO[str], Tolerant(stream)),
             force_terminal=True,
@@ -137,7 +137,7 @@ class Live:
         self._evaluation = ""
         self._drawn = 0.0
         self._fit()
-        stderr_too = self._terminal is not None and find(sys.stderr) == self._terminal
+        stderr_too = self._terminal is not None and terminal_of(sys.stderr) == self._terminal
         self._region = Region(
             console=self._console,
             auto_refresh=False,
@@ -173,7 +173,7 @@ class Live:
     def _fit(self) -> None:
         from rich.console import ConsoleDimensions
 
-        if shape := size(self._terminal) if self._terminal else None:
+        if shape := terminal_size(self._terminal) if self._terminal else None:
             self._console.size = ConsoleDimensions(*shape)
 
     def _panel(self) -> "Panel":
@@ -247,7 +247,7 @@ class Tolerant:
 # -- who sees the output
 
 
-def find(stream: TextIO) -> str | None:
+def terminal_of(stream: TextIO) -> str | None:
     """Return the path of the terminal that shows `stream` (stdout or stderr), or None."""
     if env.variable("TERM") in (None, "dumb"):
         return None
@@ -271,7 +271,7 @@ def is_file(stream: TextIO) -> bool:
         return False
 
 
-def size(path: str) -> tuple[int, int] | None:
+def terminal_size(path: str) -> tuple[int, int] | None:
     """Return the columns and rows of the terminal `path`, or None."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -88,7 +88,7 @@ class Training:
         """
         lr = learning_rate(self.spec, self.steps) if lr is None else lr
         result = self._opened().finish_step(lr)
-        self.engine.weights_here()
+        self.engine.wait_for_weights()
         self.steps += 1
         return result
 

@@ -20,7 +20,7 @@ from hpczero.data.samples import micro_batch_sizes
 from hpczero.errors import InputError, Stopped
 from hpczero.model import build, families
 from hpczero.model.shapes import Layer
-from hpczero.parallel.parallelize import UserModel, assemble, find
+from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
 from hpczero.parallel.user_module import layers_of
 from hpczero.planner.forecast import sharing_left_out
 from hpczero.planner.memory import need, placement
@@ -28,7 +28,7 @@ from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
-from hpczero.text import format_loss
+from hpczero.text import format_loss, format_span
 from hpczero.train import process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
@@ -97,7 +97,7 @@ def _prepare(
     source = world.run_on_all(lambda: open_source(spec, world.broadcast_object, first))
     if _is_finished(world, spec, options.fresh):
         return None
-    user_model = None if families.known(spec.model) else find(spec, world, grid)
+    user_model = None if families.known(spec.model) else make_user_model(spec, world, grid)
     layers = _layers(spec, user_model)
     carried_out = spec
     if layers:
@@ -140,7 +140,8 @@ def _layers(spec: Spec, user_model: UserModel | None) -> list[Layer] | None:
 
 
 def _train(job: TrainingJob, directory: RunDirectory | None, progress: str, began: float) -> int:
-    train, reporter = job.spec.train, None
+    train = job.spec.train
+    reporter = None
     if directory:
         reporter = Reporter(choose_output(progress, train.steps, train.log_every), directory)
     try:
@@ -176,10 +177,11 @@ def _carry_out(
         grid,
         accumulates=len(batches.parts()) > 1,
         threads=job.threads,
-        found=job.user_model,
+        user_model=job.user_model,
         bare=True,
     )
-    engine, known = runner.engine, families.known(spec.model)
+    engine = runner.engine
+    known = families.known(spec.model)
     parameters = families.parameter_count(spec.model) if known else engine.parameter_count()
     if reporter:
         _report_layout(reporter, job, batches, parameters)
@@ -194,8 +196,8 @@ def _carry_out(
     trace = tracing.conclude() if tracing else None
     engine.close()
     losses = outcome.first_loss, outcome.final_loss
-    steps, tokens = outcome.steps - first, trainer.step_tokens
-    last_job = LastJob(first, steps, tokens, meter.seconds, world.size, *losses)
+    steps = outcome.steps - first
+    last_job = LastJob(first, steps, trainer.step_tokens, meter.seconds, world.size, *losses)
     summary = _summary(job, outcome, of_run(last_job, earlier, _validation(outcome)), parameters)
     summary |= {"wall_seconds": time.perf_counter() - began} | measured
     summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
@@ -210,7 +212,8 @@ def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> 
 
     Return how many steps are done, and what rank 0 knows of them.
     """
-    resumed, earlier = checkpoints.resume(), Earlier()
+    resumed = checkpoints.resume()
+    earlier = Earlier()
     if resumed.path:
         checkpoints.refresh_weights()
     elif families.known(checkpoints.spec.model):
@@ -274,11 +277,12 @@ def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
     )
     if reporter is None:
         return
-    directory, mpi = reporter.directory, world.library
+    directory = reporter.directory
+    mpi = world.library
     hosts = len(set(world.hosts))
     reporter.output.event("start", run=str(directory.path), ranks=world.size, hosts=hosts, mpi=mpi)
-    packages, git = setup.packages(), setup.git_state()
-    directory.event("start", ranks=ranks, packages=packages, git=git, mpi=mpi)
+    packages = setup.packages()
+    directory.event("start", ranks=ranks, packages=packages, git=setup.git_state(), mpi=mpi)
     if job.user_model:
         memory = f"the memory that {job.spec.model.family} needs"
         if job.layers:
@@ -298,7 +302,6 @@ def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, param
     count, smallest, largest = micro_batch_sizes(
         train.global_batch, train.micro_batch, batches.data_ranks
     )
-    sizes = f"{largest}" if smallest == largest else f"{smallest}-{largest}"
     device = {}
     if world.device.kind != "cpu" or world.backend != "mpi":
         device = {"device": world.device.name, "collectives": world.backend}
@@ -311,7 +314,7 @@ def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, param
         **device,
         parameters=parameters,
         precision=train.precision,
-        micro_batches=f"{count}x{sizes}",
+        micro_batches=f"{count}x{format_span(smallest, largest)}",
         data=job.source.describe()["path"],
     )
 

@@ -102,7 +102,7 @@ class Trainer:
                         break
             finally:
                 prefetcher.close()
-        self.engine.weights_here()
+        self.engine.wait_for_weights()
         return outcome
 
     def _save_estimate(self) -> float:

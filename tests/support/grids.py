@@ -151,7 +151,7 @@ def assert_agrees(found: Record, serial: Serial, world: World, spec: Spec) -> No
     """All ranks with each other, to the bit, and rank 0 with what it then makes alone, while the
     others rest.
 
-    In fp32 the figures of design 11. In half precision every partial sum is rounded: a few
+    In fp32 as `assert_same` has it. In half precision every partial sum is rounded: a few
     roundings in a gradient, far less in what is averaged over all tokens.
     """
     assert_all_ranks_say(world, found)

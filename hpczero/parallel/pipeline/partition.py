@@ -4,7 +4,7 @@ The model is cut into stages x chunks contiguous parts; part c * stages + s is c
 All stages work at the pace of the most expensive part, so the cut makes the largest cost as small
 as possible. Costs are measured, or estimated from the model.
 
-Of the parameters of its stage's layers a rank holds the part of its tensor rank (`Units`).
+Of the parameters of its stage's layers a rank holds the part of its tensor rank (`LayoutCache`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -50,7 +50,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Interval:
     action: Action
     begin: float
     end: float
@@ -58,23 +58,24 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The spans of each stage, and the most activations that it keeps at the same time.
+    """The intervals of each stage, and the most activations that it keeps at the same time.
 
     `peak_live` counts micro-batches, each once for every chunk.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    intervals: tuple[tuple[Interval, ...], ...]
     peak_live: tuple[int, ...]
 
     @property
     def makespan(self) -> float:
-        return max(spans[-1].end for spans in self.spans)
+        return max(intervals[-1].end for intervals in self.intervals)
 
     @property
     def idle(self) -> tuple[float, ...]:
         """The fraction of the time in which each stage does nothing."""
         return tuple(
-            1 - sum(span.end - span.begin for span in spans) / self.makespan for spans in self.spans
+            1 - sum(interval.end - interval.begin for interval in intervals) / self.makespan
+            for intervals in self.intervals
         )
 
 
@@ -94,8 +95,8 @@ def simulate(
     ]
     if mistakes:
         raise InvalidSchedule(mistakes)
-    spans = _carry_out(actions, chunks, times or Times())
-    return Simulation(spans, tuple(_peak_live(stage, results[-1]) for stage in actions))
+    intervals = _carry_out(actions, chunks, times or Times())
+    return Simulation(intervals, tuple(_peak_live(stage, results[-1]) for stage in actions))
 
 
 def _mistakes(
@@ -119,17 +120,17 @@ def _mistakes(
             yield f"{where} makes {makes} (it should be {expected})"
 
 
-def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span, ...], ...]:
-    """Return the spans of each stage, or raise InvalidSchedule at a deadlock."""
+def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Interval, ...], ...]:
+    """Return the intervals of each stage, or raise InvalidSchedule at a deadlock."""
     stages = len(actions)
-    spans: list[list[Span]] = [[] for _ in actions]
+    intervals: list[list[Interval]] = [[] for _ in actions]
     made: dict[PartResult, float] = {}
     waiting: dict[PartResult, int] = {}  # result -> the stage that waits for it
     ready = list(range(stages))
     while ready:
         stage = ready.pop()
-        clock = spans[stage][-1].end if spans[stage] else 0.0
-        for action in actions[stage][len(spans[stage]) :]:
+        clock = intervals[stage][-1].end if intervals[stage] else 0.0
+        for action in actions[stage][len(intervals[stage]) :]:
             part = action.chunk * stages + stage
             needed = needs(action, stage, stages, chunks)
             begin = clock
@@ -140,7 +141,7 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
                 transfer = times.transfer(part, needed.part) if stages > 1 else 0.0
                 begin = max(clock, made[needed] + transfer)
             clock = begin + times.of(action.kind, part)
-            spans[stage].append(Span(action, begin, clock))
+            intervals[stage].append(Interval(action, begin, clock))
             for name in RESULTS[action.kind]:
                 result = PartResult(name, part, action.micro_batch)
                 made[result] = clock
@@ -149,11 +150,11 @@ def _carry_out(actions: Schedule, chunks: int, times: Times) -> tuple[tuple[Span
     if waiting:
         raise InvalidSchedule(
             [
-                _stuck(at, actions[at][len(spans[at])], needed, stages)
+                _stuck(at, actions[at][len(intervals[at])], needed, stages)
                 for needed, at in sorted(waiting.items())
             ]
         )
-    return tuple(map(tuple, spans))
+    return tuple(map(tuple, intervals))
 
 
 def _stuck(stage: int, action: Action, needed: PartResult, stages: int) -> str:

@@ -139,7 +139,8 @@ class _PartOfLinear(nn.Module):
 
     def __init__(self, serial: Any, residual: Residual) -> None:
         super().__init__()
-        self.weight, self.bias = serial.weight, serial.bias
+        self.weight = serial.weight
+        self.bias = serial.bias
         self._residual = residual
 
 

@@ -24,14 +24,14 @@ class Arena:
         self,
         sizes: Mapping[str, int],
         blocks: Mapping[str, torch.Tensor] | None = None,
-        place: torch.device = CPU.torch,
+        device: torch.device = CPU.torch,
     ) -> None:
         """`blocks`: memory from elsewhere (a node's shared window); the rest is allocated."""
         self.sizes = dict(sizes)
         self._blocks = dict(blocks or {})
         for kind, size in sizes.items():
             if kind not in self._blocks:
-                self._blocks[kind] = torch.empty(size, dtype=torch.uint8, device=place)
+                self._blocks[kind] = torch.empty(size, dtype=torch.uint8, device=device)
         self._taken = dict.fromkeys(sizes, 0)
 
     def take(self, kind: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -49,9 +49,6 @@ class DataAxis(Protocol):
     def node_barrier(self) -> Work:
         """Start a barrier after which writes to memory that ranks share are seen by all."""
 
-    def all_gather(self, values: Tensor) -> Tensor:
-        """Return the few values of all ranks, [ranks, ...]."""
-
     def close(self) -> None: ...
 
 
@@ -68,7 +65,10 @@ class Messages:
         complete. Their interleaving may differ between ranks, so that each needs a group with its
         own sequence numbers. Where they start in one order, one group may be both.
         """
-        self.group, self.gathers, self.rank, self.size = group, gathers, group.rank, group.size
+        self.group = group
+        self.gathers = gathers
+        self.rank = group.rank
+        self.size = group.size
         self.device = group.device
 
     def allocate(self, once: Mapping[str, int], each: Mapping[str, int]) -> dict[str, Tensor]:
@@ -92,9 +92,6 @@ class Messages:
     def node_barrier(self) -> Work:
         return self.group.start_barrier()
 
-    def all_gather(self, values: Tensor) -> Tensor:
-        return self.group.stack(values)
-
     def close(self) -> None:
         pass
 
@@ -115,7 +112,9 @@ class AbsentGradients:
 
     def __init__(self, units: Sequence[Unit], axis: DataAxis, agrees: bool) -> None:
         """With `agrees` false every parameter always counts as having a gradient."""
-        self._units, self._axis, self._agrees = units, axis, agrees
+        self._units = units
+        self._axis = axis
+        self._agrees = agrees
         self._parameters = [
             (unit, index) for unit in units for index in range(len(unit.parameters))
         ]
@@ -135,7 +134,7 @@ class AbsentGradients:
             if index not in unit.present
         ]
         digest = torch.tensor([_digest(missing)], dtype=torch.int64)
-        digests = self._axis.all_gather(digest).flatten().tolist()
+        digests = self._axis.group.stack(digest).flatten().tolist()
         absent = missing if len(set(digests)) == 1 else self._missing_everywhere(missing)
         self._absent = {}
         for number in absent:
@@ -149,7 +148,7 @@ class AbsentGradients:
     def _missing_everywhere(self, missing: Sequence[int]) -> list[int]:
         has = torch.ones(len(self._parameters), dtype=torch.uint8)
         has[torch.tensor(missing, dtype=torch.int64)] = 0
-        any_has: torch.Tensor = self._axis.all_gather(has).amax(0)
+        any_has: torch.Tensor = self._axis.group.stack(has).amax(0)
         return (any_has == 0).nonzero().flatten().tolist()
 
     def of(self, unit: Unit) -> frozenset[int]:

@@ -87,9 +87,7 @@ class Engine(Weights):
         self.updates = 0
         by_name = {unit.layout.name: unit for unit in self.units}
         tied = {by_name[name]: group for name, group in parts.ties.items()}
-        self.counted_elsewhere = {
-            unit for unit, group in tied.items() if group.rank
-        }  # counted elsewhere
+        self.counted_elsewhere = {unit for unit, group in tied.items() if group.rank}
         gradient_slots = take_gradient_slots(self.units, self.arena)
         names_backwards = parts.names[::-1]
         self.reduction = Reduction(
@@ -114,7 +112,7 @@ class Engine(Weights):
     def running(self) -> Iterator[None]:
         """Inside, the module or its layers may run forward."""
         if not self.settings.own_model:
-            self.weights_here()
+            self.wait_for_weights()
             self.outside.check_once()
         with (
             self._direct.redirect_weight_grads(),
@@ -208,7 +206,7 @@ class Engine(Weights):
     def _catch_up(self, gatherer: Gatherer) -> None:
         """Join the gathers that other ranks started after this rank's backward had failed."""
         count = torch.tensor(len(self._gathers), dtype=torch.int64)
-        counts = self.axis.all_gather(count).flatten().tolist()
+        counts = self.axis.group.stack(count).flatten().tolist()
         furthest = counts.index(max(counts))
         numbers = torch.zeros(counts[furthest], dtype=torch.int64)
         if self.axis.group.rank == furthest:
@@ -226,7 +224,7 @@ class Engine(Weights):
         """Complete the gradient's sum and step. Collective.
 
         New weights may still be on their way to this rank when this returns. Layers wait for them;
-        others call `weights_here`.
+        others call `wait_for_weights`.
         """
         if not self._had_backward:
             raise HpczeroError("a step without a gradient: backward comes before it")
@@ -245,7 +243,7 @@ class Engine(Weights):
         host_sync = self.axis.group.connection.progress.snapshot()
         for one in scalars.values():
             one.follow(grad_norm, self.settings.train.grad_clip, scale)
-        self.weights_here()  # of layers that did not run since the last step
+        self.wait_for_weights()  # of layers that did not run since the last step
         if choose("adamw", self.units[0].master) != CUDA:
             host_sync()  # kernels on the host read the scalars
         for unit in self.units:
@@ -273,7 +271,7 @@ class Engine(Weights):
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
             shared = (unit.squares_held_by_all() for unit in counted)
             squares -= sum(shared, torch.zeros_like(squares))
-        total = self.axis.all_gather(squares)[: self.axis.size].sum()  # one of each shard
+        total = self.axis.group.stack(squares)[: self.axis.size].sum()  # one of each shard
         for group in self._others:
             total = group.stack(total).sum()
         return total.sqrt()

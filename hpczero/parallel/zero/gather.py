@@ -45,8 +45,8 @@ from hpczero.parallel.zero.parameters import ShardedParameter, give_values
 from hpczero.parallel.zero.unit import Unit
 
 _KEPT = (
-    "something outside of hpczero still had views of weights that had been let go (hooks for saved"
-    " tensors, a tensor kept in ctx or in a list, a graph that is differentiated again)"
+    "something outside of hpczero still had views of weights that had been released (hooks for"
+    " saved tensors, a tensor kept in ctx or in a list, a graph that is differentiated again)"
 )
 
 
@@ -68,7 +68,8 @@ class Gatherer:
         self, units: Sequence[Unit], memory: Tensor, start: Callable[[Unit, Tensor], Work]
     ) -> None:
         """`start(unit, buffer)` starts the gather of a unit's weights into the buffer."""
-        self.loans, self._start = Loans(memory), start
+        self.loans = Loans(memory)
+        self._start = start
         self._reserved: dict[Unit, Tensor] = {}  # memory of `_around`, while it is free
         self._around: set[Unit] = set()  # units that are in use while other layers run
         self._kept: set[Unit] = set()  # in use beyond their layers
@@ -94,8 +95,9 @@ class Gatherer:
                 parameter.fetch = partial(self._fetch, unit, parameter)
 
     def hook(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        """Gather these units before the module runs, and let go of them after it."""
-        before, after = partial(self.acquire, units), partial(self._after, units)
+        """Gather these units before the module runs, and release them after it."""
+        before = partial(self.acquire, units)
+        after = partial(self._after, units)
         self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
         self._hooks.append(module.register_forward_hook(after, always_call=True))
 
@@ -113,7 +115,8 @@ class Gatherer:
         if self._opened_by is module:
             self._depth += 1
         elif not self._pass:
-            self._opened_by, self._depth = module, 1
+            self._opened_by = module
+            self._depth = 1
             self._opened.enter_context(self.forward())
 
     def _leave(self, module: nn.Module, *_: object) -> None:
@@ -126,7 +129,7 @@ class Gatherer:
     def _after(
         self, units: Sequence[Unit], module: nn.Module, arguments: object, out: object
     ) -> object:
-        """Let go of the units; copy outputs that are views of them."""
+        """Release the units; copy outputs that are views of them."""
         out = tree_map(partial(without_view, self._unit_under, module), out)
         self.release(units)
         return out
@@ -144,7 +147,8 @@ class Gatherer:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        self._expected, self._seen = max(self._expected, self._seen, key=len), []
+        self._expected = max(self._expected, self._seen, key=len)
+        self._seen = []
         with (
             self._in_pass("forward"),
             torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
@@ -248,7 +252,8 @@ class Gatherer:
         """Begin anew, so that ranks that have gathered other units gather alike from now on."""
         for unit in list(self._gathered):
             self._evict(unit)
-        self._expected, self._seen = [], []
+        self._expected = []
+        self._seen = []
 
     def close(self) -> None:
         for work in self._arriving.values():

@@ -38,7 +38,8 @@ class ModuleGuard:
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.owner = Owner()
-        self._module, self._units = module, units
+        self._module = module
+        self._units = units
         self._parameters = [parameter for unit in units for parameter in unit.parameters]
         self._names = [slot.parameter.name for unit in units for slot in unit.layout.slots]
         for unit in units:

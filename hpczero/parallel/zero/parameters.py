@@ -226,7 +226,9 @@ def give_up_parameter(parameter: Tensor, name: str) -> None:
     parameter.__class__ = ShardedParameter
     assert isinstance(parameter, ShardedParameter)
     give_values(parameter, nothing.expand(parameter.shape))
-    parameter.owner, parameter.released_as, parameter.fetch = None, name, refuse
+    parameter.owner = None
+    parameter.released_as = name
+    parameter.fetch = refuse
 
 
 def hand_back_parameter(parameter: Tensor, values: Tensor) -> None:

@@ -65,8 +65,11 @@ class Reduction:
         `names_backwards`: all parameters of the model. `tied`: units that other pipeline stages
         have too, whose sums are added up.
         """
-        self.names_backwards, self.tied = names_backwards, tied
-        self.axis, self.sharded, self.pool = axis, sharded, pool
+        self.names_backwards = names_backwards
+        self.tied = tied
+        self.axis = axis
+        self.sharded = sharded
+        self.pool = pool
         self.checks_on_host = not axis.device.has_queues  # else the host would wait for sums
         self.on_complete: Callable[[Unit], None] = lambda unit: None  # told of complete units
         self._gradient_slots = gradient_slots
@@ -118,7 +121,8 @@ class Reduction:
 
     def fail(self) -> None:
         """End a backward that raised. Other ranks may not know, so nothing is exchanged here."""
-        self.is_open, self._failed = False, True
+        self.is_open = False
+        self._failed = True
 
     def refuse_after_failure(self) -> None:
         if self._failed:
@@ -255,8 +259,8 @@ class Reduction:
                 self.note_bad(unit, unit.shard.start, [shard], [_UNKNOWN], shard)
         none_bad = len(self.names_backwards)
         index, rank = min(self._bad, default=(none_bad, 0))
-        for gather in (self.axis.all_gather, *(group.stack for group in others)):
-            firsts = gather(torch.tensor([index, rank], dtype=torch.int64))
+        for group in (self.axis.group, *others):
+            firsts = group.stack(torch.tensor([index, rank], dtype=torch.int64))
             index, rank = min(map(tuple, firsts.tolist()))
         self._bad.clear()
         if index == none_bad:
@@ -349,7 +353,7 @@ class Reduction:
         """
         incomplete = [unit for unit in self._units if unit not in completed]
         order = [self._units.index(unit) for unit in completed + incomplete]
-        orders = self.axis.all_gather(torch.tensor(order, dtype=torch.int64))
+        orders = self.axis.group.stack(torch.tensor(order, dtype=torch.int64))
         self._units = [self._units[index] for index in orders[0].tolist()]
 
 

@@ -160,7 +160,10 @@ class InitialValues:
         `elsewhere`: modules of other stages. `tied`: parameters that other stages have too, and the
         group of these; each is a unit, so that all of them ask for the same.
         """
-        self._module, self._seed, self._group, self._tied = module, seed, group, tied or {}
+        self._module = module
+        self._seed = seed
+        self._group = group
+        self._tied = tied or {}
         self._paths = {part: name for name, part in module.named_modules()}
         self._parts = {part: name for part, name in self._paths.items() if part not in elsewhere}
         held = {parameter for part in self._parts for parameter in part.parameters(recurse=False)}

@@ -73,7 +73,9 @@ class Unit:
         `written`: the elements whose weights this rank writes after a step.
         """
         dtype, gradient_dtype = dtypes
-        self.layout, self.sharded, self.written = layout, sharded, written
+        self.layout = layout
+        self.sharded = sharded
+        self.written = written
         self.shard = layout.shard(rank)
         self.owned = self.shard if sharded.optimizer else slice(0, layout.size)
         count = self.owned.stop - self.owned.start
@@ -115,7 +117,8 @@ class Unit:
 
     def set_owner(self, owner: Owner) -> None:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            parameter.known_as, parameter.owner = slot.parameter.name, owner
+            parameter.known_as = slot.parameter.name
+            parameter.owner = owner
 
     def _weights_at(self, elements: slice) -> torch.Tensor:
         return self.weights[elements.start - self._first : elements.stop - self._first]
@@ -289,7 +292,7 @@ def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
 def take_moments(units: Sequence[Unit], arena: Arena) -> None:
     """Take the first moments of all units, then the second ones.
 
-    So a checkpoint copies few long stretches.
+    So a checkpoint copies few long spans.
     """
     for unit in units:
         unit.moment1 = arena.take("moments", unit.master.numel(), torch.float32).zero_()

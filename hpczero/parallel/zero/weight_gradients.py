@@ -62,7 +62,7 @@ def no_torch_overrides() -> AbstractContextManager[None]:
 
 def in_an_engine() -> bool:
     """Return True inside the forward or backward of some engine of a user's module."""
-    return any(isinstance(mode, _Watch) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, _RedirectedMaps) for mode in _get_current_function_mode_stack())
 
 
 class DirectGradients:
@@ -71,12 +71,13 @@ class DirectGradients:
     def __init__(self, parameters: Container[Tensor], sums: Sums, watches: bool = True) -> None:
         """`watches`: replace the operations of modules that do not ask for these maps."""
         self.sums = sums
-        self._parameters, self._watches = parameters, watches
+        self._parameters = parameters
+        self._watches = watches
         self._task = -1  # autograd's id of the engine's own backward
 
     def redirect_weight_grads(self) -> AbstractContextManager[object]:
         """Use these maps inside."""
-        return _Watch(self) if self._watches else maps.redirect_linear_maps(self)
+        return _RedirectedMaps(self) if self._watches else maps.redirect_linear_maps(self)
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if _left_to_autograd():
@@ -182,7 +183,7 @@ class DirectGradients:
         return None
 
 
-class _Watch(TorchFunctionMode):
+class _RedirectedMaps(TorchFunctionMode):
     def __init__(self, direct: DirectGradients) -> None:
         super().__init__()
         self._replaced: dict[Any, Callable[..., Tensor]] = {
@@ -220,8 +221,10 @@ class _Linear(torch.autograd.Function):
         context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, direct: DirectGradients
     ) -> Tensor:
         context.save_for_backward(x, weight)
-        context.parameters, context.direct = (weight, bias), direct
-        rows, matrix = x.reshape(-1, x.shape[-1]), weight.view(-1, x.shape[-1])
+        context.parameters = weight, bias
+        context.direct = direct
+        rows = x.reshape(-1, x.shape[-1])
+        matrix = weight.view(-1, x.shape[-1])
         # `out` is no view of anything: what follows may work in place.
         out = x.new_empty(*x.shape[:-1], len(matrix))
         if bias is None:
@@ -243,7 +246,8 @@ class _Linear(torch.autograd.Function):
         context: Any, gradient: Tensor, x: Tensor, weight: Tensor, in_own_backward: bool
     ) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, _ = context.needs_input_grad
-        rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        inputs = x.reshape(-1, x.shape[-1])
         own_weight, own_bias = context.parameters
         needs_weight &= own_weight.requires_grad  # it may have been frozen since the forward
         needs_bias = needs_bias and own_bias.requires_grad
@@ -288,7 +292,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, tokens: Tensor, weight: Tensor, direct: DirectGradients) -> Tensor:
         context.save_for_backward(tokens)
-        context.parameter, context.direct = weight, direct
+        context.parameter = weight
+        context.direct = direct
         return functional.embedding(tokens, weight)
 
     @staticmethod
@@ -325,7 +330,8 @@ class StrayGradients:
 
     def __init__(self, name_of: Callable[[torch.Tensor], str], says: bool) -> None:
         """`says`: this rank is the one that warns."""
-        self._name_of, self._says = name_of, says
+        self._name_of = name_of
+        self._says = says
 
     def drop(self, parameter: torch.Tensor) -> None:
         leave_gradient(parameter, None)

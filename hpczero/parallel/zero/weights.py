@@ -3,7 +3,7 @@
 A unit's weights are where its rank's stage of ZeRO keeps them: whole, in memory that the ranks of a
 node share, or a shard that `Gatherer` makes whole for as long as a layer runs. After a step each
 rank has new weights for the elements that it owns; they travel to the other ranks while the next
-step begins, and a layer waits for its own (`weights_here` waits for all).
+step begins, and a layer waits for its own (`wait_for_weights` waits for all).
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -85,9 +85,13 @@ class Weights:
         `tensor`: the ranks that share what the layers hold; `pipeline`: those that hold the other
         layers.
         """
-        self.module, self.tensor, self.pipeline = parts.module, tensor, pipeline
+        self.module = parts.module
+        self.tensor = tensor
+        self.pipeline = pipeline
         self._others = [group for group in (tensor, pipeline) if group]
-        self.axis, self.settings, self.device = axis, settings, axis.device
+        self.axis = axis
+        self.settings = settings
+        self.device = axis.device
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         self.pool = Pool(settings.threads)
         around = used_around_others(parts.layers)
@@ -156,7 +160,7 @@ class Weights:
         for unit in self.units:
             unit.fill_owned(values(unit.layout) if values else self.initial_values)
             self._start_arriving(unit)
-        self.weights_here()
+        self.wait_for_weights()
         self.outside.accept()
 
     def initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
@@ -202,7 +206,7 @@ class Weights:
                 if unit in self._arriving:
                     self._arriving.pop(unit).wait()
 
-    def weights_here(self) -> None:
+    def wait_for_weights(self) -> None:
         """Return once the parameters are those of the last step on this rank. Collective."""
         self._wait_before(self.units)
 
@@ -211,12 +215,12 @@ class Weights:
 
         Collective. They come to all ranks.
         """
-        self.weights_here()
+        self.wait_for_weights()
         self.axis.node_barrier().wait()  # nobody reads any more what is written now
         for unit in self.units:
             change(unit)
             self._start_arriving(unit)
-        self.weights_here()
+        self.wait_for_weights()
         self.outside.accept()
 
     # -- parameters as a whole
@@ -248,7 +252,7 @@ class Weights:
         inside, so that memory that ranks share is written by those who own it, at the end.
         """
         assert not self._others, "parts of whole tensors are not gathered this way"
-        self.weights_here()
+        self.wait_for_weights()
         wanted = {self.unit_of(parameter) for parameter in parameters}
         self.outside.check()
         copied = [unit for unit in self.units if unit in wanted]
@@ -299,7 +303,7 @@ class Weights:
         for unit, copy in copies.items():
             unit.take_changes(copy, changed[unit])
             self._start_arriving(unit)
-        self.weights_here()
+        self.wait_for_weights()
         self.outside.accept()
 
     def close(self, room: int = 0) -> None:
@@ -308,7 +312,7 @@ class Weights:
         Where a rank has not their values, to read them is an error from now on. `room`: bytes that
         the node has for copies of what its ranks share.
         """
-        self.weights_here()
+        self.wait_for_weights()
         for hook in self._hooks:
             hook.remove()
         if self.gatherer:
@@ -329,7 +333,7 @@ class Weights:
         has_values = not self.sharded.parameters
         if has_values and self.axis.shared:
             wanted = self.axis.neighbours * sum(unit.weights.nbytes for unit in self.units)
-            spare = self.axis.all_gather(torch.tensor([room - wanted], dtype=torch.int64))
+            spare = self.axis.group.stack(torch.tensor([room - wanted], dtype=torch.int64))
             has_values = bool((spare >= 0).all())
         for unit in self.units:
             weights = unit.weights.clone() if has_values and self.axis.shared else unit.weights

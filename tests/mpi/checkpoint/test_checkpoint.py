@@ -64,7 +64,7 @@ def save(world: World, spec: Spec) -> None:
 
 def assert_weights(engine: Engine) -> None:
     """What is computed with are the states' weights, rounded, on every rank."""
-    engine.weights_here()
+    engine.wait_for_weights()
     for unit in engine.units:
         weights = engine._copy(unit) if engine.sharded.parameters else None
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):

@@ -13,7 +13,7 @@ import hpczero
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.errors import InputError
-from hpczero.parallel.parallelize import find
+from hpczero.parallel.parallelize import make_user_model
 from hpczero.spec.schema import Model, Spec
 
 pytestmark = pytest.mark.mpi
@@ -121,10 +121,10 @@ def test_modules_made_by_name_are_compared_too(world: World) -> None:
     spec = Spec.model_validate({"model": {"family": f"{__name__}:factory"}} | spec_of(1))
     grid = Grid.build(spec.parallel, world.node_of_rank)
     if world.size == 1:
-        find(spec, world, grid)
+        make_user_model(spec, world, grid)
         return
     with pytest.raises(InputError, match=r"rank 0 has module key where rank 1 has module query"):
-        find(spec, world, grid)
+        make_user_model(spec, world, grid)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

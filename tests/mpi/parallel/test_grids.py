@@ -1,5 +1,5 @@
 """Every grid trains the same model to the same numbers, at every ZeRO stage, in every schedule
-and precision (design 11).
+and precision.
 """
 
 from collections.abc import Iterable, Iterator

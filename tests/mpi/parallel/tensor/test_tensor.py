@@ -1,5 +1,5 @@
 """Tensor and sequence parallelism give the serial model's loss and gradients, and send and keep
-what they should (design 9, 11).
+what they should.
 """
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 """Data parallelism gives the serial result, whatever the number of ranks and however the batch
-is cut (design 11).
+is cut.
 """
 
 import pytest

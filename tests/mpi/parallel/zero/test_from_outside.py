@@ -13,7 +13,6 @@ import torch
 import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError
-from hpczero.parallel.zero.buffers import Region
 from tests.support.ways import (
     AROUND,
     INSIDE,
@@ -27,7 +26,12 @@ from tests.support.ways import (
 )
 from tests.support.writes import BY_PYTORCH, OF_GRADIENTS, READS, WRITES
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(2, 3, 4), pytest.mark.usual(2)]
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.ranks(2, 3, 4),
+    pytest.mark.usual(2),
+    pytest.mark.usefixtures("poisoned_regions"),
+]
 
 LAYOUTS = [{"stage": stage, "shared": shared} for stage in range(4) for shared in (False, True)]
 GATHERED, SHARED = LAYOUTS[6], LAYOUTS[3]  # stages 3 and 1
@@ -42,18 +46,6 @@ def on(*by_default: Case) -> pytest.MarkDecorator:
 WAYS_OUT = ("engine.", "zero.stage = 2", "hpczero.initialize", "train.grad_clip")
 IN_GATHERED = ["p.mul_", "p.data.mul_", "p.data =", "foreach", "load_state_dict of the module"]
 Rounds = list[tuple[float, float]]  # loss and norm of the gradient
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let what is released become NaN at once."""
-    give_back = Region.give_back
-
-    def poisoned(region: Region, part: torch.Tensor) -> None:
-        part.fill_(float("nan"))
-        give_back(region, part)
-
-    monkeypatch.setattr(Region, "give_back", poisoned)
 
 
 def spec_of(case: Case) -> dict[str, Any]:

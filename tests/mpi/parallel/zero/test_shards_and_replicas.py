@@ -54,9 +54,6 @@ class ShardReplica:
     def node_barrier(self) -> Work:
         return self.group.start_barrier()
 
-    def all_gather(self, values: Tensor) -> Tensor:
-        return self.group.stack(values)
-
     def close(self) -> None:
         pass
 

@@ -1,5 +1,5 @@
 """ZeRO at every stage, node-shared or not, equals the serial run; bitwise where that is
-promised; and sends what it says (design 8, 11).
+promised; and sends what it says.
 """
 
 from itertools import product
@@ -15,7 +15,7 @@ from hpczero.parallel.zero.buffers import Region
 from hpczero.spec.schema import Data, Model, Optimizer, Spec, Train, Zero
 from tests.support.training import Record, assert_same, train
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.usefixtures("poisoned_regions")]
 
 WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
 
@@ -44,18 +44,6 @@ def bitwise(one: Record, other: Record) -> bool:
     return one.losses == other.losses and all(
         torch.equal(one.weights[name], other.weights[name]) for name in one.weights
     )
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is let go becomes NaN at once."""
-    give_back = Region.give_back
-
-    def poisoned(region: Region, part: torch.Tensor) -> None:
-        part.fill_(float("nan"))
-        give_back(region, part)
-
-    monkeypatch.setattr(Region, "give_back", poisoned)
 
 
 @pytest.mark.parametrize("accumulation", [3, 1])

@@ -39,7 +39,9 @@ def complaint(found: Schedule, chunks: int, micro_batches: int) -> str:
 def test_two_stages_by_hand() -> None:
     times = Times({"forward": [1, 2], "backward": [2, 4]}, transfers=[0.5])
     found = simulate(actions("f0 f1 B0 B1", "f0 B0 f1 B1"), 1, 2, times)
-    assert [[(span.begin, span.end) for span in stage] for stage in found.spans] == [
+    assert [
+        [(interval.begin, interval.end) for interval in stage] for stage in found.intervals
+    ] == [
         [(0, 1), (1, 2), (8, 10), (14, 16)],
         [(1.5, 3.5), (3.5, 7.5), (7.5, 9.5), (9.5, 13.5)],
     ]
@@ -54,7 +56,7 @@ def test_two_chunks_by_hand() -> None:
     """
     times = Times({"forward": [1, 2, 3, 4], "backward": [1, 1, 1, 1]}, transfers=[10, 20, 30])
     found = simulate(actions("f0 f0' B0' B0", "f0 f0' B0' B0"), 2, 1, times)
-    assert [[span.begin for span in stage] for stage in found.spans] == [
+    assert [[interval.begin for interval in stage] for stage in found.intervals] == [
         [0, 33, 101, 133],
         [11, 66, 70, 122],
     ]
@@ -254,9 +256,9 @@ def test_any_order_of_actions_takes_as_long_as_its_longest_path_or_is_a_deadlock
         return
     simulation = simulate(found, chunks, micro_batches, times)
     assert {
-        (stage, span.action): span.end
-        for stage, spans in enumerate(simulation.spans)
-        for span in spans
+        (stage, interval.action): interval.end
+        for stage, intervals in enumerate(simulation.intervals)
+        for interval in intervals
     } == expected
     assert live_by_counting(found, chunks) == simulation.peak_live
     forwards = simulate(forward_only(found), chunks, micro_batches, times) if not swaps else None
@@ -281,5 +283,5 @@ def test_spans_of_a_stage_never_overlap() -> None:
         5,
         Times({"forward": [1.5] * 6, "backward": [2.5] * 6}, [0.25] * 5),
     )
-    for spans in found.spans:
-        assert all(first.end <= second.begin for first, second in pairwise(spans))
+    for intervals in found.intervals:
+        assert all(first.end <= second.begin for first, second in pairwise(intervals))

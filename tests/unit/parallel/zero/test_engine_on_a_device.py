@@ -39,25 +39,28 @@ class Meta(Device):
         return lambda: happened.append("read") or [1.0] * values.numel()  # type: ignore[func-returns-value]
 
 
-class NothingUnderWay:
+class NothingInFlight:
     """A group of one rank: its connection, and the progress of its operations."""
 
     rank = 0
 
     @property
-    def connection(self) -> "NothingUnderWay":
+    def connection(self) -> "NothingInFlight":
         return self
 
     progress = connection
 
     def snapshot(self) -> Any:
-        return lambda: happened.append("settle")
+        return lambda: happened.append("host_sync")
+
+    def stack(self, values: Any) -> Any:
+        return values[None]
 
 
 class OneRank:
     """A data axis of one rank."""
 
-    group = NothingUnderWay()
+    group = NothingInFlight()
 
     rank, size, shared, device = 0, 1, False, Meta()
     done = True
@@ -74,9 +77,6 @@ class OneRank:
 
     def gather(self, *_: object, **__: object) -> "OneRank":
         return self
-
-    def all_gather(self, values: Any) -> Any:
-        return values[None]
 
     def wait(self) -> None: ...
 
@@ -126,7 +126,7 @@ def test_every_tensor_of_a_step_is_on_the_device(
     happened.clear()
     engine.finish_step(1e-3)
     assert happened.count("adamw") >= len(engine.units)
-    assert happened[-2:] == ["settle", "read"]
+    assert happened[-2:] == ["host_sync", "read"]
     assert happened.count("read") == 1
     assert len(given) > 2 * len(engine.units)
     states = [
