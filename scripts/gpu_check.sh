@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, on a machine that has one and needs no network: the kernels' tests, collectives on its
-# tensors, training on one rank and on several that share it through MPI, and speed.
-#     scripts/gpu_check.sh [OPTION...] [WHEELS]     WHEELS: a folder with what is missing (the part "first" says what)
+# What only a GPU can tell, on a machine that has one and needs no network: the kernels' tests,
+# collectives on its tensors, training on one rank and on several that share it through MPI, speed.
+#     scripts/gpu_check.sh [OPTION...] [WHEELS]
+#     WHEELS                  a folder with what is missing (the part "first" says what)
 #     --list                  the parts, each with its limit in seconds
 #     --only REGEX            the parts with such names
 #     --from NAME             this part and those behind it
 #     --minutes M             begin no part that may end later; the last lines say how to go on
 #     --logs FOLDER           where log.txt and table.txt are written (default: runs/gpu-check)
 #     --dry-run               where there is no GPU: every part must get as far as saying "no GPU"
-# Ends with a table, a line a part; the exit code is 0 if none failed. What was compiled and installed is kept for the
-# next call in $TMPDIR, else /tmp. HPCZERO_PYTHON names another python3; HPCZERO_GPU_CHECK_DEVICE=cpu tries the runs
-# themselves where there is no GPU.
+# Ends with a table, a line a part; the exit code is 0 if none failed. What was compiled and
+# installed is kept for the next call in $TMPDIR, else /tmp. HPCZERO_PYTHON names another python3;
+# HPCZERO_GPU_CHECK_DEVICE=cpu tries the runs themselves where there is no GPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 python=${HPCZERO_PYTHON:-python3} device=${HPCZERO_GPU_CHECK_DEVICE:-cuda}
@@ -18,7 +19,7 @@ only=. from='' minutes='' logs=runs/gpu-check dry='' list='' wheels=''
 
 usage() {
     echo "gpu_check.sh: $1" >&2
-    sed -n '4,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '4,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
 }
 while [ $# -gt 0 ]; do
@@ -49,8 +50,9 @@ export TMPDIR="$kept" XDG_CACHE_HOME="$kept/cache" NUMBA_CACHE_DIR="$kept/numba"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PYTHONPATH="$PWD:$PWD/numba_cuda${PYTHONPATH:+:$PYTHONPATH}"
 
-# numba-cuda takes the compiler's libraries from CUDA_HOME, so it is set only where they lie: an nvcc that a package
-# has put into the path lies elsewhere, and then numba-cuda finds the packages' libraries by itself
+# numba-cuda takes the compiler's libraries from CUDA_HOME, so it is set only where they lie: an
+# nvcc that a package has put into the path lies elsewhere, and then numba-cuda finds the packages'
+# libraries by itself
 nvcc=$(command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
 toolkit=${nvcc:+$(dirname "$(dirname "$(readlink -f "$nvcc")")")}
 [ -n "${CUDA_HOME:-}" ] || [ ! -d "$toolkit/nvvm/libdevice" ] || export CUDA_HOME="$toolkit"
@@ -60,13 +62,13 @@ if [ -n "$wheels" ] && [ -z "$list" ]; then
     if [ ! -e "$site/complete" ]; then
         rm -rf "$site"
         # not --target, which leaves out the libraries of packages like mpich
-        "$python" -m pip install -qq --no-index --no-deps --no-compile --no-cache-dir --ignore-installed \
-            --prefix "$site" "$wheels"/*.whl || exit 1
+        "$python" -m pip install -qq --no-index --no-deps --no-compile --no-cache-dir \
+            --ignore-installed --prefix "$site" "$wheels"/*.whl || exit 1
         touch "$site/complete"
     fi
     packages=$(find "$site" -type d \( -name site-packages -o -name dist-packages \) | paste -sd:)
-    # as folders of Python's own: their .pth files count (numba-cuda takes numba.cuda's place by one), and libraries
-    # of CUDA are looked for in them
+    # as folders of Python's own: their .pth files count (numba-cuda takes numba.cuda's place by
+    # one), and libraries of CUDA are looked for in them
     mkdir "$work/start"
     cat >"$work/start/sitecustomize.py" <<PYTHON
 import site
@@ -87,8 +89,8 @@ mpirun() {
 export -f mpirun
 
 left=''
-# part NAME SECONDS COMMAND...: its output goes to the screen and the log, its verdict and the last line that says
-# something into the table.
+# part NAME SECONDS COMMAND...: its output goes to the screen and the log, its verdict and the last
+# line that says something into the table.
 part() {
     local name=$1 limit=$2 started=$SECONDS code=0 note verdict
     shift 2
@@ -98,25 +100,29 @@ part() {
         printf '%5s s  %s\n' "$limit" "$name"
         return 0
     fi
-    if [ -n "$left" ] || { [ -n "$minutes" ] && [ $((SECONDS + limit)) -gt $((60 * minutes)) ]; }; then
+    if [ -n "$left" ] ||
+        { [ -n "$minutes" ] && [ $((SECONDS + limit)) -gt $((60 * minutes)) ]; }; then
         left=${left:-$name}
         return 0
     fi
     printf '\n== %s (at most %s s)\n' "$name" "$limit" | tee -a "$logs/log.txt"
-    (timeout --kill-after=20 "$limit" bash -c "$*") </dev/null 2>&1 | tee "$work/out" | tee -a "$logs/log.txt"
+    (timeout --kill-after=20 "$limit" bash -c "$*") </dev/null 2>&1 |
+        tee "$work/out" | tee -a "$logs/log.txt"
     code=${PIPESTATUS[0]}
-    note=$(grep -aE 'passed|failed|rror|trained:|differ|GB/s|us a call|tokens/s|no tests|no GPU|lacks' "$work/out" |
-        tail -n 1 | cut -c1-90)
+    note='passed|failed|rror|trained:|differ|GB/s|us a call|tokens/s|no tests|no GPU|lacks'
+    note=$(grep -aE "$note" "$work/out" | tail -n 1 | cut -c1-90)
     case $code in 0) verdict=ok ;; 124 | 137) verdict=LATE ;; *) verdict=FAIL ;; esac
     if [ -n "$dry" ]; then
         verdict=FAIL
-        ! grep -q 'no GPU' "$work/out" || grep -qE 'Traceback|ImportError|ModuleNotFound' "$work/out" || verdict='no GPU'
+        ! grep -q 'no GPU' "$work/out" ||
+            grep -qE 'Traceback|ImportError|ModuleNotFound' "$work/out" || verdict='no GPU'
     fi
-    printf '%-26s %-6s %5s s  %s\n' "$name" "$verdict" $((SECONDS - started)) "$note" | tee -a "$logs/log.txt" \
-        >>"$logs/table.txt"
+    printf '%-26s %-6s %5s s  %s\n' "$name" "$verdict" $((SECONDS - started)) "$note" |
+        tee -a "$logs/log.txt" >>"$logs/table.txt"
 }
 
-# tests NAME SECONDS LAUNCHER -- ARGUMENT...: pytest, of which nothing counts that did not run on a GPU.
+# tests NAME SECONDS LAUNCHER -- ARGUMENT...: pytest, of which nothing counts that did not run on a
+# GPU.
 tests() {
     local name=$1 limit=$2 launcher=()
     shift 2
@@ -134,7 +140,8 @@ train() {
     shift 3
     for setting in "$@"; do settings+=" --set $setting"; done
     part "$name" "$limit" "$reference && cd $work &&
-        mpirun -n $ranks $python -m hpczero run check.toml --fresh --progress lines --set name=$run $settings &&
+        mpirun -n $ranks $python -m hpczero run check.toml --fresh --progress lines \
+            --set name=$run $settings &&
         $python compare.py runs/reference runs/$run"
 }
 
@@ -173,19 +180,22 @@ sys.exit(worst > 1e-4)
 PYTHON
 cat >"$work/look.py" <<'PYTHON'
 """Says what is there; 1 where a package lacks, 3 where no GPU is seen."""
-import importlib.util, os, platform, sys
+import os, platform, sys
 from importlib import metadata
 
-wanted = {
-    "torch": "torch", "numba": "numba", "numba-cuda": "numba_cuda", "cuda-core": "cuda.core", "mpi4py": "mpi4py",
-    "mpich": None, "h5py": "h5py", "pydantic": "pydantic", "pydantic-core": "pydantic_core", "jinja2": "jinja2",
-    "annotated-types": "annotated_types", "typing-inspection": "typing_inspection", "xxhash": "xxhash", "rich": "rich",
-    "psutil": "psutil", "pytest": "pytest", "pytest-mpi": "pytest_mpi", "pytest-timeout": "pytest_timeout",
-    "hypothesis": "hypothesis",
-}  # fmt: skip
-found = {name: next((each.version for each in metadata.distributions(name=name)), None) for name in wanted}
-print(f"Python {platform.python_version()};", ", ".join(f"{name} {version}" for name, version in found.items() if version))
-print("CUDA_HOME =", os.environ.get("CUDA_HOME") or "(not set)", " MPI:", os.environ.get("MPI4PY_LIBMPI", "as mpi4py finds it"))
+wanted = (
+    *("torch", "numba", "numba-cuda", "cuda-core", "mpi4py", "mpich", "h5py", "pydantic"),
+    *("pydantic-core", "jinja2", "annotated-types", "typing-inspection", "xxhash", "rich"),
+    *("psutil", "pytest", "pytest-mpi", "pytest-timeout", "hypothesis"),
+)
+found = {
+    name: next((each.version for each in metadata.distributions(name=name)), None)
+    for name in wanted
+}
+here = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+print(f"Python {platform.python_version()};", here)
+home = os.environ.get("CUDA_HOME") or "(not set)"
+print("CUDA_HOME =", home, " MPI:", os.environ.get("MPI4PY_LIBMPI", "as mpi4py finds it"))
 missing = [name for name, version in found.items() if not version]
 has_mpi = os.popen("command -v mpirun").read().strip()
 if has_mpi and "mpich" in missing:
@@ -193,8 +203,9 @@ if has_mpi and "mpich" in missing:
 if missing:
     python = ".".join(platform.python_version_tuple()[:2])
     print(f"this Python lacks {', '.join(missing)}. Where there is a network:")
-    print(f"  pip download --no-deps --only-binary=:all: --python-version {python} --platform manylinux_2_28_x86_64 \\")
-    print("    --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d wheels \\")
+    print(f"  pip download --no-deps --only-binary=:all: --python-version {python} \\")
+    print("    --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \\")
+    print("    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d wheels \\")
     print(f"    {' '.join(missing)}")
     sys.exit(1)
 import torch
@@ -217,16 +228,21 @@ run="$python -m hpczero run check.toml --progress lines"
 reference="{ [ -d $work/runs/reference ] || (cd $work && $run --fresh --set train.device=cpu); }"
 [ -z "$dry" ] || reference=true
 
-# what the first part shows: kernels compiled, and a step of stage 3 on two ranks with all of them in it
+# what the first part shows: kernels compiled, and a step of stage 3 on two ranks with all of them
+# in it
 two_ranks="cd $work && mpirun -n 2 $run --fresh --set name=first --set zero.stage=3"
-part "first" 180 "{ ! command -v nvidia-smi || nvidia-smi -L; } && { $look || { code=\$?; [ \$code = 3 ] && $two_ranks; exit \$code; }; } &&
-    $python -m hpczero doctor --prebuild && $reference && $two_ranks && $python compare.py runs/reference runs/first"
+part "first" 180 "{ ! command -v nvidia-smi || nvidia-smi -L; } &&
+    { $look || { code=\$?; [ \$code = 3 ] && $two_ranks; exit \$code; }; } &&
+    $python -m hpczero doctor --prebuild && $reference && $two_ranks &&
+    $python compare.py runs/reference runs/first"
 tests "kernels" 240 -- tests/kernels
 part "speed of the kernels" 240 "$python scripts/bench_kernels.py --device $device --no-compile"
 part "step of GPT 1.5 B" 300 "$python scripts/bench_gpu.py --device $device"
-tests "engine, preflight" 120 -- tests/unit/test_device.py tests/unit/parallel/zero/test_engine_on_a_device.py tests/unit/planner/test_preflight.py
+tests "engine, preflight" 120 -- tests/unit/test_device.py tests/unit/planner/test_preflight.py \
+    tests/unit/parallel/zero/test_engine_on_a_device.py
 for ranks in 1 2 4; do
-    tests "collectives, $ranks ranks" 120 mpirun -n $ranks -- --with-mpi tests/mpi/parallel/zero/test_on_a_device.py
+    tests "collectives, $ranks ranks" 120 mpirun -n $ranks -- \
+        --with-mpi tests/mpi/parallel/zero/test_on_a_device.py
 done
 for stage in 0 1 2 3; do
     train "zero $stage on 1 rank" 60 1 zero.stage=$stage
@@ -235,8 +251,10 @@ done
 train "tensor on 2 ranks" 60 2 parallel.tensor=2
 train "pipeline on 2 ranks" 60 2 parallel.pipeline=2
 bf16="cd $work && mpirun -n 2 $run --set train.precision=bf16 --set name=bf16"
-part "bf16, resumed" 120 "$bf16 --fresh && $bf16 --resume --set train.steps=30 && grep -q '\"resume\"' runs/bf16/events.jsonl"
-part "calls of the kernels" 120 "$python scripts/bench_kernels.py --device $device --no-compile --calls 200"
+part "bf16, resumed" 120 "$bf16 --fresh && $bf16 --resume --set train.steps=30 &&
+    grep -q '\"resume\"' runs/bf16/events.jsonl"
+part "calls of the kernels" 120 \
+    "$python scripts/bench_kernels.py --device $device --no-compile --calls 200"
 part "beside torch.compile" 300 "$python scripts/bench_kernels.py --device $device"
 
 [ -z "$from" ] || usage "no part is named $from (--list)"

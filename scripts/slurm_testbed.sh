@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# A real Slurm of two nodes on this one machine, in a folder of its own, with ports and a munge of its own.
-#     eval "$(scripts/slurm_testbed.sh up)"     start it, or take the one that is up; sbatch, squeue and hpczero then use it in this shell (SLURM_CONF)
+# A real Slurm of two nodes on this one machine, in a folder of its own, with ports and a munge of
+# its own.
+#     eval "$(scripts/slurm_testbed.sh up)"     start it, or take the one that is up; sbatch, squeue
+#                                               and hpczero then use it in this shell (SLURM_CONF)
 #     scripts/slurm_testbed.sh status           what there is
 #     scripts/slurm_testbed.sh down             end its jobs and daemons, and remove all of it
-#     --name NAME (hz), for several at once     --cpus N (4) and --memory MB (2000) of each node; nothing holds the jobs to them
-# Two partitions of the same nodes: `main`, and `urgent`, whose jobs push those of `main` aside with SIGTERM and 10 s of grace.
-# Needs the packages slurm-wlm and munge (Debian, Ubuntu). Whoever starts it is the one who can run jobs; root is not needed.
+#     --name NAME (hz), for several at once     --cpus N (4) and --memory MB (2000) of each node;
+#                                               nothing holds the jobs to them
+# Two partitions of the same nodes: `main`, and `urgent`, whose jobs push those of `main` aside with
+# SIGTERM and 10 s of grace. Needs the packages slurm-wlm and munge (Debian, Ubuntu). Whoever starts
+# it is the one who can run jobs; root is not needed.
 # Exit code 3: this machine cannot do it, and why.
 set -euo pipefail
 
@@ -32,7 +36,9 @@ check_machine() {
     for program in slurmctld slurmd munged mungekey sbatch; do
         command -v "$program" >/dev/null || missing+=" $program"
     done
-    [ -z "$missing" ] || fail 3 "not found:$missing. Debian and Ubuntu: apt-get update && apt-get install --no-install-recommends slurm-wlm munge"
+    [ -z "$missing" ] ||
+        fail 3 "not found:$missing. Debian and Ubuntu: apt-get update && apt-get install" \
+            "--no-install-recommends slurm-wlm munge"
 }
 
 # Ports that nobody listens on: of the controller and of two nodes.
@@ -75,7 +81,8 @@ KillWait=10
 MinJobAge=60
 NodeName=n1 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=$2 CPUs=$cpus RealMemory=$memory
 NodeName=n2 NodeHostname=$(hostname) NodeAddr=127.0.0.1 Port=$3 CPUs=$cpus RealMemory=$memory
-PartitionName=main Nodes=n[1-2] Default=YES MaxTime=1-0 PriorityTier=1 PreemptMode=CANCEL GraceTime=10
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=1-0 PriorityTier=1 \
+    PreemptMode=CANCEL GraceTime=10
 PartitionName=urgent Nodes=n[1-2] MaxTime=1-0 PriorityTier=9 PreemptMode=OFF
 END
 }
@@ -96,7 +103,8 @@ up() {
     write_conf $ports
     export SLURM_CONF
     SLURM_CONF=$(conf)
-    start_daemons >"$(folder)/start.log" 2>&1 || fail 3 "a daemon did not start: $(tail -n 3 "$(folder)/start.log")"
+    start_daemons >"$(folder)/start.log" 2>&1 ||
+        fail 3 "a daemon did not start: $(tail -n 3 "$(folder)/start.log")"
     await_nodes || fail 3 "the nodes did not come up: $(tail -qn 3 "$(folder)"/*.log)"
     trap - EXIT
     echo "export SLURM_CONF=$(conf)"
@@ -105,7 +113,8 @@ up() {
 # The one of this name that is there: it has to answer, and to be what is asked for.
 take_up() {
     local way_out="'$self down --name $name' removes it, --name makes another"
-    [ -O "$(folder)" ] && [ ! -L "$(folder)" ] || fail 1 "$(folder) is not yours: --name makes another"
+    [ -O "$(folder)" ] && [ ! -L "$(folder)" ] ||
+        fail 1 "$(folder) is not yours: --name makes another"
     [ ! -s "$(conf)" ] || grep -q " CPUs=$cpus RealMemory=$memory\$" "$(conf)" ||
         fail 1 "the testbed in $(folder) has other nodes: $way_out"
     SLURM_CONF=$(conf) timeout 20 sinfo --noheader >/dev/null 2>&1 ||
@@ -116,8 +125,9 @@ take_up() {
 start_daemons() {
     local node
     mungekey --create --keyfile="$(folder)/munge.key" &&
-        munged --force --key-file="$(folder)/munge.key" --socket="$(folder)/munge.socket" --pid-file="$(folder)/munged.pid" \
-            --log-file="$(folder)/munged.log" --seed-file="$(folder)/munge.seed" || return
+        munged --force --key-file="$(folder)/munge.key" --socket="$(folder)/munge.socket" \
+            --pid-file="$(folder)/munged.pid" --log-file="$(folder)/munged.log" \
+            --seed-file="$(folder)/munge.seed" || return
     slurmctld -f "$(conf)" || return
     for node in n1 n2; do slurmd -N "$node" -f "$(conf)" || return; done
 }
@@ -125,14 +135,19 @@ start_daemons() {
 await_nodes() {
     local _
     for _ in {1..120}; do
-        [ "$(sinfo --noheader --partition=main --states=idle --format=%D 2>/dev/null)" != 2 ] || return 0
+        [ "$(sinfo --noheader --partition=main --states=idle --format=%D 2>/dev/null)" != 2 ] ||
+            return 0
         sleep 0.5
     done
     return 1
 }
 
-# Daemons and jobs, wherever they have gone: all of them have the configuration's name in their environment.
-processes() { grep -lszxF "SLURM_CONF=$(conf)" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3 | grep -vx "$$" || true; }
+# Daemons and jobs, wherever they have gone: all of them have the configuration's name in their
+# environment.
+processes() {
+    grep -lszxF "SLURM_CONF=$(conf)" /proc/[0-9]*/environ 2>/dev/null |
+        cut -d/ -f3 | grep -vx "$$" || true
+}
 
 await_end() { # TENTHS: of a second
     local _
@@ -183,8 +198,10 @@ while [ $# -gt 0 ]; do
     *) fail 2 "unknown: $1" ;;
     esac
 done
-[[ $name =~ ^[a-z][a-z0-9]{0,19}$ ]] || fail 2 "--name $name: up to 20 small letters and digits, the first a letter"
-[[ $cpus =~ ^[1-9][0-9]*$ ]] && [[ $memory =~ ^[1-9][0-9]*$ ]] || fail 2 "--cpus $cpus --memory $memory: whole numbers"
+[[ $name =~ ^[a-z][a-z0-9]{0,19}$ ]] ||
+    fail 2 "--name $name: up to 20 small letters and digits, the first a letter"
+[[ $cpus =~ ^[1-9][0-9]*$ ]] && [[ $memory =~ ^[1-9][0-9]*$ ]] ||
+    fail 2 "--cpus $cpus --memory $memory: whole numbers"
 case $verb in
 up | down | status) "$verb" ;;
 help | -h | --help) usage ;;
