@@ -82,7 +82,7 @@ def measure(arguments: argparse.Namespace, world: Any, micro_batch: int) -> str:
     for _ in range(arguments.steps):
         for name, part in parts.items():
             if name == "step":
-                # one under way before, so that the gathers of its predecessor are in what is timed
+                # one in flight before, so that the gathers of its predecessor are in what is timed
                 part()
             else:
                 ours.engine.wait_for_weights()

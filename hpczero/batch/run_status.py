@@ -103,7 +103,8 @@ def status_of(
     """
     now = time.time() if now is None else now
     seen = _look(run, known, silent)
-    records, links = seen.records, seen.links
+    records = seen.records
+    links = seen.links
     last: dict[str, Any] = {}
     median = None
     if seen.metrics:

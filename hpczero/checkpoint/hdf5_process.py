@@ -56,7 +56,8 @@ class Hdf5Process:
     """Asks a process about one checkpoint; it begins with the first question, and after a crash."""
 
     def __init__(self, folder: Path, content: Content) -> None:
-        self.folder, self.content = folder, content
+        self.folder = folder
+        self.content = content
         self._process: subprocess.Popen[bytes] | None = None
 
     def problems(self, shard: int = -1) -> list[str]:
@@ -110,7 +111,8 @@ class Hdf5Process:
         raise Unreadable(f"the process that looked at {self.folder / name} ended with code {code}")
 
     def close(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             process.kill()
             process.communicate()
@@ -150,10 +152,12 @@ def answer(folder: Path, content: Content, shard: int) -> list[str]:
     if shard < 0:
         with Checkpoint.open(folder, content) as checkpoint:
             table = checkpoint.table
-        problems, most = _index_problems(folder / INDEX, table, content.shards), _MOST_PROBLEMS
+        problems = _index_problems(folder / INDEX, table, content.shards)
+        most = _MOST_PROBLEMS
     else:
         described = content.shards[shard]
-        problems, most = _shard_problems(folder / described.file, described), 1
+        problems = _shard_problems(folder / described.file, described)
+        most = 1
     limited(structure(content, shard))
     return list(islice(problems, most))
 
@@ -337,7 +341,8 @@ def _datasets_below(file: h5py.File) -> Iterator[tuple[str, Any]]:
 
     ValueError: there is a link that leads on, or a group twice.
     """
-    stack, seen = [("", _root(file))], set()
+    stack = [("", _root(file))]
+    seen = set()
     while stack:
         prefix, group = stack.pop()
         address = h5py.h5o.get_info(group).addr

@@ -98,7 +98,8 @@ class SafetensorsImport:
         state = TrainingState(step=0, updates=0, loss_scale=loss_scale, good_steps=0)
         grid = {"pipeline": 1, "data": 1, "tensor": 1}
         made = CheckpointSpec(state, self.spec.model_dump(mode="json"), grid, table, [[0]], buffers)
-        empty, elements = empty_chunks(), table.elements(1)[0]
+        empty = empty_chunks()
+        elements = table.elements(1)[0]
 
         def read(_: int, slot: int) -> Iterator[Array]:
             return in_chunks(_zeros(elements) if slot else self._weights(advance), empty)
@@ -161,7 +162,8 @@ def _buffer_dtype(entry: Entry) -> np.dtype[Any]:
 def _values(tensor: SourceTensor) -> Array:
     """Read a buffer."""
     entry = tensor.entry
-    values, filled = np.empty(entry.size, _buffer_dtype(entry)), 0
+    values = np.empty(entry.size, _buffer_dtype(entry))
+    filled = 0
     for stretch in tensor.file.stretches(entry, STRETCH):
         target = values[filled : filled + len(stretch)]
         target[:] = to_float32(stretch, "BF16") if entry.dtype == "BF16" else stretch

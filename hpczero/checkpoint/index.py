@@ -184,7 +184,9 @@ def _identity(file: UntrustedFile) -> dict[str, str]:
 
 def _table(tensors: tuple[Tensor, ...], columns: Sequence[Array]) -> Table:
     """Return the piece table; ValueError: the columns are none of these tensors."""
-    order, start, stop = columns[0], columns[3], columns[4]
+    order = columns[0]
+    start = columns[3]
+    stop = columns[4]
     rows, dims = len(order), max((len(tensor.shape) for tensor in tensors), default=0)
     if any(len(column) != rows for column in columns) or start.shape != stop.shape:
         raise ValueError("the columns of its piece table differ in length")

@@ -50,8 +50,11 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     """
 
     def __init__(self, folder: Path, content: Content, index: Index) -> None:
-        self.folder, self.content = folder, content
-        self.table, self.buffers, self.identity = index.table, index.buffers, index.identity
+        self.folder = folder
+        self.content = content
+        self.table = index.table
+        self.buffers = index.buffers
+        self.identity = index.identity
         self.shards = Shards(folder, content)
         self._number = self.table.number
 
@@ -75,7 +78,8 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     def read(self, slot: int, name: str, wanted: Slices, out: Array | None = None) -> Array:
         """Read a rectangle of a tensor, into `out` if given."""
-        number, filled = self._number[name], 0
+        number = self._number[name]
+        filled = 0
         shape = [cut.stop - cut.start for cut in wanted]
         out = np.empty(shape, np.float32) if out is None else out.reshape(shape)
         for part in self.table.overlaps(number, wanted):
@@ -128,7 +132,8 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         """Read what is wanted into its places in `out`."""
         for run in runs:
             if run.rank >= 0:
-                target, name = out[run.at : run.at + run.size], run.rectangles[0][1]
+                target = out[run.at : run.at + run.size]
+                name = run.rectangles[0][1]
                 with suppress(Damaged):
                     self.shards.read(run.rank, slot, run.first, target, name)
                     continue
@@ -164,8 +169,10 @@ class LazyTensor:
     dtype = np.dtype(np.float32)
 
     def __init__(self, checkpoint: Checkpoint, slot: int, tensor: Tensor) -> None:
-        self.name, self.shape = tensor.name, tensor.shape
-        self._checkpoint, self._slot = checkpoint, slot
+        self.name = tensor.name
+        self.shape = tensor.shape
+        self._checkpoint = checkpoint
+        self._slot = slot
 
     def __getitem__(self, wanted: Any) -> Array:
         """Index as numpy does.
@@ -192,7 +199,8 @@ class LazyTensor:
         size = prod(self.shape)
         for start in range(0, size, length):
             stop = min(start + length, size)
-            out, filled = np.empty(stop - start, np.float32), 0
+            out = np.empty(stop - start, np.float32)
+            filled = 0
             for box in rectangles(self.shape, start, stop):
                 count = _size(box)
                 self._checkpoint.read(self._slot, self.name, box, out[filled : filled + count])
@@ -212,7 +220,8 @@ class LazyTensor:
 
 def _read_index(folder: Path, content: Content) -> Index:
     """Read the index, if it is the one that was written."""
-    path, written = folder / INDEX, content.index
+    path = folder / INDEX
+    written = content.index
     with reading(path, open_plain(path)) as file:
         size = os.fstat(file).st_size
         if (
@@ -269,7 +278,8 @@ class Statistics:
         if not len(values):
             return
         exact = values.astype(np.float64)
-        mean, count = float(exact.mean()), self.count + len(exact)
+        mean = float(exact.mean())
+        count = self.count + len(exact)
         self.squares += float(np.dot(exact, exact))
         exact -= mean
         distance = mean - self.mean

@@ -122,7 +122,9 @@ class Table:
                     offset += prod(cut.stop - cut.start for cut in box)
         table = np.array(rows, np.uint64).reshape(len(rows), 3 + 2 * dims)
         table = table[np.argsort(table[:, 0], kind="stable")]
-        tensor, rank_of, offset_of = table[:, 0], table[:, 1], table[:, 2]
+        tensor = table[:, 0]
+        rank_of = table[:, 1]
+        offset_of = table[:, 2]
         start, stop = table[:, 3 : 3 + dims], table[:, 3 + dims :]
         return cls(tuple(tensors), tensor, rank_of, offset_of, start, stop)
 
@@ -155,7 +157,8 @@ class Table:
 
     def overlaps(self, tensor: int, wanted: Slices) -> Iterator[PieceOverlap]:
         """Yield the parts of pieces that make up a rectangle of a tensor."""
-        pieces, dims = self.pieces(tensor), len(wanted)
+        pieces = self.pieces(tensor)
+        dims = len(wanted)
         rows = slice(pieces.start, pieces.stop)
         begin = np.array([cut.start for cut in wanted], np.uint64)
         end = np.array([cut.stop for cut in wanted], np.uint64)
@@ -182,7 +185,8 @@ class Table:
         is_large = any(tensor.size >= _TOO_MANY for tensor in self.tensors)
         if is_large or sum(elements_of_rank) >= _TOO_MANY:
             return f"it has tensors of {_TOO_MANY} elements and more"
-        dims, ranks = self.stop.shape[1], len(elements_of_rank)
+        dims = self.stop.shape[1]
+        ranks = len(elements_of_rank)
         shapes = [tensor.shape + (1,) * (dims - len(tensor.shape)) for tensor in self.tensors]
         if len(self.rank) and int(self.rank.max()) >= ranks:
             return f"it has pieces of rank {int(self.rank.max())}, and there are {ranks} ranks"
@@ -198,7 +202,8 @@ class Table:
     def _rank_problem(self, elements_of_rank: Sequence[int]) -> str:
         """Refuse pieces of a rank that do not follow each other to the end of its data."""
         order = np.lexsort((self.offset, self.rank))
-        rank, offset = self.rank[order], self.offset[order]
+        rank = self.rank[order]
+        offset = self.offset[order]
         end = offset + self.sizes[order]
         is_first = np.diff(rank, prepend=-1) != 0
         is_last = np.diff(rank, append=-1) != 0

@@ -65,7 +65,8 @@ def dtype_of(values: Array) -> str:
 
 def placed(entries: Iterable[Entry]) -> list[Entry]:
     """Place entries one after the other, each at a multiple of its width: the widest come first."""
-    result, begin = [], 0
+    result = []
+    begin = 0
     for entry in sorted(entries, key=lambda entry: -entry.numpy.itemsize):
         result.append(replace(entry, begin=begin))
         begin = result[-1].end
@@ -148,7 +149,8 @@ class SafetensorsFile:
 
     def _refuse_gaps(self) -> None:
         """Refuse tensors that do not follow each other from the header to the end of the file."""
-        end, size = 0, self._size - self._data
+        end = 0
+        size = self._size - self._data
         for entry in sorted(self.entries, key=lambda entry: (entry.begin, entry.end)):
             if entry.begin != end:
                 where = f"is at byte {entry.begin:,} of the data"
@@ -209,7 +211,8 @@ class Export:
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
-        self.checkpoint, self.dtype = checkpoint, DTYPES[dtype]
+        self.checkpoint = checkpoint
+        self.dtype = DTYPES[dtype]
         self.entries = [
             Entry(tensor.name, self.dtype, tensor.shape) for tensor in checkpoint.table.tensors
         ]

@@ -87,7 +87,8 @@ class Saver:
         `stored_spans`; each save takes what is in that memory then. `behind`: a save may be
         asynchronous, and the memory for its copies is taken now.
         """
-        self.world, self.job = world, job
+        self.world = world
+        self.job = job
         self.sources = [_joined(of_slot) for of_slot in sources]
         self._alive = sources  # a joined array keeps only its first part alive
         elements = sum(map(len, self.sources[0]))
@@ -152,7 +153,8 @@ class Saver:
             try:
                 save.thread.start()
             except RuntimeError as error:  # no more threads: `conclude` raises it, on all ranks
-                save.thread, save.error = None, f"{path}: {error}"
+                save.thread = None
+                save.error = f"{path}: {error}"
         else:
             empty = self._empty_chunks()
             chunks = [in_chunks(of_slot, empty) for of_slot in self.sources]
@@ -189,7 +191,8 @@ class Saver:
 
         SaveFailed, on all ranks alike: any of them failed.
         """
-        save, self._save = self._save, None
+        save = self._save
+        self._save = None
         assert save is not None, "no save is in flight"
         save.hurried.set()
         run_while_polling(self.world, lambda: save.thread.join() if save.thread else None)
@@ -207,7 +210,8 @@ class Saver:
         pause_factor: float,
     ) -> None:
         """Write this rank's data, and the index beside it, without MPI."""
-        shard_path, index_path = self._new(save.path), save.path / f"{INDEX}.new"
+        shard_path = self._new(save.path)
+        index_path = save.path / f"{INDEX}.new"
         pause = save.hurried.wait
         write_shard = partial(write_data, shard_path, save.extent, chunks, pause_factor, pause)
         write_index = partial(self._write_index, index_path, save, buffers)
@@ -235,7 +239,8 @@ class Saver:
         """Bring this rank's shard file, if it made one, to the disk under its final name."""
         if self._leader != self.world.rank:
             return ""
-        name, temporary = self._names[self._leader], self._new(save.path)
+        name = self._names[self._leader]
+        temporary = self._new(save.path)
         shard = ShardFile.sealed(temporary, name, save.files[self._leader])
         rename(temporary, save.path / name)
         return shard.model_dump_json()
@@ -256,7 +261,8 @@ class Saver:
         meanwhile: Callable[[], object] = lambda: None,
     ) -> list[Any]:
         """Return every rank's result, which JSON can carry; a failure on one fails on all."""
-        result, text = None, ""
+        result = None
+        text = ""
         try:
             result = run_while_polling(self.world, action, meanwhile)
         except (OSError, RuntimeError, MemoryError, HpczeroError) as error:  # RuntimeError: HDF5

@@ -170,8 +170,10 @@ class Writer:
         `pause_factor`: how long to pause after each chunk, in times of what that took, as others
         need the processor and the disk too.
         """
-        self.path, self.extent = path, extent
-        self._pause_factor, self._pause = pause_factor, pause
+        self.path = path
+        self.extent = extent
+        self._pause_factor = pause_factor
+        self._pause = pause
         self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
         self._file = open_for_writing(path)
@@ -185,7 +187,8 @@ class Writer:
         of BLOCK bytes. It must not change until CHUNKS more were asked for, in the next slot too
         (`empty_chunks`): some are still to be written when this returns. `finish` waits for them.
         """
-        offset, block = self.extent.data[slot], 0
+        offset = self.extent.data[slot]
+        block = 0
         for chunk in chunks:
             begun = time.monotonic()
             data = memoryview(chunk.data).cast("B")
@@ -255,7 +258,8 @@ def empty_chunks(size: int = CHUNK) -> Iterator[Array]:
 
 def in_chunks(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator[Array]:
     """Yield the elements of the sources, one after the other, in chunks for a `Writer`."""
-    chunk, filled = np.empty(0, np.float32), 0
+    chunk = np.empty(0, np.float32)
+    filled = 0
     for source in sources:
         begin = 0
         while begin < len(source):
@@ -276,7 +280,8 @@ def in_chunks(sources: Iterable[DataSource], empty: Iterator[Array]) -> Iterator
 
 def structure_checksum(file: int, size: int, data: Iterable[Range]) -> str:
     """Return the checksum of all bytes but these ranges, in the order of the file."""
-    hasher, offset = xxhash.xxh3_64(), 0
+    hasher = xxhash.xxh3_64()
+    offset = 0
     for begin, end in [*sorted(data), (size, size)]:
         while offset < begin:
             piece = os.pread(file, min(CHUNK, begin - offset), offset)

@@ -58,7 +58,8 @@ class Shards:
             self.open(shard)
         except (Damaged, Unreadable) as error:
             raise type(error)(f"{error}; {SLOTS[slot]}/{what} is there") from error
-        into, begin = out.view(np.uint8), first * WIDTH
+        into = out.view(np.uint8)
+        begin = first * WIDTH
         end = begin + len(into)
         complete = range(-(-begin // BLOCK), end // BLOCK)  # blocks that are wanted whole
         for number in range(begin // BLOCK, -(-end // BLOCK)):
@@ -75,7 +76,8 @@ class Shards:
         self, shard: ShardFile, extent: Extent, slot: int, blocks: range, out: Array, what: str
     ) -> None:
         """Fill `out` with consecutive whole blocks: while some are verified, the next are read."""
-        file, coming = self.open(shard), deque[Future[Array]]()
+        file = self.open(shard)
+        coming = deque[Future[Array]]()
         self._buffers = self._buffers or [aligned(_AT_ONCE * BLOCK) for _ in range(2)]
         self._ahead = self._ahead or ThreadPoolExecutor(1, "hpczero-reader")
         groups = [blocks[at : at + _AT_ONCE] for at in range(0, len(blocks), _AT_ONCE)]
@@ -86,7 +88,8 @@ class Shards:
                     buffer = self._buffers[index % 2][: len(group) * BLOCK]
                     coming.append(self._ahead.submit(self._filled, shard, file, offset, buffer))
                 if index:
-                    before, data = groups[index - 1], coming.popleft().result()
+                    before = groups[index - 1]
+                    data = coming.popleft().result()
                     for at, number in enumerate(before):
                         block = data[at * BLOCK : (at + 1) * BLOCK]
                         self._check(shard, extent, slot, number, block, what)

@@ -69,7 +69,8 @@ class Verification:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.content = folder, manifest.read(folder)
+        self.folder = folder
+        self.content = manifest.read(folder)
         self.unreadable = ""
         self.table: Table | None = None
         self._apart = Hdf5Process(folder, self.content)
@@ -132,7 +133,9 @@ class Verification:
 
         Blocks that the file lacks take no time or memory.
         """
-        extent, first, bad = data.extent, data.data[slot], list[int]()
+        extent = data.extent
+        first = data.data[slot]
+        bad = list[int]()
         stored = -(-(os.fstat(file).st_size - first) // BLOCK)
         there = min(extent.blocks, max(0, stored))
         for number, checksum in enumerate(_checksums(file, data, slot, there)):
@@ -186,7 +189,8 @@ def _fits(file: int, offset: int, length: int, checksum: int) -> bool:
 
 def _runs(numbers: Sequence[int], last: range) -> Iterator[range]:
     """Yield runs of consecutive numbers; `last` follows all of them."""
-    begin, left = last.start, list(numbers)
+    begin = last.start
+    left = list(numbers)
     while left and last and left[-1] == begin - 1:
         begin = left.pop()
     for run in consecutive_runs(left):

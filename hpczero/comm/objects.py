@@ -70,7 +70,8 @@ class ObjectCollectives:
 
     def run_on_all(self, action: Callable[[], Result]) -> Result:
         """Run the action on every rank; an InputError of any rank is raised on all of them."""
-        result, problem = None, None
+        result = None
+        problem = None
         try:
             result = action()
         except InputError as error:

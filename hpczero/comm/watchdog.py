@@ -152,7 +152,8 @@ class Watch:
         judged = verdict.judge(self._question(wait, states), states)
         if verdict.DIFFERENT not in judged.values() and not self._ended(judged, states):
             return False
-        suspected, self._suspected = self._suspected, wait
+        suspected = self._suspected
+        self._suspected = wait
         return suspected is wait
 
     # ------------------------------------------------------------------------ states of the ranks
@@ -357,7 +358,8 @@ def _read_once_written(descriptor: int, begin: int, deadline: float) -> str:
     size = begin
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        before, size = size, os.fstat(descriptor).st_size
+        before = size
+        size = os.fstat(descriptor).st_size
         if size == before > begin:
             break
     written = os.pread(descriptor, size - begin, begin).decode(errors="replace")

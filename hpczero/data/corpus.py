@@ -196,7 +196,8 @@ def _lines(source: Input, file: BinaryIO, field: str) -> Iterator[Section]:
     """Yield the documents of a .jsonl file from its position on; an empty line is skipped."""
     after = file.tell()
     while line := file.readline(_LONGEST_LINE):
-        before, after = after, after + len(line)
+        before = after
+        after += len(line)
         if not line.strip():
             continue
         try:

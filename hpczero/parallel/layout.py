@@ -80,7 +80,8 @@ class UnitLayout:
 def unit_layout(
     layer: Layer, shards: int = 1, tensor_ranks: int = 1, tensor_rank: int = 0
 ) -> UnitLayout:
-    slots, offset = [], 0
+    slots = []
+    offset = 0
     for parameter in layer.parameters:
         held = tensor_part(parameter, tensor_ranks, tensor_rank)
         slot = ParameterSlot(parameter, held, offset)

@@ -46,7 +46,8 @@ class Batches:
         )
 
     def training(self, step: int) -> list[MicroBatch]:
-        windows, first = self.source.windows("train"), step * self.spec.train.global_batch
+        windows = self.source.windows("train")
+        first = step * self.spec.train.global_batch
         return [self._read("train", windows, first, part, step) for part in self.parts()]
 
     def evaluation_batches(self) -> int:
@@ -60,7 +61,8 @@ class Batches:
         They are drawn from the whole split by a hash of the run's seed. The first windows would be
         a few documents, whose loss is not the split's.
         """
-        windows, first = self.source.windows("validation"), number * self.spec.train.global_batch
+        windows = self.source.windows("validation")
+        first = number * self.spec.train.global_batch
         parts = [
             range(part.start, max(part.start, min(part.stop, windows - first)))
             for part in self.parts()

@@ -57,7 +57,10 @@ class Checkpoints:
         engine: Engine,
         identity: Mapping[str, str] | None = None,
     ) -> None:
-        self.spec, self.world, self.grid, self.engine = spec, world, grid, engine
+        self.spec = spec
+        self.world = world
+        self.grid = grid
+        self.engine = engine
         self.identity = dict(identity or {})  # besides the spec (`resume.identity_of`)
         self.path = path_of(spec) / "checkpoints"
         self.asynchronous = saves_behind(spec)
@@ -92,7 +95,8 @@ class Checkpoints:
 
     def begin(self, step: int, ends: bool) -> None:
         """Begin a save; SaveFailed, on all ranks alike."""
-        engine, scale = self.engine, self.engine.loss_scale
+        engine = self.engine
+        scale = self.engine.loss_scale
         state = TrainingState(
             step=step,
             updates=engine.updates,
@@ -121,7 +125,8 @@ class Checkpoints:
 
     def _prune(self, newest: int) -> str:
         """Return what could not be removed."""
-        settings, problems = self.spec.checkpoint, []
+        settings = self.spec.checkpoint
+        problems = []
         try:
             outdated = directory.outdated(self.path, newest, settings.keep, settings.keep_every)
         except OSError as error:

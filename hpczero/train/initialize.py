@@ -62,8 +62,11 @@ class Training:
 
     def __init__(self, engine: Engine, spec: Spec, worlds: tuple[World, ...]) -> None:
         """`worlds` are closed by `close`, in this order."""
-        self.engine, self.spec, self.module = engine, spec, engine.module
-        self.rank, self.size = engine.axis.rank, engine.axis.size
+        self.engine = engine
+        self.spec = spec
+        self.module = engine.module
+        self.rank = engine.axis.rank
+        self.size = engine.axis.size
         self.dtype = DTYPES[spec.train.precision]
         self.device = engine.device.torch
         self.steps = 0

@@ -45,8 +45,10 @@ class Deadline:
         self, at: float | None, save_seconds: float, clock: Callable[[], float] = time.time
     ) -> None:
         """`at`: seconds since 1970, or None if unknown; `save_seconds`: the estimate of a save."""
-        self.at, self._clock = at, clock
-        self._estimate, self._longest_save = save_seconds, 0.0
+        self.at = at
+        self._clock = clock
+        self._estimate = save_seconds
+        self._longest_save = 0.0
         self._looked: float | None = None
         self._intervals: deque[float] = deque(maxlen=_INTERVALS)
 

@@ -63,7 +63,8 @@ class Resumed:
 
 
 def candidates(spec: Spec, checkpoints: Path) -> Candidates:
-    paths, wanted = directory.steps(checkpoints).values(), spec.checkpoint.resume
+    paths = directory.steps(checkpoints).values()
+    wanted = spec.checkpoint.resume
     if wanted == "auto" or _began_alike(paths, spec):
         return Candidates(tuple(map(str, paths)), True)
     if wanted == "never":
@@ -143,7 +144,9 @@ def differences(content: Content, spec: Spec, role: Role) -> list[str]:
 
     A key that this version does not know makes another run; another name does not.
     """
-    there, here, known = flat(content.spec), flat(spec.model_dump(mode="json")), keys()
+    there = flat(content.spec)
+    here = flat(spec.model_dump(mode="json"))
+    known = keys()
     lines = [
         str(Difference(key, there[key], value, role))
         for key, value in here.items()
@@ -163,7 +166,8 @@ def refuse_another_run(checkpoint: Checkpoint, spec: Spec, identity: Mapping[str
 
     A checkpoint of an older version does not say which tokens its run has read.
     """
-    path, there = checkpoint.folder, checkpoint.identity
+    path = checkpoint.folder
+    there = checkpoint.identity
     if lines := differences(checkpoint.content, spec, "identity"):
         shown = "".join(f"\n  {line}" for line in lines)
         raise InputError(f"{path} is a checkpoint of another run:{shown}")

@@ -166,7 +166,9 @@ def _carry_out(
     job: TrainingJob, reporter: Reporter | None, began: float
 ) -> tuple[Outcome, dict[str, Any]]:
     """Build the engine, train, and return the outcome and the summary. Collective."""
-    spec, world, grid = job.spec, job.world, job.grid
+    spec = job.spec
+    world = job.world
+    grid = job.grid
     _report_start(job, reporter)
     batches = Batches(spec, job.source, grid.coordinate(world.rank, "data"), grid.size("data"))
     tracing = Tracing(spec, world, grid) if spec.train.trace else None
@@ -236,7 +238,8 @@ class _Meter:
 
     def __init__(self, job: TrainingJob) -> None:
         """Collective, as `stop`."""
-        spec, self._world = job.spec, job.world
+        spec = job.spec
+        self._world = job.world
         self._placement = placement(spec, job.grid, self._world.rank)
         platform = setup.platform_of(self._world, spec)
         self._predicted = (
@@ -298,7 +301,8 @@ def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
 
 
 def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int) -> None:
-    train, world = job.spec.train, job.world
+    train = job.spec.train
+    world = job.world
     count, smallest, largest = micro_batch_sizes(
         train.global_batch, train.micro_batch, batches.data_ranks
     )

@@ -48,7 +48,9 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, lock: RunLock, spec: str) -> None:
-        self.path, self._lock, self._spec = path, lock, spec
+        self.path = path
+        self._lock = lock
+        self._spec = spec
         self._looked = time.monotonic()
         self._open()
 

@@ -29,11 +29,14 @@ class Earlier:
 
     @classmethod
     def of(cls, lines: Iterable[str]) -> "Earlier":
-        steps, tokens, seconds = 0, 0, 0.0
+        steps = 0
+        tokens = 0
+        seconds = 0.0
         first_loss = final_loss = validation = None
         for line in lines:
             metrics = json.loads(line)
-            steps, final_loss = steps + 1, _number(metrics.get("loss"))
+            steps += 1
+            final_loss = _number(metrics.get("loss"))
             tokens += int(_number(metrics.get("tokens")) or 0)
             seconds += _number(metrics.get("step_seconds")) or 0.0
             if metrics["step"] == 1:
@@ -93,7 +96,8 @@ def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) ->
 
 def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     """Return the lines that end a run; `what` was trained."""
-    job, steps = summary["last_job"], summary["steps"]
+    job = summary["last_job"]
+    steps = summary["steps"]
     speed = f"{job['tokens_per_second']:,.0f} tokens/s on {format_count(job['ranks'], 'rank')}"
     pace = f"({job['seconds']:.0f} s, {speed})"
     alone = job["steps"] == steps  # the run took this job only
@@ -116,7 +120,9 @@ def ending_words(
 
     `saved`: there is a checkpoint of the last step.
     """
-    state, reason, steps = summary["state"], summary["reason"], summary["steps"]
+    state = summary["state"]
+    reason = summary["reason"]
+    steps = summary["steps"]
     words = [f"run:        {directory} (metrics.jsonl, events.jsonl, summary.json)"]
     if not summary["last_job"]["steps"]:
         words.append(f"nothing was left to do: {steps} steps are done, and train.steps = {planned}")

@@ -123,7 +123,8 @@ def _event(line: dict[str, Any]) -> Event:
     name = name.removeprefix(f"{kind} ") if kind in (WAIT, ADVANCE) else name
     if "peer" in args or name == f"step {args.get('number')}":
         name = name.partition(" ")[0]
-    peer, unfinished = args.get("peer", -1), args.get("unfinished", False)
+    peer = args.get("peer", -1)
+    unfinished = args.get("unfinished", False)
     what = EventKind(kind, name, args.get("axis", ""), peer, unfinished)
     begin = round(line["ts"] * 1000)
     end = begin + round(line["dur"] * 1000)
@@ -232,7 +233,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the intervals that two unions have in common."""
-    common, i, j = [], 0, 0
+    common = []
+    i = 0
+    j = 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if begin < end:

@@ -41,24 +41,29 @@ class Tracing:
     """Records from its construction to `conclude`; both are collective."""
 
     def __init__(self, spec: Spec, world: World, grid: Grid) -> None:
-        self._world, self._run, self._folder = world, spec.name, path_of(spec)
+        self._world = world
+        self._run = spec.name
+        self._folder = path_of(spec)
         coordinates = ", ".join(f"{axis} {grid.coordinate(world.rank, axis)}" for axis in grid.axes)
         self._name = f"rank {world.rank} on {world.hosts[world.rank]} ({coordinates})"
         self._begun = datetime.now(UTC).isoformat(timespec="seconds")
         if world.rank == 0:
             for old in (self._folder / NAME, *self._folder.glob(_name_of("*"))):
                 remove(old)
-        self._clock, self._read = world.clock(), time.perf_counter_ns()
+        self._clock = world.clock()
+        self._read = time.perf_counter_ns()
         self._recording = Recording()
         world.record(self._recording)
         world.status.last_words = self._leave
 
     def conclude(self) -> dict[str, Any] | None:
         """Stop recording and write the file; return on rank 0 what it holds. Collective."""
-        world, recording = self._world, self._recording
+        world = self._world
+        recording = self._recording
         world.record(Trace())
         world.status.last_words = str
-        clock, read = world.clock(), time.perf_counter_ns()
+        clock = world.clock()
+        read = time.perf_counter_ns()
         drift = (clock.ahead - self._clock.ahead) / (read - self._read)
         sizes = world.all_gather_objects([(step.number, step.size) for step in recording.steps])
         selection = select([dict(of_rank) for of_rank in sizes], MOST)
@@ -72,7 +77,8 @@ class Tracing:
         figures = world.gather_objects([_figures(step, recording.whats) for step in chosen])
         if parts is None or figures is None:
             return None
-        facts, path = self._facts(selection, parts), self._folder / NAME
+        facts = self._facts(selection, parts)
+        path = self._folder / NAME
         begin = min((part["begin"] for part in parts if part["events"]), default=0)
         try:
             ranks = (_unpacked(rank, part) for rank, part in enumerate(parts[: selection.ranks]))
@@ -86,7 +92,8 @@ class Tracing:
 
         An error here must not hide why the job ends.
         """
-        rank, recording = self._world.rank, self._recording
+        rank = self._world.rank
+        recording = self._recording
         recording.keep_unfinished()
         steps = list(recording.steps)
         if not steps:

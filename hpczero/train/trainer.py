@@ -80,9 +80,13 @@ class Trainer:
         reporter: Reporter | None,
         checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.spec, self.world, self.batches = spec, world, batches
-        self.reporter, self.checkpoints = reporter, checkpoints
-        self.runner, self.engine = runner, runner.engine
+        self.spec = spec
+        self.world = world
+        self.batches = batches
+        self.reporter = reporter
+        self.checkpoints = checkpoints
+        self.runner = runner
+        self.engine = runner.engine
         self.step_tokens = spec.train.global_batch * spec.model.seq_len
         self.skipped = 0  # steps in a row
         self._all_written = True  # all ranks have written their data of the save in flight
@@ -119,7 +123,8 @@ class Trainer:
     ) -> Outcome:
         self.world.status.at_step(step + 1)
         trace = self.world.trace
-        began, communicated = time.perf_counter(), self.world.ledger.seconds
+        began = time.perf_counter()
+        communicated = self.world.ledger.seconds
         with trace.step(step + 1):
             with trace.span("data"):
                 micro_batches, waited = prefetcher.next()

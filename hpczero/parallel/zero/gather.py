@@ -3,8 +3,8 @@
 A unit's weights are gathered from all ranks into a region of constant size before a layer that uses
 them runs, and released after it. Autograd saves views of parameters for backward. A saved view of
 the region is kept as (unit, offset, shape, stride) instead, and gathered again when backward asks
-for it: so the memory under it can serve other units meanwhile. Released parameters read as NaN, and
-using one in a computation is an error that names it.
+for it: so the memory under it can serve other units meanwhile. Released parameters read as NaN. A
+computation that uses one gathers it inside a pass, and is an error that names it outside.
 
 Not all views of these values come by autograd's hooks: there are a module's own hooks, views kept
 in `ctx`, graphs of a backward (create_graph). So each time a unit is gathered its memory has a

@@ -253,7 +253,8 @@ def _refusal_of_gradient(name: str) -> str:
 
 
 def _is_same_memory(parameter: Tensor, values: Tensor) -> bool:
-    present, other = parameter.detach(), values.detach()
+    present = parameter.detach()
+    other = values.detach()
     same_kind = present.dtype == other.dtype and present.device == other.device
     return same_kind and present.is_set_to(other)
 

@@ -105,7 +105,8 @@ class Unit:
         return OwnedParameter(self.part(self.weights, slot).data)
 
     def _take_gradients(self, arena: Arena, dtype: torch.dtype) -> None:
-        layout, sharded = self.layout, self.sharded
+        layout = self.layout
+        sharded = self.sharded
         size = layout.shard_size if sharded.gradients else layout.size
         memory = arena.take("gradients", size, dtype)
         self.buffer: torch.Tensor | None = None if sharded.gradients else memory
@@ -163,7 +164,8 @@ class Unit:
         return self._stepped[absent]
 
     def _spans(self, left_out: Container[str]) -> Iterator[StepSpan]:
-        owned, written = self.owned, self.written
+        owned = self.owned
+        written = self.written
         for begin, end in (
             (owned.start, written.start),
             (written.start, written.stop),
@@ -200,7 +202,8 @@ class Unit:
     def weights_from_master(self) -> None:
         """Round the master weights to those weights that this rank writes."""
         if self._separate:
-            first, written = self.owned.start, self.written
+            first = self.owned.start
+            written = self.written
             master = self.master[written.start - first : written.stop - first]
             self._weights_at(written).copy_(master)
 

@@ -121,7 +121,8 @@ class Weights:
         self, layers: Iterable[shapes.Layer], around: Collection[str]
     ) -> tuple[Arena, list[Unit]]:
         """Return the memory of the states, and the units in it; `around`: used while others run."""
-        axis, sharded = self.axis, self.sharded
+        axis = self.axis
+        sharded = self.sharded
         dtype = DTYPES[self.settings.train.precision]
         part = (self.tensor.size, self.tensor.rank) if self.tensor else (1, 0)
         layouts = [unit_layout(layer, axis.size, *part) for layer in layers if layer.parameters]
