@@ -24,6 +24,7 @@ _SHORTEST = 60.0  # seconds: a short step is no reason to worry soon
 _START = 600.0  # nor is the first one of a job, which comes after a checkpoint has been read
 _RECENT = 200  # steps that the pace is taken from
 _TAIL = 1 << 20  # bytes that are read of a file's end
+_LAST_LINES = 12  # of a failed job's output, shown with its state
 _WRITTEN = ("metrics.jsonl", "events.jsonl", "summary.json", "spec.toml", "batch")
 _MOST = 1e15  # steps, or seconds of a step: larger figures are nonsense
 _STEP = re.compile(r"step-([0-9]{8,18})")
@@ -322,13 +323,13 @@ def _began(run: Path) -> float:
     return _seconds(str(starts[-1].get("time", ""))) if starts else 0.0
 
 
-def _last_lines(records: Sequence[Submission], number: str, count: int = 12) -> list[str]:
+def _last_lines(records: Sequence[Submission], number: str) -> list[str]:
     for record in reversed(records):
         if number in record.jobs:
             text = "\n".join(
                 _tail(path) for path in (record.log(number), record.pbs_message_file(number))
             )
-            return [line for line in text.splitlines() if line.strip()][-count:]
+            return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
     return []
 
 

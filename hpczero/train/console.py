@@ -1,4 +1,4 @@
-"""What a run says while it goes on, on rank 0's stdout: lines for files, a live panel for people.
+"""Output of a run on rank 0's stdout while it goes on: lines for files, a live panel for people.
 
 `Lines` and `Live` take the same three calls: `event(name, **values)`, `step(step, metrics)` after
 every step, and `close()`. The run directory has all that is said here (metrics.jsonl,
