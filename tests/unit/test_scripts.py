@@ -203,10 +203,11 @@ def test_the_parts_are_summed_up(
 
 def test_the_processor_time_is_that_of_all_processes_also_of_daemons(tmp_path: Path) -> None:
     """Of one that has left its parent and ends before the command, too."""
-    burn = "import time\nwhile time.process_time() < 1: pass\nopen('done', 'w')"
-    command = (
-        f"setsid -f {sys.executable} -c {shlex.quote(burn)}; until [ -e done ]; do sleep .1; done"
-    )
+    burn = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\n"
+    burn += "while time.process_time() < 1: pass"
+    daemon = f"setsid -f {sys.executable} -c {shlex.quote(burn)}"
+    until = "until [ -s pid ] && [ ! -e /proc/$(cat pid) ]; do sleep .1; done"
+    command = f"{daemon}; {until}"
     script = [sys.executable, str(CHECKOUT / "scripts" / "measured.py"), "seconds"]
     done = subprocess.run(
         [*script, "bash", "-c", f"{command}; exit 3"], cwd=tmp_path, timeout=60, check=False
