@@ -118,7 +118,8 @@ class Bench:
             for tensor in self.states:
                 file.write(tensor.numpy().data)
 
-    def table(self) -> list[str]:
+    def timings(self) -> dict[str, list[tuple[float, float]]]:
+        """Return the seconds of a write and of a read, in each round of each contender."""
         ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
             "dd": (self.dd_write, self.dd_read),
             "hpczero": (self.save, self.load),
@@ -133,6 +134,10 @@ class Bench:
             for name in order:
                 self.settle()
                 seconds[name].append((wrote[name], self.timed(ways[name][1])))
+        return seconds
+
+    def table(self) -> list[str]:
+        seconds = self.timings()
         total = sum(self.world.gather_objects(self.bytes) or [0])
         lines = [
             (

@@ -196,7 +196,7 @@ def join_gloo(world: World, folder: str) -> None:
     )
 
 
-def main() -> None:
+def options_given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -213,7 +213,29 @@ def main() -> None:
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--json", type=Path, help="write all measurements to this file, too")
     parser.add_argument("--short", action="store_true", help="only short collectives inside a node")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def measure_all(world: World, options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
+    """Return the tables' lines, and the seconds: operation and type -> bytes -> contender."""
+    lines: list[str] = []
+    kept: dict[str, Any] = {}
+    for dtype in options.types:
+        for operation in options.operations:
+            rows = {}
+            size = SMALLEST
+            while size <= options.largest:
+                padded = size // (64 * world.size) * 64 * world.size  # equal parts for all
+                of = contenders(world, operation, padded, getattr(torch, dtype))
+                rows[padded] = measure(world, of, options.rounds)
+                size *= 8
+            kept[f"{operation} {dtype}"] = rows
+            lines += ["", f"**{operation}, {dtype}**", "", *table(rows)]
+    return lines, kept
+
+
+def main() -> None:
+    options = options_given()
     torch.set_num_threads(1)
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module="torch.distributed"
@@ -233,21 +255,8 @@ def main() -> None:
             "",
         ]
         lines += cost_of_the_watchdog(world, options.rounds)
-        kept: dict[str, Any] = {}
-        for dtype in options.types:
-            for operation in options.operations:
-                rows = {}
-                size = SMALLEST
-                while size <= options.largest:
-                    padded = size // (64 * world.size) * 64 * world.size  # equal parts for all
-                    rows[padded] = measure(
-                        world,
-                        contenders(world, operation, padded, getattr(torch, dtype)),
-                        options.rounds,
-                    )
-                    size *= 8
-                kept[f"{operation} {dtype}"] = rows
-                lines += ["", f"**{operation}, {dtype}**", "", *table(rows)]
+        tables, kept = measure_all(world, options)
+        lines += tables
         gloo.destroy_process_group()
         if world.rank == 0:
             print("\n".join(lines))

@@ -67,8 +67,8 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    arguments = options()
+def job_of(arguments: argparse.Namespace) -> tuple[Spec, int]:
+    """Return the spec, and the FLOPs of a token."""
     model = Model(
         layers=arguments.layers,
         hidden=arguments.hidden,
@@ -89,7 +89,21 @@ def main() -> int:
         - model.hidden * model.seq_len
         - (0 if model.tied_embeddings else model.hidden * model.vocab)
     )
-    flops = 6 * products + 12 * model.layers * model.hidden * model.seq_len  # of a token
+    return spec, 6 * products + 12 * model.layers * model.hidden * model.seq_len
+
+
+def text_of(spec: Spec, world: World) -> MicroBatch:
+    """Return a micro-batch of random text on the device."""
+    samples, length = spec.train.micro_batch, spec.model.seq_len
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(spec.model.vocab, (samples, length + 1), generator=generator)
+    inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    return MicroBatch(inputs, targets, torch.arange(samples), 0, spec.seed).on(world.device)
+
+
+def main() -> int:
+    arguments = options()
+    spec, flops = job_of(arguments)
     ways = {
         "hpczero": ours,
         "PyTorch": plain,
@@ -98,22 +112,11 @@ def main() -> int:
     with World.start() as whole:
         world = whole.part(range(whole.size))
         spec = select_device(world, spec)
-        text = torch.randint(
-            model.vocab,
-            (train.micro_batch, model.seq_len + 1),
-            generator=torch.Generator().manual_seed(1),
-        )
-        batch = MicroBatch(
-            text[:, :-1].contiguous(),
-            text[:, 1:].contiguous(),
-            torch.arange(train.micro_batch),
-            0,
-            spec.seed,
-        ).on(world.device)
+        batch = text_of(spec, world)
         print(
             f"{world.device.name}, torch {torch.__version__}, "
-            f"{families.parameter_count(model):,} parameters, {batch.token_count} tokens a "
-            f"step"
+            f"{families.parameter_count(spec.model):,} parameters, "
+            f"{batch.token_count} tokens a step"
         )
         losses = [
             measured(name, way, (spec, world, batch), arguments, flops)
@@ -136,7 +139,7 @@ def measured(
     arguments: argparse.Namespace,
     flops: int,
 ) -> list[float]:
-    """Prints a line; the losses of the first steps."""
+    """Print a line; return the losses of the first steps."""
     (_, world, batch), seconds = given, list[float]()
     cuda = world.device.kind == "cuda"
     if cuda:

@@ -85,7 +85,6 @@ KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"} 
     "cuda"
 }  # cuda.core, by which numba-cuda launches
 LONGEST_FUNCTION, LONGEST_FILE, WIDEST = 50, 400, 100
-LONGEST_TEST, LONGEST_TEST_FILE = 60, 550
 
 
 def modules() -> dict[str, Path]:
@@ -280,15 +279,13 @@ def test_functions_fit_a_screen_and_files_a_sitting() -> None:
     long = []
     for path in python_files():
         name = path.relative_to(CHECKOUT)
-        of_program = name.parts[0] in ROOMS
-        function_limit = LONGEST_FUNCTION if of_program else LONGEST_TEST
         text = path.read_text()
-        if (lines := text.count("\n")) > (LONGEST_FILE if of_program else LONGEST_TEST_FILE):
+        if (lines := text.count("\n")) > LONGEST_FILE:
             long.append(f"{name}: {lines} lines")
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > function_limit:
+                if lines > LONGEST_FUNCTION:
                     long.append(f"{name}:{node.lineno} {node.name}: {lines} lines")
     assert not long, "\n".join(long)
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from math import log
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -136,6 +137,29 @@ def intervals_with_the_loss(of_split: "torch.Tensor", windows: "torch.Tensor") -
     return covered
 
 
+def assert_reported(run: Path, summary: dict[str, Any], output: str) -> None:
+    """Assert that metrics.jsonl holds the summary's figures and that the output shows them once."""
+    first, last = (
+        json.loads(line)
+        for line in (run / "metrics.jsonl").read_text().splitlines()
+        if "validation_loss" in line
+    )
+    assert {name: last[name] for name in last if name.startswith("validation_")} == {
+        name: summary[name]
+        for name in summary
+        if name.startswith("validation_") and name != "validation_step"
+    }
+    assert first["validation_tokens"] == last["validation_tokens"]
+    said = re.findall(
+        r" eval step=60 validation_loss=\S+ validation_standard_error=\S+ validation_tokens=768 ",
+        output,
+    )
+    assert len(said) == 1, output
+    assert re.search(
+        r"validation: \d\.\d{4} ± \d\.\d{4} \(standard error\), over 768 of [\d,]+ tokens", output
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.few(1)
 def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_path: Path) -> None:
@@ -167,25 +191,7 @@ def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_
     unseen = 1 - len(drawn) / len(windows)
     expected = (unseen * of_split[drawn].var() / len(drawn)).sqrt().item()
     assert summary["validation_standard_error"] == pytest.approx(expected, rel=1e-3)
-    first, last = (
-        json.loads(line)
-        for line in (run / "metrics.jsonl").read_text().splitlines()
-        if "validation_loss" in line
-    )
-    assert {name: last[name] for name in last if name.startswith("validation_")} == {
-        name: summary[name]
-        for name in summary
-        if name.startswith("validation_") and name != "validation_step"
-    }
-    assert first["validation_tokens"] == last["validation_tokens"]
-    said = re.findall(
-        r" eval step=60 validation_loss=\S+ validation_standard_error=\S+ validation_tokens=768 ",
-        done.out,
-    )
-    assert len(said) == 1, done.out
-    assert re.search(
-        r"validation: \d\.\d{4} ± \d\.\d{4} \(standard error\), over 768 of [\d,]+ tokens", done.out
-    )
+    assert_reported(run, summary, done.out)
 
     before = of_split[: BATCH * BATCHES].mean().item()
     assert abs(before - of_split.mean().item()) > 0.3, (
@@ -193,8 +199,7 @@ def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_
     )
 
     covered = intervals_with_the_loss(of_split, windows)
-    print(
-        f"the interval of 95 % of {covered} of 20 seeds has the whole split's loss in it"
-    )  # pytest -rP shows it
+    # pytest -rP shows it
+    print(f"the interval of 95 % of {covered} of 20 seeds has the whole split's loss in it")
     assert covered >= 18
     assert of_split.mean().item() < log(257)

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -10,6 +11,28 @@ import xxhash
 from hpczero.data.build import Recipe, build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import SilentListener
+
+
+def read_as_the_page_says(path: Path) -> tuple[dict[str, Any], list[str], str]:
+    """Return the file's attributes, its documents and the fingerprint of its tokens."""
+    found, digest = [], xxhash.xxh3_128()
+    with h5py.File(path) as file:
+        facts = {
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in file.attrs.items()
+        }
+        for split in ("train", "validation"):
+            dataset = file[split]["tokens"]
+            assert dataset.id.get_offset() % 4096 == 0
+            tokens = np.memmap(path, dataset.dtype, "r", dataset.id.get_offset(), dataset.shape)
+            digest.update(tokens.tobytes())
+            offsets, counts = file[split]["documents"][:], file[split]["counts"][:]
+            for begin, end in itertools.pairwise(offsets):
+                assert tokens[end - 1] == facts["end_of_document"]
+                found.append(bytes(tokens[begin : end - 1].astype(np.uint8)).decode("utf-8"))
+            assert np.array_equal(counts, np.bincount(tokens, minlength=facts["vocabulary"]))
+            assert (dataset.dtype, offsets.dtype, counts.dtype) == ("<u2", "<i8", "<i8")
+    return facts, found, digest.hexdigest()
 
 
 def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:
@@ -23,31 +46,7 @@ def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:
         tmp_path / "work",
         SilentListener(),
     )
-    found, digest = [], xxhash.xxh3_128()
-    with h5py.File(tmp_path / "a.h5") as file:
-        facts = {
-            name: value.decode() if isinstance(value, bytes) else value
-            for name, value in file.attrs.items()
-        }
-        for split in ("train", "validation"):
-            dataset = file[split]["tokens"]
-            assert dataset.id.get_offset() % 4096 == 0
-            tokens = np.memmap(
-                tmp_path / "a.h5", dataset.dtype, "r", dataset.id.get_offset(), dataset.shape
-            )
-            digest.update(tokens.tobytes())
-            offsets = file[split]["documents"][:]
-            for begin, end in itertools.pairwise(offsets):
-                assert tokens[end - 1] == facts["end_of_document"]
-                found.append(bytes(tokens[begin : end - 1].astype(np.uint8)).decode("utf-8"))
-            assert np.array_equal(
-                file[split]["counts"][:], np.bincount(tokens, minlength=facts["vocabulary"])
-            )
-            assert (dataset.dtype, offsets.dtype, file[split]["counts"].dtype) == (
-                "<u2",
-                "<i8",
-                "<i8",
-            )
+    facts, found, fingerprint = read_as_the_page_says(tmp_path / "a.h5")
     assert sorted(found) == sorted(texts)
     inputs = "".join(
         f"{number:02}.txt\0{len(text.encode())}\0" for number, text in enumerate(texts)
@@ -61,5 +60,5 @@ def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:
         "validation_fraction": 0.25,
         "builder": 1,
         "inputs": xxhash.xxh3_128(inputs.encode()).hexdigest(),
-        "fingerprint": digest.hexdigest(),
+        "fingerprint": fingerprint,
     }

@@ -89,11 +89,9 @@ def lend(_: Loans, part: Any, returned: Any) -> Loan:
     return Loan(torch.empty_like(part), torch.UntypedStorage(1), returned)
 
 
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_tensor_of_a_step_is_on_the_device(
-    stage: int, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The tensors given to each call of a kernel; the kernels compute nothing."""
     given: list[list[Any]] = []
     monkeypatch.setattr(
         reduction,
@@ -110,6 +108,14 @@ def test_every_tensor_of_a_step_is_on_the_device(
     monkeypatch.setattr(
         Unit, "fill_owned", lambda unit, fill: unit.weights_from_master()
     )  # initial values are made on the CPU
+    return given
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_tensor_of_a_step_is_on_the_device(
+    stage: int, precision: str, given: list[list[Any]]
+) -> None:
     spec = Spec(model=MODEL, train=Train(precision=precision), zero=Zero(stage=stage))  # type: ignore[arg-type]
     module = build.on_meta(MODEL)
     module.register_buffer("kept", torch.zeros(3))
