@@ -245,3 +245,18 @@ def test_what_another_process_has_half_written_gets_no_name(tmp_path: Path) -> N
     second.__exit__(None, None, None)
     assert path.read_bytes() == b"sec"
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_written_durably_is_in_the_file_when_the_disk_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sizes of what os.fsync sees: a buffer that is still to be written would be lost."""
+    sizes = []
+    sync = os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda file: sizes.append(os.fstat(file).st_size) or sync(file)
+    )
+    with safe_files.written_durably(tmp_path / "file") as file:
+        file.write(b"12345")
+    assert sizes[0] == 5
+    assert len(sizes) == 2  # the folder's entry, too

@@ -224,3 +224,16 @@ def test_what_is_damaged_stays_damaged_when_it_is_asked_for_again(copy: Path) ->
         for _ in range(2):
             with pytest.raises(Damaged, match=r"shard-00000\.h5: it is damaged outside"):
                 checkpoint["/model/small"].numpy()
+
+
+def test_the_tensor_behind_a_damage_is_not_named(tmp_path: Path) -> None:
+    """One fills a block of checksums, the next begins where the block ends."""
+    block = 1 << 18
+    made = make(tmp_path / "c", wanted=Wanted(layers=parameters(a=(block,), b=(block,))))
+    with hpczero.checkpoint.open(made) as checkpoint:
+        (shard,) = checkpoint.content.shards
+        first = shard.ranks[0].data[0]
+        assert sorted(checkpoint.table.offset) == [0, block]
+    flip(made / shard.file, 8 * (first + 4 * block - 1))
+    (damage,) = damages(made)
+    assert damage.tensors == ("/model/a",)

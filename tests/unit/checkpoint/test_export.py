@@ -328,3 +328,12 @@ def test_a_file_that_is_none_is_refused_in_one_line(
         == 2
     )
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_sizes_are_decimal(tmp_path: Path) -> None:
+    """Two tensors of 10,160 bytes do not fit into 20.2 kB."""
+    wanted = Wanted(layers=parameters(**dict.fromkeys("abcdef", (2540,))))
+    make(tmp_path / "c", wanted=wanted)
+    export(tmp_path / "c", tmp_path / "out", "--shard-size", "20.2kB", "--dtype", "fp32")
+    files = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
+    assert max(sum(values.nbytes for values in file.values()) for file in files) <= 20_200

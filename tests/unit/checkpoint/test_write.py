@@ -178,3 +178,14 @@ def test_a_disk_that_is_slow_gets_what_was_made_first(
     with h5py.File(tmp_path / "shard.h5") as file:
         for slot, of_slot in zip(SLOTS, values, strict=True):
             assert np.array_equal(file[f"rank-00000/{slot}"][:elements], of_slot)
+
+
+@pytest.mark.timeout(60)
+def test_a_save_that_is_waited_for_makes_no_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pause of an hour after each chunk ends when the others begin to wait."""
+    monkeypatch.setattr(write, "_PAUSE_FACTOR", 1e9)
+    own = saver(tmp_path, asynchronous=True)
+    with Checkpoint.open(save(own, 1, asynchronous=True)) as checkpoint:
+        assert checkpoint["/model/weight"].numpy().shape == (ELEMENTS,)

@@ -1,5 +1,6 @@
 """Token files that cannot be trusted are refused: damaged, truncated, or of another kind."""
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,3 +179,16 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(path: Path) -> No
         InputError, match=r"tokens\.h5 was cut short while it was in use: it ends before byte \d+"
     ):
         source.fill("train", source.windows("train") - 1, out)
+
+
+def test_a_dataset_that_says_more_than_it_has_stored_is_refused(path: Path) -> None:
+    """Or what lies behind it in the file would pass for its values."""
+    with h5py.File(path) as file:
+        tokens = file["train/tokens"]
+        place, size = tokens.id.get_offset(), tokens.nbytes
+    content = path.read_bytes()
+    layout = struct.pack("<QQ", place, size)
+    assert content.count(layout) == 1
+    path.write_bytes(content.replace(layout, struct.pack("<QQ", place, size - 2)))
+    with pytest.raises(InputError, match="it lies in"):
+        open_source(spec_of(path), alone)

@@ -14,6 +14,7 @@ from hpczero.model import families
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import (
     ALIGNMENT,
+    Gaps,
     rectangles,
     shard_range,
     spans_of_part,
@@ -184,3 +185,12 @@ def test_the_parts_of_the_tensor_ranks_hold_the_whole_parameter(tensor):
                 ]
             copies = 1 if parameter.split is not None else tensor
             assert sorted(held) == sorted(list(range(parameter.size)) * copies)
+
+
+def test_a_gap_that_just_fits_is_taken() -> None:
+    gaps = Gaps(3 * ALIGNMENT)
+    assert [gaps.take(ALIGNMENT), gaps.take(1), gaps.take(ALIGNMENT)] == [0, 64, 128]
+    assert gaps.take(1) is None
+    gaps.give_back(64)
+    assert gaps.take(ALIGNMENT + 1) is None
+    assert gaps.take(ALIGNMENT) == 64

@@ -291,3 +291,9 @@ def test_thousands_of_mistakes_are_cut_short(write: Write) -> None:
     assert lines[0] == "3000 mistakes in spec.toml:"
     assert len(lines) == 22
     assert lines[-1].strip() == "... and 2980 more"
+
+
+def test_mistakes_of_the_command_line_come_last(write: Write) -> None:
+    said = refusal(write("[train]\nsteps = -1\n[model]\nheads = 0"), "optimizer.lr=-3", "seed=x")
+    of_file = [said.index(key) for key in ("train.steps", "model.heads")]
+    assert max(of_file) < min(said.index(key) for key in ("optimizer.lr", "seed"))

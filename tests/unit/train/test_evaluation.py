@@ -101,3 +101,11 @@ def test_a_loss_that_is_not_finite_has_no_standard_error(broken: float) -> None:
     losses = np.full(100, 2.0)
     losses[window(1, len(losses), 3)] = broken
     assert evaluated(losses, 1, 20, [4]).standard_error is None
+
+
+def test_the_standard_error_is_that_of_a_sample_without_replacement() -> None:
+    """By numpy: the variance has n - 1 in it, and what was read already is no error."""
+    losses = split_of_documents(10)
+    drawn = [losses[window(3, 10, sample)] for sample in range(4)]
+    expected = np.sqrt(np.var(drawn, ddof=1) / 4 * (1 - 4 / 10))
+    assert evaluated(losses, 3, 4, [1]).standard_error == pytest.approx(expected)
