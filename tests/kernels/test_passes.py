@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero_kernels import adamw, reduce
+from hpczero_kernels import adamw, cross_entropy, reduce
 from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw_reference, scalars_of_step
 from hpczero_kernels.cpu import BLOCK
 from hpczero_kernels.reduce import sum_pieces_reference
@@ -203,3 +203,22 @@ def test_clipping_on_a_device_is_that_of_the_host(clip: float, scale: float) -> 
         assert scalars.values[-1] == 1.0
     scalars.follow(norm, clip, scale)
     assert scalars.values[-1] == 0.0
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_target_counts_in_its_own_part_of_the_vocabulary_alone(dtype: torch.dtype) -> None:
+    """The last of the part before, first and last of this one, and the first of the next."""
+    first, columns = 5, 24
+    targets = torch.tensor([4, 5, 28, 29], device=DEVICE)
+    logits = drawn((4, columns), 1, dtype)
+    found = cross_entropy.shard_statistics(logits, targets, first)
+    expected = cross_entropy.statistics_reference(logits, targets, first)
+    assert [value != 0 for value in found[2].tolist()] == [False, True, True, False]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    most, sums, _ = expected
+    scale = torch.ones((), device=DEVICE)
+    ours, theirs = logits.clone(), logits.clone()
+    cross_entropy.shard_gradient_(ours, targets, first, most, sums, scale)
+    cross_entropy.gradient_reference_(theirs, targets, first, most, sums, scale)
+    torch.testing.assert_close(ours, theirs)

@@ -240,3 +240,23 @@ def test_uneven_nodes_sum_what_is_larger_than_their_buffers(world: World) -> Non
     shared.node_barrier().wait()
     shared.close()
     nodes.close()
+
+
+def test_nobody_goes_on_before_its_neighbours_have_read_its_part(world: World) -> None:
+    """Rank 1 is late to sum; what the others write into their own gradients then comes too late."""
+
+    class Late(Sums):
+        def into_shard(self, window: slice, parts: list[torch.Tensor], ranks: object) -> None:
+            time.sleep(0.3 * (world.rank == 1))
+            super().into_shard(window, parts, ranks)
+
+    node = NodeAxis(world, world.everyone)
+    block = node.allocate({"weights": 4}, {"gradients": 4 * world.size})["gradients"]
+    gradients = block.view(torch.float32)
+    gradients.fill_(world.rank + 1)
+    out = torch.empty(1)
+    node.reduce(gradients, Late(out)).wait()
+    gradients.fill_(float("nan"))
+    assert out.item() == sum(range(1, world.size + 1))
+    node.node_barrier().wait()
+    node.close()

@@ -25,6 +25,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     by_hand(tmp_path / "runs" / "done", ended="finished", saved=100)
     by_hand(tmp_path / "runs" / "deep" / "er" / "halted", ended="stopped", saved=40)
     by_hand(tmp_path / "runs" / "killed")
+    by_hand(tmp_path / "runs" / "killed" / "inside")  # a run's folder is its own
     (tmp_path / "runs" / "notes").mkdir()
     return tmp_path
 

@@ -100,3 +100,8 @@ def test_what_is_said_of_several_jobs_is_said_once() -> None:
     )
     assert Answer(3, "", "").complaint == "exit code 3"
     assert Answer(3, "", "qsub: 3 4 5\n").complaint == "qsub: 3 4 5"
+
+
+def test_the_last_job_of_a_chain_is_deleted_first() -> None:
+    """Or the next one is released before it is deleted."""
+    assert pbs.cancel(["1", "2", "3"]) == ["qdel", "3", "2", "1"]

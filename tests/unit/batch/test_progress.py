@@ -300,6 +300,15 @@ def test_the_first_span_of_a_job_that_was_requeued_counts(record: Submission) ->
     )
 
 
+def test_a_requeued_job_has_its_walltime_again(record: Submission) -> None:
+    """It began at ten and again at half past: at eleven it has half an hour of its hour left."""
+    began = ["2026-01-05T10:00:00Z 11 began none", "2026-01-05T10:30:00Z 11 began none"]
+    (record.path / "links").write_text("\n".join([*began, ""]))
+    now = datetime(2026, 1, 5, 11, tzinfo=UTC).timestamp()
+    found = run_status.status_of(record.run, [queued("11", "running")], now=now)
+    assert found.job_seconds_left == 1800.0
+
+
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(record: Submission) -> None:
     for path in ("metrics.jsonl", "events.jsonl", "summary.json", "spec.toml", "lock"):
         os.mkfifo(record.run / path)

@@ -272,3 +272,13 @@ def test_ranks_lie_on_nodes_as_the_partition_has_gpus(capsys: pytest.CaptureFixt
         capsys, GPT_7B, "--ranks", "16", "--ranks-per-node", "16", *SMALL, *PERLMUTTER
     )
     assert layout["memory"]["device"]["ranks_on_gpu"] == 4
+
+
+def test_ranks_on_a_node_are_those_that_the_run_will_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`comm.ranks_per_node`, which the run follows, before those of the batch job."""
+    words = [GPT_7B, "--ranks", "8", "--set", "batch.ranks_per_node=4"]
+    of_job = checked(capsys, *words)[1]
+    of_run = checked(capsys, *words, "--set", "comm.ranks_per_node=2")[1]
+    assert [len(layout["nodes"]) for layout in (of_job, of_run)] == [2, 4]
