@@ -90,6 +90,24 @@ def test_a_log_keeps_its_lines_tabs_and_letters(
     assert capfd.readouterr().out == log
 
 
+def test_the_last_lines_of_a_followed_job_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It writes them, and ends, while the scheduler is asked whether it lives."""
+    log = tmp_path / "run" / BOOKS / "log-12"
+
+    def ends(run: Path) -> bool:
+        with log.open("a") as file:
+            file.write("the last line\n")
+        return False
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("hpczero.commands.logs.still_living", ends)
+    put(tmp_path / "run", submitted("2026 12 ended 0\n", **{"log-12": "the first line\n"}))
+    assert main(["logs", "-f", str(tmp_path / "run")]) == 0
+    assert capfd.readouterr().out == "the first line\nthe last line\n"
+
+
 def test_a_pipe_as_a_log_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     put(tmp_path / "run", submitted("2026 12 ended 0\n"))

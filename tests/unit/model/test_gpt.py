@@ -5,6 +5,7 @@ import torch
 
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
+from hpczero.model.gpt import Dropout
 from hpczero.spec.schema import Model
 
 CASES = [
@@ -119,3 +120,20 @@ def test_dropout_follows_the_sample_not_its_place_in_the_batch():
     assert module(batch_of(model, 2, step=1)).item() != pytest.approx(together, rel=1e-6)
     module.eval()
     assert module(batch_of(model, 2, step=1)).item() == module(both).item()
+
+
+def test_no_two_dropouts_drop_the_same():
+    module = build.on_meta(Model(layers=3, dropout=0.1))
+    sites = [part.site for part in module.modules() if isinstance(part, Dropout)]
+    assert len(sites) == len(set(sites)) == 7  # the embedding's, and two of each block
+
+
+def test_initial_deviations_are_gpt2s():
+    """0.02, and less by the square root of 2 x layers where a block writes into the stream."""
+    model = Model(layers=8, hidden=64, heads=4, vocab=257, seq_len=64)
+    for name, parameter in real(model).named_parameters():
+        if name.endswith((".bias", "norm.weight")):
+            continue
+        writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+        expected = 0.02 / 4 if writes else 0.02
+        assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
