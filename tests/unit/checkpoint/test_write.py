@@ -189,3 +189,21 @@ def test_a_save_that_is_waited_for_makes_no_pauses(
     own = saver(tmp_path, asynchronous=True)
     with Checkpoint.open(save(own, 1, asynchronous=True)) as checkpoint:
         assert checkpoint["/model/weight"].numpy().shape == (ELEMENTS,)
+
+
+def test_all_files_of_a_checkpoint_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was asked to have each of them, as large as it is in the end."""
+    sizes = dict[int, int]()
+    sync = os.fsync
+
+    def note_and_sync(file: int) -> None:
+        found = os.fstat(file)
+        sizes[found.st_ino] = found.st_size
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", note_and_sync)
+    files = [path.stat() for path in save(saver(tmp_path), 1).iterdir()]
+    assert len(files) == 3
+    assert {found.st_ino: found.st_size for found in files}.items() <= sizes.items()

@@ -128,6 +128,18 @@ def test_verify_looks_at_documents_and_counts(
     assert "/validation/counts are not those of its tokens" in said
 
 
+def test_an_end_of_a_document_that_is_left_out_is_found(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two documents would be one, with the token of an end in its middle."""
+    with h5py.File(path, "r+") as file:
+        documents = file["train/documents"][:]
+        del file["train/documents"]
+        file["train/documents"] = np.delete(documents, 1)
+    assert main(["data", "verify", str(path)]) == 1
+    assert "/train/documents do not end with token 256" in capsys.readouterr().out
+
+
 def test_documents_that_begin_where_64_bits_end_are_found(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
