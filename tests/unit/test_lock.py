@@ -216,6 +216,14 @@ class TestWhereTheKernelsLockEndsAtThisComputer:
         with RunLock(tmp_path):
             assert "node7" not in (tmp_path / "lock").read_text()
 
+    def test_a_holder_elsewhere_whose_beat_is_in_the_far_future_is_dead(
+        self, tmp_path: Path
+    ) -> None:
+        """Its clock was wrong; nobody is to wait for that time."""
+        self.left_by(tmp_path, seconds_ago=-lock.STALE_AFTER - 60)
+        with RunLock(tmp_path):
+            assert "node7" not in (tmp_path / "lock").read_text()
+
     def test_a_beat_makes_the_file_young(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -105,3 +105,8 @@ def test_what_cannot_be_read_is_not_tried_again() -> None:
             0, checkpoint.runs(wanted_of("as rank 1 has them", 0)), np.empty(100, np.float32)
         )
     assert data.readings == 1
+
+
+def test_a_range_that_ends_before_it_begins_is_empty_as_numpys() -> None:
+    tensor = opened(Data())["/model/a"]
+    assert tensor[3:1].shape == tensor.numpy()[3:1].shape == (0, 8)

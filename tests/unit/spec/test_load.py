@@ -297,3 +297,10 @@ def test_mistakes_of_the_command_line_come_last(write: Write) -> None:
     said = refusal(write("[train]\nsteps = -1\n[model]\nheads = 0"), "optimizer.lr=-3", "seed=x")
     of_file = [said.index(key) for key in ("train.steps", "model.heads")]
     assert max(of_file) < min(said.index(key) for key in ("optimizer.lr", "seed"))
+
+
+def test_tables_of_one_key_are_joined_and_the_later_entry_wins(write: Write) -> None:
+    write('batch.env = { A = "parent", B = "parent", C = "parent" }', "base.toml")
+    path = write('extends = "base.toml"\nbatch.env = { B = "spec", C = "spec" }')
+    loaded = load(path, ['batch.env={ C = "option" }'])
+    assert loaded.spec.batch.env == {"A": "parent", "B": "spec", "C": "option"}

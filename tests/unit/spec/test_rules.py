@@ -155,3 +155,9 @@ def test_what_cannot_run_yet_loads_and_is_named(write: Write) -> None:
         model=Model(family="package.module:factory"), parallel=Parallel(tensor=2, pipeline=3)
     )
     assert [text.split(" with ")[0] for text in unavailable(own)] == ["parallel.tensor = 2"]
+
+
+def test_a_warm_up_may_last_the_whole_run(write: Write) -> None:
+    path = write("schedule.warmup_steps = 10\ntrain.steps = 10")
+    assert load(path).spec.schedule.warmup_steps == 10
+    assert "at most 10" in refusal(path, "schedule.warmup_steps=11")
