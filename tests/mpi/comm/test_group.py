@@ -368,3 +368,17 @@ def test_the_ledger_enters_messages_at_the_sender(world: World) -> None:
         assert (entry["bytes"], entry["between"], entry["count"]) == (sent, sent, 1)
         assert entry["seconds"] > 0
     tried.close()
+
+
+def test_what_has_ended_is_forgotten(world: World) -> None:
+    """Also by those who watch over what goes to other nodes."""
+    nodes = world.part(range(world.size), 1)
+    values = [torch.ones(5000) for _ in range(3)]
+    works = [nodes.everyone.start_all_reduce(tensor) for tensor in values]
+    for work in works:
+        work.wait()
+    progress = nodes.progress
+    assert not progress._in_flight
+    assert not progress._far
+    assert [tensor.mean().item() for tensor in values] == [world.size] * 3
+    nodes.close()

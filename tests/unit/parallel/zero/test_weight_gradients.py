@@ -116,3 +116,25 @@ def test_without_gradients_nothing_changes() -> None:
         assert layer(torch.ones(2, 3)).grad_fn is None
     with DirectGradients(set(), Places([])).redirect_weight_grads():
         assert "Addmm" in type(layer(torch.ones(2, 3)).grad_fn).__name__
+
+
+def test_a_hook_that_is_put_on_after_the_forward_sees_the_gradient_and_changes_it() -> None:
+    """Of an embedding and of a linear map."""
+    net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6, bias=False))
+    tokens = torch.tensor([[1, 4, 4]])
+    net(tokens).square().sum().backward()
+    expected = [own.grad.clone() for own in net.parameters()]
+    net.zero_grad()
+    places = Places(list(net.parameters()))
+    mode, seen = DirectGradients(set(net.parameters()), places), []
+    with mode.redirect_weight_grads():
+        loss = net(tokens).square().sum()
+        for own in net.parameters():
+            own.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+        mode.backward(loss, torch.ones_like(loss))
+    seen.sort(key=torch.numel, reverse=True)  # the lookup's is the larger one
+    for gradient, theirs in zip(seen, expected, strict=True):
+        torch.testing.assert_close(gradient, theirs)
+    for own, theirs in zip(net.parameters(), expected, strict=True):
+        found = own.grad if own.grad is not None else places.of[own]
+        torch.testing.assert_close(found.to_dense(), 2 * theirs)
