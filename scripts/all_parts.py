@@ -5,7 +5,7 @@ python scripts/all_parts.py names
 python scripts/all_parts.py runs NAME      arguments of `tests` in scripts/test.sh, a line each
 python scripts/all_parts.py due NUMBER MINUTES [FILE...]
     the parts to run after a change of these files, in so many minutes: those whose rooms it
-    touches, then the others; NUMBER, which grows with every change, says whose turn it is
+    touches, then the others; NUMBER, another one for every change, says whose turn it is
 """
 
 import sys
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Part:
     minutes: int  # on 2 cores
-    rooms: tuple[str, ...]  # a change below these paths touches it
+    rooms: tuple[str, ...]  # a change below these paths, or of what it runs, touches it
     runs: tuple[str, ...]
 
 
 GRIDS = "tests/mpi/parallel/test_grids.py"
 PARALLEL = f"tests/mpi/parallel --ignore={GRIDS}"
 RANKS = "tests/mpi/comm tests/mpi/checkpoint tests/mpi/train tests/mpi/planner"
-ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "tests/mpi/parallel")
+ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
 DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
     "tests/mpi/parallel/zero/test_zero.py"
 )
 OPENMPI = "--library openmpi"
 
 PARTS = {
-    "unit": Part(8, ("hpczero", "tests/unit"), ("tests/unit",)),
+    "unit": Part(8, ("hpczero", "scripts", "setup.cfg"), ("tests/unit",)),
     "kernels": Part(
         5,
-        ("numba_cuda", "tests/kernels"),
+        ("numba_cuda",),
         (
             "tests/kernels",
             "--simulator tests/kernels/test_operators.py tests/kernels/test_passes.py",
@@ -53,7 +53,11 @@ PARTS = {
     "faults": Part(15, ("hpczero/comm",), ("tests/system/comm",)),
     "grids": Part(15, ENGINE, (f"-n 8 {GRIDS}",)),
     "parallel": Part(15, ENGINE, (f"-n 8 {PARALLEL}",)),
-    "ranks": Part(10, ("hpczero/comm", "hpczero/checkpoint", "hpczero/train"), (f"-n 8 {RANKS}",)),
+    "ranks": Part(
+        10,
+        tuple(f"hpczero/{room}" for room in ("comm", "checkpoint", "train", "planner")),
+        (f"-n 8 {RANKS}",),
+    ),
     "devices": Part(
         10,
         ("hpczero/device.py", "hpczero/comm/torch_backend.py"),
@@ -72,7 +76,7 @@ def due(number: int, minutes: float, files: Sequence[str]) -> list[str]:
     names = list(PARTS)
     turn = number % len(names)
     names = names[turn:] + names[:turn]
-    touched = [name for name in names if touches(files, PARTS[name].rooms)]
+    touched = [name for name in names if touches(files, PARTS[name])]
     found = []
     for name in touched + [name for name in names if name not in touched]:
         if PARTS[name].minutes <= minutes:
@@ -81,7 +85,9 @@ def due(number: int, minutes: float, files: Sequence[str]) -> list[str]:
     return found
 
 
-def touches(files: Sequence[str], rooms: Sequence[str]) -> bool:
+def touches(files: Sequence[str], part: Part) -> bool:
+    runs = [word for line in part.runs for word in line.split() if word.startswith("tests/")]
+    rooms = [*part.rooms, *runs]
     return any(file == room or file.startswith(f"{room}/") for file in files for room in rooms)
 
 

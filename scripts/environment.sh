@@ -44,7 +44,7 @@ make_environment() {
         [ -f "$note" ] ||
             fail "$folder exists and was not made by this script: name another folder or remove it"
         [ "$(cat "$note")" != "$state" ] ||
-            ! "$folder/bin/python" -c 'import hpczero' 2>/dev/null || return 0
+            ! "$folder/bin/python" -I -c 'import hpczero' 2>/dev/null || return 0
         rm -rf "$folder"
     fi
     python=$(find_python)

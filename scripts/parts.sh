@@ -10,7 +10,9 @@ mkdir "$results/tmp"
 lanes=()
 # processes [NAME]: the numbers of those that belong to the part, or to any.
 processes() {
-    grep -lszE "^HPCZERO_TEST_RUN=$results/${1:-.*}\$" /proc/[0-9]*/environ | cut -d/ -f3 || true
+    local folder
+    folder=$(printf '%s' "$results" | sed 's/[^[:alnum:]/_-]/[&]/g') # in a regular expression
+    grep -lszE "^HPCZERO_TEST_RUN=$folder/${1:-.*}\$" /proc/[0-9]*/environ | cut -d/ -f3 || true
 }
 end_processes() { processes "$@" | xargs -r kill -KILL 2>/dev/null || true; }
 clean_up() { # a failure in here would be the script's
@@ -56,8 +58,11 @@ at_once() {
         "$lane" >"$results/$lane.log" 2>&1 &
         lanes+=($!)
     done
-    wait "${lanes[@]}" || true # how the parts ended is in $results/parts
-    lanes=()
+    for lane in "$@"; do
+        # how its parts ended is in $results/parts; a lane that stops between them is a failure
+        wait "${lanes[0]}" || printf '%s\t%s\t0\t0\t0\n' "$lane" $? >>"$results/parts"
+        lanes=("${lanes[@]:1}")
+    done
     for lane in "$@"; do
         cat "$results/$lane.log"
     done

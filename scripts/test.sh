@@ -36,13 +36,22 @@ tests() {
     shift
     while :; do
         case ${1-} in
-        -n) ranks=${2-} && shift 2 ;;
-        --library) library=${2-} && shift 2 ;;
-        --simulator) launcher=(env NUMBA_ENABLE_CUDASIM=1) && shift ;;
-        --slow) options+=(--slow) && shift ;;
+        -n)
+            [[ ${2-} =~ ^[1-9][0-9]*$ ]] || fail "-n ${2-}: say how many ranks, such as -n 3"
+            ranks=$2
+            shift
+            ;;
+        --library)
+            library=${2:?openmpi or mpich}
+            shift
+            ;;
+        --simulator) launcher=(env NUMBA_ENABLE_CUDASIM=1) ;;
+        --slow) options+=(--slow) ;;
         *) break ;;
         esac
+        shift
     done
+    [ -n "${1-}" ] || fail "which tests? Name files or folders, such as tests/unit"
     environment "$library"
     if [ -n "$ranks" ]; then
         launcher=("$venv/bin/mpirun" -n "$ranks")
@@ -95,7 +104,12 @@ while :; do
     --all) all=1 limit=7200 slow=(--slow) && shift ;;
     --part)
         [ -n "${2-}" ] || exec "$(find_python)" scripts/all_parts.py
-        parts+=("$2") && shift 2
+        "$(find_python)" scripts/all_parts.py runs "$2" >/dev/null || exit 2
+        all=1 limit=7200 slow=(--slow) parts+=("$2") && shift 2
+        ;;
+    -h | --help)
+        sed -n '2,/^set/s/^# \?//p' "$0"
+        exit
         ;;
     *) break ;;
     esac

@@ -234,6 +234,16 @@ def test_every_test_folder_belongs_to_a_part() -> None:
         assert named & {test, *test.parents}, test
 
 
+def test_a_change_of_tests_brings_the_part_that_runs_them() -> None:
+    for file in ("tests/mpi/planner/test_volumes.py", "tests/mpi/comm/test_group.py"):
+        assert "ranks" in all_parts("due", "0", "45", file)[:3]
+
+
+def test_a_lane_that_stops_is_a_failure() -> None:
+    lines = parts("one() { part a 60 true; exit 7; }; at_once one").stdout.splitlines()
+    assert [line.split("\t")[:2] for line in lines[-2:]] == [["a", "0"], ["one", "7"]]
+
+
 def test_a_change_brings_the_parts_of_its_rooms_and_others_by_turns() -> None:
     names = all_parts("names")
     assert all_parts("due", "0", "1000", "hpczero/batch/pbs.py")[:2] == ["unit", "jobs"]
