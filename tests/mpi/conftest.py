@@ -35,7 +35,7 @@ from hpczero.device import CPU
 from tests.support.queued import Queued
 
 SIZES = (1, 2, 3, 4, 6, 8)
-USUAL = 3  # divides nothing
+USUAL = 3
 MARKERS = [
     "many_ranks: also runs on more ranks than 8",
     "ranks(2, 4): runs on so many ranks only",

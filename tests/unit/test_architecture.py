@@ -3,6 +3,7 @@ read.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -320,3 +321,21 @@ def test_the_rules_of_this_test_can_fail() -> None:
     assert lies_in("model.families", ALLOWED["spec.rules"])
     assert room_of("spec.rules") == "spec.rules"
     assert room_of("spec.schema") == "spec"
+
+
+def test_folders_of_tests_mirror_the_rooms() -> None:
+    """And no test imports another: what they share lies in tests/support."""
+    rooms = {str(path.relative_to(CHECKOUT / "hpczero")) for path in folders(CHECKOUT / "hpczero")}
+    for kind in ("unit", "mpi", "system"):
+        found = {
+            str(path.parent.relative_to(CHECKOUT / "tests" / kind))
+            for path in (CHECKOUT / "tests" / kind).rglob("test_*.py")
+        }
+        assert found <= rooms | {"support", "scripts"}, kind
+    for path in (CHECKOUT / "tests").rglob("*.py"):
+        imported = re.findall(r"^\s*(?:from|import) (tests[.\w]*)", path.read_text(), re.MULTILINE)
+        assert all(name.startswith("tests.support") for name in imported), path
+
+
+def folders(path: Path) -> set[Path]:
+    return {path} | {file.parent for file in path.rglob("*.py")}

@@ -273,10 +273,16 @@ def test_a_promise_has_a_test_that_the_readmes_command_runs(file: str, test: str
     wanted = {
         node.name: [ast.unparse(mark) for mark in node.decorator_list]
         for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith(test or "test_")
+        if isinstance(node, ast.FunctionDef)
+        and (node.name == test if test else node.name.startswith("test_"))
     }
     assert wanted
     assert any("pytest.mark.slow" not in marks for marks in wanted.values())
+    assert "slow" not in "".join(
+        ast.unparse(node)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    )
 
 
 def test_every_line_of_the_promises_is_read() -> None:

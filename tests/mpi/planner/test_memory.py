@@ -50,8 +50,19 @@ class Job:
         return micro_batches
 
 
-@pytest.mark.parametrize("number", range(12))
-@pytest.mark.few(2)
+# On 4 ranks, 2 of them data ranks: beside 2 stages at ZeRO 2 (interleaved) and 3 (one copy on a
+# node), beside 2 tensor ranks at ZeRO 0.
+TELLING = (1, 11, 4)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=[] if number in TELLING else pytest.mark.slow)
+        for number in range(12)
+    ],
+)
+@pytest.mark.usual(4)
 def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
     """To the byte, padding included, and the buffers of activations and gradients from other
     stages.

@@ -11,10 +11,15 @@ from tests.support.faults import KINDS, Case
 
 FEW = [
     Case("stop", 0, shared=False, units=6),  # a rank waits for the first of six operations
-    Case("stop", 1, shared=True, units=40),
-    Case("return", 2, shared=False, units=2),
     Case("kill", 3, shared=False, units=6),
-    Case("eval_one", 3, shared=False, units=6),  # it meets the others in another operation
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            Case("stop", 1, shared=True, units=40),
+            Case("return", 2, shared=False, units=2),
+            Case("eval_one", 3, shared=False, units=6),  # it meets the others in another operation
+        )
+    ),
 ]
 PLACES = [(shared, units) for shared in (False, True) for units in (2, 6, 40)]
 # Every kind at every stage, in all of these places by turns; `python -m tests.support.faults` tries
@@ -27,7 +32,6 @@ MANY = [
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
-@pytest.mark.few(2)
 def test_the_job_ends_and_names_the_rank(case: Case, tmp_path: Path) -> None:
     outcome = faults.try_out(case, tmp_path, seconds=2.0)
     assert outcome.complaint(case) == "", outcome

@@ -49,6 +49,7 @@ def test_a_module_that_runs_in_two_chunks_of_a_stage(world: World) -> None:
 @pytest.mark.ranks(2, 3, 4, 6, 8)
 @pytest.mark.parametrize("family", ["Layered", "layered_on_meta"])
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.usual(4)
 @pytest.mark.few(3)
 def test_stages_equal_the_serial_run(world: World, family: str, schedule: str, chunks: int) -> None:
     expected = serial(world, family, steps=20 if world.size == 2 else 4)

@@ -149,11 +149,16 @@ def growing(output: str, grid: str, steps: int, resume: str = "auto") -> Spec:
     return spec.model_copy(update={"train": train, "model": model, "schedule": schedule})
 
 
-@pytest.mark.parametrize("grid", ["alone", "data 2", "data 2, parameters cut", "data 2, one copy"])
-@pytest.mark.ranks(1, 2)
-def test_counts_of_updates_survive_saving(world: World, shared_folder: str, grid: str) -> None:
-    if world.size != (1 if grid == "alone" else 2):
-        return
+def grids_of(ranks: int, everything: bool) -> list[dict[str, str]]:
+    names = {1: ["alone"], 2: ["data 2", "data 2, parameters cut", "data 2, one copy"]}
+    return [{"grid": name} for name in names.get(ranks, [])]
+
+
+@pytest.mark.cases(of=grids_of)
+def test_counts_of_updates_survive_saving(
+    world: World, shared_folder: str, case: dict[str, str]
+) -> None:
+    grid = case["grid"]
     whole = trained(world, growing(f"{shared_folder}/whole", grid, steps=6))
     for steps in (2, 5, 6):
         again = trained(world, growing(f"{shared_folder}/parts", grid, steps=steps))
@@ -170,12 +175,11 @@ def test_counts_of_updates_survive_saving(world: World, shared_folder: str, grid
     assert {content.format for content in found} == {2}
 
 
+@pytest.mark.ranks(1, 2)
 def test_a_model_that_uses_all_has_checkpoints_of_format_1(
     world: World, shared_folder: str
 ) -> None:
     spec = growing(shared_folder, "data 2" if world.size > 1 else "alone", steps=1)
-    if world.size > 2:
-        return
     model = spec.model.model_copy(update={"family": "tests.support.models:TextModel"})
     trained(world, spec.model_copy(update={"model": model}))
     (path,) = Path(shared_folder).glob("*/checkpoints/step-*")

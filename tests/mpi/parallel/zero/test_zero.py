@@ -58,7 +58,7 @@ def test_every_way_equals_the_serial_run(world: World, accumulation: int) -> Non
         assert_same(serial, train(world, spec_of(stage, shared, **batch)))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.few(2)
 def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, precision: str) -> None:
     batch = {"global_batch": 2 * world.size, "micro_batch": 2, "precision": precision}
@@ -67,7 +67,7 @@ def test_all_stages_are_bitwise_equal_with_one_micro_batch(world: World, precisi
         assert bitwise(first, train(world, spec_of(stage, shared, **batch))), (stage, shared)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "fp16"])
 @pytest.mark.few(1)
 def test_accumulating_stages_are_bitwise_equal_in_pairs(world: World, precision: str) -> None:
     """Stages 0 and 1 add up micro-batches before ranks, 2 and 3 ranks before micro-batches:
