@@ -75,6 +75,7 @@ class Grid:
 
     def _places(self, first: int, axes: Sequence[str]) -> list[int]:
         """Return the places along the axes, from the one where their coordinates are all 0."""
+        assert len(set(axes) & set(self.axes)) == len(axes), (axes, self.axes)
         places = [first]
         for axis in self.axes:
             if axis in axes:

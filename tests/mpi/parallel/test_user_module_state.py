@@ -3,6 +3,7 @@ values of modules on meta.
 """
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,3 +156,18 @@ def test_what_on_meta_has_no_values_is_named(whole: World) -> None:
             InputError, match=r"no reset_parameters\(\) gives a value to bare\.weight"
         ):
             hpczero.initialize(module, spec_of(stage, shared), whole)
+
+
+@pytest.mark.ranks(2)
+def test_a_node_without_room_for_all_copies_gives_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of weights that lay there once: room for one copy and a half is too little for two ranks."""
+    module = made(Odd)
+    engine = hpczero.initialize(module, spec_of(1, True), world)
+    copy = sum(unit.weights.nbytes for unit in engine.engine.units)
+    usable = SimpleNamespace(usable=3 * copy // 2)
+    monkeypatch.setattr("hpczero.train.initialize.machine.memory", lambda: usable)
+    engine.close()
+    with pytest.raises(HpczeroError):
+        module.offset.sum()

@@ -316,3 +316,12 @@ def test_description() -> None:
     assert Grid.build(Parallel(), [0]).describe() == [
         "1 rank on 1 node: tensor(1) x data(1) x pipeline(1), innermost axis first"
     ]
+
+
+def test_axes_that_are_none_or_come_twice_are_a_mistake() -> None:
+    grid = Grid.build(Parallel(), [0, 0])
+    for axes in (("date",), ("data", "data")):
+        with pytest.raises((AssertionError, KeyError)):
+            grid.ranks(0, *axes)
+        with pytest.raises(AssertionError):
+            list(grid.groups(*axes))
