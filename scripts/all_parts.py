@@ -1,6 +1,6 @@
 """The parts of `scripts/test.sh --all`: what each runs, and which of them a change calls for.
 
-python scripts/all_parts.py                names, minutes and contents
+    python scripts/all_parts.py                names, minutes and contents
 python scripts/all_parts.py names
 python scripts/all_parts.py runs NAME      arguments of `tests` in scripts/test.sh, a line each
 python scripts/all_parts.py due NUMBER MINUTES [FILE...]

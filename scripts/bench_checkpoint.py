@@ -2,7 +2,7 @@
 """Saving and loading a checkpoint, beside dd, plain reading and torch.distributed.checkpoint, and
 what a save behind the training costs.
 
-mpirun -n 2 python scripts/bench_checkpoint.py --folder /scratch/bench
+    mpirun -n 2 python scripts/bench_checkpoint.py --folder /scratch/bench
 
 Every round saves the same states (master weights and moments of the engine): with dd (from a copy
 of them in shared memory), as many writers, past the page cache (oflag=direct) and with fsync; with
@@ -285,7 +285,7 @@ class Bench:
         self.world.everyone.barrier()
 
     def forget(self) -> None:
-        """What is read now comes from the disk."""
+        """Make the next reading come from the disk."""
         for path in Path(self.folder).rglob("*"):
             if path.is_file():
                 handle = os.open(path, os.O_RDONLY)

@@ -33,7 +33,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of this rank, in a step."""
+        """Tokens of this rank in a step."""
         return self.batch.token_count
 
 
@@ -168,7 +168,7 @@ class Ours:
 
 
 class Peer:
-    """What the peers on torch's own optimizer have in common: AdamW in its fused form, clipping
+    """The common part of the peers on torch's own optimizer: AdamW in its fused form, clipping
     by the global norm.
     """
 

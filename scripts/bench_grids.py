@@ -60,8 +60,8 @@ def options() -> argparse.Namespace:
 
 @dataclass
 class Seen:
-    """Of one grid, over all rounds: seconds of each step (the median of a round's), losses, and
-    of the traced step what each rank did.
+    """Figures of one grid over all rounds: seconds of each step (the median of a round's), losses,
+    and of the traced step what each rank did.
     """
 
     rounds: list[float] = field(default_factory=list)
@@ -153,7 +153,7 @@ def measure(spec: Any, world: Any, arguments: argparse.Namespace, seen: Seen) ->
 
 
 def step(spec: Any, world: Any, way: Any, batches: Any) -> float:
-    """As the trainer's; the mean loss of the global batch."""
+    """Make a step as the trainer does; return the mean loss of the global batch."""
     import torch
 
     tokens = spec.train.global_batch * spec.model.seq_len
@@ -167,7 +167,7 @@ def step(spec: Any, world: Any, way: Any, batches: Any) -> float:
 
 
 def traced(spec: Any, world: Any, way: Any, batches: Any) -> list[dict[str, float]]:
-    """What every rank did in one step, in seconds; on rank 0."""
+    """Return what every rank did in one step, in seconds, on rank 0."""
     from hpczero.comm.trace import Recording, Trace, events
     from hpczero.train import trace_file
 

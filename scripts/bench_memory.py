@@ -1,5 +1,5 @@
-"""What each ZeRO stage takes of a node's memory, beside the formula: real runs of three steps, a
-table in markdown.
+"""The share of a node's memory that each ZeRO stage takes, beside the formula: real runs of three
+steps, a table in markdown.
 
     python scripts/bench_memory.py [--ranks 2 4] [--mpirun PATH]
 

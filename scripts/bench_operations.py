@@ -1,4 +1,6 @@
-"""What scripts/bench_kernels.py runs: each operation with its bytes, by hpczero and by others."""
+"""Operations that scripts/bench_kernels.py runs: each operation with its bytes, by hpczero and
+by others.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -2,7 +2,7 @@
 """How well communication hides behind compute: a step beside its forward and backward alone, and
 beside its communication alone.
 
-scripts/netns_testbed.sh run --rate 1gbit --hosts 2 --ranks-per-host 1 python
+    scripts/netns_testbed.sh run --rate 1gbit --hosts 2 --ranks-per-host 1 python
 scripts/bench_overlap.py --micro-batches 1,4,8,16
 
 Compute is `bench_step.py`'s floor. Communication: the sums of all units' gradients, one after the
@@ -115,7 +115,7 @@ def communicate(engine: Any) -> None:
 
 
 def traced(world: Any, ours: Any) -> tuple[tuple[int, int], float]:
-    """Of a step in the middle of others: reductions begun while backward went on, of how many;
+    """Trace a step in the middle of others: reductions begun while backward went on, of how many;
     the share of communication beside compute.
     """
     from hpczero.comm.trace import Recording, Trace, events

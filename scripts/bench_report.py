@@ -1,4 +1,4 @@
-"""What bench_step.py shows: a table for docs/benchmarks.md and bars as SVG (pure)."""
+"""The report of bench_step.py: a table for docs/benchmarks.md and bars as SVG (pure)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

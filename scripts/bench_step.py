@@ -2,7 +2,7 @@
 """Throughput and memory of one training step: ours at every ZeRO stage beside PyTorch DDP, FSDP2
 and DeepSpeed, and the floor.
 
-mpirun -n 2 python scripts/bench_step.py --micro-batch 1 --json result.json --plot result.svg
+    mpirun -n 2 python scripts/bench_step.py --micro-batch 1 --json result.json --plot result.svg
 
 The floor is the same forward and backward in as many processes at once, without communication or
 optimizer: nobody can be faster, and where the memory is slow nobody can be as fast (floor-memory).

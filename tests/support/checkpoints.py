@@ -41,7 +41,7 @@ class Grid:
 
 @dataclass
 class Wanted:
-    """What a checkpoint is to hold: equal ones have equal values, whatever the grid."""
+    """The wanted content of a checkpoint: equal ones have equal values, whatever the grid."""
 
     layers: Sequence[Layer] = field(default_factory=lambda: layers(SMALL))
     spec: Mapping[str, Any] = field(
@@ -53,7 +53,7 @@ class Wanted:
 
     @cached_property
     def values(self) -> list[dict[str, Array]]:
-        """Of each slot, by name."""
+        """Return each slot's values by name."""
         random = np.random.default_rng(self.seed)
         return [
             {
@@ -120,7 +120,7 @@ def make(checkpoints: Path, grid: Grid | None = None, wanted: Wanted | None = No
 
 @contextmanager
 def memory_at_most(size: int) -> Iterator[None]:
-    """What is done inside takes no more than so many bytes beyond what this process has now,
+    """Assert that the context takes no more than so many bytes beyond what this process has now,
     whatever it had at its peak before.
     """
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now

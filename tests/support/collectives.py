@@ -20,8 +20,8 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def values(rank: int, length: int, dtype: torch.dtype) -> Tensor:
-    """What `rank` brings: every rank can compute everyone's. Floats of very different size, so
-    that the order of a sum shows.
+    """Return the values that `rank` brings: every rank can compute everyone's. Floats of very
+    different size, so that the order of a sum shows.
     """
     index = torch.arange(length, dtype=torch.int64)
     mixed = (index * 2654435761 + (rank + 1) * 40503 + (index ^ rank) * 97) % 65521

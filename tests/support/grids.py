@@ -63,7 +63,7 @@ def factors(ranks: int) -> dict[str, Sequence[Any]]:
 
 
 def possible(case: Case) -> bool:
-    """What makes no difference without an axis is tried with that axis only."""
+    """Leave out settings of an axis that is not there."""
     tensor, pipeline = case["grid"]
     return (pipeline > 1 or case["schedule"] == "1f1b") and (tensor > 1 or not case["sequence"])
 
@@ -129,7 +129,7 @@ def on_grid(world: World, case: Case, spec: Spec) -> Record:
 
 
 class Serial:
-    """What rank 0 makes of a spec alone, once for every model, batch and number of steps."""
+    """Runs of a spec on rank 0 alone, once for every model, batch and number of steps."""
 
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}

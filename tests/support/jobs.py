@@ -44,8 +44,8 @@ def job(
 
 
 def any_job(choice: random.Random, ranks: int) -> Spec:
-    """Of this number of ranks: any grid, in any order, with anything else that changes what is
-    sent.
+    """Draw a job of this number of ranks: any grid, in any order, with anything else that changes
+    what is sent.
     """
     tensor = choice.choice([size for size in (1, 2, 3, 4, 6) if ranks % size == 0])
     pipeline = choice.choice([size for size in (1, 2, 3, 4, 8) if ranks % (size * tensor) == 0])

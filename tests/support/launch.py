@@ -150,7 +150,7 @@ def started(command: Sequence[str], folder: Path = CHECKOUT) -> Iterator[subproc
 def on_a_terminal(
     command: Sequence[str], environment: Mapping[str, str], folder: Path = CHECKOUT
 ) -> str:
-    """What a command that succeeds writes when its stdout is a terminal of 100 columns."""
+    """Return the output of a command that succeeds when its stdout is a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))
     mark = uuid.uuid4().hex

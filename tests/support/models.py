@@ -128,7 +128,7 @@ class Tower(nn.Module):
 
 
 class TextModel(nn.Module):
-    """What model.family may name: gets micro-batches, gives the summed loss."""
+    """A module that model.family may name: gets micro-batches, gives the summed loss."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -221,8 +221,8 @@ class Head(nn.Module):
 
 
 class Layered(nn.Module):
-    """What a pipeline can run: widths that change from layer to layer, an embedding that the
-    head has too, one module that runs twice.
+    """A module that a pipeline can run: widths that change from layer to layer, an embedding that
+    the head has too, one module that runs twice.
     """
 
     def __init__(self, model: Model) -> None:

@@ -61,8 +61,8 @@ def save(saver: Saver, step: int, asynchronous: bool = False) -> Path:
 
 
 def full_disk(place: Path, size: int) -> str:
-    """What is said of a save on a disk of so many bytes, in a process of its own: HDF5 has ended
-    processes here.
+    """Return the complaint of a save on a disk of so many bytes, in a process of its own: HDF5 has
+    ended processes here.
     """
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], check=True)
     said = ""

@@ -24,7 +24,7 @@ from hpczero.train.trainer import Outcome, Reporter, Trainer
 
 @dataclass
 class Record:
-    """What a run did: takes the place of rank 0's voice, on every rank."""
+    """Record of a run: takes the place of rank 0's reporter, on every rank."""
 
     metrics_seen: list[dict[str, Any]] = field(default_factory=list)
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -114,7 +114,7 @@ def train(world: World, spec: Spec) -> Record:
 
 
 def of_all_stages(own: dict[str, torch.Tensor], pipeline: Group) -> dict[str, torch.Tensor]:
-    """What several stages have must be the same on all of them."""
+    """Return the tensors of all stages; those of several stages must be the same."""
     found: dict[str, torch.Tensor] = {}
     for stage in range(pipeline.size):
         names = (

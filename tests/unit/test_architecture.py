@@ -144,7 +144,7 @@ def target(name: str) -> str:
 
 
 def offences(modules_to_read: dict[str, Path], *packages: str) -> list[str]:
-    """Where these modules import one of the packages."""
+    """Places at which these modules import one of the packages."""
     return [
         f"{path.relative_to(CHECKOUT)}:{line}: imports {name}"
         for path in modules_to_read.values()

@@ -1,4 +1,4 @@
-"""What the command line makes of the ways in which a verb can end."""
+"""The command line's answer to each way in which a verb can end."""
 
 from collections.abc import Callable
 

@@ -124,7 +124,7 @@ def test_the_exit_code_is_that_of_the_last_command(code: int) -> None:
 
 
 def test_parts_at_the_same_time_are_told_apart() -> None:
-    """What one lane leaves running is not another one's, and ends with its part."""
+    """A process that one lane leaves is not another one's, and ends with its part."""
     lanes = (
         "one() { part a 60 sleep 1; part b 60 false; }; two() { part c 60 bash -c 'setsid sleep "
         "300 & sleep 0.2; echo said'; }"
@@ -202,7 +202,7 @@ def test_the_parts_are_summed_up(
 
 
 def test_the_processor_time_is_that_of_all_processes_also_of_daemons(tmp_path: Path) -> None:
-    """Of one that has left its parent and ends before the command, too."""
+    """A process counts that has left its parent and ends before the command."""
     burn = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\n"
     burn += "while time.process_time() < 1: pass"
     daemon = f"setsid -f {sys.executable} -c {shlex.quote(burn)}"

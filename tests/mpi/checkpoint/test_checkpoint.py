@@ -1,4 +1,4 @@
-"""What any grid saves, any grid reads, to the bit; a run that goes on from a checkpoint is the
+"""Any grid reads what any grid has saved, to the bit; a run that goes on from a checkpoint is the
 one that was never stopped.
 """
 
@@ -39,7 +39,7 @@ def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
-    """Of all states: what this rank steps, and what it ought to be."""
+    """Yield, of all states, what this rank steps and what it ought to be."""
     for place, part in unit.layout.spans(unit.owned.start, unit.owned.stop):
         here = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
         for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
@@ -63,7 +63,7 @@ def save(world: World, spec: Spec) -> None:
 
 
 def assert_weights(engine: Engine) -> None:
-    """What is computed with are the states' weights, rounded, on every rank."""
+    """Every rank computes with the states' weights, rounded."""
     engine.wait_for_weights()
     for unit in engine.units:
         weights = engine._copy(unit) if engine.sharded.parameters else None

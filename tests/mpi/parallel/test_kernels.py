@@ -1,4 +1,4 @@
-"""What HPCZERO_KERNELS asks for is taken on all ranks, or on none."""
+"""The kernels that HPCZERO_KERNELS asks for are taken on all ranks, or on none."""
 
 from collections.abc import Iterator
 

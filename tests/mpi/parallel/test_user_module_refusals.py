@@ -1,5 +1,5 @@
-"""What a module, or the loop that trains it, cannot have: said in one message, and nothing is
-left behind.
+"""Refusals of what a module, or the loop that trains it, cannot have: said in one message, and
+nothing is left behind.
 """
 
 import pytest

@@ -162,7 +162,7 @@ def test_what_on_meta_has_no_values_is_named(whole: World) -> None:
 def test_a_node_without_room_for_all_copies_gives_none(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of weights that lay there once: room for one copy and a half is too little for two ranks."""
+    """The weights lay there once: room for one copy and a half is too little for two ranks."""
     module = made(Odd)
     engine = hpczero.initialize(module, spec_of(1, True), world)
     copy = sum(unit.weights.nbytes for unit in engine.engine.units)

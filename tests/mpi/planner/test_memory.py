@@ -1,4 +1,4 @@
-"""What a rank of any grid is predicted to need is what a real run allocates there, and what its
+"""The memory predicted for a rank of any grid is what a real run allocates, and what its
 tensors take at the widest moment of a step.
 """
 

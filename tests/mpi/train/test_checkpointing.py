@@ -1,4 +1,4 @@
-"""What a run keeps of its checkpoints, where it begins, and what it does about saves that fail."""
+"""Checkpoints that a run keeps, where it begins, and what it does about saves that fail."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Where a run begins, and what it refuses to begin from."""
+"""The beginning of a run, and what it refuses to begin from."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def with_train(spec: Spec, **values: Any) -> Spec:
 
 
 def begins_at(world: World, spec: Spec, *then: int) -> int:
-    """Where the run begins; and then it saves these steps."""
+    """Return the step where the run begins; it then saves these steps."""
     world.run_on_all(lambda: look_ahead(spec))
     with engine_on(world, spec) as (_, checkpoints):
         found = checkpoints.resume().step

@@ -1,5 +1,5 @@
-"""What a failing rank does to a launch: of the distributed tests, and of any program that holds
-a World.
+"""The end of a launch in which a rank fails: of the distributed tests, and of any program that
+holds a World.
 """
 
 import re

@@ -82,7 +82,7 @@ def possible() -> None:
 
 @pytest.fixture
 def name() -> Iterator[str]:
-    """Of a testbed for this test, of which nothing may remain."""
+    """Name of a testbed for this test; nothing of it may remain."""
     one = new_name()
     yield one
     left = remains(one)

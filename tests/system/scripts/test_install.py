@@ -82,7 +82,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(kind: str, checkout: Path, folder: Path) -> Path:
-    """What pip asks setuptools for: build_wheel, build_editable or build_sdist."""
+    """Run the hook that pip asks setuptools for: build_wheel, build_editable or build_sdist."""
     call = (
         f"import sys; from setuptools import build_meta; print('\\n' + "
         f"build_meta.{kind}(sys.argv[1]))"
@@ -314,7 +314,9 @@ def fake_wheel(folder: Path, name: str, version: str) -> Path:
 
 @pytest.fixture(scope="module")
 def index(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What pip could install: hpczero, and newer versions of all that hpczero[train] needs."""
+    """Packages that pip could install: hpczero, and newer versions of all that hpczero[train]
+    needs.
+    """
     folder = tmp_path_factory.mktemp("index")
     shutil.copy(wheel, folder)
     for name in [
@@ -342,7 +344,7 @@ def versions(python: Path, variables: dict[str, str]) -> tuple[str, str]:
 def test_a_sites_own_torch_and_mpi4py_stay(
     place: str, upgrade: list[str], index: Path, tmp_path: Path
 ) -> None:
-    """Whether they lie in the environment itself or come from a module through PYTHONPATH; where
+    """They lie in the environment itself, or come from a module through PYTHONPATH; where
     there are none, pip takes the newest.
     """
     python = environment(tmp_path / "venv")

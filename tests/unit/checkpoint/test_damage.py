@@ -42,7 +42,7 @@ def damages(folder: Path) -> list[Damage]:
 
 
 def read_all(folder: Path) -> dict[str, str]:
-    """What cannot be read of it, and why; "" stands for the whole."""
+    """Return the parts that cannot be read, and why; "" stands for the whole."""
     failed = {}
     try:
         with hpczero.checkpoint.open(folder) as checkpoint:

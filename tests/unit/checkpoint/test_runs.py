@@ -38,7 +38,7 @@ BOXES = {
 
 
 class Data:
-    """What two ranks have; counts readings."""
+    """Data of two ranks; counts readings."""
 
     def __init__(self, damaged: int = -1, error: type[Exception] = Damaged) -> None:
         self.damaged, self.error, self.readings = damaged, error, 0

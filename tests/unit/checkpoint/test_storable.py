@@ -1,5 +1,5 @@
-"""What the check lets pass is written and read back by any reader; what it refuses was written
-and then read by none.
+"""Values that the check lets pass are written and read back by any reader; what it refuses was
+written and then read by none.
 """
 
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What cannot be read is not damaged: it is neither passed over nor pruned, and says what to do."""
+"""A checkpoint that cannot be read is not damaged: it is neither passed over nor pruned, and
+says what to do.
+"""
 
 import errno
 import json

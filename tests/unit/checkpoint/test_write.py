@@ -71,7 +71,7 @@ def test_a_thread_that_cannot_begin_is_a_save_that_failed(
 def test_a_failure_on_a_file_system_that_is_gone_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    """What is said of it asks that file system once more."""
+    """The message asks that file system once more."""
 
     def stale(*_: Any) -> Any:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))

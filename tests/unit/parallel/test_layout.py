@@ -1,4 +1,4 @@
-"""Where every element lies: units, shards, what is stored; exhaustively on small models and
+"""The place of every element: units, shards, what is stored; exhaustively on small models and
 grids.
 """
 

@@ -1,4 +1,4 @@
-"""What a job is predicted to need: against the closed formulas, the engine's own count, and what
+"""The predicted memory of a job: against the closed formulas, the engine's own count, and what
 autograd really keeps.
 """
 
@@ -35,7 +35,7 @@ def predicted(spec: Spec, ranks: int, on_node: int = 1, shared: bool = False) ->
 
 
 def states_of(need_of_node: Need) -> int:
-    """Of one rank."""
+    """Return the states of one rank."""
     return sum(need_of_node.rank[kind] for kind in STATES)
 
 

@@ -1,4 +1,4 @@
-"""Whether a job fits: the decision on recorded facts of ranks, and the alternatives that it
+"""The decision whether a job fits: on recorded facts of ranks, and the alternatives that it
 offers.
 """
 
@@ -223,7 +223,7 @@ def test_the_smallest_of_the_nodes_decides() -> None:
 
 
 def test_a_cgroup_binds_the_ranks_that_it_holds() -> None:
-    """Of one task each, of the job: with the same room, the job's is too small first."""
+    """Cgroups of one task each, and the job's: with the same room, the job's is too small first."""
     tasks = [
         rank(available=100, limits={f"/job/task{number}": 10 * GB, "/job": 30 * GB})
         for number in range(4)

@@ -1,4 +1,4 @@
-"""What is sent in a step, and the order of the axes that follows from it. That runs send just
+"""Bytes sent in a step, and the order of the axes that follows from them. That runs send just
 this: tests/mpi/planner/test_volumes.py.
 """
 
@@ -244,7 +244,7 @@ def test_what_is_gathered_ahead_may_be_gone_before_it_is_used() -> None:
     ids=str,
 )
 def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
-    """What is reckoned from the first micro-batches is what going through all of them gives."""
+    """The reckoning from the first micro-batches equals going through all of them."""
     spec = job(**parallel)
     stages = chunks_of_stages(spec, families.layers(MODEL))
     for stage, chunks in enumerate(stages):
@@ -325,7 +325,7 @@ def held(model: Model, **parallel: Any) -> list[int]:
     ],
 )
 def test_a_ranks_parameters_are_the_balanced_share(model: Model, parallel: dict[str, int]) -> None:
-    """Where the layers can be divided."""
+    """The layers can be divided here."""
     share = families.parameter_count(model) / prod(parallel.values())
     assert all(0.95 * share < own < 1.05 * share for own in held(model, **parallel))
 

@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outcome(path: Path, options: Namespace) -> str:
-    """What reading made of it, by the loader and by the verb alike."""
+    """Read it by the loader and by the verb, which must agree, and return the outcome."""
     said = io.StringIO()
     try:
         spec = load(path, options.overrides).spec

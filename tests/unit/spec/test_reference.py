@@ -1,4 +1,6 @@
-"""What is printed from the schema: the reference, the page in docs/, the spec to start from."""
+"""Pages that are printed from the schema: the reference, the page in docs/, the spec to start
+from.
+"""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a run says: lines for files, a live panel for terminals, and the choice between them."""
+"""The output of a run: lines for files, a live panel for terminals, and the choice between them."""
 
 import io
 import re

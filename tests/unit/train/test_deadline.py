@@ -1,4 +1,4 @@
-"""Whether a run stops in time for its last checkpoint, told by a clock of the test's own."""
+"""A run stops in time for its last checkpoint, by a clock of the test's own."""
 
 import pytest
 

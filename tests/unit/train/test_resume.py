@@ -1,4 +1,4 @@
-"""What a run that goes on from a checkpoint is recorded as, without MPI."""
+"""The recorded identity of a run that goes on from a checkpoint, without MPI."""
 
 from hpczero.train.resume import identity_of, resumed_identity
 

@@ -111,7 +111,7 @@ class Resetting(Offering):
 
 
 class Attribute(nn.Module):
-    """As most models have it."""
+    """A mask, as most models have it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_a_stage_without_parameters_is_said(whole: World) -> None:
 def test_what_cannot_travel_is_said(
     whole: World, layer: Callable[[torch.Tensor], Any], what: str
 ) -> None:
-    """Where it is made: on every rank here, each with a pipeline of its own whose two chunks are
+    """The sender says it: on every rank here, each with a pipeline of its own whose two chunks are
     both its.
     """
     alone = whole.part([whole.rank])

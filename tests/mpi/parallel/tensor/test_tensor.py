@@ -190,7 +190,9 @@ def test_evaluation_is_the_serial_one(world: World, sequence_parallel: bool) -> 
 def test_half_precision_stays_close(
     world: World, dtype: torch.dtype, sequence_parallel: bool
 ) -> None:
-    """As close to exact gradients as the serial model of that precision, up to a factor."""
+    """The gradients are as close to exact ones as the serial model's of that precision, up to a
+    factor.
+    """
     model = ODD.model_copy(update={"layers": 1, "dropout": 0.1})
     batch = batch_of(model, 2)
     rounded = serial_model(model, dtype).float()
@@ -241,7 +243,7 @@ def test_the_ledger_has_the_bytes_of_the_formula(
 
 @contextmanager
 def saved_bytes(parameters: Iterator[nn.Parameter]) -> Iterator[list[int]]:
-    """What autograd keeps for backward, without parameters; memory that is kept several times
+    """Bytes that autograd keeps for backward, without parameters; memory that is kept several times
     counts once.
     """
     mine = {parameter.untyped_storage().data_ptr() for parameter in parameters}

@@ -1,5 +1,5 @@
-"""What the ranks of a grid hold of a model: of its parameters a balanced share, as far as layers
-can be dealt out so.
+"""The share of a model that the ranks of a grid hold: of its parameters a balanced share, as far as
+layers can be dealt out so.
 """
 
 from math import prod

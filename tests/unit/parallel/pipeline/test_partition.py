@@ -19,7 +19,9 @@ def all_cuts(layers: int, count: int) -> Iterator[tuple[range, ...]]:
 
 
 def rank_of(cuts: Sequence[range], costs: Sequence[int]) -> tuple[object, ...]:
-    """What is minimised, in this order: the largest cost, the unevenness, the layers in front."""
+    """Return the key to minimise, in this order: the largest cost, the unevenness, the layers in
+    front.
+    """
     sums = [sum(costs[layer] for layer in part) for part in cuts]
     return max(sums), sum(cost * cost for cost in sums), [-len(part) for part in reversed(cuts)]
 

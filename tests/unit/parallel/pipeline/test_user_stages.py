@@ -1,4 +1,4 @@
-"""Where a user's module is cut into stages, without MPI."""
+"""The cuts of a user's module into stages, without MPI."""
 
 import torch
 from torch import nn

@@ -119,7 +119,7 @@ def test_without_gradients_nothing_changes() -> None:
 
 
 def test_a_hook_that_is_put_on_after_the_forward_sees_the_gradient_and_changes_it() -> None:
-    """Of an embedding and of a linear map."""
+    """An embedding's and a linear map's weight are watched."""
     net = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 6, bias=False))
     tokens = torch.tensor([[1, 4, 4]])
     net(tokens).square().sum().backward()
