@@ -2,6 +2,7 @@
 # from whatever the shell has loaded.
 
 unset PYTHONPATH PYTHONHOME MPI4PY_MPIABI MPI4PY_LIBMPI
+unset PYTHONDONTWRITEBYTECODE # else every process compiles the checkout anew
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 # inside a batch job, stay on this machine instead of asking the scheduler for others (MPICH, then
 # Open MPI)

@@ -33,7 +33,7 @@ part() {
     # not ignored in there
     set -m
     env HPCZERO_TEST_RUN="$results/$name" TMPDIR="$results/tmp" XDG_CACHE_HOME="$results/cache" \
-        PYTHONDONTWRITEBYTECODE=1 OMP_WAIT_POLICY=PASSIVE \
+        OMP_WAIT_POLICY=PASSIVE \
         "$(find_python)" scripts/measured.py "$results/measured-$name" \
         timeout --kill-after=20 "$limit" "$@" </dev/null &
     set +m

@@ -41,8 +41,7 @@ class ObjectCollectives:
         self.rank: int = communicator.rank
         self.size: int = communicator.size
         self.status: Status = whole.status if whole else Status()
-        lock = whole.progress.lock if whole else None
-        self.progress: Progress = Progress(mpi, self.status, lock)
+        self.progress: Progress = Progress(mpi, self.status, whole.progress if whole else None)
         self._origin = tuple(origin or range(self.size))
         self._entry = self.status.enter("world", self._origin)
         self._number = 0

@@ -9,6 +9,7 @@ generator may end long before the device has done it. Then whoever waited goes o
 of the device comes after the operation.
 """
 
+import math
 import os
 import threading
 import time
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # Seconds; with UCX's own segment size over TCP (see env.prepare_mpi) half of what 1 Gbit/s carries.
 _PERIOD = 0.001
+# Seconds: where ranks are more than cores, a wait only yields for so long; then it sleeps in between.
+_EAGER = 0.0005
+_NAP = 0.0001
 
 What = tuple[str, str, int]  # axis, operation, the other rank of a message or -1
 # Yields requests; an empty yield means "not yet: ask again".
@@ -137,10 +141,15 @@ class Work:
 class Progress:
     """All operations in flight in this process, oldest first."""
 
-    def __init__(self, mpi: Any, status: Status, lock: "threading.RLock | None" = None) -> None:
-        """`lock` is held in every call of MPI; there is one for the process."""
+    def __init__(self, mpi: Any, status: Status, whole: "Progress | None" = None) -> None:
+        """`whole`: that of the world that this one's is a part of.
+
+        `.lock` is held in every call of MPI; there is one for the process. `.is_crowded`: there are
+        fewer cores than ranks, so a rank that waits leaves its core to one that computes.
+        """
         self.status = status
-        self.lock = lock or threading.RLock()
+        self.lock = whole.lock if whole else threading.RLock()
+        self.is_crowded = whole.is_crowded if whole else False
         self.trace = Trace()
         self._request_class = mpi.Request
         self._failure = mpi.Exception
@@ -217,10 +226,11 @@ class Progress:
         self.status.begin_wait(work.point)
         self.trace.wait(*work.what[:2], work.point.number)
         self._is_waiting = True
+        patience = time.monotonic() + _EAGER if self.is_crowded else math.inf
         try:
             while not (work.done if until_done else work.ended):
                 if not self._move_on(work):
-                    os.sched_yield()
+                    os.sched_yield() if time.monotonic() < patience else time.sleep(_NAP)
         except CommunicationError as error:
             raise self._explained(work, error) from error.__cause__
         finally:
@@ -230,7 +240,8 @@ class Progress:
 
     def _move_on(self, work: Work) -> bool:
         with self.lock:
-            if len(self._in_flight) == 1 and work.requests and not work.queue and not self._failed:
+            alone = len(self._in_flight) == 1 and not self.is_crowded
+            if alone and work.requests and not work.queue and not self._failed:
                 self._complete(work, self._request_class.Waitall)
                 self._resume(work)
                 return True

@@ -47,7 +47,7 @@ def initialize(
     layers = inner.run_on_all(lambda: [layer for _, layer in layers_of(module)])
     refuse_modules_that_differ(module, inner)
     setup.fit_to_memory(inner, _counted(spec, inner.size, accumulates), layers, module)
-    engine = build_engine(module, spec, inner, grid, accumulates, setup.use_threads(inner))
+    engine = build_engine(module, spec, inner, grid, accumulates, setup.share_cores(inner))
     return Training(engine, spec, (created, started) if created else ())
 
 

@@ -109,7 +109,7 @@ def _prepare(
         lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None
     )
     started.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
-    threads = setup.use_threads(world)
+    threads = setup.share_cores(world)
     waits = carried_out is not spec
     job = TrainingJob(carried_out, world, grid, source, threads, layers, user_model, waits)
     return job, directory

@@ -4,6 +4,7 @@ All ranks decide together: what is wrong on one of them is an InputError on all.
 allocated before `fit_to_memory` has found that there is room for it.
 """
 
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -168,13 +169,17 @@ def use_kernels(world: World) -> None:
     world.run_on_all(force)
 
 
-def use_threads(world: World) -> int:
-    """Let torch run as many threads as this rank's share of the cores, and return how many."""
+def share_cores(world: World) -> int:
+    """Let torch run as many threads as this rank's share of the cores, and return how many.
+
+    Where ranks are more than cores, those that wait leave them to the others.
+    """
     ranks = _ranks_of_computer(world)
     usable = _all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
     cores = [set(usable[rank][0]) for rank in ranks]
     _, quota = usable[ranks[0]]
     threads = machine.threads_per_rank(cores, quota)[ranks.index(world.rank)]
+    world.progress.is_crowded = len(ranks) > min(len(set().union(*cores)), quota or math.inf)
     torch.set_num_threads(threads)
     return threads
 

@@ -32,6 +32,7 @@ import torch
 
 from hpczero.comm.world import World
 from hpczero.device import CPU
+from hpczero.train.setup import share_cores
 from tests.support.queued import Queued
 
 SIZES = (1, 2, 3, 4, 6, 8)
@@ -116,11 +117,11 @@ class Distributed:
     """The plugin that carries this out, in a launch with --with-mpi."""
 
     def __init__(self, config: pytest.Config) -> None:
-        torch.set_num_threads(1)  # there are as many ranks as cores, or more
         self.whole = World.start()
         means = config.getoption("--means", "mpi")
         self.whole.use(Queued() if means == "queued" else CPU, "gloo" if means == "gloo" else "mpi")
-        torch.set_num_threads(1)  # the launch's ranks share the cores already
+        share_cores(self.whole)
+        torch.set_num_threads(1)  # also where there are more cores: sums in one order
         self.verdict = Verdict(self.whole)
         if self.whole.rank > 0:
             config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115  # open until the end
@@ -171,21 +172,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes = [size for size in sizes if only is None or size in only.args]
     marker = metafunc.definition.get_closest_marker("cases")
     if marker is None:
-        sizes = sizes if everything else one_of(sizes, metafunc.definition, USUAL)
+        sizes = sizes if everything else one_of(sizes, metafunc.definition)
         metafunc.parametrize("world", sizes, indirect=True, ids=lambda size: f"{size}-ranks")
         return
-    lists = {size: marker.kwargs["of"](size, everything and size == given) for size in sizes}
-    sizes = [size for size in sizes if lists[size]]
-    sizes = sizes if everything else one_of(sizes, metafunc.definition, 0)
+    of = marker.kwargs["of"]
+    if not everything:  # lists may take long to make: only until one has cases
+        sizes = next(([size] for size in reversed(sizes) if of(size, False)), [])
+    lists = {size: of(size, everything and size == given) for size in sizes}
     cases = [(size, case) for size in sizes for case in lists[size]]
     names = [f"{size}-ranks-" + "-".join(map(str, case.values())) for size, case in cases]
     metafunc.parametrize(("world", "case"), cases, indirect=["world"], ids=names)
 
 
-def one_of(sizes: list[int], test: pytest.Function, usual: int) -> list[int]:
+def one_of(sizes: list[int], test: pytest.Function) -> list[int]:
     """Return the size that the test is marked with, else the usual one, else the largest."""
     mark = test.get_closest_marker("usual")
-    wanted = mark.args[0] if mark else usual
+    wanted = mark.args[0] if mark else USUAL
     return [wanted] if wanted in sizes else sizes[-1:]
 
 

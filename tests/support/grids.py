@@ -3,6 +3,7 @@ them.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -68,6 +69,7 @@ def possible(case: Case) -> bool:
     return (pipeline > 1 or case["schedule"] == "1f1b") and (tensor > 1 or not case["sequence"])
 
 
+@cache  # it takes more than a second
 def selection(ranks: int, everything: bool = False) -> list[Case]:
     return covering(
         factors(ranks), EVERYTHING if everything and ranks in (1, 2, 4, 8) else (), possible

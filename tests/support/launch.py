@@ -120,7 +120,6 @@ def start(
         **allowed,
         **calm,
         "PYTHONPATH": path,
-        "PYTHONDONTWRITEBYTECODE": "1",
         **(environment or {}),
     }
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL

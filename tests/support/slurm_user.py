@@ -24,7 +24,7 @@ site = "generic/slurm"
 nodes = 2
 ranks_per_node = 1
 walltime = "10m"
-env_pass = ["PYTHONPATH", "PYTHONDONTWRITEBYTECODE"]
+env_pass = ["PYTHONPATH"]
 setup = ["export PATH={path}:$PATH"]
 """
 
@@ -62,7 +62,6 @@ class User:
             **slurm,
             "XDG_STATE_HOME": str(folder / "state"),
             "PYTHONPATH": path,
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
         (folder / "spec.toml").write_text(SPEC.replace("{path}", str(Path(sys.executable).parent)))
 
