@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Seconds; with UCX's own segment size over TCP (see env.prepare_mpi) half of what 1 Gbit/s carries.
 _PERIOD = 0.001
-# Seconds: where ranks are more than cores, a wait only yields for so long; then it sleeps in between.
+# Seconds: where ranks are more than cores, a wait only yields for so long, then sleeps in between.
 _EAGER = 0.0005
 _NAP = 0.0001
 
@@ -148,8 +148,8 @@ class Progress:
         fewer cores than ranks, so a rank that waits leaves its core to one that computes.
         """
         self.status = status
-        self.lock = whole.lock if whole else threading.RLock()
-        self.is_crowded = whole.is_crowded if whole else False
+        self.lock: threading.RLock = whole.lock if whole else threading.RLock()
+        self.is_crowded: bool = whole.is_crowded if whole else False
         self.trace = Trace()
         self._request_class = mpi.Request
         self._failure = mpi.Exception

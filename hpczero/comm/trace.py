@@ -49,7 +49,7 @@ class Entry:
         self.between += between
 
     def clear(self) -> None:
-        self.count = self.bytes = self.inside = self.between = 0
+        self.count = self.bytes = self.inside = self.between = self.shared = 0
         self.seconds = 0.0
 
 
