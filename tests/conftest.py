@@ -10,6 +10,8 @@ import pytest
 
 from hpczero import env
 
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
@@ -49,7 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="takes long: runs with --slow"))
         elif few := item.get_closest_marker("few"):
-            cases[item.nodeid.partition("[")[0], few.args[0]].append(item)
+            if count := (SIMULATED and few.kwargs.get("simulated")) or sum(few.args):
+                cases[item.nodeid.partition("[")[0], count].append(item)
     for (_, count), those in cases.items():
         for item in leave_out(those, count):
             item.add_marker(pytest.mark.skip(reason="one case of many: runs with --slow"))

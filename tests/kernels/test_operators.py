@@ -184,6 +184,7 @@ def carried_out(
 @OPERATORS
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.few(simulated=25)
 def test_it_is_as_exact_as_torchs(
     case: Case, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
@@ -213,7 +214,7 @@ def test_nothing_gives_nothing(case: Case, shape: tuple[int, int, int]) -> None:
 
 @OPERATORS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.few(6)
+@pytest.mark.few(6, simulated=2)
 def test_neither_alignment_nor_another_run_changes_a_bit(case: Case, dtype: torch.dtype) -> None:
     shape = SHAPES[-1] if DEVICE == "cuda" else (1, 3, 24)
     ways = [
@@ -225,6 +226,7 @@ def test_neither_alignment_nor_another_run_changes_a_bit(case: Case, dtype: torc
 
 @OPERATORS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.few(simulated=9)
 def test_what_is_not_finite_goes_where_torch_takes_it(case: Case, bad: float) -> None:
     given = case.made((1, 3, 13), torch.float32, 0)
     given[0][0, 2].flatten()[5] = bad

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,7 @@ KERNELS_MAY_IMPORT = {"numba", "llvmlite", "numpy", "torch", "hpczero_kernels"} 
 LONGEST_FUNCTION, LONGEST_FILE, WIDEST = 50, 400, 100
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package: "comm.grid" -> its file; a package's __init__ has the
     package's name, hpczero's own is "".
@@ -107,9 +109,14 @@ def python_files() -> list[Path]:
     ]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_names(path: Path) -> Iterator[tuple[str, int]]:
     """Full name of everything imported, at the top or inside functions, and its line."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, node.lineno
@@ -172,13 +179,13 @@ def test_imports_point_the_right_way() -> None:
 
 def test_every_file_says_in_its_first_line_what_it_is_for() -> None:
     files = [*modules().values(), *KERNELS.rglob("*.py")]
-    lines = {path: (ast.get_docstring(ast.parse(path.read_text())) or "") for path in files}
+    lines = {path: (ast.get_docstring(tree_of(path)) or "") for path in files}
     assert not [path for path, text in lines.items() if not text.partition("\n")[0].strip()]
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     files = [path for name in ROOMS for path in (CHECKOUT / name).rglob("*.py")]
-    trees = {path: ast.parse(path.read_text()) for path in files}
+    trees = {path: tree_of(path) for path in files}
     assert not circles(imports(CHECKOUT, trees))
 
 
@@ -204,7 +211,7 @@ def test_only_env_reads_the_environment() -> None:
         f"{path.relative_to(CHECKOUT)}:{node.lineno}: os.{node.attr}"
         for module, path in modules().items()
         if not lies_in(module, READERS_OF_THE_ENVIRONMENT)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute)
         and node.attr in ("environ", "environb", "getenv", "putenv", "expandvars")
     ]
@@ -249,7 +256,7 @@ def test_nothing_is_pickled_and_no_shell_is_asked() -> None:
     shells = [
         f"{path.relative_to(CHECKOUT)}:{node.lineno}"
         for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if (isinstance(node, ast.keyword) and node.arg == "shell")
         or (isinstance(node, ast.Attribute) and node.attr in ("system", "popen"))
     ]
@@ -283,7 +290,7 @@ def test_functions_fit_a_screen_and_files_a_sitting() -> None:
         text = path.read_text()
         if (lines := text.count("\n")) > LONGEST_FILE:
             long.append(f"{name}: {lines} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > LONGEST_FUNCTION:

@@ -46,8 +46,8 @@ keep = 3
 """
 LAYOUTS = (
     (2, ()),
-    (3, ("zero.stage=2",)),
     (1, ()),
+    (3, ("zero.stage=2",)),
     (4, ("parallel.tensor=2", "zero.stage=3")),
     (4, ("parallel.pipeline=2",)),
 )

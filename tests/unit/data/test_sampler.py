@@ -26,7 +26,7 @@ def test_every_epoch_visits_every_window_once(sizes: range | tuple[int, ...]) ->
 
 
 def test_a_large_corpus_is_permuted_too() -> None:
-    assert len({window(1, 200_003, index) for index in range(200_003)}) == 200_003
+    assert len({window(1, 40_009, index) for index in range(40_009)}) == 40_009
     for windows in (2**31 - 1, 2**40 + 1, 10**15):
         seen = {window(1, windows, index) for index in range(5000)}
         assert len(seen) == 5000

@@ -1,8 +1,8 @@
 """Pipeline schedules over 1-16 stages, 1-4 chunks and 1-64 micro-batches: valid, within the
 published bounds, and never stuck on messages.
 
-The usual run takes a part of these layouts (every number of stages with every number of chunks, and
-for each the micro-batches around the stages); --slow takes all.
+The usual run takes a part of these layouts (for some numbers of stages, each with every number of
+chunks, the micro-batches around the stages); --slow takes all.
 """
 
 from collections import deque
@@ -30,9 +30,9 @@ Layout = tuple[str, int, int, int]  # kind, stages, chunks, micro-batches
 
 
 def layouts(everything: bool) -> Iterator[Layout]:
-    for stages in range(1, 17):
+    for stages in range(1, 17) if everything else (1, 2, 3, 4, 5, 6, 8, 11, 16):
         for chunks in range(1, 5):
-            around = {1, 2, stages - 1, stages, stages + 1, 2 * stages - 1, 64}
+            around = {1, 2, stages - 1, stages, stages + 1, 2 * stages - 1}
             for micro_batches in range(1, 65):
                 if (
                     everything
