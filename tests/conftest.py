@@ -50,12 +50,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="takes long: runs with --slow"))
-        elif few := item.get_closest_marker("few"):
-            if count := (SIMULATED and few.kwargs.get("simulated")) or sum(few.args):
-                cases[item.nodeid.partition("[")[0], count].append(item)
+        elif count := few_of(item):
+            cases[item.nodeid.partition("[")[0], count].append(item)
     for (_, count), those in cases.items():
         for item in leave_out(those, count):
             item.add_marker(pytest.mark.skip(reason="one case of many: runs with --slow"))
+
+
+def few_of(item: pytest.Item) -> int:
+    """Return how many of the test's cases run without --slow; 0: all."""
+    mark = item.get_closest_marker("few")
+    simulated = mark.kwargs.get("simulated", 0) if mark and SIMULATED else 0
+    return simulated or sum(mark.args if mark else ())
 
 
 def leave_out(cases: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
