@@ -16,8 +16,9 @@ fail() {
 
 # The name of the first Python that will do; HPCZERO_PYTHON comes before all others.
 find_python() {
-    local name package seen=""
-    for name in ${HPCZERO_PYTHON:-python3 python3.13 python3.12 python3.11 python3.14 python}; do
+    local name package seen="" names=(python3 python3.13 python3.12 python3.11 python3.14 python)
+    [ -z "${HPCZERO_PYTHON-}" ] || names=("$HPCZERO_PYTHON")
+    for name in "${names[@]}"; do
         command -v "$name" >/dev/null || continue
         if ! "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             seen+="; $name is $("$name" --version 2>&1 || true)"
@@ -35,8 +36,16 @@ find_python() {
 
 # make_environment FOLDER EXTRAS [PACKAGE...]: hpczero from this checkout with EXTRAS and PACKAGEs,
 # in FOLDER. What is there already is used again unless the list of packages has changed since. A
-# folder that was not made here is never touched.
+# folder that was not made here is never touched; who comes second waits for the first.
 make_environment() {
+    mkdir -p "$(dirname "$1")"
+    (
+        ! command -v flock >/dev/null || flock 9
+        make_environment_alone "$@" 9<&-
+    ) 9<"$(dirname "$1")"
+}
+
+make_environment_alone() {
     local folder=$1 extras=$2
     shift 2
     local python note="$folder/made-by-hpczero" state

@@ -31,7 +31,7 @@ def tools(tmp_path: Path) -> Path:
     """A folder for PATH with the tools that the scripts need, but no Python."""
     folder = tmp_path / "tools"
     folder.mkdir()
-    for name in ("basename", "cat", "cksum", "rm", "mkdir"):
+    for name in ("basename", "cat", "cksum", "dirname", "flock", "rm", "mkdir"):
         (folder / name).symlink_to(shutil.which(name) or "")
     return folder
 
@@ -70,8 +70,8 @@ def test_a_newer_python_beside_an_old_one_is_found(tools: Path) -> None:
 
 def test_the_users_python_comes_first(tools: Path) -> None:
     (tools / "python3").symlink_to(sys.executable)
-    (tools / "mine").symlink_to(sys.executable)
-    assert bash("HPCZERO_PYTHON=mine; find_python", str(tools)).stdout == "mine\n"
+    (tools / "my own").symlink_to(sys.executable)
+    assert bash("HPCZERO_PYTHON='my own'; find_python", str(tools)).stdout == "my own\n"
 
 
 def test_a_folder_of_somebody_else_is_never_touched(tmp_path: Path) -> None:
@@ -99,6 +99,18 @@ def test_a_half_made_environment_is_made_again_and_a_finished_one_kept(
     assert second.returncode == 0
     assert third.returncode == 0
     assert log.read_text() == "pip\npip\n"
+
+
+def test_of_two_that_make_an_environment_at_once_one_does(tools: Path, tmp_path: Path) -> None:
+    log, venv = tmp_path / "log", tmp_path / "venv"
+    for name in ("sleep", "cp"):
+        (tools / name).symlink_to(shutil.which(name) or "")
+    program(tmp_path / "pip", f"case $2 in pip) sleep 1; echo pip >>{log};; esac")
+    make = f"case $2 in venv) mkdir -p $3/bin; cp {tmp_path}/pip $3/bin/python;; esac"
+    program(tools / "python3", make)
+    make = f"make_environment {venv} train"
+    both = bash(f"{make} & {make}; wait $!", str(tools))
+    assert (both.returncode, log.read_text()) == (0, "pip\n"), both
 
 
 def parts(code: str) -> subprocess.CompletedProcess[str]:
@@ -178,6 +190,7 @@ CASES = "<testcase/>" + "".join(
         ("crash\t139\t0\t5\t7.5", None, "0 passed, 1 failed, 0 skipped", 1),
         ("other rank failed\t1\t0\t5\t7.5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
         ("orphans\t0\t2\t5\t7.5", "<testcase/>", "1 passed, 1 failed, 0 skipped", 1),
+        ("cut off\t0\t0\t5\t7.5", "<testcase/><testca", "0 passed, 1 failed, 0 skipped", 1),
         ("nothing ran\t0\t0\t5\t7.5", "", "0 passed, 0 failed, 0 skipped", 1),
     ],
 )
