@@ -82,7 +82,7 @@ every_promise() {
     environment mpich
     at_once checks commands
     tests mpich -n 4 tests/mpi
-    tests openmpi -n 3 --library openmpi "${several[@]}" tests/mpi/checkpoint
+    tests openmpi -n 3 --library openmpi "${several[@]}"
     # what GPUs need: torch.distributed's collectives, and tensors of a device that is late
     for means in gloo queued; do tests $means -n 2 --means $means "${several[@]}"; done
 }

@@ -71,6 +71,7 @@ def by_pytorch() -> list[dict[str, torch.Tensor]]:
 
 @EVERY_WAY
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.few(4)
 def test_two_engines_of_which_one_trains_through_the_other_equal_pytorch(
     world: World, stage: int, shared: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -147,6 +148,7 @@ def norm_of_step(engine: Any, last: bool) -> float:
 @EVERY_WAY
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.few(6)
 def test_zero_grad_removes_what_a_failed_backward_has_left(
     world: World, stage: int, shared: bool, last: bool
 ) -> None:

@@ -262,6 +262,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
 @pytest.mark.by_mpi_alone("what gloo makes for a gather, and pinned memory, are PyTorch's own")
+@pytest.mark.few(4)
 def test_the_step_allocates_nothing_to_speak_of(
     world: World, stage: int, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
