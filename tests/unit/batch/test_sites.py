@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from hpczero.batch import pbs, slurm
-from hpczero.batch.sites import all_names, facts
+from hpczero.batch.sites import Partition, all_names, facts, hardware
 from hpczero.errors import InputError
+from hpczero.planner.memory import Hardware
 from hpczero.spec.load import load, to_toml
+from hpczero.spec.schema import Batch
 from tests.support.launch import BLOCKER, HEAVY
 
 MOON = """
@@ -264,6 +266,14 @@ def test_what_schedulers_say_of_their_queues() -> None:
     }
     assert found["free*"]["walltime"] == ""
     assert pbs.queues(QSTAT) == {"workq": {"nodes": 64, "walltime": "24:00:00"}}
+
+
+def test_what_the_spec_asks_of_a_node_comes_before_what_its_partition_has() -> None:
+    partition = Partition(memory_gb=512, gpus=4, gpu_memory_gb=40)
+    asked = Batch(mem="100G", gpus_per_node=1)
+    assert hardware(Batch(), partition) == Hardware(512, 4, 40)
+    assert hardware(asked, partition) == Hardware(100, 1, 40)
+    assert hardware(asked, Partition()) == Hardware(100, 1)
 
 
 def test_a_new_profile_is_one(moon: Path) -> None:
