@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import (
-    seal,
-)
+from hpczero.checkpoint import manifest
+from tests.support.checkpoints import seal
 from tests.support.crafted import assert_refused, first_shard
 
 pytestmark = pytest.mark.usefixtures("hdf5_in_this_process")
@@ -51,6 +50,19 @@ def test_a_manifest_that_cannot_be_is_refused(
     crafted: Path, secret: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     seal(crafted, MANIFESTS[way])
+    assert_refused(crafted, capsys, "MANIFEST.json")
+
+
+def test_tensors_that_missed_updates_are_read_in_format_2_alone(
+    crafted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Format 1 has no place for them, so that an older hpczero refuses to go on without."""
+    missed = {"blocks.0.qkv.weight": 3}
+    seal(
+        crafted, lambda content: (content["state"].update(missed=missed), content.update(format=2))
+    )
+    assert manifest.read(crafted).state.missed == missed
+    seal(crafted, lambda content: content.update(format=1))
     assert_refused(crafted, capsys, "MANIFEST.json")
 
 
