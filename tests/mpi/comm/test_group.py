@@ -382,3 +382,16 @@ def test_what_has_ended_is_forgotten(world: World) -> None:
     assert not progress._far
     assert [tensor.mean().item() for tensor in values] == [world.size] * 3
     nodes.close()
+
+
+def test_collectives_that_differ_in_anything_have_codes_of_their_own(world: World) -> None:
+    """By which ranks that do not fit together are found; made once, and told apart ever after."""
+    kinds = [
+        (operation, torch.ones(length, dtype=dtype), detail)
+        for operation in ("all_reduce", "broadcast")
+        for length, dtype in ((8, torch.float32), (4, torch.float32), (4, torch.float64))
+        for detail in ("sum", "max")
+    ]
+    codes = [[world.everyone._next(*kind)[1] for kind in kinds] for _ in range(2)]
+    assert codes[0] == codes[1]
+    assert len(set(codes[0])) == len(kinds)

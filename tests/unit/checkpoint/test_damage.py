@@ -2,6 +2,8 @@
 reading what it concerns.
 """
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -237,3 +239,20 @@ def test_the_tensor_behind_a_damage_is_not_named(tmp_path: Path) -> None:
     flip(made / shard.file, 8 * (first + 4 * block - 1))
     (damage,) = damages(made)
     assert damage.tensors == ("/model/a",)
+
+
+def test_a_place_that_the_disk_has_lost_is_a_damage(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, lost = os.pread, 8192
+
+    def pread(file: int, length: int, offset: int) -> bytes:
+        if offset <= lost < offset + length and "shard-00001" in os.readlink(
+            f"/proc/self/fd/{file}"
+        ):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, length, offset)
+
+    assert damages(whole) == []
+    monkeypatch.setattr(os, "pread", pread)
+    assert {damage.file for damage in damages(whole)} == {"shard-00001.h5"}
