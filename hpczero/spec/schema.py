@@ -151,7 +151,11 @@ class Optimizer(Table):
     )
     eps: float = key(1e-8, "changeable", "added to the root of the second moment", gt=0)
     weight_decay: float = key(
-        0.1, "changeable", "decoupled decay of matrices (biases and norms have none)", ge=0
+        0.1,
+        "changeable",
+        "decoupled decay of matrices, the bias of query, key and value among them "
+        "(norms and other biases have none)",
+        ge=0,
     )
 
 

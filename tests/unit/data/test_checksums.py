@@ -65,6 +65,19 @@ def test_a_run_finds_a_changed_token_where_it_reads_it(path: Path, split: str) -
         read(source, split, 0)
 
 
+def test_a_window_over_two_blocks_is_good_only_if_both_are(path: Path) -> None:
+    """Whichever of them was read before."""
+    border = raw_files.BLOCK // open_token_file(path).splits["train"].tokens.itemsize
+    window = border // SEQ_LEN - 1  # its last token is the first of the second block
+    for damaged, read_before in ((border, window - 1), (0, window + 1)):
+        copy = Path(shutil.copy(path, path.with_name(f"{damaged}.h5")))
+        changed(copy, "train", damaged)
+        source = FileSource(open_token_file(copy), SEQ_LEN)
+        read(source, "train", read_before)
+        with pytest.raises(InputError, match="is damaged"):
+            read(source, "train", window)
+
+
 def test_a_block_is_looked_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     real = raw_files.checksum

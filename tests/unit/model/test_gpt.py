@@ -137,3 +137,24 @@ def test_initial_deviations_are_gpt2s():
         writes = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
         expected = 0.02 / 4 if writes else 0.02
         assert parameter.std().item() == pytest.approx(expected, rel=0.05), name
+
+
+def test_weights_decay_and_neither_biases_nor_norms_do() -> None:
+    """But the bias of query, key and value, which is a matrix of three rows."""
+    named = {one.name: one for layer in families.layers(Model()) for one in layer.parameters}
+    decaying = {name for name, parameter in named.items() if parameter.decays}
+    weights = {name for name in named if name.endswith(".weight") and "norm" not in name}
+    tables = {name for name in named if name.startswith("embedding.")}
+    biases = {name for name in named if name.endswith("qkv.bias")}
+    assert len(weights) == 4 * Model().layers
+    assert decaying == weights | tables | biases
+
+
+def test_a_parameter_with_two_names_in_one_module_is_replaced_under_both() -> None:
+    with torch.device("meta"):
+        module = torch.nn.Linear(3, 3)
+    module.also = module.weight
+    new = torch.nn.Parameter(torch.ones(3, 3))
+    build.install_parameters(module, {"weight": new, "bias": torch.nn.Parameter(torch.ones(3))})
+    assert module.weight is new
+    assert module.also is new
