@@ -1,5 +1,8 @@
 """World: ranks, nodes, small values, parts of the world."""
 
+import time
+from pathlib import Path
+
 import pytest
 
 from hpczero.comm.objects import run_while_polling
@@ -76,6 +79,20 @@ def test_what_fails_beside_work_on_files_leaves_the_ranks_in_step(world: World) 
     except OSError:
         assert world.rank == 0
     assert world.broadcast_object(world.gather_objects(world.rank)) == list(range(world.size))
+
+
+def test_work_on_files_has_ended_everywhere_when_it_ends_anywhere(
+    world: World, shared_folder: str
+) -> None:
+    written = Path(shared_folder) / "written"
+
+    def write() -> None:
+        if world.rank == world.size - 1:
+            time.sleep(0.5)
+            written.touch()
+
+    run_while_polling(world, write)
+    assert written.exists()
 
 
 def test_the_library_is_named(world: World) -> None:

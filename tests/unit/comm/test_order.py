@@ -106,3 +106,16 @@ def test_one_channel_goes_in_the_order_in_which_it_starts() -> None:
     order.done(0, first)
     assert order.is_next(0, third)
     order.close()
+
+
+def test_an_operation_has_no_place_before_all_ranks_have_started_it() -> None:
+    """Rank 1 may wait for an operation before it starts one that rank 0 has started long ago."""
+    library = Library(2, random.Random(1))
+    orders = [Order(library) for _ in range(2)]
+    for rank, order in enumerate(orders):
+        order.add(lambda rank=rank: Communicator(library, rank))
+    early = orders[0].start(0)
+    assert not any(orders[rank].is_next(0, early) for _ in range(50) for rank in (0,))
+    turns = [order.start(1) for order in orders]
+    for rank, order in enumerate(orders):
+        assert any(order.is_next(1, turns[rank]) for _ in range(50)), rank

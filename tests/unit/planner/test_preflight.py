@@ -263,7 +263,7 @@ def test_shared_windows_need_room_in_shared_memory() -> None:
         ),
         text,
     )
-    assert "make it larger (docker: --shm-size=" in text
+    assert "make it larger (docker: --shm-size=3g; else mount -o remount,size=3g " in text
     assert "would fit: zero.node_shared = false" in text
     assert judged(spec(stage=2), *[rank(shm=GB // 16)] * 4) is None
     assert judged(spec(stage=2), *[rank(shm=0)] * 4) is None
