@@ -4,6 +4,7 @@ documents differ.
 
 from collections.abc import Sequence
 from math import isclose
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ import torch
 
 from hpczero.data.samples import window
 from hpczero.model.batch import MicroBatch
-from hpczero.train.batches import Tally, Validation
+from hpczero.spec.schema import Spec, Train
+from hpczero.train.batches import Batches, Tally, Validation
 
 SEQ_LEN = 16
 
@@ -109,3 +111,10 @@ def test_the_standard_error_is_that_of_a_sample_without_replacement() -> None:
     drawn = [losses[window(3, 10, sample)] for sample in range(4)]
     expected = np.sqrt(np.var(drawn, ddof=1) / 4 * (1 - 4 / 10))
     assert evaluated(losses, 3, 4, [1]).standard_error == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("windows", "batches"), [(0, 0), (5, 1), (8, 1), (9, 2), (100, 3)])
+def test_the_last_batch_of_a_small_split_is_a_shorter_one(windows: int, batches: int) -> None:
+    spec = Spec(train=Train(global_batch=8, eval_batches=3))
+    source = SimpleNamespace(windows=lambda split: windows)
+    assert Batches(spec, source, 0, 1).evaluation_batches() == batches
