@@ -6,9 +6,11 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -19,7 +21,7 @@ from hpczero import safe_files
 from hpczero.checkpoint import directory
 from hpczero.checkpoint import save as write
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.save import SaveFailed
+from hpczero.checkpoint.save import SaveFailed, Saver
 from hpczero.checkpoint.shard_file import (
     BLOCK,
     SLOTS,
@@ -207,3 +209,18 @@ def test_all_files_of_a_checkpoint_are_on_the_disk(
     files = [path.stat() for path in save(saver(tmp_path), 1).iterdir()]
     assert len(files) == 3
     assert {found.st_ino: found.st_size for found in files}.items() <= sizes.items()
+
+
+def test_a_save_is_written_when_its_thread_has_ended_and_not_before() -> None:
+    saver, goes_on = object.__new__(Saver), threading.Event()
+    saver._save = None
+    assert saver.written
+    saver._save = SimpleNamespace(thread=None)
+    assert saver.written
+    thread = threading.Thread(target=goes_on.wait, daemon=True)
+    saver._save = SimpleNamespace(thread=thread)
+    thread.start()
+    assert not saver.written
+    goes_on.set()
+    thread.join()
+    assert saver.written

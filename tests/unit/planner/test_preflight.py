@@ -248,6 +248,8 @@ def test_nodes_tried_out_on_one_computer_share_its_memory() -> None:
     assert text is not None
     assert "on n (4 ranks)" in text
     assert judged(spec(), *[rank(number // 2) for number in range(4)]) is None
+    containers = [rank(number // 2, computer="one", host=f"c{number // 2}") for number in range(4)]
+    assert "(4 ranks)" in (judged(spec(), *containers) or "")
 
 
 def test_shared_windows_need_room_in_shared_memory() -> None:
