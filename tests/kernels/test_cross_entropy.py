@@ -112,3 +112,15 @@ def test_the_gradient_lies_where_the_logits_were():
         ).data_ptr()
         == logits.data_ptr()
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_loss_of_half_precision_logits_has_full_precision(dtype):
+    """40,000 rows of it are more than fp16 can hold, and more digits than bf16 has."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(40_000, 9, generator=generator).to(dtype)
+    targets = torch.randint(0, 9, (40_000,), generator=generator)
+    loss = cross_entropy.cross_entropy(logits, targets)
+    expected = functional.cross_entropy(logits.double(), targets, reduction="sum")
+    assert loss.dtype is torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
