@@ -191,7 +191,8 @@ def test_diff_finds_one_number_a_shape_a_tensor_and_a_buffer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = Wanted(
-        layers=parameters(x=(9, 7), same=(5,), shape=(4,), mine=(2,)), buffers={"seen": np.array(1)}
+        layers=parameters(x=(9, 7), same=(5,), shape=(4,), mine=(2,)),
+        buffers={"seen": np.array(1), "only": np.array(0)},
     )
     b = Wanted(
         layers=parameters(x=(9, 7), same=(5,), shape=(2, 2), other=(2,)),
@@ -210,6 +211,7 @@ def test_diff_finds_one_number_a_shape_a_tensor_and_a_buffer(
         "/model/mine",
         "/model/other",
         "/optimizer/moment2/x",
+        "/buffers/only",
         "/buffers/seen",
     ]
     assert found[3]["elements"] == 1
