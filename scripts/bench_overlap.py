@@ -3,7 +3,7 @@
 beside its communication alone.
 
     scripts/netns_testbed.sh run --rate 1gbit --hosts 2 --ranks-per-host 1 python
-scripts/bench_overlap.py --micro-batches 1,4,8,16
+        scripts/bench_overlap.py --micro-batches 1,4,8,16
 
 Compute is `bench_step.py`'s floor. Communication: the sums of all units' gradients, one after the
 other, then the gathers of all units' weights, with nothing in between. A step cannot be faster than

@@ -40,7 +40,7 @@ find_python() {
 make_environment() {
     mkdir -p "$(dirname "$1")"
     (
-        ! command -v flock >/dev/null || flock 9
+        flock 9 2>/dev/null || true # some systems lack the command, some file systems the locks
         make_environment_alone "$@" 9<&-
     ) 9<"$(dirname "$1")"
 }

@@ -113,6 +113,19 @@ def test_of_two_that_make_an_environment_at_once_one_does(tools: Path, tmp_path:
     assert (both.returncode, log.read_text()) == (0, "pip\n"), both
 
 
+def test_an_environment_is_also_made_where_files_cannot_be_locked(
+    tools: Path, tmp_path: Path
+) -> None:
+    (tools / "flock").unlink()
+    program(tools / "flock", "echo 'flock: 9: Function not implemented' >&2; exit 69")
+    (tools / "cp").symlink_to(shutil.which("cp") or "")
+    program(tmp_path / "pip", "exit 0")
+    make = f"case $2 in venv) mkdir -p $3/bin; cp {tmp_path}/pip $3/bin/python;; esac"
+    program(tools / "python3", make)
+    made = bash(f"make_environment {tmp_path}/venv train", str(tools))
+    assert (made.returncode, made.stderr) == (0, "")
+
+
 def parts(code: str) -> subprocess.CompletedProcess[str]:
     return bash(f'source scripts/parts.sh\n{code}\ncat "$results/parts"')
 

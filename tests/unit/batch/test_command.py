@@ -1,4 +1,4 @@
-"""What a scheduler's program prints."""
+"""The output of a scheduler's program."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Which MPI may run below which launcher."""
+"""MPI libraries and the launchers below which they may run."""
 
 from types import SimpleNamespace
 

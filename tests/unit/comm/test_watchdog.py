@@ -1,4 +1,4 @@
-"""What a node's ranks write for other nodes, without MPI."""
+"""The file that a node's ranks write for other nodes, without MPI."""
 
 import json
 from pathlib import Path
