@@ -230,7 +230,7 @@ class Progress:
         try:
             while not (work.done if until_done else work.ended):
                 if not self._move_on(work):
-                    os.sched_yield() if time.monotonic() < patience else time.sleep(_NAP)
+                    give_way(patience)
         except CommunicationError as error:
             raise self._explained(work, error) from error.__cause__
         finally:
@@ -305,6 +305,11 @@ class Progress:
         if self.status.wait is None:
             self.status.begin_wait(work.point)
         return CommunicationError("\n".join(filter(None, [str(error), self.status.explain()])))
+
+
+def give_way(patience: float) -> None:
+    """Leave the core to others for a moment, asleep when the clock (monotonic) has passed this."""
+    os.sched_yield() if time.monotonic() < patience else time.sleep(_NAP)
 
 
 class Background:

@@ -7,7 +7,6 @@ the first page too many dies of SIGBUS. Therefore `SharedBlocks` checks for free
 """
 
 import ctypes
-import os
 import time
 from collections.abc import Generator, Sequence
 from ctypes import memmove
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from hpczero import machine
 from hpczero.comm.mpi_backend import TINY, Combine, combine_parts, mismatch, shard
-from hpczero.comm.progress import Progress, Requests
+from hpczero.comm.progress import Progress, Requests, give_way
 from hpczero.comm.status import Status, WaitPoint
 from hpczero.errors import InputError
 
@@ -26,7 +25,6 @@ PAGE = 4096
 LINE = 64  # bytes of a cache line
 _STRIDE = LINE // 8  # from one counter of a window to the next
 _EAGER = 0.002  # seconds of a wait in which a rank only yields the core; then it sleeps in between
-_NAP = 0.0001
 _LARGEST = 1 << 18  # bytes of a tensor
 _ALL = 1 << 23  # bytes of all ranks' slots of one kind: with many ranks tensors must be shorter
 _LOOKS = 50  # at the other ranks' counters, before other operations in flight get a turn
@@ -234,7 +232,7 @@ class NodeWindow:
         try:
             while not self.reached(counter, value):
                 if not self._progress.advance():
-                    os.sched_yield() if time.monotonic() < patience else time.sleep(_NAP)
+                    give_way(patience)
         finally:
             self._status.end_wait()
 

@@ -222,6 +222,7 @@ class Sums:
         out.copy_(sum(parts))  # type: ignore[arg-type]
 
 
+@pytest.mark.by_mpi_alone("what a node shares is in the CPU's memory")
 @pytest.mark.ranks(3, 4)
 def test_uneven_nodes_sum_what_is_larger_than_their_buffers(world: World) -> None:
     """2 + 1 and 3 + 1 ranks: every node cuts the shards into the same windows."""
