@@ -253,10 +253,11 @@ class Reduction:
 
     def first_bad(self, others: Sequence[Group] = ()) -> BadGradient:
         """Return which gradient, also of the other groups, made a sum not finite. Collective."""
-        if not self.checks_on_host:  # all that is left are sums, which do not tell the rank
+        if not self.checks_on_host:  # all that is left are sums, which do not tell which rank's
+            rank = _UNKNOWN if self.axis.size > 1 else 0
             for unit in self._units:
                 shard = unit.reduced_shard
-                self.note_bad(unit, unit.shard.start, [shard], [_UNKNOWN], shard)
+                self.note_bad(unit, unit.shard.start, [shard], [rank], shard)
         none_bad = len(self.names_backwards)
         index, rank = min(self._bad, default=(none_bad, 0))
         for group in (self.axis.group, *others):

@@ -377,6 +377,7 @@ def test_what_has_ended_is_forgotten(world: World) -> None:
     works = [nodes.everyone.start_all_reduce(tensor) for tensor in values]
     for work in works:
         work.wait()
+        work.host_sync()
     progress = nodes.progress
     assert not progress._in_flight
     assert not progress._far

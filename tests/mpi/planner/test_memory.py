@@ -81,8 +81,8 @@ def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
         job.way.engine.close()
 
 
-WIDE = Model(layers=6, hidden=128, heads=8, vocab=4000, seq_len=64)
-MODELS = {"wide": WIDE, "narrow": WIDE.model_copy(update={"vocab": 300, "hidden": 256})}
+WIDE = Model(layers=6, hidden=128, heads=8, vocab=4000, seq_len=32)
+MODELS = {"wide": WIDE, "narrow": WIDE.model_copy(update={"vocab": 300})}
 GRIDS: list[dict[str, Any]] = [
     {"pipeline": 2},
     {"pipeline": 2, "schedule": "gpipe"},
@@ -105,7 +105,7 @@ def grids_of(ranks: int, everything: bool) -> list[dict[str, Any]]:
 @pytest.mark.few(2)
 def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) -> None:
     train, parallel = (
-        Train(global_batch=32, micro_batch=4, eval_batches=0),
+        Train(global_batch=16, micro_batch=4, eval_batches=0),
         Parallel(**case["parallel"]),
     )
     job = Job(
