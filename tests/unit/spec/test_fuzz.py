@@ -160,7 +160,7 @@ def outcome(path: Path, options: Namespace) -> str:
     return kind
 
 
-@pytest.mark.parametrize("examples", [500, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [250, pytest.param(5000, marks=pytest.mark.slow)])
 def test_mutated_specs(folder: Path, examples: int) -> None:
     """Always the same ones."""
     outcomes: Counter[str] = Counter()

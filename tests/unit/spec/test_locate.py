@@ -160,7 +160,7 @@ def documents(draw: st.DrawFn) -> tuple[str, dict[tuple[str, ...], int]]:
     return "\n".join(lines), where
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(documents())
 def test_agrees_with_tomllib(document: tuple[str, dict[tuple[str, ...], int]]) -> None:
     text, where = document
@@ -174,7 +174,7 @@ def test_agrees_with_tomllib(document: tuple[str, dict[tuple[str, ...], int]]) -
     assert {path: lines[path] for path in where} == where
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(st.text(alphabet="ab=[]{},.\"'\\#\n\r \t\x00é", max_size=60))
 def test_any_text_is_read_without_a_failure(text: str) -> None:
     lines = key_lines(text)

@@ -71,11 +71,9 @@ def units(spec: Spec) -> list[int]:
 
 def test_a_step_of_7_billion_parameters_is_some_hundred_rounds_on_gpus() -> None:
     spec = load(str(CHECKOUT / "jobspecs" / "gpt-7b-gh200.toml")).spec
-    small, _ = rounds(4 * MIB, units(spec))
-    assert 12_000 < small < 15_000
     assert bucket_bytes(spec.zero, "cuda") >= 256 * MIB
-    large, buffer = rounds(bucket_bytes(spec.zero, "cuda"), units(spec))
-    assert large < 300
+    made, buffer = rounds(bucket_bytes(spec.zero, "cuda"), units(spec))
+    assert made < 300
     assert buffer <= 256 * MIB
 
 
