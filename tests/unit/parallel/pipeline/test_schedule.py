@@ -2,7 +2,8 @@
 published bounds, and never stuck on messages.
 
 The usual run takes a part of these layouts (for some numbers of stages, each with every number of
-chunks, the micro-batches around the stages); --slow takes all.
+chunks, the micro-batches around the stages); --slow takes all up to twice the stages, and every
+eighth number of micro-batches beyond.
 """
 
 from collections import deque
@@ -35,9 +36,9 @@ def layouts(everything: bool) -> Iterator[Layout]:
             around = {1, 2, stages - 1, stages, stages + 1, 2 * stages - 1}
             for micro_batches in range(1, 65):
                 if (
-                    everything
-                    or micro_batches in around
+                    micro_batches in around
                     or (5 * micro_batches + 3 * stages + chunks) % 64 == 0
+                    or (everything and (micro_batches <= 2 * stages or micro_batches % 8 == 0))
                 ):
                     yield from (
                         (kind, stages, chunks, micro_batches)
