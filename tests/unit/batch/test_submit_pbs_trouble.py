@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpczero.batch import pbs, scheduler, submission, submit
+from hpczero.batch.command import QueuedJob
 from hpczero.cli import main
 from hpczero.errors import HpczeroError
 from hpczero.lock import Holder, RunLock
@@ -62,6 +63,38 @@ def test_a_job_that_is_still_on_its_way_into_the_queue(
     (own.path / "job.sh").write_text(f"#!/bin/bash\n#PBS -v HPCZERO_TAG={own.tag(0)}\n")
     assert submit.Chain(own, sleep=waited.append).submit().jobs == ("17.headnode",)
     assert len(fakes.calls(queue, "qsub")) == 1
+
+
+def test_a_job_whose_answer_was_lost_is_not_taken_for_the_one_before(
+    queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All jobs of a chain have one tag under PBS."""
+    real = pbs.submit
+
+    def losing_the_second(words: Sequence[str]) -> str:
+        if len(fakes.calls(queue, "qsub")) == 1:
+            (queue / "lose").touch()
+        return real(words)
+
+    monkeypatch.setattr(pbs, "submit", losing_the_second)
+    assert main(["submit", "spec.toml"]) == 0
+    assert record(tmp_path).jobs == ("17.headnode", "18.headnode", "19.headnode")
+    assert len(fakes.calls(queue, "qsub")) == 3
+
+
+def test_a_remembered_answer_is_about_the_jobs_that_were_asked_for(
+    queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def jobs(user: str, numbers: Sequence[str]) -> list[QueuedJob]:
+        asked.append(list(numbers))
+        return []
+
+    monkeypatch.setattr(pbs, "jobs", jobs)
+    for numbers in (["1", "2"], ["1"], ["1", "3"]):
+        scheduler.jobs("pbs", numbers)
+    assert asked == [["1", "2"], ["1", "3"]]
 
 
 def test_a_server_without_history(

@@ -13,7 +13,7 @@ import pytest
 
 import hpczero.checkpoint
 from hpczero.checkpoint import Damaged
-from hpczero.checkpoint.shard_file import SLOTS
+from hpczero.checkpoint.shard_file import BLOCK, SLOTS, WIDTH
 from hpczero.checkpoint.verify import Damage, Verification
 from hpczero.cli import main
 from tests.support.checkpoints import Grid, Wanted, look_without_a_process, make, parameters
@@ -91,6 +91,13 @@ def tensors_at(folder: Path, file: str, byte: int) -> set[str] | None:
                             for number in table.tensor[there]
                         }
     return None
+
+
+def test_what_takes_several_reads_is_read_whole(tmp_path: Path) -> None:
+    """Of 11 blocks, four at a time."""
+    wanted = Wanted(layers=parameters(large=(11 * BLOCK // WIDTH,)))
+    with hpczero.checkpoint.open(make(tmp_path, Grid(), wanted)) as checkpoint:
+        assert np.array_equal(checkpoint[f"{SLOTS[0]}/large"].numpy(), wanted.values[0]["large"])
 
 
 def test_a_flipped_bit_anywhere_is_found(whole: Path) -> None:

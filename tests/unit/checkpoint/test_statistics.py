@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpczero.checkpoint.load import Statistics
+from hpczero.checkpoint.load import Difference, Statistics
 
 
 def test_stretches_add_up_to_the_statistics_of_the_whole() -> None:
@@ -20,3 +20,9 @@ def test_stretches_add_up_to_the_statistics_of_the_whole() -> None:
     assert found.mean == pytest.approx(whole.mean(), rel=1e-12)
     assert found.std == pytest.approx(whole.std(), rel=1e-12)
     assert found.norm == pytest.approx(np.linalg.norm(whole), rel=1e-12)
+
+
+def test_what_is_nan_in_one_alone_is_further_away_than_any_tolerance() -> None:
+    found = Difference()
+    found.add(np.array([1, np.nan, np.nan], np.float32), np.array([1, 2, np.nan], np.float32))
+    assert (found.differing, found.largest, found.relative) == (1, np.inf, np.inf)

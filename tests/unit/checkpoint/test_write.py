@@ -224,3 +224,16 @@ def test_a_save_is_written_when_its_thread_has_ended_and_not_before() -> None:
     goes_on.set()
     thread.join()
     assert saver.written
+
+
+def test_the_first_rank_of_a_node_makes_its_file() -> None:
+    """Nodes of 2, 1 and 3 ranks; and ranks that are dealt out to the nodes."""
+    for nodes, leaders in (((0, 0, 1, 2, 2, 2), [0, 0, 2, 3, 3, 3]), ((1, 0, 1, 0), [0, 1, 0, 1])):
+        worlds = [
+            SimpleNamespace(
+                rank=rank, node=node, node_of_rank=list(nodes), local_size=nodes.count(node)
+            )
+            for rank, node in enumerate(nodes)
+        ]
+        assert [write._leader(world, "node") for world in worlds] == leaders  # type: ignore[arg-type]
+        assert [write._leader(world, "rank") for world in worlds] == list(range(len(nodes)))  # type: ignore[arg-type]
