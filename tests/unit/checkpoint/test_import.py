@@ -121,6 +121,17 @@ def test_the_same_without_its_oddness_is_imported(spec: Path) -> None:
     assert main(["ckpt", "verify", str(spec.parent / "run")]) == 0
 
 
+@pytest.mark.parametrize(("precision", "scale"), [("fp16", 1024), ("bf16", 1), ("fp32", 1)])
+def test_a_run_begins_with_the_loss_scale_of_its_precision(
+    spec: Path, precision: str, scale: int
+) -> None:
+    train = f'[train]\nprecision = "{precision}"\nloss_scale = 1024\n'
+    spec.write_text(spec.read_text() + train)
+    imported(spec, file_of(spec.parent / "in.safetensors", {"a": tensor()}, 16), code=0)
+    with hpczero.checkpoint.open(spec.parent / "run") as checkpoint:
+        assert checkpoint.content.state.loss_scale == scale
+
+
 def test_two_files_whose_names_are_in_each_other_s_way_are_refused(
     spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

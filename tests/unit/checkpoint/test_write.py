@@ -4,6 +4,7 @@ and never the end of the process.
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 from hpczero import safe_files
-from hpczero.checkpoint import directory
+from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint import save as write
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.save import SaveFailed, Saver
@@ -196,18 +197,24 @@ def test_a_save_that_is_waited_for_makes_no_pauses(
 def test_all_files_of_a_checkpoint_are_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk was asked to have each of them, as large as it is in the end."""
-    sizes = dict[int, int]()
+    """The disk was asked to have each of them, as large as it is in the end, and the names of the
+    others before there is a manifest.
+    """
+    sizes, names = dict[int, int](), list[set[str]]()
     sync = os.fsync
 
     def note_and_sync(file: int) -> None:
         found = os.fstat(file)
         sizes[found.st_ino] = found.st_size
+        if stat.S_ISDIR(found.st_mode):
+            names.append(set(os.listdir(file)))
         sync(file)
 
     monkeypatch.setattr(os, "fsync", note_and_sync)
-    files = [path.stat() for path in save(saver(tmp_path), 1).iterdir()]
+    paths = list(save(saver(tmp_path), 1).iterdir())
+    files = [path.stat() for path in paths]
     assert len(files) == 3
+    assert {path.name for path in paths} - {manifest.NAME} in names
     assert {found.st_ino: found.st_size for found in files}.items() <= sizes.items()
 
 

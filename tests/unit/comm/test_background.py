@@ -1,6 +1,33 @@
 import threading
+import time
+from types import SimpleNamespace
 
-from hpczero.comm.progress import Background
+import pytest
+
+from hpczero.comm.progress import Background, Progress, Requests
+from hpczero.comm.status import Status, WaitPoint
+from hpczero.comm.trace import Entry
+
+
+def test_what_fails_in_the_background_fails_the_rank() -> None:
+    mpi = SimpleNamespace(
+        Request=SimpleNamespace(Testall=lambda requests: True),
+        Exception=OSError,
+        get_vendor=lambda: ("none", ()),
+    )
+    progress = Progress(mpi, Status())
+
+    def steps() -> Requests:
+        yield [object()]
+        raise ArithmeticError("the pieces do not fit")
+
+    work = progress.start(steps(), Entry(), WaitPoint(b""), ("data", "sum", -1), far=True)
+    until = time.monotonic() + 10
+    while not work.done and time.monotonic() < until:
+        time.sleep(0.001)
+    for call in (progress.check, progress.advance, work.wait, work.poll, progress.close):
+        with pytest.raises(ArithmeticError, match="do not fit"):
+            call()
 
 
 def test_it_advances_until_there_is_nothing_more_and_again_when_woken() -> None:
