@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpczero.comm.status import RankState
-from hpczero.comm.watchdog import Watch
+from hpczero.comm.status import RankState, Status
+from hpczero.comm.watchdog import Member, Watch
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -28,3 +28,15 @@ def test_the_nodes_file_is_written_by_a_rank_that_waits_not_by_one_that_is_stuck
     assert written.exists() == (rank == 1)
     if rank == 1:
         assert set(json.loads(written.read_text())["states"]) == {"0", "1", "2"}
+
+
+def test_what_an_earlier_job_left_does_not_keep_this_one_from_reporting(tmp_path: Path) -> None:
+    for name in ("report", "node-0000.txt"):
+        (tmp_path / name).touch()
+    status, member = Status(), Member(0, "here", 0)
+    watch = Watch(status, member, [member], {0: status.slot}, 3600, tmp_path)
+    try:
+        assert not (tmp_path / "node-0000.txt").exists()
+        assert [watch._is_first_node() for _ in range(2)] == [True, False]
+    finally:
+        watch.stop()

@@ -5,9 +5,11 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hpczero.commands import data
 from hpczero.errors import InputError
 from tests.support.token_files import Heard, documents, make
 
@@ -135,3 +137,16 @@ def test_a_mistake_further_on_can_be_mended_without_starting_over(
     heard = Heard()
     made = make(text, tmp_path / "a.h5", heard, commit_every=1)
     assert b"mended" in documents(made, "train") + documents(made, "validation")
+
+
+def test_the_rate_of_a_build_that_goes_on_is_of_what_it_has_read_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins at 900 of 1000 bytes; 20 s later it has read them all."""
+    clock = iter((0.0, 5.0, 25.0))
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    lines = data._Lines()
+    lines.advanced(900, 1000)
+    lines.advanced(1000, 1000)
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.endswith("read=1000 total=1000 bytes_per_second=5")
