@@ -2,6 +2,7 @@
 values of modules on meta.
 """
 
+import time
 from itertools import product
 from types import SimpleNamespace
 
@@ -111,6 +112,31 @@ def test_a_state_is_taken_home_and_brought_back(world: World) -> None:
                 match="rank 0 says more" if world.rank else "offset is missing; other is unknown",
             ):
                 engine.load_state_dict(first)
+
+
+def test_buffers_that_are_loaded_are_every_ranks(world: World) -> None:
+    module = made(lambda: Convolutions(True), world.rank)
+    with hpczero.initialize(module, spec_of(1, False), world) as engine:
+        state = engine.full_state_dict()
+        if world.rank == 0:
+            state["features.0.1.running_mean"].fill_(7.0)
+        engine.load_state_dict(state)
+        assert (engine.module.features[0][1].running_mean == 7.0).all()
+
+
+def test_weights_are_loaded_when_no_rank_of_the_node_reads_the_old_ones(world: World) -> None:
+    """The last rank is late in its forward."""
+
+    def late(*_: object) -> None:
+        time.sleep(0.3 * (world.rank == world.size - 1))
+
+    with hpczero.initialize(made(Odd), spec_of(1, True), world) as engine, torch.no_grad():
+        before = of_tokens(engine, slice(0, 1)).clone()
+        state = {name: torch.zeros_like(old) for name, old in engine.full_state_dict().items()}
+        engine.module.blocks[1].register_forward_pre_hook(late)
+        assert torch.equal(of_tokens(engine, slice(0, 1)), before)
+        engine.load_state_dict(state)
+        assert not torch.equal(of_tokens(engine, slice(0, 1)), before)
 
 
 @pytest.mark.parametrize("meta", ["everywhere", "but on rank 0"])
