@@ -74,6 +74,29 @@ def test_every_way_equals_pytorch(world: World, case: str) -> None:
             )
 
 
+class Branches(nn.Module):
+    """Layers beside each other; their gradients come in the order in which they were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, backwards: bool) -> torch.Tensor:
+        of_layer = {number: self.layers[number](x) for number in range(4)[:: 1 - 2 * backwards]}
+        return sum(of_layer[number].square().sum() for number in range(4))
+
+
+@SHARE_SAMPLES
+def test_gradients_that_come_in_other_orders_on_other_ranks(world: World) -> None:
+    def loss(module: Any, part: slice) -> torch.Tensor:
+        x = torch.randn(SAMPLES, 16, generator=torch.Generator().manual_seed(2))[part]
+        return module(x, world.rank % 2 == 1) / 100
+
+    expected = alone(Branches, loss)
+    for stage in (1, 2):  # at stage 3 weights are gathered in one order
+        assert_same(expected, trained(world, Branches, loss, spec_of(stage, False)), world.rank)
+
+
 @SHARE_HALVES
 @pytest.mark.parametrize("case", ["convolutions", "odd"])
 def test_a_rank_ahead_waits_before_it_writes_what_others_read(world: World, case: str) -> None:
