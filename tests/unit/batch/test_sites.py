@@ -22,6 +22,7 @@ description = "the moon"
 hosts = ["crater*"]
 [spec.batch]
 scheduler = "slurm"
+queue = "light"
 modules = ["dust"]
 env = { A = "site", B = "site" }
 [partitions.near]
@@ -55,9 +56,9 @@ def test_the_profile_holds_where_the_spec_says_nothing(moon: Path) -> None:
         ("air",),
         {"A": "mine", "B": "site"},
     )
-    assert loaded.sources["batch.queue"].text == "sites/moon.toml:11"
+    assert loaded.sources["batch.queue"].text == "sites/moon.toml:12"
     assert loaded.sources["batch.modules"].text == f"{moon}/spec.toml:1"
-    assert load(spec(moon, ""), ["batch.site=moon"]).spec.batch.queue == ""
+    assert load(spec(moon, ""), ["batch.site=moon"]).spec.batch.queue == "light"
 
 
 def test_a_site_is_known_by_its_host_name_or_a_variable(
