@@ -260,3 +260,16 @@ def test_what_is_written_durably_is_in_the_file_when_the_disk_is_asked(
         file.write(b"12345")
     assert sizes[0] == 5
     assert len(sizes) == 2  # the folder's entry, too
+
+
+def test_a_read_that_returns_less_goes_on_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"0123456789")
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:3]], at))
+    room = bytearray(20)
+    with path.open("rb") as file:
+        assert safe_files.read_at(file.fileno(), memoryview(room), 1) == 9
+    assert room == b"123456789" + bytes(11)
