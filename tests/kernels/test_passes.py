@@ -31,7 +31,7 @@ def same(left: Tensor, right: Tensor) -> bool:
     [(dtype, out) for dtype in FLOATS for out in {dtype, torch.float32}],
     ids=str,
 )
-@pytest.mark.few(simulated=11)
+@pytest.mark.few(simulated=6)
 def test_sums_equal_the_reference(
     dtype: torch.dtype, out_dtype: torch.dtype, offset: int, count: int
 ) -> None:
@@ -58,6 +58,7 @@ def test_sums_equal_the_reference(
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf"), -float("inf")])
+@pytest.mark.few(simulated=1)
 def test_a_sum_that_is_not_finite_is_told(value: float) -> None:
     piece, squares, bad = (
         torch.ones(100, device=DEVICE),

@@ -42,6 +42,7 @@ from tests.support.user_modules import (
     of_vectors,
     spec_of,
     trained,
+    ways,
 )
 
 pytestmark = [
@@ -62,10 +63,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 
 @SHARE_HALVES
 @pytest.mark.parametrize("case", CASES)
-def test_every_way_equals_pytorch(world: World, case: str) -> None:
+def test_every_way_equals_pytorch(world: World, case: str, everything: bool) -> None:
     kind, loss = CASES[case]
     expected = alone(kind, loss)
-    for stage, shared in WAYS:
+    for stage, shared in ways(list(CASES).index(case), everything):
         for backwards, hint in ((1, True), (2, False)):
             assert_same(
                 expected,
@@ -162,11 +163,13 @@ def test_layers_that_only_some_ranks_use(world: World) -> None:
 @SHARE_SAMPLES
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.few(1)
-def test_stages_are_bitwise_equal_in_half_precision(world: World, precision: str) -> None:
-    for kind, loss in CASES.values():
+def test_stages_are_bitwise_equal_in_half_precision(
+    world: World, precision: str, everything: bool
+) -> None:
+    for number, (kind, loss) in enumerate(CASES.values()):
         first, *others = (
             trained(world, kind, loss, spec_of(stage, shared, precision), accumulates=False)
-            for stage, shared in WAYS
+            for stage, shared in ways(number, everything)
         )
         for other in others:
             assert first[0] == other[0]

@@ -3,7 +3,6 @@ on one rank.
 """
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,11 +18,12 @@ from hpczero.parallel.pipeline.executor import Pipeline
 from hpczero.parallel.pipeline.user_stages import stage_of
 from hpczero.spec.schema import Parallel
 from tests.support.training import Record, assert_same, train
+from tests.support.user_modules import WAYS, ways
 from tests.support.user_stages import spec_of
 
 pytestmark = pytest.mark.mpi
 
-WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # -> chunks
 
 
 def serial(world: World, family: str, steps: int = 4) -> Record:
@@ -48,15 +48,17 @@ def test_a_module_that_runs_in_two_chunks_of_a_stage(world: World) -> None:
 
 @pytest.mark.ranks(2, 3, 4, 6, 8)
 @pytest.mark.parametrize("family", ["Layered", "layered_on_meta"])
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES.items())
 @pytest.mark.usual(4)
 @pytest.mark.few(3)
-def test_stages_equal_the_serial_run(world: World, family: str, schedule: str, chunks: int) -> None:
+def test_stages_equal_the_serial_run(
+    world: World, family: str, schedule: str, chunks: int, everything: bool
+) -> None:
     expected = serial(world, family, steps=20 if world.size == 2 else 4)
     for stages in [
         size for size in range(2, world.size + 1) if world.size % size == 0 and size * chunks <= 6
     ]:
-        for stage, shared in WAYS:
+        for stage, shared in ways(stages // 2 + list(SCHEDULES).index(schedule), everything):
             spec = spec_of(
                 family,
                 stage,

@@ -93,6 +93,7 @@ def nodes_of(ranks: int, everything: bool) -> list[dict[str, int]]:
 
 @pytest.mark.by_mpi_alone("what a node shares is in the CPU's memory")
 @pytest.mark.cases(of=nodes_of)
+@pytest.mark.few(2)
 def test_several_nodes(world: World, case: dict[str, int]) -> None:
     """2 x 2, 2 + 1 and 3 x 2 ranks on simulated nodes, and nodes of one rank."""
     alone, nodes = world.part([world.rank]), world.part(range(world.size), case["ranks_per_node"])
