@@ -93,29 +93,30 @@ class Work:
         return self.done or self._mark is not None
 
     def wait(self) -> None:
+        if not self.done:
+            begun = time.perf_counter()
+            if not self.ended:
+                self._progress.finish(self)
+            if self._mark:
+                self._mark.order()
+            self._entry.seconds += time.perf_counter() - begun
         self._progress.check()
-        if self.done:
-            return
-        begun = time.perf_counter()
-        if not self.ended:
-            self._progress.finish(self)
-        if self._mark:
-            self._mark.order()
-        self._entry.seconds += time.perf_counter() - begun
 
     def host_sync(self) -> None:
         """Make the host wait until the operation is done."""
         if not self.done:
             self._progress.finish(self, until_done=True)
+        self._progress.check()
 
     def poll(self) -> bool:
         """Move everything that can move; return True if this operation is done."""
-        self._progress.check()
         if not self.done:
             begun = self._progress.trace.now()
             self._progress.advance()
             self._progress.trace.advanced(*self.what[:2], begun)
-        return self.done
+        done = self.done
+        self._progress.check()
+        return done
 
     def resume(self) -> None:
         """Take the next step, when the requests are complete."""
@@ -133,7 +134,8 @@ class Work:
             else:
                 self._mark = self.queue.mark()
                 self.requests = (self._mark,)
-        except BaseException:
+        except BaseException as error:
+            self._progress.note(error)  # before `done`: whoever sees that one checks then
             self.done = True
             raise
 
@@ -200,6 +202,11 @@ class Progress:
         if self._failed:
             raise self._failed
 
+    def note(self, error: BaseException) -> None:
+        """Keep an error of the background for the rank itself."""
+        if self._is_background:
+            self._failed = error
+
     def advance(self) -> bool:
         """Take every step whose requests are complete; return True if there was one."""
         with self.lock:
@@ -230,7 +237,7 @@ class Progress:
         try:
             while not (work.done if until_done else work.ended):
                 if not self._move_on(work):
-                    give_way(patience)
+                    yield_core(patience)
         except CommunicationError as error:
             raise self._explained(work, error) from error.__cause__
         finally:
@@ -307,9 +314,9 @@ class Progress:
         return CommunicationError("\n".join(filter(None, [str(error), self.status.explain()])))
 
 
-def give_way(patience: float) -> None:
-    """Leave the core to others for a moment, asleep when the clock (monotonic) has passed this."""
-    os.sched_yield() if time.monotonic() < patience else time.sleep(_NAP)
+def yield_core(until: float) -> None:
+    """Yield the core once; after `until` (of time.monotonic) sleep a moment instead."""
+    os.sched_yield() if time.monotonic() < until else time.sleep(_NAP)
 
 
 class Background:

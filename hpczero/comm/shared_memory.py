@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hpczero import machine
 from hpczero.comm.mpi_backend import TINY, Combine, combine_parts, mismatch, shard
-from hpczero.comm.progress import Progress, Requests, give_way
+from hpczero.comm.progress import Progress, Requests, yield_core
 from hpczero.comm.status import Status, WaitPoint
 from hpczero.errors import InputError
 
@@ -232,7 +232,7 @@ class NodeWindow:
         try:
             while not self.reached(counter, value):
                 if not self._progress.advance():
-                    give_way(patience)
+                    yield_core(patience)
         finally:
             self._status.end_wait()
 

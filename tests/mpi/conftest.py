@@ -11,7 +11,8 @@ sit it out. With --slow it runs once on 1, 2, 3, ... of them, and once on all. W
 the largest of these sizes only tests marked many_ranks run, on all of them. A test marked ranks(2,
 4) runs on a world of 2 and of 4 ranks only: without --slow on the larger one. A test marked
 cases(of=...) also asks for `case` and gets, on a world of n ranks, what of(n, everything) lists;
-everything: with --slow. Without, it runs on the usual(n) or the largest world that has cases.
+everything: with --slow. Without, it runs on usual(n) ranks if these have cases, else on the
+largest world that has.
 
 --means gloo and --means queued run the same tests with what GPUs need: collectives of
 torch.distributed, and a device's staging.
@@ -176,10 +177,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("world", sizes, indirect=True, ids=lambda size: f"{size}-ranks")
         return
     of = marker.kwargs["of"]
-    if not everything and metafunc.definition.get_closest_marker("usual"):
-        sizes = one_of(sizes, metafunc.definition)
     if not everything:  # lists may take long to make: only until one has cases
-        sizes = next(([size] for size in reversed(sizes) if of(size, False)), [])
+        usual = metafunc.definition.get_closest_marker("usual")
+        order = (one_of(sizes, metafunc.definition) if usual else []) + sizes[::-1]
+        sizes = next(([size] for size in order if of(size, False)), [])
     lists = {size: of(size, everything and size == given) for size in sizes}
     cases = [(size, case) for size in sizes for case in lists[size]]
     names = [f"{size}-ranks-" + "-".join(map(str, case.values())) for size, case in cases]

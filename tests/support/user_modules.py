@@ -20,9 +20,10 @@ WAYS = list(product((0, 1, 2, 3), (False, True)))  # stage, node-shared
 
 
 def ways(number: int, everything: bool) -> list[tuple[int, bool]]:
-    """Every stage once, two of them node-shared, in the next case the other two; or all ways."""
-    half = number % 2
-    return WAYS if everything else WAYS[half::4] + WAYS[3 - half :: 4]
+    """Every stage once, node-shared where stage + number is odd; with `everything` all ways."""
+    return [
+        (stage, shared) for stage, shared in WAYS if everything or shared == (stage + number) % 2
+    ]
 
 
 STEPS = 4

@@ -253,7 +253,7 @@ class Reduction:
 
     def first_bad(self, others: Sequence[Group] = ()) -> BadGradient:
         """Return which gradient, also of the other groups, made a sum not finite. Collective."""
-        if not self.checks_on_host:  # all that is left are sums, which do not tell which rank's
+        if not self.checks_on_host:  # only sums are left: they tell the rank where there is one
             rank = _UNKNOWN if self.axis.size > 1 else 0
             for unit in self._units:
                 shard = unit.reduced_shard

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
 def test_every_way_equals_pytorch(world: World, case: str, everything: bool) -> None:
     kind, loss = CASES[case]
     expected = alone(kind, loss)
-    for stage, shared in ways(list(CASES).index(case), everything):
+    for stage, shared in ways(list(CASES).index(case) + 1, everything):
         for backwards, hint in ((1, True), (2, False)):
             assert_same(
                 expected,
@@ -76,14 +76,15 @@ def test_every_way_equals_pytorch(world: World, case: str, everything: bool) -> 
 
 
 class Branches(nn.Module):
-    """Layers beside each other; their gradients come in the order in which they were called."""
+    """Layers beside each other; gradients come in the reverse of the order of their calls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
 
-    def forward(self, x: torch.Tensor, backwards: bool) -> torch.Tensor:
-        of_layer = {number: self.layers[number](x) for number in range(4)[:: 1 - 2 * backwards]}
+    def forward(self, x: torch.Tensor, last_first: bool) -> torch.Tensor:
+        order = reversed(range(4)) if last_first else range(4)
+        of_layer = {number: self.layers[number](x) for number in order}
         return sum(of_layer[number].square().sum() for number in range(4))
 
 

@@ -105,7 +105,7 @@ def grids_of(ranks: int, everything: bool) -> list[dict[str, Any]]:
 @pytest.mark.few(2)
 def test_activations_at_the_widest_moment(world: World, case: dict[str, Any]) -> None:
     train, parallel = (
-        Train(global_batch=16, micro_batch=4, eval_batches=0),
+        Train(global_batch=32, micro_batch=4, eval_batches=0),
         Parallel(**case["parallel"]),
     )
     job = Job(

@@ -200,7 +200,8 @@ def test_all_files_of_a_checkpoint_are_on_the_disk(
     """The disk was asked to have each of them, as large as it is in the end, and the names of the
     others before there is a manifest.
     """
-    sizes, names = dict[int, int](), list[set[str]]()
+    sizes: dict[int, int] = {}
+    names: list[set[str]] = []
     sync = os.fsync
 
     def note_and_sync(file: int) -> None:
@@ -233,14 +234,14 @@ def test_a_save_is_written_when_its_thread_has_ended_and_not_before() -> None:
     assert saver.written
 
 
-def test_the_first_rank_of_a_node_makes_its_file() -> None:
+@pytest.mark.parametrize(
+    ("nodes", "leaders"), [([0, 0, 1, 2, 2, 2], [0, 0, 2, 3, 3, 3]), ([1, 0, 1, 0], [0, 1, 0, 1])]
+)
+def test_the_first_rank_of_a_node_makes_its_file(nodes: list[int], leaders: list[int]) -> None:
     """Nodes of 2, 1 and 3 ranks; and ranks that are dealt out to the nodes."""
-    for nodes, leaders in (((0, 0, 1, 2, 2, 2), [0, 0, 2, 3, 3, 3]), ((1, 0, 1, 0), [0, 1, 0, 1])):
-        worlds = [
-            SimpleNamespace(
-                rank=rank, node=node, node_of_rank=list(nodes), local_size=nodes.count(node)
-            )
-            for rank, node in enumerate(nodes)
-        ]
-        assert [write._leader(world, "node") for world in worlds] == leaders  # type: ignore[arg-type]
-        assert [write._leader(world, "rank") for world in worlds] == list(range(len(nodes)))  # type: ignore[arg-type]
+    worlds: list[Any] = [
+        SimpleNamespace(rank=rank, node=node, node_of_rank=nodes, local_size=nodes.count(node))
+        for rank, node in enumerate(nodes)
+    ]
+    assert [write._leader(world, "node") for world in worlds] == leaders
+    assert [write._leader(world, "rank") for world in worlds] == list(range(len(nodes)))

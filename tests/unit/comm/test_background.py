@@ -4,12 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpczero.comm.progress import Background, Progress, Requests
+from hpczero.comm import progress as progress_module
+from hpczero.comm.progress import Background, Progress, Requests, Work
 from hpczero.comm.status import Status, WaitPoint
 from hpczero.comm.trace import Entry
 
 
-def test_what_fails_in_the_background_fails_the_rank() -> None:
+def test_what_fails_in_the_background_fails_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sees that the operation is done sees the failure, too."""
+    known_when_done = []
+
+    class Watched(Work):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "done" and value:
+                known_when_done.append(str(self._progress._failed))
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(progress_module, "Work", Watched)
     mpi = SimpleNamespace(
         Request=SimpleNamespace(Testall=lambda requests: True),
         Exception=OSError,
@@ -23,11 +34,12 @@ def test_what_fails_in_the_background_fails_the_rank() -> None:
 
     work = progress.start(steps(), Entry(), WaitPoint(b""), ("data", "sum", -1), far=True)
     until = time.monotonic() + 10
-    while not work.done and time.monotonic() < until:
+    while progress._failed is None and time.monotonic() < until:
         time.sleep(0.001)
     for call in (progress.check, progress.advance, work.wait, work.poll, progress.close):
         with pytest.raises(ArithmeticError, match="do not fit"):
             call()
+    assert known_when_done == ["the pieces do not fit"]
 
 
 def test_it_advances_until_there_is_nothing_more_and_again_when_woken() -> None:

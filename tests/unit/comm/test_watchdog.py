@@ -33,7 +33,8 @@ def test_the_nodes_file_is_written_by_a_rank_that_waits_not_by_one_that_is_stuck
 def test_what_an_earlier_job_left_does_not_keep_this_one_from_reporting(tmp_path: Path) -> None:
     for name in ("report", "node-0000.txt"):
         (tmp_path / name).touch()
-    status, member = Status(), Member(0, "here", 0)
+    status = Status()
+    member = Member(0, "here", 0)
     watch = Watch(status, member, [member], {0: status.slot}, 3600, tmp_path)
     try:
         assert not (tmp_path / "node-0000.txt").exists()

@@ -14,7 +14,8 @@ def test_a_run_gives_up_after_so_many_steps_in_a_row_without_an_update(
 ) -> None:
     monkeypatch.setattr(trainer, "_MOST_SKIPPED", 3)
     own = object.__new__(Trainer)
-    own.spec, own.skipped = Spec(train=Train(steps=100)), 0
+    own.spec = Spec(train=Train(steps=100))
+    own.skipped = 0
     outcome = Outcome("running", 0)
     seen = []
     for step, letter in enumerate("xx.xxx", 1):

@@ -217,6 +217,7 @@ def test_a_run_is_that_of_one_cpu(world: World, there: World, case: Case) -> Non
 def test_a_bad_gradient_is_skipped_and_its_tensor_named(
     world: World, there: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On all ranks, and on each alone, where the rank is known, too."""
     from hpczero.parallel.zero.unit import Unit
 
     complete, calls = Unit.complete, []
@@ -224,18 +225,23 @@ def test_a_bad_gradient_is_skipped_and_its_tensor_named(
     def spoil(unit: Unit) -> None:
         if unit.layout.name == "blocks.1":
             calls.append(1)
-            if there.rank == there.size - 1 and len(calls) == 2:
+            if trying.rank == trying.size - 1 and len(calls) == 2:
                 assert unit.buffer is not None
                 unit.part(unit.buffer, unit.layout.slots[4]).view(-1)[3] = float("inf")
         complete(unit)
 
     monkeypatch.setattr(Unit, "complete", spoil)
-    record = train(there, spec_of(PLAIN | {"grid": (1, 1), "batch": (there.size, 1)}))
-    assert [metrics.get("skipped", False) for metrics in record.metrics_seen] == [
-        False,
-        True,
-        False,
-    ]
-    assert {found["where"] for name, found in record.events if name == "WARN"} == {
-        "first in blocks.1.attention.output.weight"
-    }
+    alone = there.part([there.rank])
+    for trying in (there, alone):
+        calls.clear()
+        record = train(trying, spec_of(PLAIN | {"grid": (1, 1), "batch": (trying.size, 1)}))
+        assert [metrics.get("skipped", False) for metrics in record.metrics_seen] == [
+            False,
+            True,
+            False,
+        ]
+        which = " of data rank 0" if trying.size == 1 else ""
+        assert {found["where"] for name, found in record.events if name == "WARN"} == {
+            f"first in blocks.1.attention.output.weight{which}"
+        }
+    alone.close()

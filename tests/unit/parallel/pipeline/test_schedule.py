@@ -47,8 +47,8 @@ def layouts(everything: bool) -> Iterator[Layout]:
                     )
 
 
-some_and_all = pytest.mark.parametrize(
-    "everything", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"]
+some_and_many = pytest.mark.parametrize(
+    "everything", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 
 
@@ -95,7 +95,7 @@ def test_small_schedules_written_out(layout: Layout, expected: list[str]) -> Non
     assert [letters(stage) for stage in schedule(*layout)] == expected
 
 
-@some_and_all
+@some_and_many
 def test_every_schedule_is_valid_and_keeps_no_more_than_published(everything: bool) -> None:
     for kind, stages, chunks, micro_batches in layouts(everything):
         found = simulate(schedule(kind, stages, chunks, micro_batches), chunks, micro_batches)
@@ -116,7 +116,7 @@ def test_every_schedule_is_valid_and_keeps_no_more_than_published(everything: bo
                 )
 
 
-@some_and_all
+@some_and_many
 def test_every_evaluation_is_valid_and_keeps_nothing(everything: bool) -> None:
     for kind, stages, chunks, micro_batches in layouts(everything):
         found = simulate(
@@ -125,7 +125,7 @@ def test_every_evaluation_is_valid_and_keeps_nothing(everything: bool) -> None:
         assert set(found.peak_live) == {1}
 
 
-@some_and_all
+@some_and_many
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2)])
 @pytest.mark.few(1)
 def test_idle_shares_are_the_published_ones(forward: int, backward: int, everything: bool) -> None:
@@ -257,7 +257,7 @@ def of_all_stages(actions: Schedule, chunks: int, ahead: int) -> list[tuple[Sche
     return [scheduled_actions(actions, chunks, stage, ahead) for stage in range(len(actions))]
 
 
-@some_and_all
+@some_and_many
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.few(2)
 def test_messages_meet_in_order_and_never_block(ahead: int, everything: bool) -> None:
@@ -271,7 +271,7 @@ def test_messages_meet_in_order_and_never_block(ahead: int, everything: bool) ->
             Rendezvous(of_all_stages(forward_only(actions), chunks, ahead), unsent=2).run()
 
 
-@some_and_all
+@some_and_many
 def test_few_more_buffers_than_live_activations(everything: bool) -> None:
     """An activation stays in its buffer until its backward is done, a gradient until it is used;
     receives are started two actions ahead.
