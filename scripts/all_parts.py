@@ -59,7 +59,7 @@ PARTS = {
         (f"-n 8 {RANKS}",),
     ),
     "devices": Part(
-        10,
+        5,
         ("hpczero/device.py", "hpczero/comm/torch_backend.py"),
         tuple(f"-n 3 --means {means} {DEVICES}" for means in ("gloo", "queued"))
         + tuple(f"-n 2 --means {means} {GRIDS}" for means in ("gloo", "queued")),

@@ -2,6 +2,7 @@
 one can be made again.
 """
 
+import faulthandler
 import os
 import resource
 import signal
@@ -83,6 +84,7 @@ def in_process(action: Callable[[], int], stored: int) -> Ended:
     with tempfile.TemporaryFile() as said:
         child = os.fork()
         if child == 0:
+            faulthandler.disable()  # a crash is told by its signal
             os.dup2(said.fileno(), 2)
             sys.stderr = os.fdopen(2, "w")  # what pytest has put there writes elsewhere
             code = 120
