@@ -30,7 +30,7 @@ DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
 OPENMPI = "--library openmpi"
 
 PARTS = {
-    "unit": Part(8, ("hpczero", "scripts", "setup.cfg"), ("tests/unit",)),
+    "unit": Part(10, ("hpczero", "scripts", "setup.cfg"), ("tests/unit",)),
     "kernels": Part(
         5,
         ("numba_cuda",),
