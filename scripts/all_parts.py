@@ -32,7 +32,7 @@ OPENMPI = "--library openmpi"
 PARTS = {
     "unit": Part(10, ("hpczero", "scripts", "setup.cfg"), ("tests/unit",)),
     "kernels": Part(
-        5,
+        3,
         ("numba_cuda",),
         (
             "tests/kernels",
