@@ -94,7 +94,7 @@ def tensors_at(folder: Path, file: str, byte: int) -> set[str] | None:
 
 
 def test_what_takes_several_reads_is_read_whole(tmp_path: Path) -> None:
-    """Of 11 blocks, four at a time."""
+    """A tensor of 11 blocks, of which a read takes four."""
     wanted = Wanted(layers=parameters(large=(11 * BLOCK // WIDTH,)))
     with hpczero.checkpoint.open(make(tmp_path, Grid(), wanted)) as checkpoint:
         assert np.array_equal(checkpoint[f"{SLOTS[0]}/large"].numpy(), wanted.values[0]["large"])
