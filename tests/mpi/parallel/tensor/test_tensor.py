@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from hpczero.comm.world import World
 from hpczero.model import build, families, shapes
 from hpczero.model.batch import MicroBatch
-from hpczero.parallel.layout import tensor_part
+from hpczero.parallel.layout import shard_range, tensor_part
 from hpczero.parallel.parallelize import apply_plan
 from hpczero.parallel.tensor.linear import residual_of
 from hpczero.parallel.tensor.vocabulary import VocabularyLookup, own_tokens
@@ -281,15 +281,18 @@ def test_sequence_parallelism_keeps_its_share_of_the_activations(world: World) -
     its GELU: with sequence parallelism all of them are shared.
     """
     model, samples = Model(layers=1, hidden=48, heads=12, ffn=96, vocab=24, seq_len=36), 2
-    tokens, ranks = samples * model.seq_len, world.size
-    shared = (
-        4 * (4 * model.hidden + 2 * 96) * tokens // ranks + 4 * 12 * tokens // ranks
-    )  # attention also keeps a number per head
-    stream = 4 * (4 * model.hidden + 4) * tokens  # norms keep two per position
-    assert kept_by_blocks(world, model, False, samples) == pytest.approx(shared + stream, rel=0.01)
-    assert kept_by_blocks(world, model, True, samples) == pytest.approx(
-        shared + stream // ranks, rel=0.01
-    )
+
+    def own(length: int) -> int:
+        part = shard_range(length, 1, world.size, world.rank)
+        return part.stop - part.start
+
+    head_dim, heads, wide = model.hidden // model.heads, own(model.heads), own(model.ffn)
+    # attention also keeps a number per head, norms two per position
+    shared = 4 * (4 * heads * head_dim + heads + 2 * wide) * samples * model.seq_len
+    stream = 4 * (4 * model.hidden + 4) * samples
+    kept = {how: kept_by_blocks(world, model, how, samples) for how in (False, True)}
+    assert kept[False] == pytest.approx(shared + stream * model.seq_len, rel=0.01)
+    assert kept[True] == pytest.approx(shared + stream * own(model.seq_len), rel=0.01)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
