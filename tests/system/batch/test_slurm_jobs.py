@@ -246,8 +246,9 @@ def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user:
     next one goes on.)
     """
     longer = ("--set", "train.steps=12000", "--set", "checkpoint.every=0")
-    user.submits("whole", *longer)
-    user.waits("whole", over, "the run without interruption ends")
+    user.submits("whole", *longer, "--set", "batch.walltime=2h")
+    found = user.waits("whole", over, "the run without interruption ends")
+    assert found["state"] == "finished"
     user.submits(
         "parts",
         *longer,
