@@ -28,8 +28,9 @@ from hpczero.batch.job import BatchJob
 from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import InputError
 from hpczero.spec import site_profile
-from hpczero.spec.schema import PATTERNS, VARIABLE, WORD, Batch
+from hpczero.spec.schema import Batch
 from hpczero.spec.site_profile import profiles
+from hpczero.spec.table import PATTERNS, VARIABLE, WORD
 from hpczero.text import printable, toml_repr
 
 _TEMPLATE_ERRORS = (  # besides jinja2's own, what a template's expressions may raise

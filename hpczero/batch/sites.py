@@ -18,7 +18,8 @@ from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY
 from hpczero.planner.memory import Hardware, Platform, device_of
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import toml_value
-from hpczero.spec.schema import VARIABLE, WALLTIME, WORD, Batch, Spec, Table
+from hpczero.spec.schema import Batch, Spec
+from hpczero.spec.table import VARIABLE, WALLTIME, WORD, Table
 from hpczero.text import join_words, printable
 
 _Word = Annotated[str, Field(pattern=WORD, min_length=1)]

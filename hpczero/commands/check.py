@@ -207,7 +207,7 @@ def _parameters(spec: Spec) -> int | None:
 
 
 def _tokens_per_step(spec: Spec) -> int:
-    return spec.train.global_batch * spec.model.seq_len
+    return spec.train.global_batch * spec.seq_len
 
 
 def _as_text(

@@ -21,6 +21,7 @@ import numpy as np
 from hpczero import env
 from hpczero.data.build import BUILDER, Recipe, build_in_one_go, build_token_file
 from hpczero.data.corpus import Corpus, find
+from hpczero.data.documents import Cut, Pieces, cut_after, read_piece
 from hpczero.data.raw_files import writing
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.errors import HpczeroError, InputError
@@ -40,7 +41,8 @@ _LEFT_OUT = frozenset[str]().union(
 class TokenSource(Protocol):
     """Windows of seq_len + 1 tokens.
 
-    Window w starts at token w * seq_len, so every token but the first is predicted once.
+    Window w starts at token w * seq_len, so every token but the first is predicted once; with
+    "padded" documents it is a piece of one of them.
     """
 
     vocabulary: int  # ids are 0 .. vocabulary - 1
@@ -48,8 +50,14 @@ class TokenSource(Protocol):
     def windows(self, split: str) -> int:
         """Return the number of windows."""
 
-    def fill(self, split: str, window: int, out: np.ndarray) -> None:
-        """Write the window's tokens into `out` (int64 [seq_len + 1]), from any thread."""
+    def targets(self, split: str) -> int:
+        """Return the number of targets in all windows."""
+
+    def fill(self, split: str, window: int, out: np.ndarray) -> Cut | None:
+        """Write the window's tokens into `out` (int64 [seq_len + 1]), from any thread.
+
+        Return its documents; None if it counts as one.
+        """
 
     def unigram_entropy(self, split: str) -> float:
         """Nats per token of the split's distribution of ids.
@@ -68,7 +76,7 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
     token file if there is none; the others wait, and all raise the same error if it fails.
     """
     if spec.data.source == "synthetic":
-        return SyntheticSource(spec.seed, spec.model.vocab, spec.model.seq_len)
+        return SyntheticSource(spec.seed, spec.model.vocab, spec.seq_len)
     if spec.data.source != "stdlib":
         return _checked(open_token_file(Path(env.expand(spec.data.source)).absolute()), spec)
     verdict: dict[str, str] = {}
@@ -91,7 +99,7 @@ def open_source(spec: Spec, share: Callable[[Any], Any], is_builder: bool = True
 
 def _checked(file: TokenFile, spec: Spec) -> TokenSource:
     refuse_unfit(file, spec)
-    return FileSource(file, spec.model.seq_len)
+    return FileSource(file, spec.seq_len, spec.data.documents)
 
 
 def refuse_unfit(file: TokenFile, spec: Spec) -> None:
@@ -103,44 +111,77 @@ def refuse_unfit(file: TokenFile, spec: Spec) -> None:
             f"(tokenizer '{file.tokenizer}', {file.vocabulary} ids): "
             f"set model.vocab = {file.vocabulary} or more"
         )
-    train, validation = (len(file.splits[split].tokens) for split in ("train", "validation"))
-    needed = spec.model.seq_len + 1
-    needs = f"a sequence needs {needed} (model.seq_len + 1)"
-    if train < needed:
-        raise InputError(
-            f"{file.path} has {train} tokens to train on, {needs}: "
-            "use more text, or a shorter model.seq_len"
+    train, validation = (file.splits[split] for split in ("train", "validation"))
+    if spec.data.documents == "padded":
+        needs = "a sequence needs a document of 2 or more"
+        can_train, can_validate = (
+            len(split.tokens) > split.documents for split in (train, validation)
         )
-    if spec.train.eval_batches and validation < needed:
+        shorter = ""
+    else:
+        length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
+        needs = f"a sequence needs {spec.seq_len + 1} ({length} + 1)"
+        can_train, can_validate = (
+            len(split.tokens) > spec.seq_len for split in (train, validation)
+        )
+        shorter = f", or a shorter {length}"
+    if not can_train:
         raise InputError(
-            f"{file.path} has {validation} tokens for validation, {needs}: "
+            f"{file.path} has {len(train.tokens)} tokens to train on, {needs}: "
+            f"use more text{shorter}"
+        )
+    if spec.train.eval_batches and not can_validate:
+        raise InputError(
+            f"{file.path} has {len(validation.tokens)} tokens for validation, {needs}: "
             "build it with a larger validation fraction, "
             f"or set train.eval_batches = 0 (it is {spec.train.eval_batches})"
         )
 
 
 class FileSource:
-    """The windows of a token file."""
+    """The windows of a token file, and the documents in them (`data.documents`)."""
 
-    def __init__(self, file: TokenFile, seq_len: int) -> None:
+    def __init__(self, file: TokenFile, seq_len: int, documents: str = "packed") -> None:
         self._file = file
         self._seq_len = seq_len
         self._blocks = file.blocks()
+        self._masked = documents == "masked"
+        self._pieces: dict[str, Pieces] = {}
+        if documents == "padded":
+            for name, split in file.splits.items():
+                self._pieces[name] = Pieces(file, split, name, seq_len)
         self.vocabulary = file.vocabulary
 
     def windows(self, split: str) -> int:
+        if self._pieces:
+            return len(self._pieces[split])
         return max(0, len(self._file.splits[split].tokens) - 1) // self._seq_len
 
-    def fill(self, split: str, window: int, out: np.ndarray) -> None:
+    def targets(self, split: str) -> int:
+        if self._pieces:
+            return self._pieces[split].targets
+        targets = self.windows(split) * self._seq_len
+        if not self._masked:
+            return targets
+        return targets - int(np.searchsorted(self._file.splits[split].ends[1:], targets, "right"))
+
+    def fill(self, split: str, window: int, out: np.ndarray) -> Cut | None:
         assert 0 <= window < self.windows(split), (split, window)
-        start = window * self._seq_len
-        out[:] = self._blocks[split].read(start, start + self._seq_len + 1)
+        last = self._file.end_of_document
+        cut = None
+        if self._pieces:
+            cut = read_piece(self._blocks[split], self._pieces[split][window], last, out)
+        else:
+            start = window * self._seq_len
+            out[:] = self._blocks[split].read(start, start + self._seq_len + 1)
+            cut = cut_after(out, last) if self._masked else None
         largest = self._file.splits[split].largest
         if out.max() > largest:  # it would index past the embedding
             raise InputError(
                 f"{self._file.path} is damaged: window {window} of {split} "
                 f"holds token {out.max()}, the counts say {largest} at most; build it again"
             )
+        return cut
 
     def unigram_entropy(self, split: str) -> float:
         return self._file.splits[split].entropy()
@@ -162,6 +203,9 @@ class SyntheticSource:
 
     def windows(self, split: str) -> int:
         return _SYNTHETIC_WINDOWS[split]
+
+    def targets(self, split: str) -> int:
+        return self.windows(split) * self._seq_len
 
     def fill(self, split: str, window: int, out: np.ndarray) -> None:
         assert 0 <= window < self.windows(split), (split, window)

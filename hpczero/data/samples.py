@@ -214,7 +214,7 @@ def count_tokens(spec: Spec, must_be_here: bool = False) -> Supply:
 
     A file that is not here may be where the job runs, unless it `must_be_here`.
     """
-    wanted = spec.train.steps * spec.train.global_batch * spec.model.seq_len
+    wanted = spec.train.steps * spec.train.global_batch * spec.seq_len
     if spec.data.source == "synthetic":
         return Supply(wanted, problem="random tokens, no text")
     if spec.data.source == "stdlib":

@@ -12,6 +12,11 @@ class MicroBatch:
     """Tokens and targets [samples, seq], and each sample's position in the global batch [samples].
 
     `by_sample` asks hpczero's own models for one loss per sample [samples], as evaluations need.
+
+    `positions` [samples, seq] are those of the tokens in their documents, `weights` [samples, seq]
+    those of the targets in the loss, in fp32. `documents` holds, for each sample, the ends of its
+    documents in order, the last of them seq: attention stays inside of each. None of the three
+    is there where a sample is one document: positions 0, 1, ... and weights 1.
     """
 
     tokens: torch.Tensor
@@ -20,15 +25,35 @@ class MicroBatch:
     step: int
     seed: int
     by_sample: bool = False
+    positions: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
 
     def on(self, device: Device) -> "MicroBatch":
+        def put(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else device.put(tensor)
+
         return replace(
             self,
             tokens=device.put(self.tokens),
             targets=device.put(self.targets),
             samples=device.put(self.samples),
+            positions=put(self.positions),
+            weights=put(self.weights),
         )
 
     @property
     def token_count(self) -> int:
         return self.targets.numel()
+
+    @property
+    def loss_weight(self) -> float:
+        """The sum of the targets' weights."""
+        return sum(self.weight_of_samples())
+
+    def weight_of_samples(self) -> list[float]:
+        """Return the sum of the targets' weights in each sample."""
+        if self.weights is None:
+            return [float(self.targets.shape[1])] * len(self.samples)
+        weights: list[float] = self.weights.double().sum(1).tolist()
+        return weights

@@ -81,12 +81,12 @@ def _norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
     return weight, Parameter(f"{name}.bias", (hidden,), ZEROS)
 
 
-def _operations(model: Model) -> list[int]:
+def _operations(model: Model, seq: int) -> list[int]:
     """Count products of matrices, and of attention's queries with all keys.
 
     The embedding only adds what it looks up.
     """
-    inner, seq = model.heads * head_dim(model), model.seq_len
+    inner = model.heads * head_dim(model)
     weights = model.hidden * (4 * inner + 2 * ffn(model))
     block = 2 * weights + 4 * seq * inner
     costs = [model.hidden, *[block] * model.layers, 2 * model.hidden * model.vocab]

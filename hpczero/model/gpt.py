@@ -111,14 +111,15 @@ class Lookup(nn.Module):
         self.tokens = nn.Parameter(torch.empty(vocab, hidden))
         self.positions = nn.Parameter(torch.empty(seq_len, hidden))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return maps.embedding(tokens, self.tokens) + self.positions[: tokens.shape[1]]
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        vectors = maps.embedding(tokens, self.tokens)
+        return vectors + maps.of_positions(self.positions, tokens.shape[1], positions)
 
 
 class CrossEntropy(nn.Module):
     """Logits [samples, seq, vocab], targets [samples, seq] -> loss in fp32, summed over targets.
 
-    `by_sample` returns one sum per sample.
+    `weights` [samples, seq]: of the targets in the sum. `by_sample` returns one sum per sample.
     """
 
     def __init__(self, model: Model) -> None:
@@ -127,12 +128,19 @@ class CrossEntropy(nn.Module):
         self.cross_entropy = OPERATIONS[model.kernels].cross_entropy
 
     def forward(
-        self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        by_sample: bool = False,
     ) -> torch.Tensor:
         if by_sample:
-            losses = [self.cross_entropy(*sample) for sample in zip(logits, targets, strict=True)]
+            of_samples = [None] * len(targets) if weights is None else weights
+            samples = zip(logits, targets, of_samples, strict=True)
+            losses = [self.cross_entropy(*sample) for sample in samples]
             return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
-        return self.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        of_rows = None if weights is None else weights.flatten()
+        return self.cross_entropy(logits.flatten(0, 1), targets.flatten(), of_rows)
 
 
 class Embedding(nn.Module):
@@ -142,7 +150,7 @@ class Embedding(nn.Module):
         self.dropout = Dropout(model, "embedding")
 
     def forward(self, tokens: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.dropout(self.lookup(tokens), batch)
+        return self.dropout(self.lookup(tokens, batch.positions), batch)
 
 
 class Attention(nn.Module):
@@ -162,7 +170,7 @@ class Attention(nn.Module):
         # [samples, seq, 3, heads, head_dim]
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
-        mixed = self.attention(query, key, value)
+        mixed = self.attention(query, key, value, batch.documents)
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch, x)
 
 
@@ -199,4 +207,5 @@ class Head(nn.Module):
         self.loss = CrossEntropy(model)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        return self.loss(self.logits(self.norm(x)), batch.targets, batch.by_sample)
+        logits = self.logits(self.norm(x))
+        return self.loss(logits, batch.targets, batch.weights, batch.by_sample)

@@ -32,6 +32,11 @@ def embedding(tokens: Tensor, vectors: Tensor) -> Tensor:
     return maps.embedding(tokens, vectors) if maps else functional.embedding(tokens, vectors)
 
 
+def of_positions(vectors: Tensor, seq_len: int, positions: Tensor | None) -> Tensor:
+    """Return the vectors of these positions, or of 0 .. seq_len - 1."""
+    return vectors[:seq_len] if positions is None else functional.embedding(positions, vectors)
+
+
 @contextmanager
 def redirect_linear_maps(maps: LinearMaps) -> Iterator[None]:
     """Let `maps` carry out the linear maps and embeddings of this context."""

@@ -111,7 +111,8 @@ class Family:
 
     model: str  # "module:class" of the torch model
     layers: Callable[[Model], list[Layer]]
-    operations: Callable[[Model], list[int]]  # of one sequence in each layer, and its backward
+    # of one sequence of so many tokens in each layer, and its backward
+    operations: Callable[[Model, int], list[int]]
     activations: Callable[[Model, int, int, ChunkLayout], Moments]  # tokens, bytes of a number
     # kind of layer -> sums of activations over tensor ranks in forward, and in backward
     tensor_sums: Mapping[str, tuple[int, int]]

@@ -39,8 +39,6 @@ from hpczero.parallel.tensor.linear import (
     OnOwnRows,
     Residual,
     RowLinear,
-    SequenceParts,
-    residual_of,
 )
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.parallel.user_module import Layers
@@ -156,7 +154,7 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     tensor = context.group_if_cut("tensor")
     pipeline = context.group_if_cut("pipeline")
     if tensor:
-        residual = residual_of(tensor, spec.parallel.sequence_parallel, spec.model.seq_len)
+        residual = Residual(tensor, spec.parallel.sequence_parallel)
         apply_plan(layers, families.family(spec.model), residual)
     described = [layer for _, layer in layers]
     stages = chunks_of_stages(spec, described)
@@ -169,8 +167,13 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     engine = Engine(parts, axis, context.settings(own_model=True), tensor, pipeline)
     if pipeline is None:
         return SingleStage(engine)
-    shape = handed_on(spec, tensor.rank if tensor else 0)
-    executor = _pipeline(spec, pipeline, lambda batch: (len(batch.samples), *shape))
+    tensor_rank = tensor.rank if tensor else 0
+
+    def shape_of(batch: MicroBatch) -> tuple[int, ...]:
+        samples, seq_len = batch.tokens.shape
+        return samples, *handed_on(spec, tensor_rank, seq_len)
+
+    executor = _pipeline(spec, pipeline, shape_of)
     calls = [[module for module, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks]
     return PipelineStage(engine, executor, chunks, calls)
 
@@ -182,10 +185,16 @@ def apply_plan(
 
     The model is on meta: the engine gives each rank its part of the parameters later.
     """
+
+    def follow(_: nn.Module, arguments: tuple[object, MicroBatch]) -> None:
+        residual.follow(arguments[1].tokens.shape[1])
+
     plan = dict(family.tensor_plan)
-    if isinstance(residual, SequenceParts):
+    if residual.sequence_parallel:
         plan |= family.sequence_plan
     for module, layer in layers:
+        if residual.sequence_parallel:
+            module.register_forward_pre_hook(follow)
         for path, serial in list(module.named_modules()):
             role = role_of(plan, f"{layer.name}.{path}")
             if role:

@@ -23,11 +23,11 @@ class SingleStage:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
+    def train(self, batches: Sequence[MicroBatch], weight: float, trace: Trace) -> Later:
         """Run forward and backward of the step's batches; return a function that reads the loss.
 
-        The gradient and the loss are those of the losses' sum over `tokens`, the tokens of the
-        step: every cut of the global batch gives the same gradient.
+        The gradient is that of the losses' sum divided by `weight`, the sum of the weights of all
+        targets of the step: every cut of the global batch gives the same gradient.
         """
         losses = []
         batches = _on_device(batches, self.engine)
@@ -36,7 +36,7 @@ class SingleStage:
             with trace.span("forward", number):
                 loss = self.engine(batch)
             with trace.span("backward", number):
-                self.engine.backward(loss / tokens, last=number + 1 == len(batches))
+                self.engine.backward(loss / weight, last=number + 1 == len(batches))
             losses.append(loss.detach())
         return _add_up(losses, self.engine)
 
@@ -72,11 +72,11 @@ class PipelineStage:
             earlier: list[set[Unit]] = [set().union(*used[:chunk]) for chunk in range(len(chunks))]
             used = [units - others for units, others in zip(used, earlier, strict=True)]
         self._units = used
-        self._tokens = 1
+        self._weight = 1.0
         self._trace = Trace()
 
-    def train(self, batches: Sequence[MicroBatch], tokens: int, trace: Trace) -> Later:
-        self._tokens = tokens
+    def train(self, batches: Sequence[MicroBatch], weight: float, trace: Trace) -> Later:
+        self._weight = weight
         self._trace = trace
         return _add_up(self.pipeline.train(self, _on_device(batches, self.engine)), self.engine)
 
@@ -99,7 +99,7 @@ class PipelineStage:
 
     def backward(self, chunk: int, output: Tensor, gradient: Tensor | None, last: bool) -> None:
         if gradient is None:
-            gradient = torch.full_like(output, self.engine.loss_scale.value / self._tokens)
+            gradient = torch.full_like(output, self.engine.loss_scale.value / self._weight)
         with self._trace.span("backward"):
             self.engine.backward_of(self._units[chunk], output, gradient, last)
 

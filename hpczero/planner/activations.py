@@ -107,7 +107,7 @@ def activations(
         kinds = Counter(layer.kind for layer in layers_that_run([chunk]))
         sends = parallel.pipeline > 1
         part = ChunkLayout(kinds, parallel.tensor, sequence, sends, kernels)
-        tokens = samples * spec.model.seq_len
+        tokens = samples * spec.seq_len
         moments.append(family(spec.model).activations(spec.model, tokens, element, part))
     return int(peak(parallel, moments, stage, micro_batches))
 

@@ -291,11 +291,13 @@ class _Parts:
         if placement.shared:
             together = {"weights": states["weights"]}
             windows = states["weights"] + states[sharded.read_by_others] * placement.on_node
-        message = samples * prod(handed_on(spec, placement.tensor_rank)) * precision.weight
+        message = (
+            samples * prod(handed_on(spec, placement.tensor_rank, spec.seq_len)) * precision.weight
+        )
         evaluates = spec.train.eval_batches > 0
         messages = arrived(spec.parallel, placement.stage, micro_batches, evaluates)
         shards = sum(unit.shard_size for unit in units)
-        tokens = micro_batches * samples * (spec.model.seq_len + 1)
+        tokens = micro_batches * samples * (spec.seq_len + 1)
         estimates = {
             "communication": self._buffers(placement, units, samples),
             "activations": self._activations(placement.stage, samples, micro_batches),
@@ -330,7 +332,7 @@ class _Parts:
 
         sends = placement.on_node < ranks if placement.shared else ranks > 1
         of_data = (1 if platform.native else 2) * buffer(ranks, largest) if sends else 0
-        activation = samples * spec.model.seq_len * spec.model.hidden * width
+        activation = samples * spec.seq_len * spec.model.hidden * width
         of_tensor = buffer(tensor, activation) if tensor > 1 else 0
         ties = any(
             isinstance(layer, Tied) for chunk in self.chunks[placement.stage] for layer in chunk

@@ -314,7 +314,8 @@ class Volumes:
         """
         model = self.spec.model
         ranks = self.spec.parallel.tensor
-        tokens = samples * model.seq_len
+        seq_len = self.spec.seq_len
+        tokens = samples * seq_len
         running = partition.layers_that_run(self.chunks[stage])
         one_of_kind = {layer.kind: layer for layer in running}
         kinds = Counter(layer.kind for layer in running)
@@ -324,7 +325,7 @@ class Volumes:
             for column in range(2)
         )
         if self.spec.parallel.sequence_parallel:
-            padded = samples * -(-model.seq_len // ranks) * ranks * model.hidden * self._width
+            padded = samples * -(-seq_len // ranks) * ranks * model.hidden * self._width
             yield "reduce_scatter", padded, forward + backward
             yield "all_gather", padded, forward + 2 * backward
             for kind, layer in one_of_kind.items():
@@ -343,7 +344,8 @@ class Volumes:
         last = stages - 1
         nodes = [node for node, count in enumerate(on_nodes) for _ in range(count)]
         samples = sum(size * times for size, times in batches)
-        activation = samples * prod(partition.handed_on(self.spec, tensor_rank)) * self._width
+        shape = partition.handed_on(self.spec, tensor_rank, self.spec.seq_len)
+        activation = samples * prod(shape) * self._width
         for stage, chunks in enumerate(self.chunks):
             node = nodes[stage]
             onward = activation * (len(chunks) - (stage == last))

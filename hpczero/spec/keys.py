@@ -14,7 +14,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from hpczero.spec.schema import LARGEST, PATTERNS, Role, Spec
+from hpczero.spec.schema import Spec
+from hpczero.spec.table import LARGEST, PATTERNS, Role
 from hpczero.text import join_words, printable, toml_repr
 
 

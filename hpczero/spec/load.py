@@ -28,7 +28,8 @@ from hpczero.spec.keys import (
     unknown,
 )
 from hpczero.spec.rules import contradictions
-from hpczero.spec.schema import Role, Spec
+from hpczero.spec.schema import Spec
+from hpczero.spec.table import Role
 from hpczero.spec.toml import Layer, read_layers
 
 __all__ = ["Difference", "GivenValue", "Loaded", "Origin", "differences", "load", "to_toml"]

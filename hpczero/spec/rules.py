@@ -140,6 +140,12 @@ def _model(spec: Spec) -> Iterator[Contradiction]:
             f"model.heads = {model.heads} is more than model.hidden = {model.hidden}: "
             "fewer heads, or say their width with model.head_dim",
         )
+    if spec.seq_len > model.seq_len:
+        yield Contradiction(
+            ("data.seq_len", "model.seq_len"),
+            f"data.seq_len = {spec.seq_len} is more than model.seq_len = {model.seq_len}, the most "
+            "that the model takes: shorter sequences, or a model of longer ones",
+        )
 
 
 def _order(spec: Spec) -> Iterator[Contradiction]:
@@ -160,12 +166,13 @@ def _tensor(spec: Spec) -> Iterator[Contradiction]:
             f"rank needs a head: {_smaller('parallel.tensor', ranks, model.heads)}, "
             f"or at least model.heads = {ranks}",
         )
-    if ranks > model.seq_len and spec.parallel.sequence_parallel:
+    if ranks > spec.seq_len and spec.parallel.sequence_parallel:
+        length = "data.seq_len" if spec.data.seq_len else "model.seq_len"
         yield Contradiction(
-            ("parallel.tensor", "model.seq_len", "parallel.sequence_parallel"),
-            f"parallel.tensor = {ranks} ranks cannot share model.seq_len = {model.seq_len} "
+            ("parallel.tensor", length, "parallel.sequence_parallel"),
+            f"parallel.tensor = {ranks} ranks cannot share {length} = {spec.seq_len} "
             "positions (parallel.sequence_parallel = true): "
-            f"{_smaller('parallel.tensor', ranks, model.seq_len)}, "
+            f"{_smaller('parallel.tensor', ranks, spec.seq_len)}, "
             "or parallel.sequence_parallel = false",
         )
 

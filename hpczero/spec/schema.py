@@ -5,67 +5,34 @@ another run (refused on resume), `changeable` is logged, `site` only says where 
 the job is started. Every key here works: a key of a later version is not accepted before.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import StrictBool
 
-Role = Literal["identity", "changeable", "site"]
-
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
-PATH = r"^[^\x00-\x1f\x7f-\x9f]*$"
-FACTORY = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
-WORD = r"^([A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]{0,254})?$"
-SITE = r"^(auto|[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,63})?)$"
-WALLTIME = (
-    r"^([0-9]{1,4}-[0-9]{1,2}:[0-9]{2}:[0-9]{2}|[0-9]{1,5}:[0-9]{2}:[0-9]{2}"
-    r"|([0-9]{1,4}d)?([0-9]{1,5}h)?([0-9]{1,6}m)?([0-9]{1,8}s)?)$"
+from hpczero.spec.table import (
+    CONTAINER,
+    LARGEST,
+    MEMORY,
+    NAME,
+    WALLTIME,
+    WORD,
+    Decay,
+    Directive,
+    Factory,
+    Line,
+    Site,
+    Table,
+    Text,
+    Variable,
+    Word,
+    key,
 )
-MEMORY = r"^([1-9][0-9]{0,8}[MGT])?$"
-VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
-DIRECTIVE = r"^-{1,2}[A-Za-z][^\x00-\x1f\x7f-\x9f]{0,999}$"
-CONTAINER = r"^((apptainer|shifter):[^\x00-\x1f\x7f-\x9f]{1,4000})?$"
-# Bound of the counts that have no natural one: their sums and products stay exact everywhere.
-LARGEST = 10**15
-# pattern of a text -> its meaning in words
-PATTERNS = {
-    NAME: 'at most 100 letters, digits, ".", "_", "-", the first a letter or digit',
-    PATH: "no control characters",
-    FACTORY: 'as in "package.module:factory"',
-    WORD: "one word: letters, digits, and _.,:@+=/&|()[]*-, the first a letter, digit or _",
-    SITE: 'as in "perlmutter" or "perlmutter/gpu", or "auto"',
-    WALLTIME: 'a duration as in "90m", "1h30m", "2d", "12:00:00" or "1-12:00:00"',
-    MEMORY: 'as in "500G"',
-    VARIABLE: "name of an environment variable",
-    DIRECTIVE: 'as in "--network=disable_rdzv_get", one line',
-    CONTAINER: 'as in "apptainer:/path/image.sif" or "shifter:docker:group/image:tag"',
-}
-
-
-def key(default: Any, role: Role, description: str, **limits: Any) -> Any:
-    """Describe a key of the spec; the limits are those of pydantic (gt, ge, le, ...)."""
-    return Field(
-        default=default, description=description, json_schema_extra={"role": role}, **limits
-    )
-
-
-_Factory = Annotated[str, Field(pattern=FACTORY, max_length=200)]
-_Decay = Annotated[float, Field(ge=0, lt=1)]
-_Word = Annotated[str, Field(pattern=WORD, min_length=1)]
-_Text = Annotated[str, Field(pattern=PATH, max_length=4096)]
-_Line = Annotated[str, Field(pattern=PATH, min_length=1, max_length=4096)]
-_Variable = Annotated[str, Field(pattern=VARIABLE)]
-_Site = Annotated[str, Field(pattern=SITE)]
-_Directive = Annotated[str, Field(pattern=DIRECTIVE)]
-
-
-class Table(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class Model(Table):
     """The model to train."""
 
-    family: Literal["gpt"] | _Factory = key(
+    family: Literal["gpt"] | Factory = key(
         "gpt", "identity", "gpt, or a factory that takes this table and returns a torch.nn.Module"
     )
     layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
@@ -80,7 +47,13 @@ class Model(Table):
     vocab: int = key(
         257, "identity", "vocabulary size; the byte tokenizer has 257", ge=1, le=1_000_000_000
     )
-    seq_len: int = key(128, "identity", "tokens in a sequence", ge=1, le=100_000_000)
+    seq_len: int = key(
+        128,
+        "identity",
+        "most tokens in a sequence; gpt learns so many positions",
+        ge=1,
+        le=100_000_000,
+    )
     dropout: float = key(
         0.0, "identity", "dropout after the embedding, attention and feed-forward", ge=0, lt=1
     )
@@ -93,7 +66,7 @@ class Model(Table):
 class Data(Table):
     """The text to train on."""
 
-    source: _Line = key(
+    source: Line = key(
         "stdlib",
         "identity",
         '"stdlib" (text of Python\'s library), "synthetic", or a token file\'s path',
@@ -103,6 +76,19 @@ class Data(Table):
     )
     validation_fraction: float = key(
         0.05, "identity", "share kept for validation, when hpczero builds the file", ge=0, lt=1
+    )
+    seq_len: int = key(
+        0,
+        "changeable",
+        "tokens in a sequence of the training; 0: model.seq_len",
+        ge=0,
+        le=100_000_000,
+    )
+    documents: Literal["packed", "masked", "padded"] = key(
+        "packed",
+        "changeable",
+        "packed: sequences run on over the ends of documents; masked: so too, but nothing looks "
+        "into another document; padded: a sequence is one document, or a piece of it",
     )
     prefetch: int = key(4, "site", "steps that the background reader is ahead", ge=1, le=1000)
 
@@ -146,7 +132,7 @@ class Optimizer(Table):
 
     name: Literal["adamw"] = key("adamw", "changeable", "the update rule")
     lr: float = key(3e-4, "changeable", "peak learning rate", gt=0)
-    betas: tuple[_Decay, _Decay] = key(
+    betas: tuple[Decay, Decay] = key(
         (0.9, 0.95), "changeable", "decay of the first and second moment", strict=False
     )
     eps: float = key(1e-8, "changeable", "added to the root of the second moment", gt=0)
@@ -260,7 +246,7 @@ class Checkpoint(Table):
     writers: Literal["node", "rank"] = key(
         "node", "site", "who writes a file: a node, or each rank"
     )
-    resume: _Text = key(
+    resume: Text = key(
         "auto", "site", 'where to begin: "auto", the newest complete one; "never"; or its folder'
     )
     weights_only: StrictBool = key(
@@ -274,7 +260,7 @@ class Checkpoint(Table):
 class Paths(Table):
     """Locations of files; $SCRATCH, $USER and ~ are expanded."""
 
-    cache: _Text = key(
+    cache: Text = key(
         "", "site", "folder for what can be built again (token files); empty: ~/.cache/hpczero"
     )
 
@@ -282,7 +268,7 @@ class Paths(Table):
 class Batch(Table):
     """The job under a batch system: `hpczero render`, `hpczero submit`."""
 
-    site: _Site = key(
+    site: Site = key(
         "auto", "site", '"site" or "site/partition" (hpczero site list); "auto": by host name'
     )
     scheduler: Literal["auto", "slurm", "pbs"] = key(
@@ -293,7 +279,7 @@ class Batch(Table):
         "site",
         "what starts the ranks (mpiexec: that of PALS); auto: srun under Slurm, mpirun under PBS",
     )
-    launch_options: tuple[_Line, ...] = key(
+    launch_options: tuple[Line, ...] = key(
         (), "site", 'more words for the launcher, as in ["--mpi=pmi2"]', strict=False
     )
     nodes: int = key(1, "site", "computers", ge=1, le=1_000_000)
@@ -329,7 +315,7 @@ class Batch(Table):
         "", "site", 'PBS: more resources of each chunk, as in "system=polaris"', pattern=WORD
     )
     pbs_place: str = key("", "site", 'PBS: placement, as in "scatter"', pattern=WORD)
-    pbs_resources: tuple[_Word, ...] = key(
+    pbs_resources: tuple[Word, ...] = key(
         (), "site", 'PBS: more resources of the job, as in ["filesystems=home:eagle"]', strict=False
     )
     chain: int = key(
@@ -341,19 +327,19 @@ class Batch(Table):
     after: str = key("", "site", "number of a job that must have ended first", pattern=WORD)
     begin: str = key("", "site", "not before this time, as the scheduler writes it", pattern=WORD)
     mail: str = key("", "site", "address that gets a message at the job's end", pattern=WORD)
-    modules: tuple[_Word, ...] = key(
+    modules: tuple[Word, ...] = key(
         (), "site", "environment modules that the job loads", strict=False
     )
-    venv: _Text = key(
+    venv: Text = key(
         "auto", "site", 'virtual environment; "auto": the one that renders, if any; empty: none'
     )
-    setup: tuple[_Line, ...] = key(
+    setup: tuple[Line, ...] = key(
         (), "site", "lines of shell that the job runs before it starts the ranks", strict=False
     )
-    env: dict[_Variable, _Text] = key(
+    env: dict[Variable, Text] = key(
         {}, "site", "variables that are set in the job (written into the script: no secrets)"
     )
-    env_pass: tuple[_Variable, ...] = key(
+    env_pass: tuple[Variable, ...] = key(
         (),
         "site",
         "names of variables that the job gets from the submission; no value is written, "
@@ -364,10 +350,10 @@ class Batch(Table):
         False, "site", "give the job the whole environment of the submission"
     )
     container: str = key("", "site", "image that the ranks run in", pattern=CONTAINER)
-    container_options: tuple[_Line, ...] = key(
+    container_options: tuple[Line, ...] = key(
         (), "site", 'more words for its command, as in ["--bind", "/scratch"]', strict=False
     )
-    extra_directives: tuple[_Directive, ...] = key(
+    extra_directives: tuple[Directive, ...] = key(
         (), "site", "more directives, without #SBATCH or #PBS", strict=False
     )
 
@@ -377,7 +363,7 @@ class Spec(Table):
 
     name: str = key("run", "identity", "name of the run, and of its folder", pattern=NAME)
     seed: int = key(1, "identity", "seed of all random numbers", ge=0, le=2**63 - 1)
-    output: _Line = key("runs", "site", "folder that holds the runs' folders")
+    output: Line = key("runs", "site", "folder that holds the runs' folders")
     model: Model = Model()
     data: Data = Data()
     train: Train = Train()
@@ -389,3 +375,8 @@ class Spec(Table):
     checkpoint: Checkpoint = Checkpoint()
     paths: Paths = Paths()
     batch: Batch = Batch()
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in a sequence that the job reads."""
+        return self.data.seq_len or self.model.seq_len

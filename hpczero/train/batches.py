@@ -7,13 +7,15 @@ follows from how much they differ among each other, however alike windows of one
 
     standard error = sqrt((1 - n / N) s^2 / n)
 
-where n of N windows are read, and s^2 is the variance of their losses. A model that gives one loss
-for a whole micro-batch tells the same variance by fewer numbers: the mean of m windows differs by
-s^2 / m.
+where n of N windows are read, and s^2 is the variance of their losses. Windows may have different
+numbers of targets (documents that are masked or padded): the loss of a target is then a ratio of
+two sums, and what varies is the difference of a window's loss from that ratio times its targets
+(the same book, chapter 2.11). A model that gives one loss for a whole micro-batch tells the same
+variance by fewer numbers: the mean of m windows differs by s^2 / m.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from math import isfinite, sqrt
 from operator import add
 
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from hpczero.data.dataset import TokenSource
+from hpczero.data.documents import Cut
 from hpczero.data.samples import micro_batches_of, window
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
@@ -76,18 +79,41 @@ class Batches:
         self, split: str, windows: int, first: int, positions: range, step: int
     ) -> MicroBatch:
         """Read these positions of the global batch whose first sample is `first`."""
-        rows = np.empty((len(positions), self.spec.model.seq_len + 1), np.int64)
-        for row, position in zip(rows, positions, strict=True):
-            number = window(self.spec.seed, windows, first + position)
-            self.source.fill(split, number, row)
+        rows = np.empty((len(positions), self.spec.seq_len + 1), np.int64)
+        cuts = [
+            self.source.fill(split, window(self.spec.seed, windows, first + position), row)
+            for row, position in zip(rows, positions, strict=True)
+        ]
         text = torch.from_numpy(rows)
         samples = torch.arange(positions.start, positions.stop, dtype=torch.int64)
-        return MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)
+        batch = MicroBatch(text[:, :-1], text[:, 1:], samples, step, self.spec.seed)
+        return batch if self.spec.data.documents == "packed" else with_documents(batch, cuts)
+
+
+def with_documents(batch: MicroBatch, cuts: Sequence[Cut | None]) -> MicroBatch:
+    """Return the micro-batch with positions, weights and documents as its samples are cut."""
+    seq_len = batch.tokens.shape[1]
+    positions = np.tile(np.arange(seq_len), (len(cuts), 1))
+    weights = np.ones(positions.shape, np.float32)
+    documents = []
+    for cut, row, scored in zip(cuts, positions, weights, strict=True):
+        begins = cut.begins if cut else ()
+        for begin in begins:
+            row[begin:] = np.arange(seq_len - begin)
+        if cut:
+            scored[cut.silent] = 0.0
+        documents.append((*begins, seq_len))
+    return replace(
+        batch,
+        positions=torch.from_numpy(positions),
+        weights=torch.from_numpy(weights),
+        documents=tuple(documents),
+    )
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The mean loss in nats per token, over `tokens` of the split's.
+    """The mean loss in nats per target, over `tokens` of the split's.
 
     `standard_error` is None if there is only one number.
     """
@@ -108,10 +134,17 @@ class Validation:
 
 @dataclass(frozen=True)
 class Tally:
-    """Sums over groups of windows, each with one loss; all add up over ranks and batches."""
+    """Sums over groups of windows, each with one loss; all add up over ranks and batches.
 
-    loss: float = 0.0  # summed over tokens
-    squares: float = 0.0  # of each group's loss, divided by its windows
+    The weight of a group is the sum of its targets'. Squares and products of a group are divided by
+    its windows.
+    """
+
+    loss: float = 0.0
+    weight: float = 0.0
+    loss_squares: float = 0.0
+    weight_squares: float = 0.0
+    products: float = 0.0  # of loss and weight
     groups: float = 0.0
     windows: float = 0.0
 
@@ -120,28 +153,34 @@ class Tally:
         """`losses`: of each batch, either one for each of its windows, or one for all of them."""
         tally = cls()
         for batch, groups in zip(batches, losses, strict=True):
-            if windows := len(batch.samples):
-                squares = sum(loss * loss for loss in groups) / (windows / len(groups))
-                tally += cls(sum(groups), squares, len(groups), windows)
+            if not len(batch.samples):
+                continue
+            weights = [batch.loss_weight] if len(groups) == 1 else batch.weight_of_samples()
+            each = len(batch.samples) / len(groups)  # windows in a group
+            for loss, weight in zip(groups, weights, strict=True):
+                squares = loss * loss / each, weight * weight / each
+                tally += cls(loss, weight, *squares, loss * weight / each, 1.0, each)
         return tally
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(*map(add, self.values(), other.values()))
 
     def values(self) -> list[float]:
-        return [self.loss, self.squares, self.groups, self.windows]
+        return [getattr(self, field.name) for field in fields(self)]
 
-    def validation(self, of_windows: int, seq_len: int) -> Validation:
-        """Estimate the loss of a split of `of_windows` windows."""
-        tokens = round(self.windows) * seq_len
-        error = self._standard_error(of_windows, seq_len)
-        return Validation(self.loss / tokens, error, tokens, of_windows * seq_len)
+    def validation(self, of_windows: int, of_targets: int) -> Validation:
+        """Estimate the loss of a split of so many windows and targets."""
+        tokens = round(self.weight)
+        error = self._standard_error(of_windows)
+        return Validation(self.loss / tokens, error, tokens, of_targets)
 
-    def _standard_error(self, of_windows: int, seq_len: int) -> float | None:
+    def _standard_error(self, of_windows: int) -> float | None:
         unseen = 1 - self.windows / of_windows
         if unseen <= 0:
             return 0.0
         if self.groups < 2 or not isfinite(self.loss):
             return None
-        variance = max(0.0, self.squares - self.loss**2 / self.windows) / (self.groups - 1)
-        return sqrt(unseen * variance / self.windows) / seq_len
+        mean = self.loss / self.weight
+        squares = self.loss_squares - 2 * mean * self.products + mean**2 * self.weight_squares
+        variance = max(0.0, squares) / (self.groups - 1)
+        return sqrt(unseen * variance / self.windows) * self.windows / self.weight

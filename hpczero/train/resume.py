@@ -28,13 +28,15 @@ from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
 from hpczero.spec.keys import keys
 from hpczero.spec.load import Difference
-from hpczero.spec.schema import Role, Spec
+from hpczero.spec.schema import Spec
+from hpczero.spec.table import Role
 from hpczero.text import printable
 from hpczero.train.run_directory import path_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 _BEGINNING = ("checkpoint.resume", "checkpoint.weights_only")  # the keys that say how a run begins
+_CUTS = ("data.seq_len", "data.documents")  # the keys that cut text into sequences
 _SHOWN = 5  # tensors in a message
 _DATA, _VALUES = "data.fingerprint", "model.initial_values"
 
@@ -199,19 +201,23 @@ def resumed_identity(there: Mapping[str, str], here: Mapping[str, str]) -> dict[
 
 
 def other_data(content: Content, spec: Spec, step: int) -> list[str]:
-    """Return a warning if `train.global_batch` has changed since the steps that are done.
+    """Return warnings if batches or sequences have changed since the steps that are done.
 
     The data goes on at this step's batch of the new size.
     """
-    before, now = flat(content.spec)["train.global_batch"], spec.train.global_batch
+    there, here = flat(content.spec), flat(spec.model_dump(mode="json"))
+    cut = [name for name in _CUTS if step and name in there and there[name] != here[name]]
+    again = "sequences are cut anew, and some text comes once more before all has come"
+    warnings = [f"{name} was {there[name]} and is {here[name]}: {again}" for name in cut]
+    before, now = there["train.global_batch"], spec.train.global_batch
     if not isinstance(before, int) or before == now or step == 0:
-        return []
+        return warnings
     seen, begins = step * before, step * now
     what = f"samples {seen} to {begins - 1} are left out"
     if begins < seen:
         what = f"samples {begins} to {seen - 1} come once more"
     condition = f"if it was {before} in all {step} steps"
-    return [f"train.global_batch was {before} and is {now}: {what} ({condition})"]
+    return [*warnings, f"train.global_batch was {before} and is {now}: {what} ({condition})"]
 
 
 def refuse_another_model(checkpoint: Checkpoint, tensors: Shapes, buffers: Shapes | None) -> None:

@@ -1,6 +1,6 @@
 """The training loop. A step on every rank:
 
-    take the prefetched micro-batches
+    take the prefetched micro-batches; all-reduce the weight of their targets if it varies
     run forward and backward (`StepRunner`); the engine reduces gradients meanwhile
     update the parameters (`Engine.finish_step`)
     all-reduce the loss, the requests to stop, and whether a save is still being written
@@ -10,7 +10,7 @@ Rank 0 also reports and writes the run directory.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,7 +87,7 @@ class Trainer:
         self.checkpoints = checkpoints
         self.runner = runner
         self.engine = runner.engine
-        self.step_tokens = spec.train.global_batch * spec.model.seq_len
+        self.step_tokens = spec.train.global_batch * spec.seq_len
         self.skipped = 0  # steps in a row
         self._all_written = True  # all ranks have written their data of the save in flight
         self.deadline = Deadline(env.deadline(), self._save_estimate()) if reporter else None
@@ -130,11 +130,12 @@ class Trainer:
                 micro_batches, waited = prefetcher.next()
             lr = learning_rate(self.spec, step)
             self.engine.module.train()
-            read_loss = self.runner.train(micro_batches, self.step_tokens, trace)
+            weight = self._loss_weight(micro_batches)
+            read_loss = self.runner.train(micro_batches, weight, trace)
             with trace.span("optimizer step"):
                 result = self.engine.finish_step(lr)
             with trace.span("loss agreement"):
-                loss, asked = self._agree(read_loss(), requests)
+                loss, asked = self._agree(read_loss(), weight, requests)
         seconds = time.perf_counter() - began
         in_comm = self.world.ledger.seconds - communicated
         metrics: dict[str, Any] = {
@@ -149,10 +150,7 @@ class Trainer:
             "comm_seconds": in_comm,
             "compute_seconds": seconds - waited - in_comm,
         }
-        if self.engine.loss_scale.dynamic:
-            metrics["loss_scale"] = result.loss_scale
-        if result.bad:
-            metrics["skipped"] = True
+        metrics |= self._what_varies(result, weight)
         validation = None
         if self._evaluates_after(step) and not asked:
             with trace.span("evaluation"):
@@ -162,6 +160,17 @@ class Trainer:
             first = before.first_loss is None
             self._report(self.reporter, metrics, result, validation, first)
         return self._outcome(before, step + 1, loss, validation, asked, result)
+
+    def _what_varies(self, result: StepResult, weight: float) -> dict[str, Any]:
+        """Return the metrics of a step that not every run has."""
+        metrics: dict[str, Any] = {}
+        if self.engine.loss_scale.dynamic:
+            metrics["loss_scale"] = result.loss_scale
+        if self.spec.data.documents != "packed":
+            metrics["targets"] = weight
+        if result.bad:
+            metrics["skipped"] = True
+        return metrics
 
     def _keep(self, outcome: Outcome) -> Outcome:
         """Conclude the save in flight; begin the next one if it is due, also after a failed one."""
@@ -224,14 +233,26 @@ class Trainer:
                 reporter.event("WARN", what=not_removed, step=outcome.steps)
         return replace(outcome, saved=saved.step)
 
-    def _agree(self, loss_sum: float, requests: StopRequests) -> tuple[float, str]:
-        """Return the mean loss over all ranks' tokens, and the reason to stop ("": none)."""
+    def _loss_weight(self, batches: Sequence[MicroBatch]) -> float:
+        """Return the sum of all targets' weights in the step, which backward divides by.
+
+        It is known before unless targets are left out. Of the ranks that share a data rank's
+        samples all have the same.
+        """
+        if self.spec.data.documents == "packed":
+            return self.step_tokens
+        weight = torch.tensor([sum(batch.loss_weight for batch in batches)], dtype=torch.float64)
+        self.world.everyone.all_reduce(weight)
+        return weight.item() * self.batches.data_ranks / self.world.size or 1.0
+
+    def _agree(self, loss_sum: float, weight: float, requests: StopRequests) -> tuple[float, str]:
+        """Return the mean loss over all ranks' targets, and the reason to stop ("": none)."""
         writing = self.checkpoints is not None and not self.checkpoints.saver.written
         (total, writers), asked = self._sum_over_ranks(
             [loss_sum * self.engine.losses_count, float(writing)], requests
         )
         self._all_written = writers == 0
-        return total / self.step_tokens, asked
+        return total / weight, asked
 
     def _sum_over_ranks(
         self, values: list[float], requests: StopRequests
@@ -262,8 +283,8 @@ class Trainer:
                 if asked:
                     return None, asked
                 tally += Tally(*sums)
-        windows = self.batches.source.windows("validation")
-        return tally.validation(windows, self.spec.model.seq_len), ""
+        source = self.batches.source
+        return tally.validation(source.windows("validation"), source.targets("validation")), ""
 
     def _report(
         self,

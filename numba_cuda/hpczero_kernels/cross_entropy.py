@@ -12,8 +12,8 @@ No rank ever has a whole row of logits. Each computes one part before and one af
 Arithmetic is in fp32 and stable: nothing above 0 is exponentiated.
 
 Legend: logits [rows, columns] of any float type, columns first .. first + columns - 1 of the
-vocabulary (possibly none); targets int64 [rows], numbers in the whole vocabulary. A row whose
-target is IGNORED counts nothing.
+vocabulary (possibly none); targets int64 [rows], numbers in the whole vocabulary; weights fp32
+[rows], factors of the rows' losses. A row whose target is IGNORED counts nothing.
 """
 
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def statistics_reference(
 def gradient_reference_(
     logits: Tensor, targets: Tensor, first: int, most: Tensor, sums: Tensor, scale: Tensor
 ) -> None:
-    """Overwrite the logits with `scale` (one number) times their gradient.
+    """Overwrite the logits with `scale` (one number, or one a row) times their gradient.
 
     It is the gradient of the sum over rows of log(sums) + most - the target's logit. `most`, the
     largest logit, and `sums`, the sum of exp(logit - most), are those of the whole vocabulary,
@@ -123,9 +123,21 @@ def shard_gradient_(
     return logits
 
 
-def losses(most: Tensor, sums: Tensor, target_logits: Tensor, targets: Tensor) -> Tensor:
+def losses(
+    most: Tensor,
+    sums: Tensor,
+    target_logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
     """Return the loss of each row from the statistics of the whole vocabulary."""
-    return torch.where(targets == IGNORED, 0.0, sums.log() + (most - target_logits))
+    of_rows = torch.where(targets == IGNORED, 0.0, sums.log() + (most - target_logits))
+    return of_rows if weights is None else of_rows * weights
+
+
+def scaled(gradient: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the gradient of each row's loss, or the one number that is that of all rows."""
+    return gradient if weights is None else gradient * weights
 
 
 def check_targets(targets: Tensor, vocabulary: int) -> None:
@@ -141,20 +153,21 @@ class CrossEntropy(torch.autograd.Function):
     """Cross-entropy over a whole vocabulary; backward overwrites the logits with their gradient."""
 
     @staticmethod
-    def forward(context: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(context: Any, logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
         logits = logits.contiguous()
         most, sums, target_logits = shard_statistics(logits, targets, 0)
-        context.save_for_backward(logits, targets, most, sums)
-        return losses(most, sums, target_logits, targets).sum()
+        context.save_for_backward(logits, targets, weights, most, sums)
+        return losses(most, sums, target_logits, targets, weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        logits, targets, most, sums = context.saved_tensors
-        return shard_gradient_(logits, targets, 0, most, sums, gradient), None
+        logits, targets, weights, most, sums = context.saved_tensors
+        scale = scaled(gradient, weights)
+        return shard_gradient_(logits, targets, 0, most, sums, scale), None, None
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return the sum over rows, in fp32; backward may overwrite logits [rows, columns]."""
     fits = (
         logits.dim() == 2
@@ -164,9 +177,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     )
     if choose("cross_entropy", logits, fits) == CUDA:
         check_targets(targets, logits.shape[1])
-        return CrossEntropy.apply(logits, targets)
-    return cross_entropy_reference(logits, targets)
+        return CrossEntropy.apply(logits, targets, weights)
+    return cross_entropy_reference(logits, targets, weights)
 
 
-def cross_entropy_reference(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.float(), targets, reduction="sum")
+def cross_entropy_reference(
+    logits: Tensor, targets: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    if weights is None:
+        return functional.cross_entropy(logits.float(), targets, reduction="sum")
+    return (functional.cross_entropy(logits.float(), targets, reduction="none") * weights).sum()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpczero_kernels.operations import attention, attention_reference, supports
+from hpczero_kernels.attention import Reach, attention, attention_reference, supports, tiles
 
 SHAPES = [
     (4, 16, 128, 64),
@@ -69,3 +69,77 @@ def test_what_it_does_not_support_is_pytorchs(dtype: torch.dtype, seq: int) -> N
                 *(gradients(how, x, x[0]) for how in (attention, attention_reference)), strict=True
             )
         )
+
+
+# -- what a query may see: its document, a window, with logits that are capped, fewer keys' heads
+
+DOCUMENTS = ((3, 4, 33), (33,), (1, 32, 33))
+REACHES = [
+    {"documents": DOCUMENTS},
+    {"window": 1},
+    {"window": 5},
+    {"window": 40},
+    {"documents": DOCUMENTS, "window": 7},
+    {"cap": 2.0},
+    {"scale": 0.4},
+    {"documents": DOCUMENTS, "window": 7, "cap": 2.0, "scale": 0.4},
+]
+
+
+def all_of(how, parts: list[torch.Tensor], above: torch.Tensor, **reach) -> list[torch.Tensor]:
+    parts = [part.clone().requires_grad_() for part in parts]
+    out = how(*parts, **reach)
+    return [out.detach(), *torch.autograd.grad(out, parts, above.to(out.dtype))]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reach", REACHES, ids=str)
+def test_a_query_sees_what_it_may(reach, dtype, heads, monkeypatch) -> None:
+    monkeypatch.setattr("hpczero_kernels.attention._ROWS", 16)
+    random = torch.Generator().manual_seed(1)
+    parts = [
+        torch.randn(3, count, 33, 10, generator=random).to(dtype) for count in (*heads, heads[1])
+    ]
+    above = torch.randn(3, heads[0], 33, 10, generator=random).to(dtype)
+    exact = all_of(attention_reference, [part.double() for part in parts], above, **reach)
+    found = all_of(attention, parts, above, **reach)
+    expected = all_of(attention_reference, parts, above, **reach)
+    for own, others, right in zip(found, expected, exact, strict=True):
+        assert own.dtype == dtype
+        # gradients of queries that see one key are zero
+        whole = right.norm() + 0.1 * right.numel() ** 0.5
+        errors = [((one.double() - right).norm() / whole).item() for one in (own, others)]
+        assert errors[0] <= 2 * errors[1] + 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reach", [{}, {"window": 7}, {"cap": 2.0}], ids=str)
+def test_another_document_changes_no_bit_of_this_one(reach, dtype) -> None:
+    ends, changed = ((9, 20, 33),), slice(9, 20)
+    random = torch.Generator().manual_seed(1)
+    parts = [torch.randn(1, 4, 33, 10, generator=random).to(dtype) for _ in range(3)]
+    others = [part.clone() for part in parts]
+    for part in others:
+        part[:, :, changed] = torch.randn(1, 4, 11, 10, generator=random).to(dtype)
+    above = torch.randn(1, 4, 33, 10, generator=random).to(dtype)
+    one, other = (
+        all_of(attention, each, above, documents=ends, **reach) for each in (parts, others)
+    )
+    for before, after in zip(one, other, strict=True):
+        assert torch.equal(before[:, :, :9], after[:, :, :9])
+        assert torch.equal(before[:, :, 20:], after[:, :, 20:])
+        assert not torch.equal(before[:, :, changed], after[:, :, changed])
+
+
+def test_no_mask_of_all_positions_is_made() -> None:
+    """Each pair of a query and a key lies in one tile; tiles have few that are not seen."""
+    reach = Reach(((100, 1000), (1000,)), window=64, cap=0.0, scale=1.0)
+    pairs = torch.zeros(2, 1000, 1000, dtype=torch.int64)
+    inside = 0
+    for tile in tiles(reach, 2, 1000):
+        pairs[tile.samples, tile.rows, tile.keys] += 1
+        inside += (tile.rows.stop - tile.rows.start) * (tile.keys.stop - tile.keys.start)
+    sees = reach(1000, torch.device("cpu"))[:, 0]
+    assert (pairs[sees] == 1).all()
+    assert inside < 2 * 1000 * 4 * 64

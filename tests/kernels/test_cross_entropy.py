@@ -7,7 +7,12 @@ import torch
 from torch.nn import functional
 
 from hpczero_kernels import cross_entropy
-from hpczero_kernels.cross_entropy import IGNORED, shard_gradient_, shard_statistics
+from hpczero_kernels.cross_entropy import (
+    IGNORED,
+    CrossEntropy,
+    shard_gradient_,
+    shard_statistics,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -124,3 +129,24 @@ def test_the_loss_of_half_precision_logits_has_full_precision(dtype):
     expected = functional.cross_entropy(logits.double(), targets, reduction="sum")
     assert loss.dtype is torch.float32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_are_factors_of_the_rows_losses(dtype):
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(9, 31, generator=generator).to(dtype)
+    targets = torch.randint(0, 31, (9,), generator=generator)
+    targets[2] = IGNORED
+    weights = torch.tensor([1.0, 0.0, 3.0, 0.5, 1.0, 2.0, 0.0, 1.0, 0.25])
+    wide = logits.double().requires_grad_()
+    losses = functional.cross_entropy(wide, targets, reduction="none")
+    exact = (losses * weights).sum()
+    (2 * exact).backward()
+    for how in (CrossEntropy.apply, cross_entropy.cross_entropy_reference):
+        own = logits.clone().requires_grad_()
+        loss = how(own * 1, targets, weights)
+        assert loss.dtype == torch.float32
+        (2 * loss).backward()
+        assert loss.item() == pytest.approx(exact.item(), rel=1e-5)
+        assert (own.grad.double() - wide.grad).norm() / wide.grad.norm() < torch.finfo(dtype).eps
+        assert (own.grad[[1, 2, 6]] == 0).all()

@@ -70,6 +70,17 @@ def torchs_losses(x: Tensor) -> Tensor:
     )
 
 
+def weights_for(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[0], device=logits.device).float() / 4
+
+
+def torchs_weighted_losses(x: Tensor) -> Tensor:
+    x = x.flatten(0, 1)
+    wide = x if x.dtype == torch.float64 else x.float()
+    losses = torch.nn.functional.cross_entropy(wide, targets_for(x), reduction="none")
+    return (losses * weights_for(x)).sum()
+
+
 def samples_of(x: Tensor) -> Tensor:
     return (torch.arange(x.shape[0]) * 1_000_000_007).to(x.device)
 
@@ -136,9 +147,16 @@ CASES = {
     "cross_entropy": Case(
         rows_and_columns("x"),
         lambda x: cross_entropy.CrossEntropy.apply(
-            x.flatten(0, 1) * 1, targets_for(x.flatten(0, 1))
+            x.flatten(0, 1) * 1, targets_for(x.flatten(0, 1)), None
         ),
         torchs_losses,
+    ),
+    "weighted_cross_entropy": Case(
+        rows_and_columns("x"),
+        lambda x: cross_entropy.CrossEntropy.apply(
+            x.flatten(0, 1) * 1, targets_for(x.flatten(0, 1)), weights_for(x.flatten(0, 1))
+        ),
+        torchs_weighted_losses,
     ),
     "rotary": Case(
         rows_and_columns("heads"),
@@ -288,7 +306,7 @@ def test_what_no_kernel_takes_is_left_to_torch(
 def test_rows_that_do_not_count_may_hold_anything() -> None:
     x = drawn((3, 13), 1, torch.float32)
     x[1] = float("nan")
-    loss = cross_entropy.CrossEntropy.apply(x.clone(), targets_for(x))
+    loss = cross_entropy.CrossEntropy.apply(x.clone(), targets_for(x), None)
     torch.testing.assert_close(loss, torchs_losses(x[None]))
     assert loss.isfinite()
 
@@ -311,7 +329,7 @@ def test_a_target_outside_of_the_vocabulary_is_an_error(wrong: int) -> None:
 @pytest.mark.skipif(KERNELS, reason="kernels have no fp64")
 def test_gradients_are_those_of_the_formula(case: Case) -> None:
     given = [tensor.double().requires_grad_() for tensor in case.made((2, 2, 5), torch.float32, 0)]
-    if case is CASES["cross_entropy"]:
+    if case in (CASES["cross_entropy"], CASES["weighted_cross_entropy"]):
         pytest.skip("its arithmetic is fp32 whatever comes")
     if case is CASES["rotary"]:
         given = [given[0][..., :6].detach().clone().requires_grad_()]

@@ -60,6 +60,8 @@ def factors(ranks: int) -> dict[str, Sequence[Any]]:
         ],  # global, micro: sizes that differ, some of them empty; many; one
         "per_node": [0, 3] if ranks > 3 else [0],
         "order": ["auto", "pipeline,data,tensor"],
+        "documents": ["packed", "masked", "padded"],
+        "length": [0, 21],  # tokens of a sequence; 0: as many as the model takes
     }
 
 
@@ -107,7 +109,11 @@ def spec_of(case: Case, steps: int = 3, **train: Any) -> Spec:
     }
     return Spec(
         model=Model(**shape, dropout=case["dropout"], tied_embeddings=case["tied"]),
-        data=Data(source="synthetic"),
+        data=Data(
+            source="synthetic",
+            documents=case.get("documents", "packed"),
+            seq_len=case.get("length", 0),
+        ),
         train=Train(
             **{
                 **batches,

@@ -13,6 +13,7 @@ from hpczero.comm.group import Group
 from hpczero.comm.trace import Ledger
 from hpczero.comm.world import World
 from hpczero.data.dataset import SyntheticSource
+from hpczero.data.documents import Cut
 from hpczero.parallel.layout import ParameterSlot
 from hpczero.parallel.parallelize import assemble
 from hpczero.parallel.zero.unit import Unit
@@ -70,20 +71,34 @@ class Record:
 class LearnableSource(SyntheticSource):
     """Synthetic text with something to learn: every token is followed by its successor in half of
     all places. Little of it is for validation: an evaluation's last batch is a shorter one.
+
+    Documents are "masked" or "padded" at places that the window's number says.
     """
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__(spec.seed, spec.model.vocab, spec.seq_len)
+        self.documents = spec.data.documents
 
     def windows(self, split: str) -> int:
         return 13 if split == "validation" else super().windows(split)
 
-    def fill(self, split: str, window: int, out: Any) -> None:
+    def fill(self, split: str, window: int, out: Any) -> Cut | None:
         super().fill(split, window, out)
         out[1::2] = (out[:-1:2] + 1) % self.vocabulary
+        seq_len = len(out) - 1
+        if self.documents == "masked":
+            begins = range(1 + window % 7, seq_len, 3 + window % 5)
+            return Cut(begins, [begin - 1 for begin in begins])
+        if self.documents == "padded":
+            targets = 1 + window % seq_len
+            return Cut(range(targets, seq_len)[:1], range(targets, seq_len))
+        return None
 
 
 def train(world: World, spec: Spec) -> Record:
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     group = world.group("data", grid.ranks(world.rank, "data"))
-    source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
+    source = LearnableSource(spec)
     batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
     engine = way.engine

@@ -50,7 +50,9 @@ def chunks_of_stages(spec: Spec, layers: Sequence[Layer]) -> list[Chunks]:
     used = {name for layer in layers for name in layer.uses}
     parameters = [parameter for layer in layers for parameter in layer.parameters]
     tied = {parameter.name: parameter for parameter in parameters if parameter.name in used}
-    cut_layers = cut_into_stages(layers, estimated_costs(spec.model), stages, spec.parallel.chunks)
+    cut_layers = cut_into_stages(
+        layers, estimated_costs(spec.model, spec.seq_len), stages, spec.parallel.chunks
+    )
     return [separate_tied(chunks, tied) for chunks in cut_layers]
 
 
@@ -102,13 +104,13 @@ def layers_that_run(chunks: Iterable[Sequence[Layer]]) -> list[Layer]:
     return [layer for chunk in chunks for layer in chunk if not isinstance(layer, Tied)]
 
 
-def handed_on(spec: Spec, tensor_rank: int) -> tuple[int, int]:
-    """Return [positions, hidden] of the activation that a part hands on of one sequence.
+def handed_on(spec: Spec, tensor_rank: int, seq_len: int) -> tuple[int, int]:
+    """Return [positions, hidden] of the activation that a part hands on of a sequence.
 
     With sequence parallelism these are the positions of the tensor rank.
     """
     ranks = spec.parallel.tensor if spec.parallel.sequence_parallel else 1
-    rows = shard_range(spec.model.seq_len, 1, ranks, tensor_rank if ranks > 1 else 0)
+    rows = shard_range(seq_len, 1, ranks, tensor_rank if ranks > 1 else 0)
     return rows.stop - rows.start, spec.model.hidden
 
 
@@ -150,12 +152,12 @@ def layers_of(cuts: Sequence[range], stages: int, stage: int) -> tuple[range, ..
     return tuple(cuts[stage::stages])
 
 
-def estimated_costs(model: Model) -> list[int]:
+def estimated_costs(model: Model, seq_len: int) -> list[int]:
     """Return the floating-point operations of one sequence in each layer, forward and backward."""
     assert known(model), (
         f"the layers of {model.family} are not known from the spec: their costs have to be measured"
     )
-    return family(model).operations(model)
+    return family(model).operations(model, seq_len)
 
 
 def cut(costs: Sequence[float], count: int) -> tuple[range, ...]:

@@ -42,7 +42,7 @@ from hpczero_kernels.dropout import ActivationWindow
 Wait = Callable[[], torch.Tensor]  # waits for a collective and returns its result
 
 
-class Residual(Protocol):
+class StreamLayout(Protocol):
     """The layout of the residual stream: two collectives, each of which is the other's backward."""
 
     group: Group
@@ -58,8 +58,23 @@ class Residual(Protocol):
         """
 
 
-def residual_of(group: Group, sequence_parallel: bool, seq_len: int) -> Residual:
-    return SequenceParts(group, seq_len) if sequence_parallel else Replicated(group)
+class Residual:
+    """The layout of the residual stream of the micro-batch that runs: its length may change."""
+
+    def __init__(self, group: Group, sequence_parallel: bool) -> None:
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.layout: StreamLayout = Replicated(group)
+        self._of_length: dict[int, StreamLayout] = {}
+
+    def follow(self, seq_len: int) -> None:
+        """Lay out what comes next as streams of sequences of this length."""
+        if not self.sequence_parallel:
+            return
+        layout = self._of_length.get(seq_len)
+        if layout is None:
+            layout = self._of_length.setdefault(seq_len, SequenceParts(self.group, seq_len))
+        self.layout = layout
 
 
 class Replicated:
@@ -152,7 +167,7 @@ class ColumnLinear(_PartOfLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.flatten()
-        y = _Column.apply(x, self.weight.flatten(0, -2), bias, self._residual)
+        y = _Column.apply(x, self.weight.flatten(0, -2), bias, self._residual.layout)
         return y.unflatten(-1, self.weight.shape[:-1])
 
 
@@ -163,7 +178,7 @@ class RowLinear(_PartOfLinear):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum_of_parts(maps.linear(x, self.weight), self.bias, self._residual)
+        return sum_of_parts(maps.linear(x, self.weight), self.bias, self._residual.layout)
 
 
 class OnOwnRows(nn.Module):
@@ -190,22 +205,23 @@ class DropoutOnOwnRows(nn.Module):
     def __init__(self, serial: nn.Module, residual: Residual) -> None:
         super().__init__()
         self.serial = serial
-        self._first_row = residual.rows.start
+        self._residual = residual
 
     def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        window = ActivationWindow(all_columns=x.shape[-1], first_row=self._first_row)
+        first_row = self._residual.layout.rows.start
+        window = ActivationWindow(all_columns=x.shape[-1], first_row=first_row)
         return self.serial(x, *arguments, place=window)
 
 
 def sum_of_parts(
-    partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual
+    partial: torch.Tensor, addend: torch.Tensor | None, layout: StreamLayout
 ) -> torch.Tensor:
     """Return the residual stream: the sum over ranks of `partial`, plus `addend` once.
 
-    `addend` is [hidden] or [seq, hidden], the same on all ranks; its gradient is whole on every
-    rank. `partial` may be overwritten.
+    `addend` is [hidden], [seq, hidden] or [samples, seq, hidden], the same on all ranks; its
+    gradient is whole on every rank. `partial` may be overwritten.
     """
-    return _SumOfParts.apply(partial, addend, residual)
+    return _SumOfParts.apply(partial, addend, layout)
 
 
 class _Column(torch.autograd.Function):
@@ -221,23 +237,23 @@ class _Column(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        residual: Residual,
+        layout: StreamLayout,
     ) -> torch.Tensor:
         context.save_for_backward(x, weight)
-        context.residual = residual
-        return functional.linear(residual.start_gather(x)(), weight, bias)
+        context.layout = layout
+        return functional.linear(layout.start_gather(x)(), weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = context.saved_tensors
         for_x, for_weight, for_bias, _ = context.needs_input_grad
-        whole_x = context.residual.start_gather(x) if for_weight else None
+        whole_x = context.layout.start_gather(x) if for_weight else None
         rows = gradient.flatten(0, -2)
         x_gradient = None
         if for_x:
             partial = (rows @ weight).unflatten(0, gradient.shape[:-1])
-            x_gradient = context.residual.start_sum(partial)
+            x_gradient = context.layout.start_sum(partial)
         weight_gradient = rows.t() @ whole_x().flatten(0, -2) if whole_x else None
         bias_gradient = rows.sum(0) if for_bias else None
         return x_gradient() if x_gradient else None, weight_gradient, bias_gradient, None
@@ -246,21 +262,21 @@ class _Column(torch.autograd.Function):
 class _SumOfParts(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, partial: torch.Tensor, addend: torch.Tensor | None, residual: Residual
+        context: Any, partial: torch.Tensor, addend: torch.Tensor | None, layout: StreamLayout
     ) -> torch.Tensor:
-        own = residual.start_sum(partial)()
+        own = layout.start_sum(partial)()
         if own is partial:
             context.mark_dirty(partial)
-        context.residual = residual
+        context.layout = layout
         if addend is not None:
             context.addend_shape = addend.shape
-            own += addend if addend.dim() == 1 else addend[residual.rows]
+            own += addend if addend.dim() == 1 else addend[..., layout.rows, :]
         return own
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        whole = context.residual.start_gather(gradient)()
+        whole = context.layout.start_gather(gradient)()
         for_addend = context.needs_input_grad[1]
         return whole, whole.sum_to_size(context.addend_shape) if for_addend else None, None
 

@@ -16,7 +16,13 @@ from hpczero.comm.group import Group
 from hpczero.model import maps
 from hpczero.parallel.layout import shard_range
 from hpczero.parallel.tensor.linear import Residual, sum_of_parts
-from hpczero_kernels.cross_entropy import check_targets, losses, shard_gradient_, shard_statistics
+from hpczero_kernels.cross_entropy import (
+    check_targets,
+    losses,
+    scaled,
+    shard_gradient_,
+    shard_statistics,
+)
 
 
 def own_tokens(vocab: int, group: Group) -> slice:
@@ -39,7 +45,7 @@ class VocabularyLookup(nn.Module):
         self.positions = getattr(serial, "positions", None)
         self._residual = residual
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         # a number that no rank has is an error, as on one rank, and not a zero
         torch._assert_async(
             ((tokens >= 0) & (tokens < self.vocab)).all(),
@@ -47,8 +53,10 @@ class VocabularyLookup(nn.Module):
         )
         first = own_tokens(self.vocab, self._residual.group).start
         partial = part_of_lookup(tokens, self.tokens, first)
-        positions = None if self.positions is None else self.positions[: tokens.shape[1]]
-        return sum_of_parts(partial, positions, self._residual)
+        learned = None
+        if self.positions is not None:
+            learned = maps.of_positions(self.positions, tokens.shape[1], positions)
+        return sum_of_parts(partial, learned, self._residual.layout)
 
 
 class VocabularyCrossEntropy(nn.Module):
@@ -60,9 +68,13 @@ class VocabularyCrossEntropy(nn.Module):
         self._group = residual.group
 
     def forward(
-        self, logits: torch.Tensor, targets: torch.Tensor, by_sample: bool = False
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        by_sample: bool = False,
     ) -> torch.Tensor:
-        """Return the sum over all targets, in fp32, equal on all ranks.
+        """Return the weighted sum over all targets, in fp32, equal on all ranks.
 
         Backward overwrites the logits with their gradient.
 
@@ -73,10 +85,11 @@ class VocabularyCrossEntropy(nn.Module):
         first = own_tokens(self.vocab, self._group).start
         rows = logits.flatten(0, 1).contiguous()
         row_targets = targets.flatten()
+        row_weights = None if weights is None else weights.flatten()
         if not by_sample:
-            return _CrossEntropy.apply(rows, row_targets, first, self._group)
+            return _CrossEntropy.apply(rows, row_targets, row_weights, first, self._group)
         statistics = _of_whole_vocabulary(rows, row_targets, first, self._group)
-        return losses(*statistics, row_targets).unflatten(0, targets.shape).sum(1)
+        return losses(*statistics, row_targets, row_weights).unflatten(0, targets.shape).sum(1)
 
 
 def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> torch.Tensor:
@@ -112,16 +125,22 @@ def _of_whole_vocabulary(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group
+        context: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor | None,
+        first: int,
+        group: Group,
     ) -> torch.Tensor:
         most, sums, of_targets = _of_whole_vocabulary(logits, targets, first, group)
-        context.save_for_backward(logits, targets, most, sums)
+        context.save_for_backward(logits, targets, weights, most, sums)
         context.first = first
-        return losses(most, sums, of_targets, targets).sum()
+        return losses(most, sums, of_targets, targets, weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits, targets, most, sums = context.saved_tensors
-        own_gradient = shard_gradient_(logits, targets, context.first, most, sums, gradient)
-        return own_gradient, None, None, None
+        logits, targets, weights, most, sums = context.saved_tensors
+        scale = scaled(gradient, weights)
+        own_gradient = shard_gradient_(logits, targets, context.first, most, sums, scale)
+        return own_gradient, None, None, None, None

@@ -99,9 +99,14 @@ def statistics(
         put_element(target_logits, FP32, row, logit)
 
 
-@kernel(ADDRESS, COUNT, ADDRESS, CODE, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS)
-def gradient(logits, address, targets, precision, columns, first, most_of, sum_of, scales):
-    """Write the gradient over the logits; `address`: logits', as a number; `scales`: one number."""
+@kernel(ADDRESS, COUNT, ADDRESS, CODE, COUNT, COUNT, ADDRESS, ADDRESS, ADDRESS, CODE)
+def gradient(
+    logits, address, targets, precision, columns, first, most_of, sum_of, scales, of_rows
+):  # fmt: skip
+    """Write the gradient over the logits; `address`: logits', as a number.
+
+    `scales` has a number for each row if `of_rows`, else one for all.
+    """
     numbers = cuda.local.array(EIGHT, float32)
     row = uint64(cuda.blockIdx.x)
     thread = uint64(cuda.threadIdx.x)
@@ -113,7 +118,7 @@ def gradient(logits, address, targets, precision, columns, first, most_of, sum_o
     wanted = whole_number(targets, row)
     target = wanted - first
     most = element(most_of, FP32, row)
-    scale = _ZERO if wanted == _IGNORED else element(scales, FP32, uint64(0))
+    scale = _ZERO if wanted == _IGNORED else element(scales, FP32, row if of_rows else uint64(0))
     factor = scale / element(sum_of, FP32, row)
     if thread < head:
         number = exp(element(logits, precision, start + thread) - most) * factor
@@ -159,9 +164,9 @@ def shard_gradient_(
     scale: torch.Tensor,
 ) -> None:
     rows, columns = logits.shape
-    scale = scale.float()
+    scale = scale.float().contiguous()
     gradient.launch(
         (rows, 1), threads_for(columns, _MOST_THREADS),
         logits.data_ptr(), logits.data_ptr(), targets.data_ptr(), CODES[logits.dtype], columns,
-        first, most.data_ptr(), sums.data_ptr(), scale.data_ptr(),
+        first, most.data_ptr(), sums.data_ptr(), scale.data_ptr(), int(scale.numel() > 1),
     )  # fmt: skip

@@ -33,7 +33,7 @@ class Job:
 
     def __init__(self, spec: Spec, world: World) -> None:
         grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-        source = LearnableSource(spec.seed, spec.model.vocab, spec.model.seq_len)
+        source = LearnableSource(spec)
         self.batches = Batches(spec, source, grid.coordinate(world.rank, "data"), grid.size("data"))
         self.largest = micro_batch_sizes(
             spec.train.global_batch, spec.train.micro_batch, grid.size("data")

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def validation_windows(path: Path) -> "torch.Tensor":
 
 
 def losses(weights: "dict[str, torch.Tensor]", windows: "torch.Tensor") -> "torch.Tensor":
-    """A plain GPT: the mean loss of each window."""
+    """A plain GPT: the loss of each target of each window."""
     functional = torch.nn.functional
 
     def norm(x: "torch.Tensor", name: str) -> "torch.Tensor":
@@ -86,8 +87,8 @@ def losses(weights: "dict[str, torch.Tensor]", windows: "torch.Tensor") -> "torc
 
     tokens, targets = windows[:, :-1], windows[:, 1:]
     vectors = weights["embedding.lookup.tokens"]
-    x = vectors[tokens] + weights["embedding.lookup.positions"]
-    later = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).triu(1)
+    x = vectors[tokens] + weights["embedding.lookup.positions"][: tokens.shape[1]]
+    later = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
     for block in (f"blocks.{number}" for number in range(LAYERS)):
         inside, qkv = norm(x, f"{block}.attention.norm"), weights[f"{block}.attention.qkv.weight"]
         mixed = (
@@ -116,7 +117,7 @@ def losses(weights: "dict[str, torch.Tensor]", windows: "torch.Tensor") -> "torc
             + weights[f"{block}.feed_forward.down.bias"]
         )
     shares = torch.log_softmax(norm(x, "head.norm") @ vectors.T, -1)
-    return -shares.gather(-1, targets[..., None])[..., 0].mean(1)
+    return -shares.gather(-1, targets[..., None])[..., 0]
 
 
 def intervals_with_the_loss(of_split: "torch.Tensor", windows: "torch.Tensor") -> int:
@@ -132,7 +133,7 @@ def intervals_with_the_loss(of_split: "torch.Tensor", windows: "torch.Tensor") -
             for sample in range(BATCH * BATCHES)
         ]
         batch = MicroBatch(windows[:, :-1], windows[:, 1:], torch.arange(len(own)), 0, seed)
-        found = Tally.of([batch], [own]).validation(len(windows), SEQ_LEN)
+        found = Tally.of([batch], [own]).validation(len(windows), len(windows) * SEQ_LEN)
         covered += abs(found.loss - of_split.mean().item()) <= 1.96 * (found.standard_error or 0)
     return covered
 
@@ -179,7 +180,7 @@ def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_
     of_split = losses(
         {name: one.double() for name, one in load_file(tmp_path / "weights.safetensors").items()},
         windows,
-    )
+    ).mean(1)
     run = tmp_path / "runs" / "tiny"
     summary = json.loads((run / "summary.json").read_text())
     drawn = [window(SEED, len(windows), sample) for sample in range(BATCH * BATCHES)]
@@ -203,3 +204,62 @@ def test_the_loss_is_that_of_the_exported_weights(folder: Path, ranks: int, tmp_
     print(f"the interval of 95 % of {covered} of 20 seeds has the whole split's loss in it")
     assert covered >= 18
     assert of_split.mean().item() < log(257)
+
+
+def pieces_of_documents(path: Path, kind: str, seq_len: int) -> "list[torch.Tensor]":
+    """Return what validation has to predict of each document, or of the part in a window."""
+    with h5py.File(path) as file:
+        tokens = torch.from_numpy(file["validation/tokens"][:].astype(np.int64))
+        ends = file["validation/documents"][:].tolist()
+    if kind == "padded":
+        cuts = [
+            (start, min(start + seq_len + 1, end))
+            for begin, end in pairwise(ends)
+            for start in range(begin, end - 1, seq_len)
+        ]
+    else:
+        read = (len(tokens) - 1) // seq_len * seq_len
+        borders = sorted({*ends, *range(0, read + 1, seq_len)})
+        cuts = [
+            (begin, end if end in ends else end + 1)
+            for begin, end in pairwise(borders)
+            if end <= read
+        ]
+    return [tokens[begin:end] for begin, end in cuts if end - begin > 1]
+
+
+@pytest.mark.parametrize("kind", ["masked", "padded"])
+@pytest.mark.few(1)
+def test_documents_count_alone_at_another_length_and_layout(
+    folder: Path, kind: str, tmp_path: Path
+) -> None:
+    """A run goes on with other sequences, on two tensor ranks that share them."""
+    from safetensors.torch import load_file
+
+    for name in ("text.h5", "spec.toml"):
+        shutil.copy(folder / name, tmp_path)
+    begun = launch(hpczero("run", "spec.toml", "--set", "train.steps=4"), 120, tmp_path)
+    assert begun.code == 0, begun
+    changes = [
+        f"data.documents={kind}",
+        "data.seq_len=11",
+        "train.steps=8",
+        "train.eval_batches=9999",
+    ]
+    changes += ["parallel.tensor=2", "parallel.sequence_parallel=true"]
+    options = [word for change in changes for word in ("--set", change)]
+    done = launch([*mpirun(2), *hpczero("run", "spec.toml", *options)], 120, tmp_path)
+    assert done.code == 0, done
+    assert "data.seq_len was 0 and is 11" in done.err + done.out
+    exported = launch(hpczero("ckpt", "export", "runs/tiny", "weights.safetensors"), 60, tmp_path)
+    assert exported.code == 0, exported
+    weights = load_file(tmp_path / "weights.safetensors")
+    weights = {name: one.double() for name, one in weights.items()}
+    pieces = pieces_of_documents(tmp_path / "text.h5", kind, 11)
+    of_pieces = [losses(weights, piece[None]).sum().item() for piece in pieces]
+    targets = sum(len(piece) - 1 for piece in pieces)
+    summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
+    assert summary["validation_tokens"] == summary["validation_tokens_of_split"] == targets
+    assert summary["validation_loss"] == pytest.approx(sum(of_pieces) / targets, abs=1e-4)
+    last = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert 0 < json.loads(last)["targets"] <= BATCH * 11

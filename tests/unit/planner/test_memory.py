@@ -304,7 +304,7 @@ def test_our_cross_entropy_keeps_no_logits_in_fp32() -> None:
 
     work = logits * 1
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = CrossEntropy.apply(work, targets)
+        loss = CrossEntropy.apply(work, targets, None)
     measured = sum(storage.nbytes() for storage in kept.values())
     assert measured == 2 * rows * vocab + rows * (8 + 4 + 4)
     (gradient,) = torch.autograd.grad(loss, work)

@@ -43,7 +43,7 @@ def evaluated(
         own, drawn = drawn[:size], drawn[size:]
         batches.append(batch_of(len(own)))
         told.append(own if by_sample else [sum(own)])
-    return Tally.of(batches, told).validation(len(losses), SEQ_LEN)
+    return Tally.of(batches, told).validation(len(losses), len(losses) * SEQ_LEN)
 
 
 def covered(losses: np.ndarray, seeds: int, count: int, by_sample: bool = True) -> int:

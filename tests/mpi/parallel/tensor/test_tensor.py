@@ -19,7 +19,7 @@ from hpczero.model import build, families, shapes
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.layout import shard_range, tensor_part
 from hpczero.parallel.parallelize import apply_plan
-from hpczero.parallel.tensor.linear import residual_of
+from hpczero.parallel.tensor.linear import Residual
 from hpczero.parallel.tensor.vocabulary import VocabularyLookup, own_tokens
 from hpczero.spec.schema import Model
 
@@ -61,7 +61,7 @@ def parallel_model(
     module = build.on_meta(model)
     names = [name for name, _ in module.named_parameters()]
     layers = list(zip(module.layers(), families.layers(model), strict=True))
-    apply_plan(layers, families.family(model), residual_of(group, sequence_parallel, model.seq_len))
+    apply_plan(layers, families.family(model), Residual(group, sequence_parallel))
     assert sorted(name for name, _ in module.named_parameters()) == sorted(names)
     values = values_of(model, dtype)
     own = {
@@ -316,15 +316,16 @@ def test_a_lookup_without_learned_positions(world: World, sequence_parallel: boo
     group = world.group("tensor", range(world.size))
     serial = nn.Module()
     serial.tokens = nn.Parameter(whole.clone())
-    residual = residual_of(group, sequence_parallel, ODD.seq_len)
+    residual = Residual(group, sequence_parallel)
+    residual.follow(ODD.seq_len)
     lookup = VocabularyLookup(serial, residual)
     own = own_tokens(ODD.vocab, group)
     lookup.tokens = nn.Parameter(whole[own].clone())
     found = lookup(tokens)
-    found.backward(gradient[:, residual.rows])
+    found.backward(gradient[:, residual.layout.rows])
     expected = functional.embedding(tokens, serial.tokens)
     expected.backward(gradient)
-    assert torch.equal(found, expected[:, residual.rows])
+    assert torch.equal(found, expected[:, residual.layout.rows])
     assert [name for name, _ in lookup.named_parameters()] == ["tokens"]
     torch.testing.assert_close(lookup.tokens.grad, serial.tokens.grad[own])
 

@@ -103,9 +103,9 @@ def test_together_the_ranks_hold_everything() -> None:
 
 def test_what_is_handed_on() -> None:
     model = OF_SPEED.model_copy(update={"seq_len": 33})
-    assert handed_on(Spec(model=model, parallel=Parallel(tensor=4)), 3) == (33, 1024)
+    assert handed_on(Spec(model=model, parallel=Parallel(tensor=4)), 3, 33) == (33, 1024)
     shared = Spec(model=model, parallel=Parallel(tensor=4, sequence_parallel=True))
-    assert [handed_on(shared, rank) for rank in range(4)] == [
+    assert [handed_on(shared, rank, 33) for rank in range(4)] == [
         (9, 1024),
         (8, 1024),
         (8, 1024),

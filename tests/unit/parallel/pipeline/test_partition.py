@@ -65,7 +65,7 @@ def test_chunks_of_a_stage_are_far_apart() -> None:
 
 def test_costs_of_gpt_are_its_matrix_products() -> None:
     model = Model(layers=3, hidden=16, heads=2, ffn=24, vocab=100, seq_len=10)
-    embedding, *blocks, head = estimated_costs(model)
+    embedding, *blocks, head = estimated_costs(model, model.seq_len)
     weights = sum(
         parameter.size
         for parameter in families.layers(model)[1].parameters
@@ -80,7 +80,7 @@ def test_costs_of_gpt_are_its_matrix_products() -> None:
 
 def test_a_large_vocabulary_takes_blocks_off_the_last_stage() -> None:
     small, large = (
-        estimated_costs(Model(layers=16, hidden=256, heads=4, vocab=vocab))
+        estimated_costs(Model(layers=16, hidden=256, heads=4, vocab=vocab), 128)
         for vocab in (257, 50257)
     )
     assert [len(part) for part in parts(small, 4)] == [5, 4, 4, 5]
@@ -89,7 +89,7 @@ def test_a_large_vocabulary_takes_blocks_off_the_last_stage() -> None:
 
 def test_costs_are_there_for_every_layer() -> None:
     for model in (Model(), Model(layers=1, heads=3, head_dim=7, ffn=5)):
-        assert len(estimated_costs(model)) == len(families.layers(model))
+        assert len(estimated_costs(model, model.seq_len)) == len(families.layers(model))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_wrong_costs_are_refused() -> None:
         with pytest.raises(AssertionError, match="finite"):
             cut(costs, 1)
     with pytest.raises(AssertionError, match="package:factory"):
-        estimated_costs(Model(family="package:factory"))
+        estimated_costs(Model(family="package:factory"), 128)
 
 
 def test_hundreds_of_layers_are_cut_at_once() -> None:

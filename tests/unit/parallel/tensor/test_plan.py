@@ -38,7 +38,7 @@ def test_every_entry_names_modules(model):
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_every_kind_of_layer_has_its_sums(model):
     assert {layer.kind for layer in layers(model)} == family(model).tensor_sums.keys()
-    assert len(family(model).operations(model)) == len(layers(model))
+    assert len(family(model).operations(model, model.seq_len)) == len(layers(model))
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
