@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from hpczero.errors import InputError
+from hpczero.errors import InputError, escaped
 
 Identity = tuple[int, int]  # device and inode
 _NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
@@ -57,6 +57,18 @@ def open_to_read(path: Path) -> int:
         os.close(file)
         raise OSError(errno.EINVAL, _REFUSED[errno.ENXIO], str(path))
     return file
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Return the content of a plain file; InputError if it cannot be read or has more bytes."""
+    try:
+        with os.fdopen(open_to_read(path), "rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise InputError(f"{escaped(str(path))}: {error.strerror}") from error
+    if len(content) > most:
+        raise InputError(f"{escaped(str(path))} has more than {most:,} bytes")
+    return content
 
 
 def is_seen(path: Path) -> bool:

@@ -28,6 +28,7 @@ from hpczero.checkpoint.shard_file import (
     in_chunks,
     write_data,
 )
+from hpczero.checkpoint.views import Source, View, as_they_are, sources
 from hpczero.errors import InputError
 from hpczero.model.families import known, layers
 from hpczero.model.shapes import ZEROS, Layer, Parameter
@@ -45,25 +46,48 @@ class SourceTensor:
     file: SafetensorsFile
     entry: Entry
 
+    def stretches(self, first: int = 0, last: int | None = None) -> Iterator[Array]:
+        return self.file.stretches(self.entry, STRETCH, first, last)
+
+    def whole(self) -> Array:
+        values = np.empty(self.entry.size, self.entry.numpy)
+        filled = 0
+        for stretch in self.stretches():
+            values[filled : filled + len(stretch)] = stretch
+            filled += len(stretch)
+        return values
+
+
+def tensors_of(files: Iterable[SafetensorsFile]) -> dict[str, SourceTensor]:
+    """Return what open files have, by name; InputError: two of them have the same."""
+    found: dict[str, SourceTensor] = {}
+    for file in files:
+        for entry in file.entries:
+            name = entry.name
+            if name in found:
+                both = f"{found[name].file.path} and in {file.path}"
+                raise InputError(f"{printable(name, 100)} is in {both}")
+            found[name] = SourceTensor(file, entry)
+    return found
+
 
 class SafetensorsImport:
-    """The import of open files for a model; InputError: the tensors are not those of the model."""
+    """The import of tensors for a model; InputError: they are not those of the model.
 
-    def __init__(self, spec: Spec, files: Sequence[SafetensorsFile]) -> None:
+    `views`: what the tensors are of the model's parameters; None: the parameters as they are.
+    """
+
+    def __init__(
+        self, spec: Spec, found: Mapping[str, SourceTensor], views: Sequence[View] | None = None
+    ) -> None:
         self.spec = spec
-        self.found: dict[str, SourceTensor] = {}
-        for file in files:
-            for entry in file.entries:
-                name = entry.name
-                if name in self.found:
-                    both = f"{self.found[name].file.path} and in {file.path}"
-                    raise InputError(f"{printable(name, 100)} is in {both}")
-                self.found[name] = SourceTensor(file, entry)
+        self.found = found
+        files = {tensor.file for tensor in found.values()}
         buffers = {name for file in files for name in _buffers_of(file)}
         self.buffers = {
             name: tensor
-            for name, tensor in self.found.items()
-            if name in buffers or tensor.entry.dtype not in FLOATS
+            for name, tensor in found.items()
+            if tensor.entry.name in buffers or tensor.entry.dtype not in FLOATS
         }
         self.shapes = {
             name: tensor.entry.shape
@@ -72,6 +96,7 @@ class SafetensorsImport:
         }
         self.layers = layers(spec.model) if known(spec.model) else _as_layers(self.shapes)
         self.parameters = [parameter for layer in self.layers for parameter in layer.parameters]
+        self._views = views or as_they_are({p.name: p.shape for p in self.parameters})
         self._refuse_another_model()
         self._refuse_what_cannot_be_held()
         self.overflows = 0  # numbers that were finite and are too large for float32
@@ -107,14 +132,28 @@ class SafetensorsImport:
         return save(checkpoints, made, read)
 
     def _weights(self, advance: Advance) -> Iterator[Array]:
+        sources_of = sources(self._views)
         for parameter in self.parameters:
-            tensor = self.found[parameter.name]
-            for values in tensor.file.stretches(tensor.entry, STRETCH):
-                converted = to_float32(values, tensor.entry.dtype)
-                if values.dtype == np.float64:
-                    self.overflows += int(np.isfinite(values).sum() - np.isfinite(converted).sum())
-                yield converted
-                advance(values.nbytes)
+            for source in sources_of[parameter.name]:
+                for values in self._values(source):
+                    converted = to_float32(values, self.found[source.view.name].entry.dtype)
+                    if values.dtype == np.float64:
+                        lost = np.isfinite(values).sum() - np.isfinite(converted).sum()
+                        self.overflows += int(lost)
+                    yield converted
+                    advance(values.nbytes)
+
+    def _values(self, source: Source) -> Iterator[Array]:
+        """Yield the elements of a part of a view as the parameter has them."""
+        tensor = self.found[source.view.name]
+        if not source.view.turned:
+            yield from tensor.stretches(source.start, source.stop)
+            return
+        rows, columns = source.view.shape
+        matrix = tensor.whole().reshape(rows, columns).T
+        at_once = max(1, STRETCH // rows)
+        for column in range(0, columns, at_once):
+            yield np.ascontiguousarray(matrix[column : column + at_once]).reshape(-1)
 
     def _refuse_what_cannot_be_held(self) -> None:
         buffers = {
@@ -125,7 +164,7 @@ class SafetensorsImport:
             raise InputError(f"a checkpoint cannot hold what is in the files: {problem}")
 
     def _refuse_another_model(self) -> None:
-        wanted = {parameter.name: parameter.shape for parameter in self.parameters}
+        wanted = {view.name: view.shape for view in self._views}
         there = self.shapes
         wrong = [f"{name}: not in the files" for name in wanted if name not in there]
         wrong += [f"{printable(name)}: not in the model" for name in there if name not in wanted]
@@ -162,12 +201,7 @@ def _buffer_dtype(entry: Entry) -> np.dtype[Any]:
 def _values(tensor: SourceTensor) -> Array:
     """Read a buffer."""
     entry = tensor.entry
-    values = np.empty(entry.size, _buffer_dtype(entry))
-    filled = 0
-    for stretch in tensor.file.stretches(entry, STRETCH):
-        target = values[filled : filled + len(stretch)]
-        target[:] = to_float32(stretch, "BF16") if entry.dtype == "BF16" else stretch
-        filled += len(stretch)
+    values = to_float32(tensor.whole(), "BF16") if entry.dtype == "BF16" else tensor.whole()
     return values.reshape(entry.shape)
 
 

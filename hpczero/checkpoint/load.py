@@ -191,14 +191,16 @@ class LazyTensor:
         wanted = slice(start, stop), *(slice(0, length) for length in self.shape[1:])
         return self._checkpoint.read(self._slot, self.name, wanted)
 
-    def stretches(self, length: int = STRETCH) -> Iterator[Array]:
-        """Yield all elements in memory order, flat, so many at a time.
+    def stretches(
+        self, length: int = STRETCH, first: int = 0, last: int | None = None
+    ) -> Iterator[Array]:
+        """Yield elements first .. last - 1 in memory order, flat, so many at a time.
 
         How they are cut does not depend on the grid that wrote them.
         """
-        size = prod(self.shape)
-        for start in range(0, size, length):
-            stop = min(start + length, size)
+        last = prod(self.shape) if last is None else last
+        for start in range(first, last, length):
+            stop = min(start + length, last)
             out = np.empty(stop - start, np.float32)
             filled = 0
             for box in rectangles(self.shape, start, stop):

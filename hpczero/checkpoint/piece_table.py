@@ -60,7 +60,7 @@ def stored_spans(holding: RankShard) -> Iterator[Span]:
             continue
         shard = layout.shard(holding.shard)
         for slot, inside in layout.spans(shard.start, shard.stop):
-            if slot.parameter.split is None and holding.tensor_rank:
+            if not slot.is_split and holding.tensor_rank:
                 continue
             boxes = tuple(slot.rectangles(inside.start, inside.stop))
             yield Span(number, slot.parameter.name, inside, offset, boxes)

@@ -1,4 +1,4 @@
-"""The safetensors format, read and written, and the export of a checkpoint's weights to it.
+"""The safetensors format, read and written.
 
 A file is 8 bytes with the length of a header, the header in JSON, the tensors' data
 (https://github.com/huggingface/safetensors). It is read and written by hand, tensor after tensor
@@ -9,17 +9,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.shard_file import SLOTS, Advance, Array
+from hpczero.checkpoint.shard_file import Array
 from hpczero.errors import InputError
 from hpczero.safe_files import open_to_read, read_at, written_durably
 from hpczero.text import printable
@@ -30,6 +27,7 @@ _DTYPES = {
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1",
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
+BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
 _LONGEST_HEADER = 32 << 20  # bytes: some hundred for each of the tensors that a checkpoint can have
 _MOST_SIGNS = 4 * manifest.MOST_TENSORS + 10_000  # colons of a header, one for each key
 
@@ -123,10 +121,13 @@ class SafetensorsFile:
         self.entries = [self._entry(name, described) for name, described in header.items()]
         self._refuse_gaps()
 
-    def stretches(self, entry: Entry, length: int) -> Iterator[Array]:
-        """Yield the elements of a tensor in memory order, flat, so many at a time."""
-        for start in range(0, entry.size, length):
-            values = np.empty(min(length, entry.size - start), entry.numpy)
+    def stretches(
+        self, entry: Entry, length: int, first: int = 0, last: int | None = None
+    ) -> Iterator[Array]:
+        """Yield elements first .. last - 1 of a tensor in memory order, flat, so many at a time."""
+        last = entry.size if last is None else last
+        for start in range(first, last, length):
+            values = np.empty(min(length, last - start), entry.numpy)
             offset = self._data + entry.begin + start * entry.numpy.itemsize
             if read_at(self._file.fileno(), values.data.cast("B"), offset) < values.nbytes:
                 raise self._wrong("it became shorter")
@@ -193,128 +194,3 @@ def to_float32(values: Array, dtype: str) -> Array:
         return (values.astype(np.uint32) << 16).view(np.float32)
     with np.errstate(over="ignore"):
         return values.astype(np.float32, copy=False)
-
-
-# -- the export of a checkpoint's weights --------------------------------------------------------
-# Whole tensors, in one file or in several with an index; never more in memory than a stretch.
-
-DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-_SOURCE = "hpczero.checkpoint"
-BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
-WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class Export:
-    """The export of one checkpoint's weights in one dtype.
-
-    `size`: bytes of data. `overflows`: weights that were finite and have become infinite.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, dtype: str) -> None:
-        self.checkpoint = checkpoint
-        self.dtype = DTYPES[dtype]
-        self.entries = [
-            Entry(tensor.name, self.dtype, tensor.shape) for tensor in checkpoint.table.tensors
-        ]
-        self.entries += [
-            Entry(name, dtype_of(values), values.shape)
-            for name, values in checkpoint.buffers.items()
-        ]
-        self.size = sum(entry.end for entry in self.entries)
-        self.overflows = 0
-
-    def to_file(self, path: Path, advance: Advance) -> list[Path]:
-        _refuse_existing([path])
-        self._write(path, self.entries, advance)
-        return [path]
-
-    def to_folder(self, folder: Path, largest: int, advance: Advance) -> list[Path]:
-        """Write files of at most so many bytes of data; the index comes last.
-
-        A tensor that has more bytes is alone in a file.
-        """
-        groups = _groups(self.entries, largest)
-        count = len(groups)
-        names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
-        paths = [folder / name for name in names]
-        _refuse_existing([folder / _INDEX])
-        _refuse_existing([path for path in paths if not self._began(path)])
-        for path, group in zip(paths, groups, strict=True):
-            self._write(path, group, advance)
-        file_of = {
-            entry.name: name for name, group in zip(names, groups, strict=True) for entry in group
-        }
-        text = json.dumps({"metadata": {"total_size": self.size}, "weight_map": file_of}, indent=2)
-        with written_durably(folder / _INDEX) as file:
-            file.write(text.encode() + b"\n")
-        return [*paths, folder / _INDEX]
-
-    def _write(self, path: Path, group: Sequence[Entry], advance: Advance) -> None:
-        buffers = [entry.name for entry in group if entry.name in self.checkpoint.buffers]
-        metadata = {
-            "format": "pt",
-            "hpczero.step": str(self.checkpoint.step),
-            _SOURCE: self._source,
-            BUFFERS: json.dumps(buffers),
-        }
-        entries = placed(group)
-        write(path, entries, metadata, self._data(entries, advance))
-
-    @cached_property
-    def _source(self) -> str:
-        """The checkpoint's identity: of its step and all its checksums but those of the blocks."""
-        return str(xxhash.xxh3_128_hexdigest(manifest.text(self.checkpoint.content).encode()))
-
-    def _began(self, path: Path) -> bool:
-        """Return True if an export of this checkpoint to this dtype wrote the file.
-
-        Without an index it was killed, and the same command writes all files anew.
-        """
-        try:
-            with SafetensorsFile(path) as file:
-                dtypes = {e.dtype for e in file.entries if e.name not in self.checkpoint.buffers}
-                return file.metadata.get(_SOURCE) == self._source and dtypes <= {self.dtype}
-        except InputError:
-            return False
-
-    def _data(self, entries: Sequence[Entry], advance: Advance) -> Iterator[Array]:
-        for entry in entries:
-            for values in self._stretches(entry):
-                yield values
-                advance(values.nbytes)
-
-    def _stretches(self, entry: Entry) -> Iterator[Array]:
-        if entry.name in self.checkpoint.buffers:
-            yield self.checkpoint.buffers[entry.name].reshape(-1)
-            return
-        for values in self.checkpoint[f"/{SLOTS[0]}/{entry.name}"].stretches():
-            rounded = from_float32(values, self.dtype)
-            if self.dtype != "F32":
-                self.overflows += int(np.isfinite(values).sum() - _finite(rounded, self.dtype))
-            yield rounded
-
-
-def _finite(values: Array, dtype: str) -> int:
-    is_finite = (values & 0x7F80) != 0x7F80 if dtype == "BF16" else np.isfinite(values)
-    return int(is_finite.sum())
-
-
-def _groups(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
-    """Deal entries to files in order; a new file begins when the next tensor has no more room."""
-    groups: list[list[Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        size = entry.end - entry.begin
-        if groups[-1] and filled + size > largest:
-            groups.append([])
-            filled = 0
-        groups[-1].append(entry)
-        filled += size
-    return groups
-
-
-def _refuse_existing(paths: Sequence[Path]) -> None:
-    for path in paths:
-        if os.path.lexists(path):
-            name = printable(str(path))
-            raise InputError(f"{name} exists already and is left as it is: name another one")

@@ -11,9 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from hpczero.data.build import Listener, Recipe, build_token_file, is_up_to_date
+from hpczero.data.build import build_token_file, is_up_to_date
 from hpczero.data.corpus import Corpus, find
+from hpczero.data.encode import Listener, Recipe
 from hpczero.data.token_file import TokenFile, open_token_file
+from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import InputError, Stopped, for_terminal
 from hpczero.safe_files import make_own_folder, remove_tree
 from hpczero.text import printable
@@ -24,7 +26,8 @@ _MOST_DAMAGES = 20  # lines of damages that are printed
 
 def build(options: argparse.Namespace) -> int:
     output = Path(options.output)
-    recipe = Recipe(options.tokenizer, options.validation_fraction, field=options.field)
+    encoding = tokenizer(options.tokenizer, options.end_of_document)
+    recipe = Recipe(encoding, options.validation_fraction, field=options.field)
     _check_output(output)
     if not 0 <= recipe.validation_fraction < 1:  # NaN is neither
         raise InputError(

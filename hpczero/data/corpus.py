@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -250,39 +250,6 @@ def _decode(piece: bytes) -> tuple[str, bool]:
         return piece.decode("utf-8"), False
     except UnicodeDecodeError:
         return piece.decode("utf-8", errors="replace"), True
-
-
-# Tokenizers. To add one, list it in `_TOKENIZERS` (and its number of ids in `supply.IDS`).
-
-
-class Tokenizer(Protocol):
-    """Encodes text section by section; no token spans two sections."""
-
-    name: str
-    vocabulary: int  # ids are 0 .. vocabulary - 1
-    end_of_document: int
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-
-class ByteTokenizer:
-    """Ids 0–255 are the bytes of the text in UTF-8; 256 ends a document."""
-
-    name = "byte"
-    vocabulary = 257
-    end_of_document = 256
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
-
-
-_TOKENIZERS = {"byte": ByteTokenizer}
-
-
-def tokenizer(name: str) -> Tokenizer:
-    if name not in _TOKENIZERS:
-        raise InputError(f"there is no tokenizer '{name}'; there is: {', '.join(_TOKENIZERS)}")
-    return _TOKENIZERS[name]()
 
 
 def token_dtype(vocabulary: int) -> np.dtype:

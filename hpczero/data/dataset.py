@@ -19,11 +19,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpczero import env
-from hpczero.data.build import BUILDER, Recipe, build_in_one_go, build_token_file
+from hpczero.data.build import build_in_one_go, build_token_file
 from hpczero.data.corpus import Corpus, find
 from hpczero.data.documents import Cut, Pieces, cut_after, read_piece
+from hpczero.data.encode import BUILDER, Recipe
 from hpczero.data.raw_files import writing
 from hpczero.data.token_file import TokenFile, open_token_file
+from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.safe_files import is_seen, make_folders, open_lock, remove_tree, temporary_folder
 from hpczero.spec.schema import Spec
@@ -261,9 +263,9 @@ def library_token_file(spec: Spec) -> Path:
     killed builder's folder stays until the next builder removes it.
     """
     cache = Path(env.expand(spec.paths.cache)) if spec.paths.cache else env.cache_folder()
-    recipe = Recipe(spec.data.tokenizer, spec.data.validation_fraction)
+    recipe = Recipe(tokenizer(spec.data.tokenizer), spec.data.validation_fraction)
     python = f"{platform.python_implementation().lower()}-{platform.python_version()}"
-    name = f"stdlib-{python}-{recipe.tokenizer}-{recipe.validation_fraction}-{BUILDER}.h5"
+    name = f"stdlib-{python}-{recipe.tokenizer.name}-{recipe.validation_fraction}-{BUILDER}.h5"
     final = cache.absolute() / name
     try:
         if final.exists():

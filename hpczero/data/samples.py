@@ -180,7 +180,7 @@ class Prefetcher(Generic[Item]):
 # -- tokens that `data.source` has for a job, counted before it runs: on login nodes, so numpy is
 # -- imported for token files only
 
-IDS = {"byte": 257}  # vocabularies of `corpus.tokenizer`, which needs numpy
+IDS = {"byte": 257}  # vocabularies of [data] tokenizer; `tokenizer.py` needs numpy
 
 
 @dataclass(frozen=True)

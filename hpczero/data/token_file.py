@@ -6,8 +6,8 @@ does not use the HDF5 library, which a crafted file can crash. Tokens are memory
 """
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,25 +15,24 @@ import numpy as np
 import xxhash
 
 from hpczero import safe_files
-from hpczero.data.corpus import Tokenizer, token_dtype
-from hpczero.data.raw_files import BLOCK, Blocks, RawFile, blocks_of, checksum, writing
+from hpczero.data.corpus import token_dtype
+from hpczero.data.raw_files import BLOCK, Blocks, blocks_of
+from hpczero.data.tokenizer import FILES, MOST_BYTES, ByteTokenizer, Tokenizer, from_files
 from hpczero.errors import InputError
 from hpczero.hdf5.reader import Dataset, NotPlain, UntrustedFile
 from hpczero.text import printable
 
 if TYPE_CHECKING:
-    import h5py
+    pass
 
 FORMAT = "hpczero-tokens"
 VERSION = 1
 SPLITS = ("train", "validation")
-LIBRARY_VERSIONS = ("earliest", "v110")  # readable by the HDF5 tools of Linux distributions
+TOKENIZER = "tokenizer"  # group: the tokenizer's files, as bytes; none of the byte tokenizer
 CHECKSUMS = "checksums"  # dataset: of the blocks of a split's tokens; older files have none
 _LARGEST_VOCABULARY = 2**32
 _LONGEST_TEXT = 100  # characters of an attribute
-_CHUNK = 2**22  # bytes read at a time: many blocks
-_PAGE = 4096
-_STORED_AS = {int: "<i8", float: "<f8"}
+CHUNK = 2**22  # bytes read at a time: many blocks
 _ATTRIBUTES = {
     "tokenizer": str,
     "vocabulary": int,
@@ -74,6 +73,23 @@ class TokenFile:
     inputs: str  # digest of the input files' names and sizes
     fingerprint: str  # xxh3 of the tokens
     splits: dict[str, Split]
+    tokenizer_files: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def made_with(self) -> Tokenizer:
+        """Return the tokenizer; InputError if it is not in the file, or is not the one named."""
+        files = {name: content.tobytes() for name, content in self.tokenizer_files.items()}
+        if not files and self.tokenizer != ByteTokenizer.name:
+            raise InputError(
+                f"{printable(str(self.path))} does not hold its tokenizer ({self.tokenizer})"
+            )
+        made = from_files(files, self.end_of_document)
+        if made.name != self.tokenizer or made.vocabulary != self.vocabulary:
+            raise InputError(
+                f"{printable(str(self.path))}: its tokenizer is {made.name} with "
+                f"{made.vocabulary:,} ids, its tokens are of {self.tokenizer} with "
+                f"{self.vocabulary:,}: it is damaged, or was put together of two"
+            )
+        return made
 
     @property
     def has_checksums(self) -> bool:
@@ -93,7 +109,7 @@ class TokenFile:
         for name, blocks in self.blocks().items():
             split = self.splits[name]
             counts = np.zeros(self.vocabulary, np.int64)
-            for chunk in blocks.verify(_CHUNK // BLOCK):
+            for chunk in blocks.verify(CHUNK // BLOCK):
                 yield from chunk.damaged
                 digest.update(chunk.content)
                 tokens = np.frombuffer(chunk.content, split.tokens.dtype)
@@ -187,7 +203,20 @@ def _read(path: Path, descriptor: int) -> TokenFile:
         if len(facts[name]) > _LONGEST_TEXT:
             raise NotPlain(f"attribute {name} has more than {_LONGEST_TEXT} characters")
     splits = {name: _read_split(file, descriptor, name, facts["vocabulary"]) for name in SPLITS}
-    return TokenFile(path=path, splits=splits, **facts)
+    kept = _read_tokenizer(file, descriptor)
+    return TokenFile(path=path, splits=splits, tokenizer_files=kept, **facts)
+
+
+def _read_tokenizer(file: UntrustedFile, descriptor: int) -> dict[str, np.ndarray]:
+    if TOKENIZER not in file.names(""):
+        return {}
+    kept = {}
+    for name in file.names(TOKENIZER):
+        dataset = _dataset(file, TOKENIZER, name, np.dtype("<u1"))
+        if name not in FILES or dataset.size > MOST_BYTES:
+            raise NotPlain(f"/{TOKENIZER}/{printable(name, 60)}, of {dataset.size:,} bytes")
+        kept[name] = _mapped(descriptor, dataset)
+    return kept
 
 
 def _attribute(file: UntrustedFile, name: str, kind: type) -> Any:
@@ -242,126 +271,3 @@ def _mapped(descriptor: int, dataset: Dataset) -> np.ndarray:
         return np.empty(0, dataset.dtype)
     with os.fdopen(os.dup(descriptor), "rb") as file:
         return np.memmap(file, dataset.dtype, "r", dataset.place, dataset.shape)
-
-
-def write_token_file(
-    path: Path,
-    encoding: Tokenizer,
-    facts: dict[str, Any],
-    raw: dict[str, dict[str, RawFile]],
-    copied: Callable[[int, int], None],
-) -> None:
-    """Make a token file of the raw files. `copied` receives the bytes done and the total."""
-    with writing(path):
-        safe_files.remove(path)  # a builder may have been killed
-        descriptor = safe_files.create(path)
-    try:
-        fill_token_file(path, descriptor, encoding, facts, raw, copied)
-    finally:
-        os.close(descriptor)
-
-
-def fill_token_file(
-    path: Path,
-    descriptor: int,
-    encoding: Tokenizer,
-    facts: dict[str, Any],
-    raw: dict[str, dict[str, RawFile]],
-    copied: Callable[[int, int], None],
-) -> None:
-    """Make a token file of the raw files in an open, empty file; `path` is for messages.
-
-    HDF5 makes the structure in memory: on a disk that fills up it may end the process. Plain writes
-    put the values at the offsets that it allocated, counted and hashed on the way. The same values
-    give the same bytes.
-    """
-    import h5py
-
-    from hpczero.hdf5.image import ImagePages
-
-    pages = ImagePages()
-    digest = xxhash.xxh3_128()
-    total = sum(files["tokens"].length * files["tokens"].dtype.itemsize for files in raw.values())
-    done = 0
-    written: list[tuple[int, int]] = []  # ranges of bytes that have values
-    with h5py.File(
-        pages, "w", libver=LIBRARY_VERSIONS, alignment_threshold=_PAGE, alignment_interval=_PAGE
-    ) as structure:
-        offsets = _allocate(structure, encoding.vocabulary, raw)
-        for split in SPLITS:
-            dtype = raw[split]["tokens"].dtype
-            offset = offsets[split, "tokens"]
-            counts = np.zeros(encoding.vocabulary, np.int64)
-            checksums = list[int]()
-            for chunk in _chunks(raw[split]["tokens"].path):
-                counts += np.bincount(np.frombuffer(chunk, dtype), minlength=encoding.vocabulary)
-                digest.update(chunk)
-                blocks = (chunk[at : at + BLOCK] for at in range(0, len(chunk), BLOCK))
-                checksums += map(checksum, blocks)
-                offset = _write(path, descriptor, chunk, offset)
-                done += len(chunk)
-                copied(done, total)
-            written.append((offsets[split, "tokens"], offset))
-            offset = offsets[split, "documents"]
-            for chunk in _chunks(raw[split]["documents"].path):
-                offset = _write(path, descriptor, chunk, offset)
-            written.append((offsets[split, "documents"], offset))
-            structure[f"{split}/counts"][:] = counts
-            structure[f"{split}/{CHECKSUMS}"][:] = np.array(checksums, "<u8")
-        _describe(structure, encoding, facts | {"fingerprint": digest.hexdigest()})
-    with writing(path):
-        pages.write_to(descriptor, but=written)
-
-
-def _write(path: Path, descriptor: int, content: bytes, offset: int) -> int:
-    """Write the content at the offset; return the offset after it."""
-    end = offset + len(content)
-    with writing(path):
-        while content:
-            count = os.pwrite(descriptor, content, offset)
-            content = content[count:]
-            offset += count
-    return end
-
-
-def _describe(structure: "h5py.File", encoding: Tokenizer, facts: dict[str, Any]) -> None:
-    structure.attrs["format"] = np.bytes_(FORMAT)
-    structure.attrs["version"] = np.int64(VERSION)
-    structure.attrs["vocabulary"] = np.int64(encoding.vocabulary)
-    structure.attrs["end_of_document"] = np.int64(encoding.end_of_document)
-    for name, value in sorted(facts.items()):
-        structure.attrs[name] = (
-            np.bytes_(value) if isinstance(value, str) else np.array(value, _STORED_AS[type(value)])
-        )
-
-
-def _allocate(
-    structure: "h5py.File", vocabulary: int, raw: dict[str, dict[str, RawFile]]
-) -> dict[tuple[str, str], int]:
-    """Allocate every dataset without writing it; return (split, dataset) -> offset in the file."""
-    import h5py
-
-    creation = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    creation.set_layout(h5py.h5d.CONTIGUOUS)
-    creation.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-    creation.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    creation.set_obj_track_times(False)
-    offsets = {}
-    for split in SPLITS:
-        group = structure.create_group(split)
-        datasets = {name: (content.length, content.dtype) for name, content in raw[split].items()}
-        tokens = raw[split]["tokens"]
-        datasets["counts"] = vocabulary, np.dtype("<i8")
-        datasets[CHECKSUMS] = blocks_of(tokens.length * tokens.dtype.itemsize), np.dtype("<u8")
-        for name, (length, dtype) in datasets.items():
-            kind = h5py.h5t.py_create(dtype, logical=True)
-            space = h5py.h5s.create_simple((length,))
-            dataset = h5py.h5d.create(group.id, name.encode(), kind, space, dcpl=creation)
-            offsets[split, name] = dataset.get_offset() or 0
-    return offsets
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk

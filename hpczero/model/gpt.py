@@ -14,10 +14,9 @@ from torch import nn
 
 from hpczero.model import maps, shapes
 from hpczero.model.batch import MicroBatch
+from hpczero.model.modules import CrossEntropy, Dropout, Linear, StackedLinear
 from hpczero.spec.schema import Model
-from hpczero_kernels.dropout import ActivationWindow
 from hpczero_kernels.operations import OPERATIONS
-from hpczero_kernels.random import key_of
 
 
 class GPT(nn.Module):
@@ -42,29 +41,6 @@ class GPT(nn.Module):
         return x
 
 
-class Dropout(nn.Module):
-    """Dropout that depends on (seed, step, sample, site, index), not on the order of execution."""
-
-    def __init__(self, model: Model, site: str) -> None:
-        super().__init__()
-        self.probability = model.dropout
-        self.site = site
-        self.dropout = OPERATIONS[model.kernels].dropout
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        batch: MicroBatch,
-        residual: torch.Tensor | None = None,
-        place: ActivationWindow | None = None,
-    ) -> torch.Tensor:
-        """Return x after dropout, added to the residual stream if there is one."""
-        if not self.training or self.probability == 0:
-            return x if residual is None else residual + x
-        key = key_of(batch.seed, "dropout", self.site, batch.step)
-        return self.dropout(x, self.probability, key, batch.samples, place, residual)
-
-
 class Norm(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -74,33 +50,6 @@ class Norm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer_norm(x, self.weight, self.bias)
-
-
-class Linear(nn.Module):
-    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return maps.linear(x, self.weight, self.bias)
-
-
-class StackedLinear(nn.Module):
-    """Several linear maps of the same input, in one weight [maps, outputs, inputs].
-
-    A range of outputs of all maps is then one rectangle of the weight, which tensor ranks can own.
-    """
-
-    def __init__(self, inputs: int, maps: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(maps, outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(maps, outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] -> [..., maps, outputs]"""
-        stacked = maps.linear(x, self.weight.flatten(0, 1), self.bias.flatten())
-        return stacked.unflatten(-1, self.bias.shape)
 
 
 class Lookup(nn.Module):
@@ -114,33 +63,6 @@ class Lookup(nn.Module):
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         vectors = maps.embedding(tokens, self.tokens)
         return vectors + maps.of_positions(self.positions, tokens.shape[1], positions)
-
-
-class CrossEntropy(nn.Module):
-    """Logits [samples, seq, vocab], targets [samples, seq] -> loss in fp32, summed over targets.
-
-    `weights` [samples, seq]: of the targets in the sum. `by_sample` returns one sum per sample.
-    """
-
-    def __init__(self, model: Model) -> None:
-        super().__init__()
-        self.vocab = model.vocab
-        self.cross_entropy = OPERATIONS[model.kernels].cross_entropy
-
-    def forward(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        weights: torch.Tensor | None = None,
-        by_sample: bool = False,
-    ) -> torch.Tensor:
-        if by_sample:
-            of_samples = [None] * len(targets) if weights is None else weights
-            samples = zip(logits, targets, of_samples, strict=True)
-            losses = [self.cross_entropy(*sample) for sample in samples]
-            return torch.stack(losses) if losses else logits.new_zeros(0, dtype=torch.float32)
-        of_rows = None if weights is None else weights.flatten()
-        return self.cross_entropy(logits.flatten(0, 1), targets.flatten(), of_rows)
 
 
 class Embedding(nn.Module):

@@ -32,10 +32,20 @@ class Parameter:
     initial: Initial
     split: int | None = None
     grain: int = 1  # elements along `split` that stay together (the columns of a head)
+    # the grain among more ranks than there are grains; 0: each of them holds the whole parameter
+    fine_grain: int | None = None  # None: as ever, and some ranks have none
 
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+    def cut(self, ranks: int) -> tuple[int | None, int]:
+        """Return the dimension that so many tensor ranks share, and its grain."""
+        if self.split is None or self.fine_grain is None:
+            return self.split, self.grain
+        if ranks <= -(-self.shape[self.split] // self.grain):
+            return self.split, self.grain
+        return (self.split, self.fine_grain) if self.fine_grain else (None, self.grain)
 
     @property
     def decays(self) -> bool:
@@ -77,8 +87,20 @@ def head_dim(model: Model) -> int:
     return model.head_dim or -(-model.hidden // model.heads)
 
 
+def kv_heads(model: Model) -> int:
+    return model.kv_heads or model.heads
+
+
 def ffn(model: Model) -> int:
-    return model.ffn or 4 * model.hidden
+    if model.ffn or model.family != "llama":
+        return model.ffn or 4 * model.hidden
+    return -(-8 * model.hidden // (3 * 256)) * 256
+
+
+def window(model: Model, layer: int) -> int:
+    """Return the number of keys that a query of a block sees; 0: all before it."""
+    is_global = model.window_pattern and (layer + 1) % model.window_pattern == 0
+    return 0 if is_global else model.window
 
 
 @dataclass(frozen=True)
@@ -120,9 +142,10 @@ class Family:
     sequence_plan: Mapping[str, str]  # with sequence parallelism, too
 
 
-NORM_OF_ROWS = (
-    "norm of rows"  # a role: each rank has some rows; the parameters' gradients are summed
-)
+# roles of modules whose parameters every rank holds: it has some rows, or some heads, and the
+# parameters' gradients are summed over the ranks
+NORM_OF_ROWS = "norm of rows"
+NORM_OF_HEADS = "norm of heads"
 
 
 def role_of(plan: Mapping[str, str], name: str) -> str | None:
@@ -138,6 +161,17 @@ def sizes_with_role(layer: Layer, plan: Mapping[str, str], role: str) -> list[in
     for parameter in layer.parameters:
         sizes[parameter.name.rpartition(".")[0]] += parameter.size
     return [size for name, size in sizes.items() if role_of(plan, name) == role]
+
+
+def sizes_summed(layer: Layer, plan: Mapping[str, str], ranks: int) -> list[int]:
+    """Return the elements of gradients that ranks sum together, of parameters that all hold."""
+    held_by_all = [
+        parameter.size
+        for parameter in layer.parameters
+        if parameter.split is not None and parameter.cut(ranks)[0] is None
+    ]
+    summed = sizes_with_role(layer, plan, NORM_OF_HEADS)
+    return [*summed, sum(held_by_all)] if held_by_all else summed
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -21,12 +21,14 @@ Slices = tuple[slice, ...]
 class ParameterSlot:
     """A parameter in its unit, at elements offset .. stop - 1 of the buffer.
 
-    `held`: the rectangle of the logical tensor that this tensor rank holds.
+    `held`: the rectangle of the logical tensor that this tensor rank holds. `is_split` is False
+    where each of them holds all.
     """
 
     parameter: Parameter
     held: Slices
     offset: int
+    is_split: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -84,7 +86,8 @@ def unit_layout(
     offset = 0
     for parameter in layer.parameters:
         held = tensor_part(parameter, tensor_ranks, tensor_rank)
-        slot = ParameterSlot(parameter, held, offset)
+        is_split = parameter.cut(tensor_ranks)[0] is not None
+        slot = ParameterSlot(parameter, held, offset, is_split)
         slots.append(slot)
         offset = -(-slot.stop // ALIGNMENT) * ALIGNMENT
     shard_size = -(-offset // (shards * ALIGNMENT)) * ALIGNMENT
@@ -94,9 +97,9 @@ def unit_layout(
 def tensor_part(parameter: Parameter, ranks: int, rank: int) -> Slices:
     """Return the rectangle of a parameter that a tensor rank holds: all, unless it is split."""
     held = [slice(0, length) for length in parameter.shape]
-    dim = parameter.split
+    dim, grain = parameter.cut(ranks)
     if dim is not None:
-        held[dim] = shard_range(parameter.shape[dim], parameter.grain, ranks, rank)
+        held[dim] = shard_range(parameter.shape[dim], grain, ranks, rank)
     return tuple(held)
 
 

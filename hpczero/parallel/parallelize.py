@@ -19,7 +19,7 @@ from hpczero.comm.node_axis import NodeAxis
 from hpczero.comm.world import World
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
-from hpczero.model.shapes import NORM_OF_ROWS, Family, Layer, role_of
+from hpczero.model.shapes import NORM_OF_HEADS, NORM_OF_ROWS, Family, Layer, role_of
 from hpczero.parallel import user_module
 from hpczero.parallel.pipeline import user_stages
 from hpczero.parallel.pipeline.executor import Pipeline
@@ -33,6 +33,7 @@ from hpczero.parallel.pipeline.partition import (
 )
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
+from hpczero.parallel.tensor.attention_inputs import HeadsOfRank
 from hpczero.parallel.tensor.linear import (
     ColumnLinear,
     DropoutOnOwnRows,
@@ -54,6 +55,8 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
     "row": RowLinear,
     "vocabulary": VocabularyLookup,
     "vocabulary loss": VocabularyCrossEntropy,
+    "attention inputs": HeadsOfRank,
+    NORM_OF_HEADS: OnOwnRows,
     NORM_OF_ROWS: OnOwnRows,
     "dropout of rows": DropoutOnOwnRows,
 }
@@ -197,7 +200,7 @@ def apply_plan(
             module.register_forward_pre_hook(follow)
         for path, serial in list(module.named_modules()):
             role = role_of(plan, f"{layer.name}.{path}")
-            if role:
+            if role and not isinstance(serial, nn.Identity):  # a norm that this model lacks
                 parent, _, name = path.rpartition(".")
                 setattr(module.get_submodule(parent), name, ROLES[role](serial, residual))
 

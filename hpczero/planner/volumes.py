@@ -41,7 +41,7 @@ from hpczero.comm.trace import evenly
 from hpczero.data.samples import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
-from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_with_role
+from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_role
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers_in_step
@@ -324,6 +324,9 @@ class Volumes:
             sum(sums[kind][column] * count for kind, count in kinds.items()) * times
             for column in range(2)
         )
+        for kind, layer in one_of_kind.items():
+            for size in sizes_summed(layer, family(model).tensor_plan, ranks):
+                yield "all_reduce", 2 * size * self._width, kinds[kind] * times
         if self.spec.parallel.sequence_parallel:
             padded = samples * -(-seq_len // ranks) * ranks * model.hidden * self._width
             yield "reduce_scatter", padded, forward + backward

@@ -267,13 +267,16 @@ def to_toml(spec: Spec) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def to_start_from(name: str) -> str:
-    """Return a spec with every key explained; keys whose role is `site` are commented out."""
+def to_start_from(values: Mapping[str, Any]) -> str:
+    """Return a spec with every key explained; keys whose role is `site` are commented out.
+
+    `values`: of keys that do not have their defaults.
+    """
     sections = []
     for table, entries in tables().items():
         lines = [f"# {table_description(table)}", *([f"[{table}]"] if table else [])]
         for key in entries.values():
-            value = name if key.name == "name" else key.default
+            value = values.get(key.name, key.default)
             start = "# " if key.role == "site" else ""
             setting = f"{start}{key.leaf} = {toml_value(value)}"
             choices = f": {key.allowed}" if key.is_choice else ""

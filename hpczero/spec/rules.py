@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from hpczero.errors import InputError
 from hpczero.model.families import known, layer_count
+from hpczero.model.shapes import head_dim
+from hpczero.spec.model import OF_LLAMA
 from hpczero.spec.schema import Parallel, Spec
 from hpczero.text import join_words, toml_repr
 
@@ -148,6 +150,54 @@ def _model(spec: Spec) -> Iterator[Contradiction]:
         )
 
 
+def _llama(spec: Spec) -> Iterator[Contradiction]:
+    """Keys of llama mean nothing to gpt; a factory may read them."""
+    model = spec.model
+    if model.family == "gpt":
+        default = type(model)()
+        for name in OF_LLAMA:
+            if getattr(model, name) != getattr(default, name):
+                yield Contradiction(
+                    (f"model.{name}", "model.family"),
+                    f"model.{name} = {toml_repr(getattr(model, name))} is for "
+                    'model.family = "llama", and it is "gpt": leave it out, or take the other',
+                )
+    if model.family != "llama":
+        return
+    if model.kv_heads and model.heads % model.kv_heads:
+        yield Contradiction(
+            ("model.kv_heads", "model.heads"),
+            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}: each "
+            "head of keys serves as many queries: take a divisor, or 0 for as many as heads",
+        )
+    width = int(head_dim(model) * model.rope_fraction)
+    if width % 2 or not width:
+        yield Contradiction(
+            ("model.head_dim", "model.rope_fraction", "model.hidden", "model.heads"),
+            f"{width} elements of a head of {head_dim(model)} would be turned by its position "
+            f"(model.rope_fraction = {model.rope_fraction}), in pairs: make it an even number",
+        )
+    stretched = model.rope_scaling in ("llama3", "yarn")
+    if stretched and not model.rope_original:
+        yield Contradiction(
+            ("model.rope_original", "model.rope_scaling"),
+            f'model.rope_scaling = "{model.rope_scaling}" needs model.rope_original: the tokens '
+            "in a sequence of the model before it was stretched",
+        )
+    if model.rope_scaling == "llama3" and model.rope_high <= model.rope_low:
+        yield Contradiction(
+            ("model.rope_high", "model.rope_low"),
+            f"model.rope_high = {model.rope_high} is not more than model.rope_low = "
+            f"{model.rope_low}: frequencies in between are stretched in part",
+        )
+    if model.window_pattern and not model.window:
+        yield Contradiction(
+            ("model.window", "model.window_pattern"),
+            f"model.window_pattern = {model.window_pattern} says which layers have no window, and "
+            "model.window = 0 gives none to any: set it, or leave the pattern out",
+        )
+
+
 def _order(spec: Spec) -> Iterator[Contradiction]:
     try:
         axes_in_order(spec.parallel)
@@ -255,5 +305,16 @@ def _device(spec: Spec) -> Iterator[Contradiction]:
 
 
 _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
-    *(_schedule, _evaluation, _model, _order, _tensor, _chunks, _pipeline, _checkpoint, _device),
+    *(
+        _schedule,
+        _evaluation,
+        _model,
+        _llama,
+        _order,
+        _tensor,
+        _chunks,
+        _pipeline,
+        _checkpoint,
+        _device,
+    ),
 )

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import StrictBool
 
+from hpczero.spec.model import Model
 from hpczero.spec.table import (
     CONTAINER,
     LARGEST,
@@ -18,7 +19,6 @@ from hpczero.spec.table import (
     WORD,
     Decay,
     Directive,
-    Factory,
     Line,
     Site,
     Table,
@@ -27,40 +27,6 @@ from hpczero.spec.table import (
     Word,
     key,
 )
-
-
-class Model(Table):
-    """The model to train."""
-
-    family: Literal["gpt"] | Factory = key(
-        "gpt", "identity", "gpt, or a factory that takes this table and returns a torch.nn.Module"
-    )
-    layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
-    hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
-    heads: int = key(4, "identity", "attention heads", ge=1, le=1_000_000)
-    head_dim: int = key(
-        0, "identity", "width of a head; 0: hidden / heads, rounded up", ge=0, le=10_000_000
-    )
-    ffn: int = key(
-        0, "identity", "width inside the feed-forward part; 0: 4 x hidden", ge=0, le=100_000_000
-    )
-    vocab: int = key(
-        257, "identity", "vocabulary size; the byte tokenizer has 257", ge=1, le=1_000_000_000
-    )
-    seq_len: int = key(
-        128,
-        "identity",
-        "most tokens in a sequence; gpt learns so many positions",
-        ge=1,
-        le=100_000_000,
-    )
-    dropout: float = key(
-        0.0, "identity", "dropout after the embedding, attention and feed-forward", ge=0, lt=1
-    )
-    tied_embeddings: StrictBool = key(True, "identity", "the head uses the embedding's weight")
-    kernels: Literal["auto", "torch"] = key(
-        "auto", "site", "hpczero's kernels where they are faster, or PyTorch's operations alone"
-    )
 
 
 class Data(Table):

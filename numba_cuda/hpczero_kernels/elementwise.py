@@ -148,8 +148,19 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_reference(x: Tensor) -> Tensor:
+    return glu_reference(x, "silu")
+
+
+def glu(x: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * value for x that holds gates and values."""
+    return swiglu(x) if activation == "silu" else glu_reference(x, activation)
+
+
+def glu_reference(x: Tensor, activation: str) -> Tensor:
     gate, value = x.unbind(-2)
-    return functional.silu(gate) * value
+    if activation == "silu":
+        return functional.silu(gate) * value
+    return functional.gelu(gate, approximate="tanh" if activation == "gelu" else "none") * value
 
 
 # Rotary embedding
@@ -164,8 +175,8 @@ def angles(positions: Tensor, head_dim: int, base: float = 10000.0) -> tuple[Ten
 def turn_reference(x: Tensor, cosines: Tensor, sines: Tensor, back: bool) -> Tensor:
     """Turn the pairs; `back` turns by the opposite angle, which is forward's backward."""
     low, high = upcast_half(x).chunk(2, -1)
-    cosines = cosines[:, None]
-    sines = (-sines if back else sines)[:, None]
+    cosines = cosines.unsqueeze(-2)
+    sines = (-sines if back else sines).unsqueeze(-2)
     return torch.cat([low * cosines - high * sines, high * cosines + low * sines], -1).to(x.dtype)
 
 
@@ -188,6 +199,16 @@ class Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Return x with the pairs turned that the tables have; other elements stay as they are.
+
+    Tables of each sample's own positions are [samples, positions, pairs].
+    """
+    turned = 2 * cosines.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([rotary(x[..., :turned], cosines, sines), x[..., turned:]], -1)
+    if cosines.dim() == 3:
+        joined = [tensor.flatten(0, 1) for tensor in (x, cosines, sines)]
+        return rotary(joined[0][None], *joined[1:]).view(x.shape)
     shape = (x.shape[1], x.shape[-1] // 2)
     fits = (
         x.dim() == 4
@@ -204,4 +225,7 @@ def _is_table(table: Tensor, shape: tuple[int, int], device: torch.device) -> bo
 
 
 def rotary_reference(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    turned = 2 * cosines.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([rotary_reference(x[..., :turned], cosines, sines), x[..., turned:]], -1)
     return turn_reference(x, cosines, sines, False)

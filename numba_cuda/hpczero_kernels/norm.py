@@ -166,13 +166,17 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = E
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
-    if choose("norm", x, _fits(x, None, weight)) == CUDA:
+def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS, offset: float = 0.0) -> Tensor:
+    """Return the norm of x times weight + offset."""
+    if choose("norm", x, _fits(x, None, weight) and not offset) == CUDA:
         return Norm.apply(x, None, weight, None, eps, False)
-    return rms_norm_reference(x, weight, eps)
+    return rms_norm_reference(x, weight, eps, offset)
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float = EPS, offset: float = 0.0) -> Tensor:
+    if offset:
+        wide = functional.rms_norm(upcast_half(x), weight.shape, upcast_half(weight) + offset, eps)
+        return wide.to(x.dtype)
     return functional.rms_norm(x, weight.shape, weight, eps)
 
 

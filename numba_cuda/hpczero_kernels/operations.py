@@ -16,6 +16,8 @@ from hpczero_kernels.dropout import dropout
 from hpczero_kernels.elementwise import (
     gelu,
     gelu_reference,
+    glu,
+    glu_reference,
     rotary,
     rotary_reference,
     swiglu,
@@ -42,6 +44,7 @@ class Operations:
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     gelu: Callable[..., Tensor]
     swiglu: Callable[..., Tensor]
+    glu: Callable[..., Tensor]
     dropout: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     rotary: Callable[..., Tensor]
@@ -55,6 +58,7 @@ AUTO = Operations(
     add_rms_norm,
     gelu,
     swiglu,
+    glu,
     dropout,
     cross_entropy,
     rotary,
@@ -67,6 +71,7 @@ PYTORCH = Operations(
     add_rms_norm_reference,
     gelu_reference,
     swiglu_reference,
+    glu_reference,
     partial(dropout, implementation=TORCH),
     cross_entropy_reference,
     rotary_reference,

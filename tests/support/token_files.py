@@ -1,13 +1,15 @@
 """Token files for tests, specs that read them, and a listener to their building."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpczero.data.build import Recipe, build_token_file
+from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
+from hpczero.data.encode import Recipe
 from hpczero.data.token_file import TokenFile
 from hpczero.spec.schema import Data, Model, Spec, Train
 
@@ -56,7 +58,12 @@ def make(
     """Build the token file of a text, with the work folder beside it."""
     work = output.with_name(output.name + ".partial")
     return build_token_file(
-        find([str(text)]), output, Recipe("byte", fraction), work, listener or Heard(), commit_every
+        find([str(text)]),
+        output,
+        Recipe(validation_fraction=fraction),
+        work,
+        listener or Heard(),
+        commit_every,
     )
 
 
@@ -65,3 +72,14 @@ def documents(file: TokenFile, split: str) -> list[bytes]:
     tokens = np.asarray(file.splits[split].tokens)
     ends = np.flatnonzero(tokens == 256)
     return [bytes(part[part != 256].astype(np.uint8)) for part in np.split(tokens, ends + 1)[:-1]]
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """Run the action in a forked process; return its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+        finally:
+            os._exit(7)
+    return os.waitpid(pid, 0)[1]

@@ -171,7 +171,7 @@ def whole(
 def logical(place: ParameterSlot, part: torch.Tensor, tensor: Group | None) -> torch.Tensor:
     if tensor is None:
         return part
-    if place.parameter.split is None:
+    if not place.is_split:
         assert all(torch.equal(part, theirs) for theirs in tensor.stack(part)), place.parameter.name
         return part
     found = torch.zeros(place.parameter.shape)

@@ -23,9 +23,10 @@ from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.shard_file import Damaged
 from hpczero.cli import main
 from hpczero.data import dataset
-from hpczero.data.build import Recipe, build_token_file
+from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import FileSource
+from hpczero.data.encode import Recipe
 from hpczero.data.token_file import SPLITS, open_token_file
 from hpczero.errors import InputError
 from tests.support.checkpoints import Grid, Wanted, make, parameters, seal
@@ -50,7 +51,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{number}.txt").write_text(f"text {number}\n" * 40)
     found = find([str(folder)])
     build_token_file(
-        found, folder / "a.h5", Recipe("byte", 0.3), folder / "work", dataset.SilentListener()
+        found,
+        folder / "a.h5",
+        Recipe(validation_fraction=0.3),
+        folder / "work",
+        dataset.SilentListener(),
     )
     return folder / "a.h5"
 

@@ -131,7 +131,7 @@ class LayoutCache:
 
     def _of(self, layer: Layer, tensor_rank: int) -> UnitLayout:
         shapes = tuple(
-            (parameter.shape, parameter.split, parameter.grain) for parameter in layer.parameters
+            (parameter.shape, parameter.cut(self.tensor_ranks)) for parameter in layer.parameters
         )
         key = tensor_rank, shapes
         if key not in self._layouts:

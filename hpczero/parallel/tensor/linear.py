@@ -167,7 +167,7 @@ class ColumnLinear(_PartOfLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.flatten()
-        y = _Column.apply(x, self.weight.flatten(0, -2), bias, self._residual.layout)
+        (y,) = columns(x, self._residual.layout, self.weight.flatten(0, -2), bias)
         return y.unflatten(-1, self.weight.shape[:-1])
 
 
@@ -194,7 +194,7 @@ class OnOwnRows(nn.Module):
         self._group = residual.group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        summed = _SumGradients.apply(self._group, *self._parameters.values())
+        summed = sum_gradients(self._group, *self._parameters.values())
         parameters = dict(zip(self._parameters, summed, strict=True))
         return functional_call(self._serial[0], parameters, (x,))
 
@@ -213,6 +213,23 @@ class DropoutOnOwnRows(nn.Module):
         return self.serial(x, *arguments, place=window)
 
 
+def columns(
+    x: torch.Tensor, layout: StreamLayout, *maps: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Return the products of the residual stream with `maps`: weight, bias, weight, bias, ...
+
+    A bias may be None.
+    """
+    products: tuple[torch.Tensor, ...] = _Columns.apply(x, layout, *maps)
+    return products
+
+
+def sum_gradients(group: Group, *parameters: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the parameters, whose gradients will be summed over the ranks."""
+    same: tuple[torch.Tensor, ...] = _SumGradients.apply(group, *parameters)
+    return same
+
+
 def sum_of_parts(
     partial: torch.Tensor, addend: torch.Tensor | None, layout: StreamLayout
 ) -> torch.Tensor:
@@ -224,39 +241,45 @@ def sum_of_parts(
     return _SumOfParts.apply(partial, addend, layout)
 
 
-class _Column(torch.autograd.Function):
-    """A column's product, which keeps only this rank's part of its input for backward.
+class _Columns(torch.autograd.Function):
+    """Products of one gathered input, which keep only this rank's part of it for backward.
 
     Backward gathers the input again while it computes the input's gradient, and sums that gradient
-    while it computes the weight's.
+    while it computes the weights'.
     """
 
     @staticmethod
     def forward(
-        context: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        layout: StreamLayout,
-    ) -> torch.Tensor:
-        context.save_for_backward(x, weight)
+        context: Any, x: torch.Tensor, layout: StreamLayout, *maps: Any
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = maps[::2], maps[1::2]
+        context.save_for_backward(x, *weights)
         context.layout = layout
-        return functional.linear(layout.start_gather(x)(), weight, bias)
+        whole = layout.start_gather(x)()
+        pairs = zip(weights, biases, strict=True)
+        return tuple(functional.linear(whole, weight, bias) for weight, bias in pairs)
 
     @staticmethod
     @once_differentiable
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = context.saved_tensors
-        for_x, for_weight, for_bias, _ = context.needs_input_grad
-        whole_x = context.layout.start_gather(x) if for_weight else None
-        rows = gradient.flatten(0, -2)
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *weights = context.saved_tensors
+        for_x, _, *for_maps = context.needs_input_grad
+        whole_x = context.layout.start_gather(x) if any(for_maps[::2]) else None
+        all_rows = [gradient.flatten(0, -2) for gradient in gradients]
         x_gradient = None
         if for_x:
-            partial = (rows @ weight).unflatten(0, gradient.shape[:-1])
-            x_gradient = context.layout.start_sum(partial)
-        weight_gradient = rows.t() @ whole_x().flatten(0, -2) if whole_x else None
-        bias_gradient = rows.sum(0) if for_bias else None
-        return x_gradient() if x_gradient else None, weight_gradient, bias_gradient, None
+            partial = all_rows[0] @ weights[0]
+            for rows, weight in zip(all_rows[1:], weights[1:], strict=True):
+                partial.addmm_(rows, weight)
+            shape = gradients[0].shape[:-1]
+            x_gradient = context.layout.start_sum(partial.unflatten(0, shape))
+        whole = whole_x().flatten(0, -2) if whole_x else None
+        of_maps: list[torch.Tensor | None] = []
+        needed = zip(all_rows, for_maps[::2], for_maps[1::2], strict=True)
+        for rows, for_weight, for_bias in needed:
+            of_maps.append(rows.t() @ whole if for_weight and whole is not None else None)
+            of_maps.append(rows.sum(0) if for_bias else None)
+        return x_gradient() if x_gradient else None, None, *of_maps
 
 
 class _SumOfParts(torch.autograd.Function):

@@ -226,7 +226,7 @@ class Unit:
         total = self.squares.new_zeros((), dtype=torch.float64)
         first = self.shard.start
         for slot, part in self.layout.spans(first, self.shard.stop):
-            if slot.parameter.split is None:
+            if not slot.is_split:
                 gradient = self.reduced_shard[part.start - first : part.stop - first]
                 total += gradient.double().square().sum()
         return total

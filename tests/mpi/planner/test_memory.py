@@ -81,7 +81,7 @@ def test_what_is_predicted_is_allocated(world: World, number: int) -> None:
         job.way.engine.close()
 
 
-WIDE = Model(layers=6, hidden=128, heads=8, vocab=4000, seq_len=32)
+WIDE = Model(layers=6, hidden=128, heads=8, vocab=4000, seq_len=64)
 MODELS = {"wide": WIDE, "narrow": WIDE.model_copy(update={"vocab": 300})}
 GRIDS: list[dict[str, Any]] = [
     {"pipeline": 2},

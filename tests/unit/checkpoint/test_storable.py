@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from hpczero.checkpoint import manifest
+from hpczero.checkpoint.export_safetensors import Export
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import dtype_of, problem
-from hpczero.checkpoint.safetensors import Export, SafetensorsFile
+from hpczero.checkpoint.safetensors import SafetensorsFile
 from hpczero.checkpoint.verify import Verification
 from tests.support.checkpoints import Grid, Wanted, make, parameters
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpczero.data import dataset
-from hpczero.data.build import Recipe, build_token_file
+from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
+from hpczero.data.encode import Recipe
 from tests.support.token_files import TEXT
 
 
@@ -19,7 +20,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build_token_file(
         find([str(folder / "text.txt")]),
         folder / "good.h5",
-        Recipe("byte", 0.2),
+        Recipe(validation_fraction=0.2),
         folder / "work",
         dataset.SilentListener(),
     )

@@ -3,13 +3,17 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
-from hpczero.data.build import Recipe, build_token_file, is_up_to_date
-from hpczero.data.corpus import find
+from hpczero.data import encode
+from hpczero.data.build import build_token_file, is_up_to_date
+from hpczero.data.corpus import Input, find
+from hpczero.data.encode import Recipe
 from hpczero.data.token_file import open_token_file
 from hpczero.errors import HpczeroError, InputError
 from tests.support.token_files import Heard, documents, make
@@ -70,13 +74,30 @@ def test_same_text_elsewhere_and_later_gives_the_same_bytes(text: Path, tmp_path
     )
 
 
-def test_a_file_that_changes_while_it_is_read_is_an_error(text: Path, tmp_path: Path) -> None:
+def while_it_reads(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Carry out the action when the first file is opened."""
+    actions = [action]
+    real = encode.open_text
+
+    def opened(source: Input) -> BinaryIO:
+        file = real(source)
+        if actions:
+            actions.pop()()
+        return file
+
+    monkeypatch.setattr(encode, "open_text", opened)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def grow() -> None:
         with open(text / "long.md", "a") as file:
             file.write("more\n")
 
+    while_it_reads(monkeypatch, grow)
     with pytest.raises(HpczeroError, match=r"long\.md changed while"):
-        make(text, tmp_path / "a.h5", Heard(1, grow))
+        make(text, tmp_path / "a.h5")
 
 
 def test_a_second_builder_is_refused(text: Path, tmp_path: Path) -> None:
@@ -107,20 +128,23 @@ def test_up_to_date_means_same_recipe_same_names_and_sizes_and_none_newer(
     text: Path, tmp_path: Path
 ) -> None:
     made = make(text, tmp_path / "a.h5")
-    assert is_up_to_date(made, find([str(text)]), Recipe("byte", 0.1))
-    assert not is_up_to_date(made, find([str(text)]), Recipe("byte", 0.2))
-    assert not is_up_to_date(made, find([str(text / "01.txt")]), Recipe("byte", 0.1))
+    assert is_up_to_date(made, find([str(text)]), Recipe(validation_fraction=0.1))
+    assert not is_up_to_date(made, find([str(text)]), Recipe(validation_fraction=0.2))
+    assert not is_up_to_date(made, find([str(text / "01.txt")]), Recipe(validation_fraction=0.1))
     later = made.path.stat().st_mtime_ns + 10**9
     os.utime(text / "01.txt", ns=(later, later))
-    assert not is_up_to_date(made, find([str(text)]), Recipe("byte", 0.1))
+    assert not is_up_to_date(made, find([str(text)]), Recipe(validation_fraction=0.1))
 
 
-def test_what_could_not_be_read_is_counted_and_named(text: Path, tmp_path: Path) -> None:
+def test_what_could_not_be_read_is_counted_and_named(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (text / "broken.txt").symlink_to(text / "nothing")
     gone = text / "gone.txt"
     gone.write_text("gone")
     (text / "x.bin").touch()
-    heard = Heard(1, gone.unlink)
+    while_it_reads(monkeypatch, gone.unlink)
+    heard = Heard()
     make(text, tmp_path / "a.h5", heard)
     assert "left out, being of other kinds: 1 files" in heard.lines
     assert any(

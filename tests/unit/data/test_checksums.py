@@ -11,9 +11,10 @@ import pytest
 
 from hpczero.cli import main
 from hpczero.data import dataset, raw_files
-from hpczero.data.build import Recipe, build_token_file
+from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import FileSource
+from hpczero.data.encode import Recipe
 from hpczero.data.token_file import open_token_file
 from hpczero.errors import InputError
 from tests.support.checkpoints import memory_at_most
@@ -28,7 +29,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{number}.txt").write_text(f"text {number}\n" * 2000)
     found = find([str(folder)])
     build_token_file(
-        found, folder / "a.h5", Recipe("byte", 0.2), folder / "work", dataset.SilentListener()
+        found,
+        folder / "a.h5",
+        Recipe(validation_fraction=0.2),
+        folder / "work",
+        dataset.SilentListener(),
     )
     return folder / "a.h5"
 

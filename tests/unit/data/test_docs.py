@@ -8,9 +8,10 @@ import h5py
 import numpy as np
 import xxhash
 
-from hpczero.data.build import Recipe, build_token_file
+from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import SilentListener
+from hpczero.data.encode import Recipe
 
 
 def read_as_the_page_says(path: Path) -> tuple[dict[str, Any], list[str], str]:
@@ -42,7 +43,7 @@ def test_a_reader_written_from_the_page_reads_the_file(tmp_path: Path) -> None:
     build_token_file(
         find([str(tmp_path)]),
         tmp_path / "a.h5",
-        Recipe("byte", 0.25),
+        Recipe(validation_fraction=0.25),
         tmp_path / "work",
         SilentListener(),
     )

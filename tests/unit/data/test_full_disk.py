@@ -29,7 +29,8 @@ def test_a_full_disk_is_an_error_with_path_and_bytes_and_can_be_resumed(
         "class Quiet:\n said = advanced = copied = lambda *_: None\n"
         "text, output = sys.argv[1:]\n"
         "work = Path(output + '.partial')\n"
-        "build_token_file(find([text]), Path(output), Recipe('byte', 0.1), work, Quiet(), 1)"
+        "recipe = Recipe(validation_fraction=0.1)\n"
+        "build_token_file(find([text]), Path(output), recipe, work, Quiet(), 1)"
     )
 
     def limited() -> None:

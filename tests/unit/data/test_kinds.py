@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpczero.cli import main
-from hpczero.data.build import Recipe, build_token_file
+from hpczero.data.build import build_token_file
 from hpczero.data.corpus import find
 from hpczero.data.dataset import SilentListener
+from hpczero.data.encode import Recipe
 from hpczero.data.token_file import open_token_file
 
 DOCUMENTS = [f"record {number}\n" * (number % 40) for number in range(300)] + [

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,18 +10,7 @@ import pytest
 
 from hpczero.commands import data
 from hpczero.errors import InputError
-from tests.support.token_files import Heard, documents, make
-
-
-def in_child(action: Callable[[], object]) -> int:
-    """Run the action in a forked process; return its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            action()
-        finally:
-            os._exit(7)
-    return os.waitpid(pid, 0)[1]
+from tests.support.token_files import Heard, documents, in_child, make
 
 
 @pytest.mark.parametrize(("commit_every", "stride"), [(1, 83), (60_000, 23)])

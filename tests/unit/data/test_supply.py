@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpczero.cli import main
-from hpczero.data.corpus import tokenizer
 from hpczero.data.samples import IDS, count_tokens
+from hpczero.data.tokenizer import tokenizer
 from hpczero.errors import InputError
 from hpczero.spec.schema import Data, Model, Spec, Train
 from tests.support.launch import Finished, hpczero, launch

@@ -5,7 +5,7 @@ import torch
 
 from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
-from hpczero.model.gpt import Dropout
+from hpczero.model.modules import Dropout
 from hpczero.spec.schema import Model
 
 CASES = [

@@ -21,7 +21,11 @@ from hpczero.spec.keys import flat, keys, tables
 from hpczero.spec.load import load, to_start_from, to_toml
 from hpczero.spec.schema import Spec
 
-TEXTS = [to_toml(Spec()), to_start_from("fuzz"), 'extends = "other.toml"\n[train]\nsteps = 3\n']
+TEXTS = [
+    to_toml(Spec()),
+    to_start_from({"name": "fuzz"}),
+    'extends = "other.toml"\n[train]\nsteps = 3\n',
+]
 PIECES = [
     *"[]{}=.,#\"'\\\n\r\t \x00\x1b\x7f\u0085\u202e\ufeff\U0001f600",
     *("[[", "]]", '"""', "'''", "\r\n", "[train]", "[[model]]", "[train.steps]"),

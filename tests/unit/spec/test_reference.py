@@ -46,7 +46,7 @@ def test_the_limits_in_words() -> None:
 
 
 def test_the_spec_to_start_from_is_valid_and_names_every_key(tmp_path: Path) -> None:
-    text = to_start_from("mine")
+    text = to_start_from({"name": "mine"})
     path = tmp_path / "spec.toml"
     path.write_text(text)
     assert load(path).spec == Spec(name="mine")

@@ -8,11 +8,21 @@ from hpczero.model import build
 from hpczero.model.families import FAMILIES, family, layers
 from hpczero.model.shapes import matches
 from hpczero.parallel.parallelize import ROLES
+from hpczero.parallel.tensor.attention_inputs import HeadsOfRank
 from hpczero.parallel.tensor.linear import ColumnLinear, RowLinear
 from hpczero.parallel.tensor.vocabulary import VocabularyLookup
 from hpczero.spec.schema import Model
 
-MODELS = [Model(family=name, tied_embeddings=tied) for name in FAMILIES for tied in (True, False)]
+RELATIVE = {
+    "kv_heads": 2,
+    **dict.fromkeys(("post_norms", "qk_norm", "qkv_bias", "output_bias", "ffn_bias"), True),
+}
+MODELS = {
+    f"{name}-{'tied' if tied else 'apart'}": Model(family=name, tied_embeddings=tied)
+    for name in FAMILIES
+    for tied in (True, False)
+} | {"relative": Model(family="llama", **RELATIVE)}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
 def planned(model: Model) -> dict[str, object]:
@@ -26,7 +36,7 @@ def planned(model: Model) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@every_model
 def test_every_entry_names_modules(model):
     tensor, sequence = family(model).tensor_plan, family(model).sequence_plan
     names = [name for name, _ in build.on_meta(model).named_modules()]
@@ -35,13 +45,13 @@ def test_every_entry_names_modules(model):
         assert any(matches(name, pattern) for name in names), pattern
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@every_model
 def test_every_kind_of_layer_has_its_sums(model):
     assert {layer.kind for layer in layers(model)} == family(model).tensor_sums.keys()
     assert len(family(model).operations(model, model.seq_len)) == len(layers(model))
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@every_model
 def test_parameters_are_cut_as_the_plan_uses_them(model):
     """Columns: each dimension of the outputs but the stacked ones; rows: the inputs. What no entry
     uses is not cut; what every rank holds whole is used on own rows only by modules that sum its
@@ -55,6 +65,9 @@ def test_parameters_are_cut_as_the_plan_uses_them(model):
             assert parameter.split == (dims - 2 if name == "weight" else dims - 1), parameter.name
         elif entry is RowLinear:
             assert parameter.split == (dims - 1 if name == "weight" else None), parameter.name
+        elif entries.get(module.rpartition(".")[0]) is HeadsOfRank:
+            assert parameter.split == 0, parameter.name
+            assert parameter.grain > 1, parameter.name
         elif entry is VocabularyLookup:
             assert parameter.split == (0 if name == "tokens" else None), parameter.name
             assert parameter.grain == 1

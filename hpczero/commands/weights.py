@@ -1,0 +1,190 @@
+"""`hpczero ckpt export`, `import`: weights to and from safetensors, without MPI and torch."""
+
+import contextlib
+import re
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpczero import env, safe_files
+from hpczero.checkpoint import directory
+from hpczero.checkpoint.directory import checkpoint_at
+from hpczero.checkpoint.export_safetensors import WHOLE, Export
+from hpczero.checkpoint.import_safetensors import SafetensorsImport, SourceTensor, tensors_of
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.safetensors import SafetensorsFile
+from hpczero.checkpoint.shard_file import bar
+from hpczero.checkpoint.views import View
+from hpczero.errors import HpczeroError, InputError
+from hpczero.huggingface.folder import Folder, NewFolder
+from hpczero.lock import RunLock
+from hpczero.safe_files import make_folders, make_own_folder, written_durably
+from hpczero.spec.load import differences, load, to_toml
+from hpczero.spec.schema import Spec
+from hpczero.text import format_bytes, printable
+
+_MOST_BYTES = 10**18  # of a file
+_SHOWN = 4
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def export(options: Namespace) -> int:
+    output = Path(options.output)
+    largest = _bytes(options.shard_size) if options.shard_size else 0
+    is_file = output.suffix == ".safetensors"
+    if is_file and (largest or options.hf):
+        raise InputError(
+            f"{'--hf' if options.hf else '--shard-size'}: {printable(str(output))} would have to "
+            "be a folder, for several files"
+        )
+    if options.architecture and not options.hf:
+        raise InputError("--architecture needs --hf")
+    with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
+        target = NewFolder.of(checkpoint, options) if options.hf else None
+        made = Export(checkpoint, options.dtype, target.views() if target else None)
+        try:
+            _refuse_without_space(output.parent if is_file else output, made.size)
+            if not is_file:
+                make_folders(output)
+            files = target.write(output) if target else []
+            with bar("writing", made.size) as advance:
+                if largest:
+                    files += made.to_folder(output, largest, advance)
+                elif is_file:
+                    files += made.to_file(output, advance)
+                else:
+                    files += made.to_file(output / WHOLE, advance)
+        except OSError as error:
+            raise HpczeroError(
+                f"{error.filename or output}: {error.strerror} "
+                f"({format_bytes(made.size)} are to be written)"
+            ) from error
+    for path in files:
+        print(f"wrote {printable(str(path))}")
+    tensors = f"{len(made.entries)} tensors (of them {len(checkpoint.buffers)} buffers)"
+    print(f"{tensors}, {format_bytes(made.size)}, weights as {options.dtype}")
+    if made.overflows:
+        print(
+            f"WARN {made.overflows:,} weights are too large for {options.dtype} "
+            "and became infinite; bf16 has the range of fp32"
+        )
+    return 0
+
+
+def import_(options: Namespace) -> int:
+    spec = load(options.spec, options.overrides).spec
+    run = Path(options.output) if options.output else Path(env.expand(spec.output)) / spec.name
+    checkpoints = run / "checkpoints"
+    with contextlib.ExitStack() as stack:
+        found, views, unused = _found(options, spec, stack)
+        adoption = SafetensorsImport(spec, found, views)
+        if _is_begun(run, checkpoints):
+            raise InputError(
+                f"{printable(str(run))} has checkpoints already: name another run's directory"
+            )
+        try:
+            _refuse_without_space(run, adoption.room)
+            make_own_folder(run)
+            with RunLock(run):
+                _refuse_another_run(run / "spec.toml", spec)
+                with bar("reading", adoption.size) as advance:
+                    path = adoption.save(checkpoints, advance)
+                # only now: with the spec alone, a run would begin from random weights
+                if not (run / "spec.toml").exists():
+                    with written_durably(run / "spec.toml") as file:
+                        file.write(to_toml(spec).encode())
+        except OSError as error:
+            raise HpczeroError(f"{error.filename or checkpoints}: {error.strerror}") from error
+    print(
+        f"made {printable(str(path))}: {len(adoption.parameters)} tensors, "
+        f"{len(adoption.buffers)} buffers, moments of zero"
+    )
+    if unused:
+        print(f"left out, as the model computes or shares them: {_listed(unused)}")
+    if adoption.overflows:
+        print(f"WARN {adoption.overflows:,} weights are too large for fp32 and became infinite")
+    print(
+        "`hpczero run` with this spec begins there, at step 0, "
+        f"if its run directory is {printable(str(run))}"
+    )
+    return 0
+
+
+def _found(
+    options: Namespace, spec: Spec, stack: contextlib.ExitStack
+) -> tuple[dict[str, SourceTensor], list[View] | None, list[str]]:
+    """Return the tensors of the files, what of the model they are, and the names of others."""
+    if not options.hf:
+        files = [stack.enter_context(SafetensorsFile(path)) for path in _safetensors(options.files)]
+        return tensors_of(files), None, []
+    if len(options.files) != 1:
+        raise InputError(f"--hf takes one model's folder, not {len(options.files)}")
+    folder = Folder.read(Path(options.files[0]))
+    folder.refuse_another(spec.model)
+    found = folder.tensors(stack)
+    return found, folder.views(), folder.unused
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(printable(name, 100) for name in names[:_SHOWN]) + more
+
+
+def _is_begun(run: Path, checkpoints: Path) -> bool:
+    """Return True if the run has checkpoints.
+
+    An import that was killed before its last action leaves step 0 and no spec: return False. The
+    same command sets its checkpoint aside, and goes on.
+    """
+    ignored = set() if (run / "spec.toml").exists() else {0}
+    return bool(set(directory.steps(checkpoints)) - ignored)
+
+
+def _refuse_another_run(path: Path, spec: Spec) -> None:
+    """Raise InputError if the spec in the run's directory has another identity."""
+    if not path.exists():
+        return
+    other = [
+        difference.key
+        for difference in differences(load(path).spec, spec)
+        if difference.role == "identity" and difference.key != "name"
+    ]
+    if other:
+        raise InputError(
+            f"{printable(str(path.parent))} is another run's directory, "
+            f"with another {', '.join(other)}"
+        )
+
+
+def _safetensors(paths: list[str]) -> list[Path]:
+    """Return the files; a folder stands for all .safetensors files in it."""
+    files = []
+    for path in map(Path, paths):
+        inside = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not inside:
+            raise InputError(f"{printable(str(path))} has no .safetensors files")
+        files += inside
+    return files
+
+
+def _bytes(text: str) -> int:
+    """Parse a size such as "5GB" or "500 MB"; GB are 10^9 bytes, as for safetensors."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([KMGT]?)B?\s*", text.upper())
+    try:
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    except (ValueError, OverflowError):
+        size = 0
+    if not 1 <= size < _MOST_BYTES:
+        raise InputError(
+            f"--shard-size {printable(text, 60)}: a number of bytes, such as 500MB or 5GB"
+        )
+    return size
+
+
+def _refuse_without_space(path: Path, size: int) -> None:
+    free = safe_files.free_bytes(path.absolute())
+    if free < size:
+        raise InputError(
+            f"{printable(str(path))}: {format_bytes(size)} are to be written, "
+            f"and {format_bytes(free)} are free there"
+        )

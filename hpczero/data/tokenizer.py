@@ -1,0 +1,215 @@
+"""Tokenizers: bytes, any `tokenizer.json`, any SentencePiece model.
+
+A tokenizer of one's own is the content of its files, which token files keep: whoever has the tokens
+can turn them into text again. Text never becomes a special token: what reads "</s>" in it is
+encoded as the letters that it is.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from hpczero import env
+from hpczero.errors import InputError
+from hpczero.safe_files import read_small
+from hpczero.text import join_words, printable
+
+JSON, SETTINGS, SENTENCEPIECE = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
+FILES = (JSON, SENTENCEPIECE, SETTINGS)
+MOST_BYTES = 128 << 20  # of a tokenizer's file
+# Names under which published tokenizers have the token that ends a document.
+_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|end|>")
+_MOST_IDS = 1 << 24  # each is counted, and has a row in the model's embedding
+_SHOWN = 12
+
+Tokens = np.ndarray[Any, np.dtype[Any]]
+
+
+class Tokenizer(Protocol):
+    """Encodes texts, each by itself."""
+
+    name: str  # in token files: of its kind, and a digest of its files
+    vocabulary: int  # ids are 0 .. vocabulary - 1
+    end_of_document: int
+    files: Mapping[str, bytes]  # what it is made of again
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    """Ids 0–255 are the bytes of the text in UTF-8; 256 ends a document."""
+
+    name = "byte"
+    vocabulary = 257
+    end_of_document = 256
+    files: Mapping[str, bytes] = {}
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        encoded = (text.encode("utf-8", errors="replace") for text in texts)
+        return [np.frombuffer(content, dtype=np.uint8) for content in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A `tokenizer.json`, by the package `tokenizers`."""
+
+    def __init__(
+        self, files: Mapping[str, bytes], end_of_document: str | int | None = None
+    ) -> None:
+        package = library("tokenizers")
+        self.files = files
+        try:
+            self._made = package.Tokenizer.from_buffer(files[JSON])
+        except Exception as error:  # the package raises nothing narrower
+            raise InputError(f"{JSON} cannot be read: {printable(str(error), 200)}") from error
+        self._made.no_truncation()
+        self._made.no_padding()
+        self._made.encode_special_tokens = True
+        ids = self._made.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise InputError(f"{JSON} has no tokens")
+        self.vocabulary = max(ids.values()) + 1
+        if self.vocabulary > _MOST_IDS:
+            raise InputError(f"{JSON} has the id {self.vocabulary - 1:,}: more than {_MOST_IDS:,}")
+        special = [token.content for token in self._made.get_added_tokens_decoder().values()]
+        end = _end(end_of_document, files, ids, special)
+        self.end_of_document = int(ids[end])
+        self.name = f"{JSON} {_digest(files, end)}"
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        found = self._made.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.uint32) for one in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._made.decode(list(tokens), skip_special_tokens=False))
+
+
+class SentencePieceTokenizer:
+    """A model of SentencePiece."""
+
+    def __init__(
+        self, files: Mapping[str, bytes], end_of_document: str | int | None = None
+    ) -> None:
+        package = library("sentencepiece")
+        self.files = files
+        try:
+            self._made = package.SentencePieceProcessor(model_proto=files[SENTENCEPIECE])
+        except RuntimeError as error:
+            raise InputError(
+                f"{SENTENCEPIECE} is no model of SentencePiece; "
+                f"if it belongs to tiktoken, take the {JSON} beside it"
+            ) from error
+        self.vocabulary = int(self._made.get_piece_size())
+        pieces = {self._made.id_to_piece(at): at for at in range(self.vocabulary)}
+        own = self._made.eos_id()
+        said = own if end_of_document is None and own >= 0 else end_of_document
+        end = _end(said, files, pieces, [])
+        self.end_of_document = int(pieces[end])
+        self.name = f"{SENTENCEPIECE} {_digest(files, end)}"
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        threads = max(1, len(os.sched_getaffinity(0)))
+        found = self._made.encode(list(texts), out_type=int, num_threads=threads)
+        return [np.array(one, dtype=np.uint32) for one in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._made.decode(list(tokens)))
+
+
+def tokenizer(source: str, end_of_document: str | int | None = None) -> Tokenizer:
+    """Return "byte", or the tokenizer in a file or folder."""
+    if source == ByteTokenizer.name:
+        return ByteTokenizer()
+    return from_files(_read(Path(source)), end_of_document)
+
+
+def from_files(files: Mapping[str, bytes], end_of_document: str | int | None = None) -> Tokenizer:
+    if JSON in files:
+        return JsonTokenizer(files, end_of_document)
+    if SENTENCEPIECE in files:
+        return SentencePieceTokenizer(files, end_of_document)
+    return ByteTokenizer()
+
+
+def _read(path: Path) -> dict[str, bytes]:
+    name = printable(str(path))
+    if path.is_dir():
+        found = [file for file in FILES if (path / file).is_file()]
+        if JSON in found and SENTENCEPIECE in found:
+            found.remove(SENTENCEPIECE)
+        if not {JSON, SENTENCEPIECE} & set(found):
+            raise InputError(f"{name} has neither {JSON} nor {SENTENCEPIECE}")
+        return {file: read_small(path / file, MOST_BYTES) for file in found}
+    if path.suffix not in (".json", ".model"):
+        raise InputError(
+            f"there is no tokenizer '{name}'; there is: byte, a {JSON}, a SentencePiece *.model, "
+            "and a folder with one of them"
+        )
+    return {JSON if path.suffix == ".json" else SENTENCEPIECE: read_small(path, MOST_BYTES)}
+
+
+def _end(
+    wanted: str | int | None,
+    files: Mapping[str, bytes],
+    ids: Mapping[str, int],
+    special: Sequence[str],
+) -> str:
+    """Return the token that ends documents: the one wanted, by its text or its number, that of the
+    settings, or one by its name.
+    """
+    if isinstance(wanted, int):
+        wanted = next((name for name, number in ids.items() if number == wanted), str(wanted))
+    wanted = wanted or _of_settings(files)
+    if wanted is not None:
+        if wanted not in ids:
+            raise InputError(
+                f"the tokenizer has no token {printable(wanted, 60)} to end documents with"
+            )
+        return wanted
+    for name in _ENDS:
+        if name in ids:
+            return name
+    listed = [printable(name, 40) for name in special[:_SHOWN]]
+    raise InputError(
+        "nothing says which token ends a document: name one with --end-of-document"
+        + (f", such as {join_words(listed)}" if listed else "")
+    )
+
+
+def _of_settings(files: Mapping[str, bytes]) -> str | None:
+    try:
+        value = json.loads(files[SETTINGS])["eos_token"]
+        value = value["content"] if isinstance(value, dict) else value
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _digest(files: Mapping[str, bytes], end: str) -> str:
+    digest = xxhash.xxh3_64(end.encode())
+    for name, content in sorted(files.items()):
+        digest.update(b"%s\0%d\0" % (name.encode(), len(content)))
+        digest.update(content)
+    return str(digest.hexdigest())
+
+
+def library(name: str) -> ModuleType:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"this tokenizer needs the package {name}, which is not installed: "
+            f"{env.install('text')}"
+        ) from error

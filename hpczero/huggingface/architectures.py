@@ -1,0 +1,270 @@
+"""Architectures of Hugging Face as data: the keys of `config.json` beside those of [model] (pure).
+
+An architecture copies most keys, has some of [model] always at one value, demands a value of keys
+that hpczero has no equal of, and converts the others (`conversions.py`). What it cannot say of a
+model shows when the model is written and read again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpczero.errors import InputError
+from hpczero.huggingface.config import Config
+from hpczero.huggingface.conversions import (
+    ACTIVATION,
+    ALL_LAYERS,
+    ALTERNATING,
+    ATTENTION_BIAS,
+    FROM_A_LAYER_ON,
+    GEMMA_SCALES,
+    HEAD_DIM,
+    PARTLY_ROTARY,
+    ROTARY,
+    ROTARY_AND_LOCAL,
+    Conversion,
+)
+from hpczero.model.shapes import ffn, head_dim, kv_heads
+from hpczero.spec.schema import Model
+from hpczero.text import join_words, printable, toml_repr
+
+_NONE_IS_0 = ("attention_cap", "logit_cap", "ffn")  # keys of [model] for which null says 0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    name: str
+    model_type: str
+    copied: Mapping[str, str]  # key of config.json -> key of [model] that has its value
+    defaults: Mapping[str, Any]  # of keys of config.json that may be missing
+    always: Mapping[str, Any]  # keys of [model]
+    demanded: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json, if there
+    converted: Sequence[Conversion] = ()
+    weights: str = "llama"  # the table of names in `weights.py`
+
+    def to_model(self, config: Config) -> Model:
+        """InputError: the configuration says something that no model of hpczero has."""
+        found = {
+            key: config.take(name, default=self.defaults.get(name))
+            for name, key in self.copied.items()
+        }
+        for name, value in self.demanded.items():
+            config.demand(name, value)
+        for conversion in self.converted:
+            found |= conversion.read(config, found, self.defaults)
+        config.refuse_others()
+        absent = {key: 0 for key, value in found.items() if value is None and key in _NONE_IS_0}
+        return config.model_of(found | absent | dict(self.always))
+
+    def to_config(self, model: Model) -> dict[str, Any]:
+        """Return what says of the model all that the architecture can say."""
+        resolved = _resolved(model) | {"seq_len": model.seq_len}
+        config: dict[str, Any] = {"architectures": [self.name], "model_type": self.model_type}
+        for name, key in self.copied.items():
+            config[name] = None if key in _NONE_IS_0 and not resolved[key] else resolved[key]
+        for conversion in self.converted:
+            config |= conversion.write(model)
+        return config
+
+    def loses(self, model: Model) -> list[str]:
+        """Return the keys of the model that the architecture cannot have at their values."""
+        try:
+            read = self.to_model(Config(self.to_config(model), self.name))
+        except InputError:
+            return ["family"]
+        return differing(model, read)
+
+
+def differing(one: Model, other: Model) -> list[str]:
+    """Return the keys that make the models compute different things.
+
+    Without learned positions, seq_len does not.
+    """
+    wanted, found = _resolved(one), _resolved(other)
+    return [key for key in wanted if not _same(wanted[key], found.get(key))]
+
+
+def _resolved(model: Model) -> dict[str, Any]:
+    """Return what the model computes with: no key that means nothing, no 0 that means another."""
+    found = model.model_dump(exclude={"dropout", "kernels"})
+    found |= {"kv_heads": kv_heads(model), "head_dim": head_dim(model), "ffn": ffn(model)}
+    found["query_scale"] = model.query_scale or head_dim(model) ** -0.5
+    if model.window_pattern > model.layers:
+        found["window_pattern"] = 0
+    for key in _without_meaning(model):
+        found[key] = None
+    if model.family == "llama":
+        del found["seq_len"]
+    return found
+
+
+def _without_meaning(model: Model) -> set[str]:
+    scaling = model.rope_scaling
+    unused = set()
+    if scaling == "none":
+        unused.add("rope_factor")
+    if scaling not in ("llama3", "yarn"):
+        unused.add("rope_original")
+    if scaling != "llama3":
+        unused |= {"rope_low", "rope_high"}
+    if scaling != "yarn":
+        unused |= {"rope_fast", "rope_slow", "rope_attention"}
+    if not model.window:
+        unused |= {"window_pattern", "rope_local_base"}
+    elif not model.rope_local_base and scaling == "none":
+        unused.add("rope_local_base")  # then it is rope_base, which may be said or not
+    return unused
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= 1e-12 * abs(one)
+    return bool(one == other)
+
+
+# ------------------------------------------------------------------------------- the table
+
+_LLAMA = {
+    "vocab_size": "vocab",
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "max_position_embeddings": "seq_len",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_embeddings",
+}
+_CAP = {"final_logit_softcapping": "logit_cap"}
+_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+_IS_LLAMA = {"family": "llama"}
+_IS_GEMMA = _IS_LLAMA | {"norm_offset": True, "post_norms": True}
+
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture(
+            "LlamaForCausalLM",
+            "llama",
+            _LLAMA | {"mlp_bias": "ffn_bias"},
+            _DEFAULTS | {"mlp_bias": False},
+            _IS_LLAMA,
+            {"pretraining_tp": 1},
+            (HEAD_DIM, ACTIVATION, ATTENTION_BIAS, ROTARY),
+        ),
+        Architecture(
+            "MistralForCausalLM",
+            "mistral",
+            _LLAMA,
+            _DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8},
+            _IS_LLAMA,
+            converted=(HEAD_DIM, ACTIVATION, ROTARY, ALL_LAYERS),
+        ),
+        Architecture(
+            "Qwen2ForCausalLM",
+            "qwen2",
+            _LLAMA,
+            _DEFAULTS
+            | {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+            _IS_LLAMA | {"qkv_bias": True},
+            {"use_mrope": False},
+            (HEAD_DIM, ACTIVATION, ROTARY, FROM_A_LAYER_ON),
+        ),
+        Architecture(
+            "Qwen3ForCausalLM",
+            "qwen3",
+            _LLAMA,
+            _DEFAULTS
+            | {"num_key_value_heads": 32, "head_dim": 128}
+            | {"sliding_window": 4096, "max_window_layers": 28},
+            _IS_LLAMA | {"qk_norm": True},
+            converted=(HEAD_DIM, ACTIVATION, ATTENTION_BIAS, ROTARY, FROM_A_LAYER_ON),
+        ),
+        Architecture(
+            "Gemma2ForCausalLM",
+            "gemma2",
+            _LLAMA | _CAP | {"attn_logit_softcapping": "attention_cap"},
+            _DEFAULTS
+            | {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256}
+            | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+            | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+            _IS_GEMMA,
+            {"use_bidirectional_attention": False},
+            (HEAD_DIM, ACTIVATION, ATTENTION_BIAS, GEMMA_SCALES, ROTARY, ALTERNATING),
+            "gemma",
+        ),
+        Architecture(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            _LLAMA | _CAP,
+            _DEFAULTS
+            | {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256}
+            | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_pattern": 6}
+            | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+            _IS_GEMMA | {"qk_norm": True},
+            # transformers reads this cap, and does not use it
+            {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
+            (HEAD_DIM, ACTIVATION, ATTENTION_BIAS, GEMMA_SCALES, ROTARY_AND_LOCAL, ALTERNATING),
+            "gemma",
+        ),
+        Architecture(
+            "Phi3ForCausalLM",
+            "phi3",
+            _LLAMA,
+            _DEFAULTS | {"rms_norm_eps": 1e-5},
+            _IS_LLAMA,
+            converted=(HEAD_DIM, ACTIVATION, PARTLY_ROTARY, ALL_LAYERS),
+            weights="phi3",
+        ),
+        Architecture(
+            "GPT2LMHeadModel",
+            "gpt2",
+            {
+                "vocab_size": "vocab",
+                "n_embd": "hidden",
+                "n_inner": "ffn",
+                "n_layer": "layers",
+                "n_head": "heads",
+                "n_positions": "seq_len",
+                "tie_word_embeddings": "tied_embeddings",
+            },
+            {"tie_word_embeddings": True, "n_inner": 0, "activation_function": "gelu_new"},
+            {"family": "gpt"},
+            {
+                "activation_function": "gelu_new",
+                "layer_norm_epsilon": 1e-5,
+                "scale_attn_weights": True,
+                "scale_attn_by_inverse_layer_idx": False,
+                "add_cross_attention": False,
+            },
+            weights="gpt2",
+        ),
+    )
+}
+
+
+def architecture_of(config: Config) -> Architecture:
+    named = config.architecture()
+    if named not in ARCHITECTURES:
+        raise InputError(
+            f"{config.source}: architectures = {printable(named, 100)}; hpczero has "
+            f"{join_words(list(ARCHITECTURES))}"
+        )
+    return ARCHITECTURES[named]
+
+
+def architecture_for(model: Model, wanted: str | None) -> Architecture:
+    """Return the first architecture that can say all of the model, or the one that is wanted."""
+    losses = {
+        name: architecture.loses(model)
+        for name, architecture in ARCHITECTURES.items()
+        if wanted in (None, name)
+    }
+    for name, lost in losses.items():
+        if not lost:
+            return ARCHITECTURES[name]
+    nearest = min(losses, key=lambda name: len(losses[name]))
+    keys = [f"model.{key} = {toml_repr(getattr(model, key))}" for key in losses[nearest]]
+    among = f"{nearest} cannot have {join_words(keys)}"
+    if wanted is None:
+        among = f"no architecture of Hugging Face that hpczero knows is this model: {among}"
+    raise InputError(f"{among}; without --hf the weights are written under hpczero's names")

@@ -1,0 +1,168 @@
+"""A model's folder as Hugging Face has them: its configuration and weights, read and written."""
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpczero.checkpoint.import_safetensors import SourceTensor, tensors_of
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.safetensors import SafetensorsFile
+from hpczero.checkpoint.views import View
+from hpczero.errors import InputError
+from hpczero.huggingface.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    architecture_for,
+    architecture_of,
+    differing,
+)
+from hpczero.huggingface.config import Config
+from hpczero.huggingface.weights import NAMES, views
+from hpczero.safe_files import read_small, written_durably
+from hpczero.spec.schema import Model
+from hpczero.text import join_words, printable, toml_repr
+
+CONFIG = "config.json"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST = 64 << 20  # bytes of a file of JSON
+_SHOWN = 6
+_HEAD = "lm_head.weight"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass
+class Folder:
+    """A folder that is read: its architecture and model, and what of its weights nobody needs."""
+
+    path: Path
+    config: Config
+    architecture: Architecture
+    model: Model
+    unused: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> "Folder":
+        source = path / CONFIG
+        if not source.exists():
+            raise InputError(
+                f"{printable(str(path))} has no {CONFIG}: --hf takes a model's folder as Hugging "
+                "Face has them"
+            )
+        config = Config.parse(read_text(source), printable(str(source)))
+        architecture = architecture_of(config)
+        return cls(path, config, architecture, architecture.to_model(config))
+
+    def views(self) -> list[View]:
+        return views(self.architecture, self.model)
+
+    def tensors(self, stack: ExitStack) -> dict[str, SourceTensor]:
+        """Open the weights' files; return their tensors by the names of the architecture."""
+        files = [stack.enter_context(SafetensorsFile(path)) for path in self._files()]
+        found = tensors_of(files)
+        wanted = {view.name for view in self.views()}
+        names = NAMES[self.architecture.weights]
+        prefix = names.prefix.partition(".")[0] + "."
+        if not any(name.startswith(prefix) for name in found):  # of a model without its head
+            found = {name if name == _HEAD else prefix + name: t for name, t in found.items()}
+        unused = [
+            name
+            for name in found
+            if name not in wanted and (name.endswith(names.unused) or name == _HEAD)
+        ]
+        self.unused += unused
+        return {name: tensor for name, tensor in found.items() if name not in unused}
+
+    def _files(self) -> list[Path]:
+        """Return the files that the index names, or the one that there is without an index."""
+        index = self.path / _INDEX
+        if not index.exists():
+            if (self.path / _WHOLE).exists():
+                return [self.path / _WHOLE]
+            raise InputError(
+                f"{printable(str(self.path))} has neither {_WHOLE} nor {_INDEX}: "
+                "weights in other formats (*.bin, *.gguf) have to be converted first"
+            )
+        try:
+            names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+            plain = all(name == os.path.basename(name) and name not in ("", "..") for name in names)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InputError(f"{printable(str(index))} is no index of weights") from error
+        if not plain:
+            raise InputError(f"{printable(str(index))} names files outside its folder")
+        return [self.path / name for name in names]
+
+    def refuse_another(self, spec_model: Model) -> None:
+        """Raise InputError unless the spec's model computes what the folder's does."""
+        keys = differing(spec_model, self.model)
+        if keys:
+            shown = [
+                f"model.{key} = {toml_repr(getattr(self.model, key))} "
+                f"(the spec has {toml_repr(getattr(spec_model, key))})"
+                for key in keys[:_SHOWN]
+            ]
+            shown += [f"{len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+            raise InputError(
+                f"{self.config.source} is another model than the spec's: {join_words(shown)}; "
+                f"`hpczero init --from-hf {printable(str(self.path))}` writes a spec that fits"
+            )
+
+
+def read_text(path: Path) -> str:
+    return read_small(path, _MOST).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class NewFolder:
+    """A folder that a checkpoint's weights are exported to, with what belongs to them."""
+
+    architecture: Architecture
+    model: Model
+    dtype: str  # of the weights: fp32, bf16 or fp16
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, options: Namespace) -> "NewFolder":
+        """InputError: no architecture, or not the one that is wanted, is the model."""
+        text = json.dumps(checkpoint.content.spec.get("model"))
+        try:
+            model = Model.model_validate_json(text)
+        except ValidationError as error:
+            name = printable(str(checkpoint.folder))
+            raise InputError(f"{name}: this version cannot read its [model]: {error}") from error
+        wanted = options.architecture
+        if wanted and wanted not in ARCHITECTURES:
+            raise InputError(
+                f"--architecture {printable(wanted, 60)}: hpczero has "
+                f"{join_words(list(ARCHITECTURES))}"
+            )
+        return cls(architecture_for(model, wanted), model, options.dtype)
+
+    def views(self) -> list[View]:
+        return views(self.architecture, self.model)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write all but the weights; files of the same content may be there already."""
+        texts = {folder / name: _json(values) for name, values in self._content().items()}
+        for path, text in texts.items():
+            if os.path.lexists(path) and (not path.is_file() or path.read_bytes() != text):
+                name = printable(str(path))
+                raise InputError(f"{name} exists already and is left as it is: name another folder")
+        for path, text in texts.items():
+            with written_durably(path) as file:
+                file.write(text)
+        return list(texts)
+
+    def _content(self) -> dict[str, Any]:
+        config = self.architecture.to_config(self.model)
+        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        return {CONFIG: config | ids | {"torch_dtype": _DTYPES[self.dtype]}}
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,154 @@
+"""Names and shapes of weights as Hugging Face has them, and where their elements lie in hpczero's
+parameters (pure).
+
+A row of a table says: these parameters of hpczero, one after the other in memory order, are these
+tensors of the file, one after the other. So fused and stacked weights are ranges of others'.
+`turned` tensors are in the file as [inputs, outputs].
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hpczero.checkpoint.views import Part, View
+from hpczero.huggingface.architectures import Architecture
+from hpczero.model.families import layers
+from hpczero.spec.schema import Model
+
+
+@dataclass(frozen=True)
+class Row:
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    turned: bool = False
+
+
+def _of_modules(ours: str, theirs: str, *suffixes: str, turned: bool = False) -> list[Row]:
+    """Return the rows of modules' parameters; several modules are joined by +."""
+    return [
+        Row(
+            tuple(f"{module}.{suffix}" for module in ours.split("+")),
+            tuple(f"{module}.{suffix}" for module in theirs.split("+")),
+            turned and suffix == "weight",
+        )
+        for suffix in suffixes
+    ]
+
+
+_BOTH = ("weight", "bias")
+_ENDS = [
+    Row(("embedding.lookup.tokens",), ("model.embed_tokens.weight",)),
+    Row(("head.norm.weight",), ("model.norm.weight",)),
+    Row(("head.logits.weight",), ("lm_head.weight",)),
+]
+_ATTENTION = [
+    *_of_modules("attention.norm", "input_layernorm", "weight"),
+    *_of_modules("attention.query_norm", "self_attn.q_norm", "weight"),
+    *_of_modules("attention.key_norm", "self_attn.k_norm", "weight"),
+    *_of_modules("attention.output", "self_attn.o_proj", *_BOTH),
+]
+_APART = [
+    *_of_modules("attention.inputs.query", "self_attn.q_proj", *_BOTH),
+    *_of_modules("attention.inputs.key", "self_attn.k_proj", *_BOTH),
+    *_of_modules("attention.inputs.value", "self_attn.v_proj", *_BOTH),
+    *_of_modules("feed_forward.up", "mlp.gate_proj+mlp.up_proj", *_BOTH),
+]
+_FUSED = [
+    *_of_modules(
+        "attention.inputs.query+attention.inputs.key+attention.inputs.value",
+        "self_attn.qkv_proj",
+        "weight",
+    ),
+    *_of_modules("feed_forward.up", "mlp.gate_up_proj", "weight"),
+]
+_DOWN = _of_modules("feed_forward.down", "mlp.down_proj", *_BOTH)
+_TWO_NORMS = _of_modules("feed_forward.norm", "post_attention_layernorm", "weight")
+_FOUR_NORMS = [
+    *_of_modules("attention.post_norm", "post_attention_layernorm", "weight"),
+    *_of_modules("feed_forward.norm", "pre_feedforward_layernorm", "weight"),
+    *_of_modules("feed_forward.post_norm", "post_feedforward_layernorm", "weight"),
+]
+_GPT2_ENDS = [
+    Row(("embedding.lookup.tokens",), ("transformer.wte.weight",)),
+    Row(("embedding.lookup.positions",), ("transformer.wpe.weight",)),
+    *_of_modules("head.norm", "transformer.ln_f", *_BOTH),
+    Row(("head.logits.weight",), ("lm_head.weight",)),
+]
+_GPT2_BLOCK = [
+    *_of_modules("attention.norm", "ln_1", *_BOTH),
+    *_of_modules("attention.qkv", "attn.c_attn", *_BOTH, turned=True),
+    *_of_modules("attention.output", "attn.c_proj", *_BOTH, turned=True),
+    *_of_modules("feed_forward.norm", "ln_2", *_BOTH),
+    *_of_modules("feed_forward.up", "mlp.c_fc", *_BOTH, turned=True),
+    *_of_modules("feed_forward.down", "mlp.c_proj", *_BOTH, turned=True),
+]
+
+
+@dataclass(frozen=True)
+class Names:
+    ends: Sequence[Row]  # outside blocks, by their whole names
+    block: Sequence[Row]  # below "blocks.N." and below the prefix
+    prefix: str  # of block N; without its first word the files of a bare model have it
+    unused: tuple[str, ...]  # endings of tensors that older files have and no model needs
+
+
+_UNUSED = (".rotary_emb.inv_freq",)
+NAMES = {
+    "llama": Names(_ENDS, [*_ATTENTION, *_APART, *_DOWN, *_TWO_NORMS], "model.layers.{}.", _UNUSED),
+    "gemma": Names(
+        _ENDS, [*_ATTENTION, *_APART, *_DOWN, *_FOUR_NORMS], "model.layers.{}.", _UNUSED
+    ),
+    "phi3": Names(_ENDS, [*_ATTENTION, *_FUSED, *_DOWN, *_TWO_NORMS], "model.layers.{}.", _UNUSED),
+    "gpt2": Names(
+        _GPT2_ENDS, _GPT2_BLOCK, "transformer.h.{}.", (".attn.bias", ".attn.masked_bias")
+    ),
+}
+
+
+def views(architecture: Architecture, model: Model) -> list[View]:
+    """Return the tensors of a file, in the order in which hpczero has their parameters."""
+    shapes = {
+        parameter.name: parameter.shape for layer in layers(model) for parameter in layer.parameters
+    }
+    names = NAMES[architecture.weights]
+    found = [view for row in _rows(names, model.layers) for view in _views(row, shapes)]
+    parts = {part.parameter for view in found for part in view.parts}
+    assert parts == shapes.keys(), f"{architecture.name} lacks {shapes.keys() - parts}"
+    place = {name: number for number, name in enumerate(shapes)}
+    return sorted(found, key=lambda view: place[view.parts[0].parameter])
+
+
+def _rows(names: Names, blocks: int) -> Iterator[Row]:
+    yield from names.ends
+    for index in range(blocks):
+        prefix = names.prefix.format(index)
+        for row in names.block:
+            ours = tuple(f"blocks.{index}.{name}" for name in row.ours)
+            yield Row(ours, tuple(prefix + name for name in row.theirs), row.turned)
+
+
+def _views(row: Row, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[View]:
+    """Yield the tensors of a row; none if the model lacks these parameters."""
+    if not all(name in shapes for name in row.ours):
+        return
+    first = shapes[row.ours[0]]
+    is_vector = len(first) == 1 or row.ours[0].endswith(".bias")
+    inner = () if is_vector else first[-1:]
+    size = sum(prod(shapes[name]) for name in row.ours)
+    rows = size // prod(inner) // len(row.theirs)
+    parts = [Part(name, 0, prod(shapes[name])) for name in row.ours]
+    for number, name in enumerate(row.theirs):
+        start = number * (size // len(row.theirs))
+        stop = start + size // len(row.theirs)
+        shape = (*inner, rows) if row.turned else (rows, *inner)
+        yield View(name, shape, tuple(_between(parts, start, stop)), row.turned)
+
+
+def _between(parts: Sequence[Part], start: int, stop: int) -> Iterator[Part]:
+    """Cut elements start .. stop - 1 out of parts that follow each other."""
+    begin = 0
+    for part in parts:
+        first, last = max(start - begin, 0), min(stop - begin, part.stop)
+        if first < last:
+            yield Part(part.parameter, first, last)
+        begin += part.stop

@@ -1,0 +1,126 @@
+"""The record of GPT: all that is known of it before it is built (pure).
+
+GPT-2's architecture and initial values: Radford et al. 2019. The torch model is `model/gpt.py`.
+"""
+
+from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
+from hpczero.model.shapes import (
+    NORM_OF_ROWS,
+    ONES,
+    ZEROS,
+    ChunkLayout,
+    Family,
+    Initial,
+    Layer,
+    Moments,
+    Parameter,
+    ffn,
+    head_dim,
+)
+from hpczero.spec.schema import Model
+
+
+def _layers(model: Model) -> list[Layer]:
+    """Return the layers; projections into the residual stream start smaller."""
+    normal = Initial("normal", 0.02)
+    embedding = Layer(
+        "embedding",
+        (
+            Parameter("embedding.lookup.tokens", (model.vocab, model.hidden), normal, split=0),
+            Parameter("embedding.lookup.positions", (model.seq_len, model.hidden), normal),
+        ),
+        only_forward=True,
+    )
+    blocks = [_block(f"blocks.{index}", model, normal) for index in range(model.layers)]
+    norm = _norm("head.norm", model.hidden)
+    if model.tied_embeddings:
+        head = Layer("head", norm, uses=("embedding.lookup.tokens",))
+    else:
+        logits = Parameter("head.logits.weight", (model.vocab, model.hidden), normal, split=0)
+        head = Layer("head", (*norm, logits))
+    return [embedding, *blocks, head]
+
+
+def _block(name: str, model: Model, normal: Initial) -> Layer:
+    hidden = model.hidden
+    wide = ffn(model)
+    grain = head_dim(model)
+    inner = model.heads * grain
+    into_residual = Initial("normal", normal.std / (2 * model.layers) ** 0.5)
+    attention = f"{name}.attention"
+    feed_forward = f"{name}.feed_forward"
+    parameters = (
+        *_norm(f"{attention}.norm", hidden),
+        Parameter(f"{attention}.qkv.weight", (3, inner, hidden), normal, split=1, grain=grain),
+        Parameter(f"{attention}.qkv.bias", (3, inner), ZEROS, split=1, grain=grain),
+        Parameter(
+            f"{attention}.output.weight", (hidden, inner), into_residual, split=1, grain=grain
+        ),
+        Parameter(f"{attention}.output.bias", (hidden,), ZEROS),
+        *_norm(f"{feed_forward}.norm", hidden),
+        Parameter(f"{feed_forward}.up.weight", (wide, hidden), normal, split=0),
+        Parameter(f"{feed_forward}.up.bias", (wide,), ZEROS, split=0),
+        Parameter(f"{feed_forward}.down.weight", (hidden, wide), into_residual, split=1),
+        Parameter(f"{feed_forward}.down.bias", (hidden,), ZEROS),
+    )
+    return Layer(name, parameters)
+
+
+def _norm(name: str, hidden: int) -> tuple[Parameter, Parameter]:
+    weight = Parameter(f"{name}.weight", (hidden,), ONES)
+    return weight, Parameter(f"{name}.bias", (hidden,), ZEROS)
+
+
+def _operations(model: Model, seq: int) -> list[int]:
+    """Count products of matrices, and of attention's queries with all keys.
+
+    The embedding only adds what it looks up.
+    """
+    inner = model.heads * head_dim(model)
+    weights = model.hidden * (4 * inner + 2 * ffn(model))
+    block = 2 * weights + 4 * seq * inner
+    costs = [model.hidden, *[block] * model.layers, 2 * model.hidden * model.vocab]
+    return [FORWARD_AND_BACKWARD * seq * cost for cost in costs]
+
+
+def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
+    """Count the activations of a GPT.
+
+    A block keeps its input, the residual in its middle, both norms' outputs, query, key and value,
+    attention's result, the wide activations before and after GELU; attention also a number per
+    head, norms two. Tensor ranks divide heads and columns of the feed-forward part; with sequence
+    parallelism also the other activations.
+    """
+    ranks = part.tensor
+    hidden = model.hidden / ranks if part.sequence else model.hidden
+    inner = model.heads * head_dim(model) / ranks
+    wide = ffn(model) / ranks
+    norms = 4 / ranks if part.sequence else 4
+    kept = element * (4 * hidden + 4 * inner + 2 * wide) + FP32 * (model.heads / ranks + norms)
+    product = element * model.hidden * max(wide, 3 * inner)
+    block = BlockBytes(kept, element * 2 * wide, product)
+    return of_decoder(model, tokens, element, part, block)
+
+
+GPT = Family(
+    model="hpczero.model.gpt:GPT",
+    layers=_layers,
+    operations=_operations,
+    activations=_activations,
+    tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
+    tensor_plan={
+        "embedding.lookup": "vocabulary",
+        "blocks.*.attention.qkv": "column",
+        "blocks.*.attention.output": "row",
+        "blocks.*.feed_forward.up": "column",
+        "blocks.*.feed_forward.down": "row",
+        "head.logits": "column",
+        "head.loss": "vocabulary loss",
+    },
+    sequence_plan={
+        "embedding.dropout": "dropout of rows",
+        "blocks.*.*.norm": NORM_OF_ROWS,
+        "blocks.*.*.dropout": "dropout of rows",
+        "head.norm": NORM_OF_ROWS,
+    },
+)

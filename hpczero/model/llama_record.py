@@ -1,0 +1,164 @@
+"""The record of Llama and its relatives: all that is known of it before it is built (pure).
+
+Initial values are GPT-2's (Radford et al. 2019). The torch model is `model/llama.py`.
+"""
+
+from hpczero.model.moments import FORWARD_AND_BACKWARD, FP32, BlockBytes, of_decoder
+from hpczero.model.shapes import (
+    NORM_OF_HEADS,
+    NORM_OF_ROWS,
+    ONES,
+    ZEROS,
+    ChunkLayout,
+    Family,
+    Initial,
+    Layer,
+    Moments,
+    Parameter,
+    ffn,
+    head_dim,
+    kv_heads,
+    window,
+)
+from hpczero.spec.schema import Model
+
+_NORMAL = Initial("normal", 0.02)
+
+
+def _layers(model: Model) -> list[Layer]:
+    """Return the layers; projections into the residual stream start smaller."""
+    lookup = Parameter("embedding.lookup.tokens", (model.vocab, model.hidden), _NORMAL, split=0)
+    embedding = Layer("embedding", (lookup,), only_forward=True)
+    blocks = [_block(f"blocks.{index}", model) for index in range(model.layers)]
+    norm = _norm("head.norm", model, model.hidden)
+    if model.tied_embeddings:
+        head = Layer("head", (norm,), uses=("embedding.lookup.tokens",))
+    else:
+        logits = Parameter("head.logits.weight", (model.vocab, model.hidden), _NORMAL, split=0)
+        head = Layer("head", (norm, logits))
+    return [embedding, *blocks, head]
+
+
+def _block(name: str, model: Model) -> Layer:
+    return Layer(name, (*_attention(f"{name}.attention", model), *_feed_forward(name, model)))
+
+
+def _attention(name: str, model: Model) -> list[Parameter]:
+    """Return the parameters in the order of the module.
+
+    Where there are fewer heads of keys than tensor ranks, each rank holds all of them; else those
+    that its queries see.
+    """
+    hidden, grain = model.hidden, head_dim(model)
+    inner, of_keys = model.heads * grain, kv_heads(model) * grain
+    group = inner // kv_heads(model)
+    smaller = Initial("normal", _NORMAL.std / (2 * model.layers) ** 0.5)
+    parameters = [_norm(f"{name}.norm", model, hidden)]
+    for part, width, coarse, fine in (
+        ("query", inner, group, grain),
+        ("key", of_keys, grain, 0),
+        ("value", of_keys, grain, 0),
+    ):
+        cut = {"split": 0, "grain": coarse, "fine_grain": fine}
+        parameters.append(
+            Parameter(f"{name}.inputs.{part}.weight", (width, hidden), _NORMAL, **cut)
+        )
+        if model.qkv_bias:
+            parameters.append(Parameter(f"{name}.inputs.{part}.bias", (width,), ZEROS, **cut))
+    if model.qk_norm:
+        parameters += [_norm(f"{name}.{part}_norm", model, grain) for part in ("query", "key")]
+    parameters.append(Parameter(f"{name}.output.weight", (hidden, inner), smaller, 1, group, grain))
+    if model.output_bias:
+        parameters.append(Parameter(f"{name}.output.bias", (hidden,), ZEROS))
+    if model.post_norms:
+        parameters.append(_norm(f"{name}.post_norm", model, hidden))
+    return parameters
+
+
+def _feed_forward(block: str, model: Model) -> list[Parameter]:
+    name = f"{block}.feed_forward"
+    hidden, wide = model.hidden, ffn(model)
+    smaller = Initial("normal", _NORMAL.std / (2 * model.layers) ** 0.5)
+    parameters = [
+        _norm(f"{name}.norm", model, hidden),
+        Parameter(f"{name}.up.weight", (2, wide, hidden), _NORMAL, split=1),
+    ]
+    if model.ffn_bias:
+        parameters.append(Parameter(f"{name}.up.bias", (2, wide), ZEROS, split=1))
+    parameters.append(Parameter(f"{name}.down.weight", (hidden, wide), smaller, split=1))
+    if model.ffn_bias:
+        parameters.append(Parameter(f"{name}.down.bias", (hidden,), ZEROS))
+    if model.post_norms:
+        parameters.append(_norm(f"{name}.post_norm", model, hidden))
+    return parameters
+
+
+def _norm(name: str, model: Model, width: int) -> Parameter:
+    return Parameter(f"{name}.weight", (width,), ZEROS if model.norm_offset else ONES)
+
+
+def _operations(model: Model, seq: int) -> list[int]:
+    """Count products of matrices, and of attention's queries with the keys that they may see."""
+    inner, of_keys = model.heads * head_dim(model), kv_heads(model) * head_dim(model)
+    weights = model.hidden * (2 * inner + 2 * of_keys + 3 * ffn(model))
+    blocks = [
+        2 * weights + 4 * min(seq, window(model, index) or seq) * inner
+        for index in range(model.layers)
+    ]
+    costs = [model.hidden, *blocks, 2 * model.hidden * model.vocab]
+    return [FORWARD_AND_BACKWARD * seq * cost for cost in costs]
+
+
+def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> Moments:
+    """Count the activations, as `gpt_record` does.
+
+    A block keeps its input, the residual in its middle, both norms' outputs, query, key and value
+    after their turn, attention's result, gates and values and their product; PyTorch's operations
+    also the gates after their activation. Norms of queries and keys keep their inputs, norms after
+    a part what it adds.
+    """
+    ranks = part.tensor
+    hidden = model.hidden / ranks if part.sequence else model.hidden
+    own_heads = model.heads / ranks
+    own_keys = max(1.0, kv_heads(model) / ranks)
+    inner, of_keys = (heads * head_dim(model) for heads in (own_heads, own_keys))
+    wide = ffn(model) / ranks
+    norms = (2 + 2 * model.post_norms) / (ranks if part.sequence else 1)
+    stored = 3 if "glu" in part.kernels else 4
+    elements = (4 + 2 * model.post_norms) * hidden + 2 * inner + 2 * of_keys + stored * wide
+    if model.qk_norm:
+        elements += inner + of_keys
+        norms += own_heads + own_keys
+    if model.attention_cap or model.heads != kv_heads(model):
+        elements += inner  # keys and values are not shared among heads where PyTorch computes
+    kept = element * elements + FP32 * (own_heads + norms)
+    product = element * model.hidden * max(2 * wide, inner + 2 * of_keys)
+    block = BlockBytes(kept, element * 4 * wide, product)
+    return of_decoder(model, tokens, element, part, block)
+
+
+LLAMA = Family(
+    model="hpczero.model.llama:Llama",
+    layers=_layers,
+    operations=_operations,
+    activations=_activations,
+    tensor_sums={"embedding": (1, 0), "blocks": (2, 2), "head": (0, 1)},
+    tensor_plan={
+        "embedding.lookup": "vocabulary",
+        "blocks.*.attention.inputs": "attention inputs",
+        "blocks.*.attention.query_norm": NORM_OF_HEADS,
+        "blocks.*.attention.key_norm": NORM_OF_HEADS,
+        "blocks.*.attention.output": "row",
+        "blocks.*.feed_forward.up": "column",
+        "blocks.*.feed_forward.down": "row",
+        "head.logits": "column",
+        "head.loss": "vocabulary loss",
+    },
+    sequence_plan={
+        "embedding.dropout": "dropout of rows",
+        "blocks.*.*.norm": NORM_OF_ROWS,
+        "blocks.*.*.post_norm": NORM_OF_ROWS,
+        "blocks.*.*.dropout": "dropout of rows",
+        "head.norm": NORM_OF_ROWS,
+    },
+)

@@ -1,0 +1,81 @@
+"""Figures that the records of families share (pure)."""
+
+from dataclasses import dataclass
+
+from hpczero.model.shapes import ChunkLayout, Moments
+from hpczero.spec.schema import Model
+
+FP32 = 4  # bytes
+# Backward makes two products of the size of forward's: the gradients of the input and the weight.
+FORWARD_AND_BACKWARD = 3
+_LOGITS_BLOCK = 1 << 18  # logits that tensor ranks have in fp32 at a time, twice
+
+
+def of_loss(
+    part: ChunkLayout, tokens: int, element: int, hidden: float, vocab: float
+) -> tuple[float, float]:
+    """Return the bytes that the head keeps, and those of its loss at the widest moment.
+
+    PyTorch's cross-entropy goes from logits over fp32 ones to their log-softmax, which it keeps;
+    its backward holds three fp32 tensors of that size. hpczero's kernel, and tensor ranks, keep the
+    logits and write the gradient over them; the kernel also keeps two numbers a token.
+    """
+    by_kernel = "cross_entropy" in part.kernels
+    over_logits = by_kernel or part.tensor > 1
+    logits = element * vocab * tokens
+    kept = element * hidden * tokens + (logits if over_logits else FP32 * vocab * tokens)
+    in_fp32 = 3 * vocab * tokens
+    if by_kernel:
+        in_fp32 = 2 * tokens
+    elif over_logits:
+        in_fp32 = 2 * min(_LOGITS_BLOCK, vocab * tokens)
+    return kept, 2 * element * hidden * tokens + (logits if over_logits else 0) + FP32 * in_fp32
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """The bytes that one block of a decoder keeps and makes."""
+
+    kept: float  # from a token, until its backward
+    wide: float  # inside the feed-forward part, of a token on its way through backward
+    product: float  # of the largest gradient of a weight
+
+
+def of_decoder(
+    model: Model, tokens: int, element: int, part: ChunkLayout, block: BlockBytes
+) -> Moments:
+    """Count the activations of an embedding, alike blocks and a head, in one chunk.
+
+    Dropout keeps nothing: it draws its mask again. A stage keeps its output too; the input of its
+    first block lies in the receive buffer; its last gradient waits to be sent. With sequence
+    parallelism tensor ranks divide what follows rows, but gather the input of each product.
+    """
+    hidden = model.hidden / part.tensor if part.sequence else model.hidden
+    vocab = model.vocab / part.tensor
+    kept = part.layers["blocks"] * block.kept * tokens
+    if part.sends and "embedding" in part.layers:
+        kept += element * hidden * tokens
+    sent = hidden if part.sends else 0
+    gathered = 2 * model.hidden if part.sequence else 0
+    in_flight = element * tokens * (sent + gathered)
+    embedding = element * vocab * model.hidden
+    # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
+    waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
+    of_head = 0.0
+    forward = [kept]
+    backward = [kept]
+    if "head" in part.layers:
+        of_head, loss = of_loss(part, tokens, element, hidden, vocab)
+        logits = element * vocab * tokens
+        capped = 2 * logits if model.logit_cap else 0
+        of_head += capped
+        forward.append(kept + loss + capped)
+        backward += [kept + loss + capped]
+        backward += [kept + 2 * element * hidden * tokens + logits + embedding]
+    if "blocks" in part.layers:
+        masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps
+        of_block = (element * 2 * hidden + block.wide + masking) * tokens
+        backward.append(kept + of_block + block.product + waiting)
+    if "embedding" in part.layers:
+        backward.append(embedding + 2 * waiting + element * 2 * hidden * tokens)
+    return Moments(kept + of_head, max(forward) + in_flight, max(backward) + in_flight)

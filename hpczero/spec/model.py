@@ -1,0 +1,139 @@
+"""The table [model] of the spec: what the family is built from."""
+
+from typing import Literal
+
+from pydantic import StrictBool
+
+from hpczero.spec.table import Factory, Table, key
+
+
+class Model(Table):
+    """The model to train."""
+
+    family: Literal["gpt", "llama"] | Factory = key(
+        "gpt",
+        "identity",
+        "gpt, llama, or a factory that takes this table and returns a torch.nn.Module",
+    )
+    layers: int = key(4, "identity", "transformer blocks", ge=1, le=10_000)
+    hidden: int = key(256, "identity", "width of the residual stream", ge=1, le=10_000_000)
+    heads: int = key(4, "identity", "attention heads", ge=1, le=1_000_000)
+    head_dim: int = key(
+        0, "identity", "width of a head; 0: hidden / heads, rounded up", ge=0, le=10_000_000
+    )
+    ffn: int = key(
+        0,
+        "identity",
+        "width inside the feed-forward part; 0: 4 x hidden, of llama 8 / 3 x hidden, rounded up "
+        "to a multiple of 256",
+        ge=0,
+        le=100_000_000,
+    )
+    vocab: int = key(
+        257, "identity", "vocabulary size; the byte tokenizer has 257", ge=1, le=1_000_000_000
+    )
+    seq_len: int = key(
+        128,
+        "identity",
+        "most tokens in a sequence; gpt learns so many positions",
+        ge=1,
+        le=100_000_000,
+    )
+    dropout: float = key(
+        0.0, "identity", "dropout after the embedding, attention and feed-forward", ge=0, lt=1
+    )
+    tied_embeddings: StrictBool = key(True, "identity", "the head uses the embedding's weight")
+    kernels: Literal["auto", "torch"] = key(
+        "auto", "site", "hpczero's kernels where they are faster, or PyTorch's operations alone"
+    )
+    # of llama and its relatives
+    kv_heads: int = key(
+        0,
+        "identity",
+        "llama: heads of keys and values, a divisor of heads; 0: as many as heads",
+        ge=0,
+        le=1_000_000,
+    )
+    activation: Literal["silu", "gelu", "gelu_exact"] = key(
+        "silu", "identity", "llama: gate of the feed-forward part (SwiGLU; GeGLU by tanh or exact)"
+    )
+    norm_eps: float = key(1e-5, "identity", "llama: added to the mean square in norms", gt=0, le=1)
+    norm_offset: StrictBool = key(False, "identity", "llama: norms multiply by 1 + weight (Gemma)")
+    post_norms: StrictBool = key(
+        False, "identity", "llama: norms also after attention and feed-forward (Gemma)"
+    )
+    qk_norm: StrictBool = key(
+        False, "identity", "llama: norms over each head of queries and keys (Qwen 3, Gemma 3)"
+    )
+    qkv_bias: StrictBool = key(False, "identity", "llama: biases of query, key, value (Qwen 2)")
+    output_bias: StrictBool = key(False, "identity", "llama: bias of attention's output")
+    ffn_bias: StrictBool = key(False, "identity", "llama: biases of the feed-forward part")
+    rope_base: float = key(1e4, "identity", "llama: base of the rotary positions", gt=1, le=1e12)
+    rope_fraction: float = key(1.0, "identity", "llama: share of a head that is turned", gt=0, le=1)
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
+        "none", "identity", "llama: how positions are stretched beyond rope_original"
+    )
+    rope_factor: float = key(1.0, "identity", "llama: by how much they are", ge=1, le=1e6)
+    rope_original: int = key(
+        0,
+        "identity",
+        "llama: tokens in a sequence before the stretching (llama3, yarn)",
+        ge=0,
+        le=100_000_000,
+    )
+    rope_low: float = key(
+        1.0, "identity", "llama3: turns within rope_original that are stretched whole", gt=0, le=1e6
+    )
+    rope_high: float = key(
+        4.0, "identity", "llama3: turns from which on nothing is stretched", gt=0, le=1e6
+    )
+    rope_fast: float = key(
+        32.0, "identity", "yarn: turns from which on nothing is stretched", gt=0, le=1e6
+    )
+    rope_slow: float = key(1.0, "identity", "yarn: turns that are stretched whole", gt=0, le=1e6)
+    rope_attention: float = key(
+        0.0,
+        "identity",
+        "yarn: factor of the turned queries and keys; 0: 0.1 ln(rope_factor) + 1",
+        ge=0,
+        le=1e3,
+    )
+    rope_local_base: float = key(
+        0.0,
+        "identity",
+        "llama: base in layers with a window, unstretched (Gemma 3); 0: as in all layers",
+        ge=0,
+        le=1e12,
+    )
+    window: int = key(
+        0, "identity", "llama: keys that a query sees; 0: all before it", ge=0, le=100_000_000
+    )
+    window_pattern: int = key(
+        0,
+        "identity",
+        "llama: every so many layers one has no window (2: Gemma 2, 6: Gemma 3); 0: none",
+        ge=0,
+        le=10_000,
+    )
+    query_scale: float = key(
+        0.0,
+        "identity",
+        "llama: factor of attention's logits; 0: 1 / sqrt(head_dim)",
+        ge=0,
+        le=1e3,
+    )
+    attention_cap: float = key(
+        0.0, "identity", "llama: soft cap of attention's logits; 0: none", ge=0, le=1e6
+    )
+    logit_cap: float = key(
+        0.0, "identity", "llama: soft cap of the head's logits; 0: none", ge=0, le=1e6
+    )
+    embedding_scale: float = key(
+        1.0, "identity", "llama: factor of the embedding (Gemma: sqrt(hidden))", gt=0, le=1e6
+    )
+
+
+_NAMES = list(Model.model_fields)
+OF_LLAMA = tuple(
+    _NAMES[_NAMES.index("kv_heads") :]
+)  # keys that other families leave at their default

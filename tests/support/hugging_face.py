@@ -1,0 +1,116 @@
+"""Small models of `transformers`, the oracle of what is imported and exported."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+LONGEST = 64
+_SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LONGEST,
+    "pad_token_id": 0,
+}
+_STRETCHED = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+_LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+_LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+_BIASES = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+# name -> model_type, what its configuration has besides the sizes
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("llama", {}),
+    "Llama 3": ("llama", {"rope_parameters": {"rope_theta": 5e5, **_STRETCHED}}),
+    "Mistral": ("mistral", {"sliding_window": 7, "head_dim": 10}),
+    "Qwen 2": ("qwen2", {"tie_word_embeddings": True}),
+    "Qwen 3": ("qwen3", {"head_dim": 10}),
+    "Gemma 2": ("gemma2", {"head_dim": 10, "sliding_window": 7}),
+    "Gemma 3": ("gemma3_text", {"head_dim": 10, "sliding_window": 7, "num_hidden_layers": 7}),
+    "Phi-3": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "GPT-2": ("gpt2", {}),
+    # keys where no named model has them
+    "biases, tied, yarn": ("llama", {**_BIASES, "rope_parameters": {"rope_theta": 1e4, **_YARN}}),
+    "old keys, exact GELU": ("llama", {"hidden_act": "gelu", "rope_scaling": _LINEAR}),
+    "as many heads of keys": ("mistral", {"num_key_value_heads": 6, "head_dim": 6}),
+    "one head of keys, two heads": (
+        "llama",
+        {"num_key_value_heads": 1, "num_attention_heads": 2, "head_dim": 26, "hidden_size": 34},
+    ),
+    "windows of every second layer": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "attention_bias": True,
+        },
+    ),
+    "windows of all layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    ),
+    "low caps": (
+        "gemma2",
+        {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 3.0, "head_dim": 12},
+    ),
+    "cap, stretched, apart": (
+        "gemma3_text",
+        {
+            "final_logit_softcapping": 3.0,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "rope_parameters": {"full_attention": _LINEAR, "sliding_attention": _LOCAL},
+        },
+    ),
+    "partial rotary, windows": (
+        "phi3",
+        {
+            "sliding_window": 6,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.75},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "GPT-2, wide, apart": ("gpt2", {"n_inner": 70, "tie_word_embeddings": False}),
+}
+_GPT2_SIZES = {"vocab_size": 131, "n_embd": 48, "n_layer": 3, "n_head": 6, "n_positions": LONGEST}
+
+
+def random_model(name: str) -> Any:
+    """Return a model in fp32 whose every weight is random, norms and biases too."""
+    kind, keys = MODELS[name]
+    sizes = _GPT2_SIZES if kind == "gpt2" else _SIZES
+    config = transformers.AutoConfig.for_model(kind, **(sizes | keys))
+    generator = torch.Generator().manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            parameter.add_(0.1 * noise)
+    return model.eval()
+
+
+@functools.cache
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 131, (3, 30), generator=torch.Generator().manual_seed(1))
+
+
+def loaded(folder: Path) -> Any:
+    auto = transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -1,0 +1,100 @@
+"""An imported model is the model of `transformers`: logits, loss and gradients; what is exported
+again is its weights to the bit.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpczero import cli
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.huggingface.folder import Folder
+from hpczero.model import build, families
+from hpczero.model.batch import MicroBatch
+from hpczero.spec.schema import Model
+from tests.support import hugging_face
+from tests.support.hugging_face import MODELS
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model of transformers, its folder, and the folder of the run that begins with it."""
+    theirs = hugging_face.random_model(request.param)
+    folder = tmp_path_factory.mktemp("theirs")
+    theirs.save_pretrained(folder, max_shard_size="60KB")
+    spec, run_folder = str(folder / "spec.toml"), folder / "adopted"
+    assert cli.main(["init", "--from-hf", str(folder), spec]) == 0
+    command = ["ckpt", "import", "--hf", str(folder), "--spec", spec, "-o", str(run_folder)]
+    assert cli.main(command) == 0
+    return theirs, Folder.read(folder), run_folder
+
+
+def weights(run_folder: Path) -> dict[str, torch.Tensor]:
+    (path,) = (run_folder / "checkpoints").glob("step*")
+    with Checkpoint.open(path) as checkpoint:
+        names = [tensor.name for tensor in checkpoint.table.tensors]
+        return {name: checkpoint[f"/model/{name}"].torch() for name in names}
+
+
+def built(model: Model, tensors: dict[str, torch.Tensor]) -> Any:
+    module = build.on_meta(model)
+    assert {p.name for layer in families.layers(model) for p in layer.parameters} == set(tensors)
+    build.install_parameters(module, {n: torch.nn.Parameter(t) for n, t in tensors.items()})
+    return module.eval()
+
+
+def logits_of(module: Any, batch: MicroBatch) -> torch.Tensor:
+    seen = []
+    module.head.loss.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    module(batch).backward()
+    return seen[0].detach()
+
+
+def test_logits_loss_and_gradients_are_theirs(run: Any) -> None:
+    theirs, read, folder = run
+    text = hugging_face.tokens()
+    module = built(read.model, weights(folder))
+    batch = MicroBatch(text[:, :-1], text[:, 1:], torch.arange(len(text)), 0, seed=1)
+    targets = batch.targets.numel()
+    expected = theirs(text, labels=text)
+    expected.loss.backward()
+    assert abs(module(batch).item() / targets - expected.loss.item()) < 1e-5
+    logits = logits_of(module, batch)
+    assert (logits - expected.logits[:, :-1]).abs().max() < 1e-5
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    for view in read.views():
+        parts = [
+            module.get_parameter(part.parameter).grad.flatten()[part.start : part.stop] / targets
+            for part in view.parts
+        ]
+        flat = torch.cat(parts)
+        ours = flat.view(view.shape[::-1]).t() if view.turned else flat.view(view.shape)
+        distance = (ours - gradients[view.name]).norm() / gradients[view.name].norm()
+        assert distance < 1e-4, view.name
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_exported_is_their_model_to_the_bit(
+    run: Any, several: bool, tmp_path: Path
+) -> None:
+    theirs, read, folder = run
+    out = tmp_path / "out"
+    command = ["ckpt", "export", str(folder), str(out), "--hf"]
+    command += ["--architecture", read.architecture.name]
+    assert cli.main([*command, *(["--shard-size", "70KB"] if several else [])]) == 0
+    assert len(list(out.glob("*.safetensors"))) > several
+    exported = hugging_face.loaded(out)
+    assert type(exported) is type(theirs)
+    state = exported.state_dict()
+    assert state.keys() == theirs.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in theirs.state_dict().items())
+    text = hugging_face.tokens()
+    with torch.no_grad():
+        assert torch.equal(exported(text).logits, theirs(text).logits)
+    spec, again = str(folder / "spec.toml"), tmp_path / "again"
+    assert cli.main(["ckpt", "import", "--hf", str(out), "--spec", spec, "-o", str(again)]) == 0
+    before, after = weights(folder), weights(again)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
