@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from errno import EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
 
 from hpczero import env
+from hpczero.arguments import EXIT_CODES, add_verbs
 from hpczero.errors import HpczeroError, InputError, for_terminal
-from hpczero.verbs import EXIT_CODES, VERBS, add_verbs
+from hpczero.verbs import VERBS
 
 _FOR_TRAINING = ("torch", "mpi4py", "numba")
 _PATH_ERRORS = {EACCES, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR}
@@ -26,10 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # a terminal that cannot show a character shows its number
             stream.reconfigure(errors="backslashreplace")
-    code = _carry_out(_parser().parse_args(arguments))
+    code = _carry_out(_parsed(arguments))
     if code == InputError.exit_code:
         env.note_wrong_input()
     return code
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; a list of paths or texts may also go on behind options."""
+    parser = _parser()
+    options, more = parser.parse_known_args(arguments)
+    named = options.list_argument
+    if more and (named is None or any(word.startswith("-") and word != "-" for word in more)):
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
+    if more:
+        before = getattr(options, named.dest)
+        setattr(options, named.dest, more if before == named.default else [*before, *more])
+    return options
 
 
 def _carry_out(options: argparse.Namespace) -> int:

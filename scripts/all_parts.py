@@ -23,7 +23,7 @@ class Part:
 GRIDS = "tests/mpi/parallel/test_grids.py"
 ZERO = "tests/mpi/parallel/zero"
 PARALLEL = f"tests/mpi/parallel --ignore={GRIDS} --ignore={ZERO}"
-RANKS = "tests/mpi/comm tests/mpi/checkpoint tests/mpi/train tests/mpi/planner"
+RANKS = "tests/mpi/comm tests/mpi/checkpoint tests/mpi/train tests/mpi/planner tests/mpi/inference"
 ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
 DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
     "tests/mpi/parallel/zero/test_zero.py"
@@ -57,7 +57,9 @@ PARTS = {
     "parallel": Part(14, ENGINE, (f"-n 8 {PARALLEL}",)),
     "ranks": Part(
         15,
-        tuple(f"hpczero/{room}" for room in ("comm", "checkpoint", "train", "planner")),
+        tuple(
+            f"hpczero/{room}" for room in ("comm", "checkpoint", "train", "planner", "inference")
+        ),
         (f"-n 8 {RANKS}",),
     ),
     "devices": Part(

@@ -3,7 +3,7 @@ by others.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import Tensor
 from hpczero_kernels import dispatch, operations
 from hpczero_kernels.adamw import AdamWBuffers, adamw, scalars_of_step
 from hpczero_kernels.cpu import BLOCK
-from hpczero_kernels.elementwise import angles
 from hpczero_kernels.reduce import sum_pieces
+from hpczero_kernels.rotary import angles
 
 BETAS, EPS, DECAY, LR = (0.9, 0.95), 1e-8, 0.1, 1e-3
 
@@ -32,13 +32,25 @@ def works() -> dict[str, Callable[[Setting], Work]]:
         "rms_norm": "xc",
         "add_layer_norm": "xxcc",
         "gelu": "xc",
-        "swiglu": "b",
     }.items():
         for direction in ("forward", "backward"):
             made[f"{name}_{direction}"] = _layer(
                 name, getattr(own, name), getattr(theirs, name), inputs, direction
             )
+    for activation in ("silu", "gelu", "gelu_exact"):
+        for direction in ("forward", "backward"):
+            made[f"glu_{activation}_{direction}"] = _layer(
+                f"glu {activation}",
+                partial(own.glu, activation=activation),
+                partial(theirs.glu, activation=activation),
+                "b",
+                direction,
+            )
     for direction in ("forward", "backward"):
+        made[f"soft_cap_{direction}"] = _layer(
+            "soft_cap", partial(own.soft_cap, cap=30.0), partial(theirs.soft_cap, cap=30.0), "x",
+            direction,
+        )  # fmt: skip
         made[f"rotary_{direction}"] = _layer(
             "rotary", _turning(own.rotary), _turning(theirs.rotary), "h", direction
         )
@@ -220,7 +232,7 @@ def _compared(setting: Setting, own: Run, torchs: Run) -> dict[str, Run]:
 
 def _ours_if_any(operation: str, setting: Setting, runs: dict[str, Run]) -> dict[str, Run]:
     """Without ours where it is PyTorch's."""
-    key = "norm" if "norm" in operation else operation
+    key = "norm" if "layer_norm" in operation else operation.partition(" ")[0]
     ours = dispatch.choose(key, torch.empty(0, dtype=setting.dtype, device=setting.device))
     return {name: run for name, run in runs.items() if name != "hpczero" or ours != dispatch.TORCH}
 

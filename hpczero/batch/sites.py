@@ -109,13 +109,14 @@ def hardware(batch: Batch, partition: Partition) -> Hardware:
 def platform(spec: Spec, gpus: int) -> Platform:
     """Predict on a login node what a job runs on whose nodes have so many GPUs.
 
-    hpczero's own kernels are expected where the package that they need is installed: by default a
-    job uses the Python environment that it was rendered in.
+    hpczero's own kernels for GPUs are expected where the package that they need is installed: by
+    default a job uses the Python environment that it was rendered in. Those for CPUs need nothing
+    that a job can do without.
     """
     device = device_of(spec, gpus)
-    ours = device == "cuda" and spec.model.kernels == "auto" and env.has_package("numba_cuda")
+    ours = spec.model.kernels == "auto" and (device == "cpu" or env.has_package("numba_cuda"))
     native = device == "cuda" and spec.comm.backend != "mpi"
-    return Platform(device, KERNELS_THAT_CHANGE_MEMORY if ours else frozenset(), native)
+    return Platform(device, KERNELS_THAT_CHANGE_MEMORY[device] if ours else frozenset(), native)
 
 
 def gigabytes(text: str) -> float:

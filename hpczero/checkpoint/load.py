@@ -3,6 +3,7 @@
 `Statistics` and `Difference` say what the numbers of tensors are like, in one pass over them.
 """
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from hpczero.checkpoint import index, manifest, shard_file
 from hpczero.checkpoint.index import Index
@@ -20,7 +22,10 @@ from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.checkpoint.piece_table import Tensor
 from hpczero.checkpoint.shard_file import SLOTS, WIDTH, Array, Damaged, open_plain, reading
 from hpczero.checkpoint.shards import Shards
+from hpczero.errors import InputError
 from hpczero.parallel.layout import Slices, rectangles
+from hpczero.spec.model import Model
+from hpczero.text import printable
 
 STRETCH = (32 << 20) // WIDTH  # elements at a time of a tensor that may be larger than memory
 
@@ -75,6 +80,14 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
     @property
     def step(self) -> int:
         return self.content.state.step
+
+    def model(self) -> Model:
+        """Return the run's [model]; InputError: this version cannot read it."""
+        try:
+            return Model.model_validate_json(json.dumps(self.content.spec.get("model")))
+        except ValidationError as error:
+            name = printable(str(self.folder))
+            raise InputError(f"{name}: this version cannot read its [model]: {error}") from error
 
     def read(self, slot: int, name: str, wanted: Slices, out: Array | None = None) -> Array:
         """Read a rectangle of a tensor, into `out` if given."""

@@ -37,8 +37,9 @@ def export(options: Namespace) -> int:
             f"{'--hf' if options.hf else '--shard-size'}: {printable(str(output))} would have to "
             "be a folder, for several files"
         )
-    if options.architecture and not options.hf:
-        raise InputError("--architecture needs --hf")
+    for name in ("architecture", "tokenizer"):
+        if getattr(options, name) and not options.hf:
+            raise InputError(f"--{name} needs --hf")
     with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
         target = NewFolder.of(checkpoint, options) if options.hf else None
         made = Export(checkpoint, options.dtype, target.views() if target else None)

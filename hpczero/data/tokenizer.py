@@ -37,11 +37,18 @@ class Tokenizer(Protocol):
     name: str  # in token files: of its kind, and a digest of its files
     vocabulary: int  # ids are 0 .. vocabulary - 1
     end_of_document: int
+    end: str  # the token that ends documents, as it is written
     files: Mapping[str, bytes]  # what it is made of again
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]: ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def number_of(self, token: str) -> int | None:
+        """Return the id of a token, as `<s>`; None if there is no such token."""
+
+    def bytes_of_ids(self) -> Tokens | None:
+        """Return how many bytes of text each id stands for; None where that is not known."""
 
 
 class ByteTokenizer:
@@ -50,6 +57,7 @@ class ByteTokenizer:
     name = "byte"
     vocabulary = 257
     end_of_document = 256
+    end = "<|endoftext|>"
     files: Mapping[str, bytes] = {}
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
@@ -58,6 +66,12 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def number_of(self, token: str) -> int | None:
+        return None
+
+    def bytes_of_ids(self) -> Tokens | None:
+        return np.array([1] * 256 + [0])
 
 
 class JsonTokenizer:
@@ -82,9 +96,9 @@ class JsonTokenizer:
         if self.vocabulary > _MOST_IDS:
             raise InputError(f"{JSON} has the id {self.vocabulary - 1:,}: more than {_MOST_IDS:,}")
         special = [token.content for token in self._made.get_added_tokens_decoder().values()]
-        end = _end(end_of_document, files, ids, special)
-        self.end_of_document = int(ids[end])
-        self.name = f"{JSON} {_digest(files, end)}"
+        self.end = _end(end_of_document, files, ids, special)
+        self.end_of_document = int(ids[self.end])
+        self.name = f"{JSON} {_digest(files, self.end)}"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         found = self._made.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -92,6 +106,25 @@ class JsonTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._made.decode(list(tokens), skip_special_tokens=False))
+
+    def number_of(self, token: str) -> int | None:
+        number: int | None = self._made.token_to_id(token)
+        return number
+
+    def bytes_of_ids(self) -> Tokens | None:
+        """Known of byte-level vocabularies and of those that have spaces as U+2581."""
+        by_byte = "ByteLevel" in _decoders(self.files[JSON])
+        if not by_byte and not _decoders(self.files[JSON]) & {"ByteFallback", "Metaspace"}:
+            return None
+        added = self._made.get_added_tokens_decoder()
+        sizes = np.zeros(self.vocabulary, np.int64)
+        for token, number in self._made.get_vocab(with_added_tokens=True).items():
+            if number in added:
+                sizes[number] = 0 if added[number].special else len(token.encode())
+            else:
+                # of a byte-level token each character stands for a byte
+                sizes[number] = len(token) if by_byte else _size_of_piece(token)
+        return sizes
 
 
 class SentencePieceTokenizer:
@@ -113,9 +146,9 @@ class SentencePieceTokenizer:
         pieces = {self._made.id_to_piece(at): at for at in range(self.vocabulary)}
         own = self._made.eos_id()
         said = own if end_of_document is None and own >= 0 else end_of_document
-        end = _end(said, files, pieces, [])
-        self.end_of_document = int(pieces[end])
-        self.name = f"{SENTENCEPIECE} {_digest(files, end)}"
+        self.end = _end(said, files, pieces, [])
+        self.end_of_document = int(pieces[self.end])
+        self.name = f"{SENTENCEPIECE} {_digest(files, self.end)}"
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         threads = max(1, len(os.sched_getaffinity(0)))
@@ -124,6 +157,19 @@ class SentencePieceTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._made.decode(list(tokens)))
+
+    def number_of(self, token: str) -> int | None:
+        number = int(self._made.piece_to_id(token))
+        return number if self._made.id_to_piece(number) == token else None
+
+    def bytes_of_ids(self) -> Tokens | None:
+        made = self._made
+        silent = (made.is_control, made.is_unknown, made.is_unused)
+        sizes = [
+            0 if any(kind(at) for kind in silent) else _size_of_piece(made.id_to_piece(at))
+            for at in range(self.vocabulary)
+        ]
+        return np.array(sizes, np.int64)
 
 
 def tokenizer(source: str, end_of_document: str | int | None = None) -> Tokenizer:
@@ -184,6 +230,18 @@ def _end(
         "nothing says which token ends a document: name one with --end-of-document"
         + (f", such as {join_words(listed)}" if listed else "")
     )
+
+
+def _decoders(content: bytes) -> set[str]:
+    """Return the kinds of steps by which a tokenizer.json turns tokens into text."""
+    decoder = json.loads(content).get("decoder") or {}
+    return {str(step.get("type")) for step in [decoder, *decoder.get("decoders", [])]}
+
+
+def _size_of_piece(piece: str) -> int:
+    """Return the bytes of a piece that has spaces as U+2581, or is <0x0A> for a byte."""
+    is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+    return 1 if is_byte else len(piece.replace("\u2581", " ").encode())
 
 
 def _of_settings(files: Mapping[str, bytes]) -> str | None:

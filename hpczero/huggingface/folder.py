@@ -3,18 +3,16 @@
 import json
 import os
 from argparse import Namespace
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from pydantic import ValidationError
 
 from hpczero.checkpoint.import_safetensors import SourceTensor, tensors_of
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.safetensors import SafetensorsFile
+from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.checkpoint.views import View
+from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError
 from hpczero.huggingface.architectures import (
     ARCHITECTURES,
@@ -24,12 +22,13 @@ from hpczero.huggingface.architectures import (
     differing,
 )
 from hpczero.huggingface.config import Config
+from hpczero.huggingface.tokenizer_files import as_json, tokenizer_files
 from hpczero.huggingface.weights import NAMES, views
 from hpczero.safe_files import read_small, written_durably
 from hpczero.spec.schema import Model
 from hpczero.text import join_words, printable, toml_repr
 
-CONFIG = "config.json"
+CONFIG, _GENERATION = "config.json", "generation_config.json"
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST = 64 << 20  # bytes of a file of JSON
 _SHOWN = 6
@@ -125,30 +124,27 @@ class NewFolder:
     architecture: Architecture
     model: Model
     dtype: str  # of the weights: fp32, bf16 or fp16
+    tokenizer: Tokenizer | None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, options: Namespace) -> "NewFolder":
         """InputError: no architecture, or not the one that is wanted, is the model."""
-        text = json.dumps(checkpoint.content.spec.get("model"))
-        try:
-            model = Model.model_validate_json(text)
-        except ValidationError as error:
-            name = printable(str(checkpoint.folder))
-            raise InputError(f"{name}: this version cannot read its [model]: {error}") from error
+        model = checkpoint.model()
         wanted = options.architecture
         if wanted and wanted not in ARCHITECTURES:
             raise InputError(
                 f"--architecture {printable(wanted, 60)}: hpczero has "
                 f"{join_words(list(ARCHITECTURES))}"
             )
-        return cls(architecture_for(model, wanted), model, options.dtype)
+        architecture = architecture_for(model, wanted)
+        return cls(architecture, model, options.dtype, _tokenizer(checkpoint, options.tokenizer))
 
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
 
     def write(self, folder: Path) -> list[Path]:
         """Write all but the weights; files of the same content may be there already."""
-        texts = {folder / name: _json(values) for name, values in self._content().items()}
+        texts = {folder / name: content for name, content in self._content().items()}
         for path, text in texts.items():
             if os.path.lexists(path) and (not path.is_file() or path.read_bytes() != text):
                 name = printable(str(path))
@@ -158,11 +154,23 @@ class NewFolder:
                 file.write(text)
         return list(texts)
 
-    def _content(self) -> dict[str, Any]:
+    def _content(self) -> dict[str, bytes]:
         config = self.architecture.to_config(self.model)
-        ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-        return {CONFIG: config | ids | {"torch_dtype": _DTYPES[self.dtype]}}
+        config |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        config |= {"torch_dtype": _DTYPES[self.dtype]}
+        if self.tokenizer is None:
+            return {CONFIG: as_json(config)}
+        end = {"eos_token_id": self.tokenizer.end_of_document}
+        files = tokenizer_files(self.tokenizer, self.model.seq_len)
+        return files | {CONFIG: as_json(config | end), _GENERATION: as_json(end)}
 
 
-def _json(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(values, indent=2, ensure_ascii=False).encode() + b"\n"
+def _tokenizer(checkpoint: Checkpoint, wanted: str | None) -> Tokenizer | None:
+    """Return the run's tokenizer; None, and say why, if it is not at hand."""
+    try:
+        return tokenizer_of_run(checkpoint, wanted)
+    except InputError as error:
+        if wanted:
+            raise
+        print(f"WARN no tokenizer is exported: {error}")
+        return None

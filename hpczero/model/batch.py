@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hpczero.device import Device
+from hpczero.model.key_value_cache import KeyValueCache
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,8 @@ class MicroBatch:
     those of the targets in the loss, in fp32. `documents` holds, for each sample, the ends of its
     documents in order, the last of them seq: attention stays inside of each. None of the three
     is there where a sample is one document: positions 0, 1, ... and weights 1.
+
+    With a `cache` the tokens follow those that are in it.
     """
 
     tokens: torch.Tensor
@@ -28,6 +31,7 @@ class MicroBatch:
     positions: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
+    cache: KeyValueCache | None = None
 
     def on(self, device: Device) -> "MicroBatch":
         def put(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -41,6 +45,11 @@ class MicroBatch:
             positions=put(self.positions),
             weights=put(self.weights),
         )
+
+    @property
+    def reach(self) -> int:
+        """A number that all positions of tokens are below."""
+        return self.cache.capacity if self.cache else self.tokens.shape[1]
 
     @property
     def token_count(self) -> int:

@@ -8,8 +8,12 @@ from hpczero.model.llama_record import LLAMA
 from hpczero.model.shapes import Family, Layer
 from hpczero.spec.schema import Model
 
-# Operations whose kernels on GPUs change the memory that activations take (`ChunkLayout.kernels`).
-KERNELS_THAT_CHANGE_MEMORY = frozenset({"cross_entropy"})
+# device -> operations whose kernels change the memory that activations take there
+# (`ChunkLayout.kernels`)
+KERNELS_THAT_CHANGE_MEMORY = {
+    "cpu": frozenset({"glu", "rms_norm"}),
+    "cuda": frozenset({"cross_entropy", "glu", "rms_norm"}),
+}
 
 FAMILIES: dict[str, Family] = {"gpt": GPT, "llama": LLAMA}
 

@@ -80,6 +80,7 @@ class Attention(nn.Module):
 
     def __init__(self, model: Model, name: str) -> None:
         super().__init__()
+        self.name = name
         self.head_dim = shapes.head_dim(model)
         self.attention = OPERATIONS[model.kernels].attention
         inner = model.heads * self.head_dim
@@ -92,7 +93,10 @@ class Attention(nn.Module):
         # [samples, seq, 3, heads, head_dim]
         heads = self.qkv(self.norm(x)).unflatten(-1, (-1, self.head_dim))
         query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [samples, heads, seq, head_dim]
-        mixed = self.attention(query, key, value, batch.documents)
+        if batch.cache:
+            mixed = batch.cache.attend(self.name, self.attention, (query, key, value))
+        else:
+            mixed = self.attention(query, key, value, batch.documents)
         return self.dropout(self.output(mixed.transpose(1, 2).flatten(2)), batch, x)
 
 
@@ -129,5 +133,8 @@ class Head(nn.Module):
         self.loss = CrossEntropy(model)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        logits = self.logits(self.norm(x))
-        return self.loss(logits, batch.targets, batch.weights, batch.by_sample)
+        return self.loss(self.scores(x), batch.targets, batch.weights, batch.by_sample)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens that may follow."""
+        return self.logits(self.norm(x))

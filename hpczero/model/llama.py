@@ -104,11 +104,11 @@ class Attention(nn.Module):
 
     def __init__(self, model: Model, index: int, angles: Sequence[Angles]) -> None:
         super().__init__()
+        self.name = f"blocks.{index}.attention"
         self.head_dim = shapes.head_dim(model)
-        self.window = shapes.window(model, index)
-        self.cap = model.attention_cap
-        self.scale = model.query_scale or None
-        self.angles = angles[self.window > 0]
+        window = shapes.window(model, index)
+        self.reach = window, model.attention_cap, model.query_scale or None
+        self.angles = angles[window > 0]
         operations = OPERATIONS[model.kernels]
         self.attention = operations.attention
         self.rotary = operations.rotary
@@ -119,24 +119,23 @@ class Attention(nn.Module):
         inner = model.heads * self.head_dim
         self.output = Linear(inner, model.hidden, model.output_bias)
         self.post_norm = Norm(model, model.hidden) if model.post_norms else nn.Identity()
-        self.dropout = Dropout(model, f"blocks.{index}.attention")
+        self.dropout = Dropout(model, self.name)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         # each [samples, seq, heads, head_dim]
         query, key, value = (
             part.unflatten(-1, (-1, self.head_dim)) for part in self.inputs(self.norm(x))
         )
-        seq_len = query.shape[1]
-        cosines, sines = self.angles(seq_len, batch.positions, query.device)
+        length = query.shape[1] if batch.positions is None else batch.reach
+        cosines, sines = self.angles(length, batch.positions, query.device)
         query = self.rotary(self.query_norm(query), cosines, sines)
         key = self.rotary(self.key_norm(key), cosines, sines)
-        mixed = self.attention(
-            *(part.transpose(1, 2) for part in (query, key, value)),
-            batch.documents,
-            self.window,
-            self.cap,
-            self.scale,
-        )
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        if batch.cache:
+            heads = query, key, value
+            mixed = batch.cache.attend(self.name, self.attention, heads, *self.reach)
+        else:
+            mixed = self.attention(query, key, value, batch.documents, *self.reach)
         added = self.post_norm(self.output(mixed.transpose(1, 2).flatten(2)))
         return self.dropout(added, batch, x)
 
@@ -175,10 +174,13 @@ class Head(nn.Module):
         self.norm = Norm(model, model.hidden)
         self.logits = Linear(model.hidden, model.vocab, bias=False)
         self.cap = model.logit_cap
+        self.soft_cap = OPERATIONS[model.kernels].soft_cap
         self.loss = CrossEntropy(model)
 
     def forward(self, x: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        return self.loss(self.scores(x), batch.targets, batch.weights, batch.by_sample)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the tokens that may follow."""
         logits = self.logits(self.norm(x))
-        if self.cap:
-            logits = torch.tanh(logits / self.cap) * self.cap
-        return self.loss(logits, batch.targets, batch.weights, batch.by_sample)
+        return self.soft_cap(logits, self.cap) if self.cap else logits

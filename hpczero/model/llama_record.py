@@ -115,7 +115,7 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     A block keeps its input, the residual in its middle, both norms' outputs, query, key and value
     after their turn, attention's result, gates and values and their product; PyTorch's operations
     also the gates after their activation. Norms of queries and keys keep their inputs, norms after
-    a part what it adds.
+    a part what it adds; each of PyTorch's keeps two fp32 tensors in place of its input.
     """
     ranks = part.tensor
     hidden = model.hidden / ranks if part.sequence else model.hidden
@@ -124,14 +124,18 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     inner, of_keys = (heads * head_dim(model) for heads in (own_heads, own_keys))
     wide = ffn(model) / ranks
     norms = (2 + 2 * model.post_norms) / (ranks if part.sequence else 1)
+    normed = (2 + 2 * model.post_norms) * hidden
     stored = 3 if "glu" in part.kernels else 4
     elements = (4 + 2 * model.post_norms) * hidden + 2 * inner + 2 * of_keys + stored * wide
     if model.qk_norm:
         elements += inner + of_keys
         norms += own_heads + own_keys
+        normed += inner + of_keys
     if model.attention_cap or model.heads != kv_heads(model):
         elements += inner  # keys and values are not shared among heads where PyTorch computes
     kept = element * elements + FP32 * (own_heads + norms)
+    if "rms_norm" not in part.kernels:
+        kept += (2 * FP32 - element) * normed
     product = element * model.hidden * max(2 * wide, inner + 2 * of_keys)
     block = BlockBytes(kept, element * 4 * wide, product)
     return of_decoder(model, tokens, element, part, block)

@@ -89,7 +89,7 @@ class Angles:
     def __call__(
         self, seq_len: int, positions: torch.Tensor | None, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tables of these positions, or of 0 .. seq_len - 1."""
+        """Return the tables of these positions, all below seq_len, or of 0 .. seq_len - 1."""
         cosines, sines = self._known(seq_len, device)
         if positions is None:
             return cosines[:seq_len], sines[:seq_len]

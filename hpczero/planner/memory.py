@@ -58,7 +58,7 @@ class Hardware:
 class Platform:
     """The `device` of a job's tensors: "cpu", where all memory is the computer's, or "cuda".
 
-    `kernels`: operations that hpczero's own kernels carry out on GPUs; PyTorch does the others.
+    `kernels`: operations that hpczero's own kernels carry out; PyTorch does the others.
     `native`: collectives use torch.distributed in place of MPI.
     """
 

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.data.dataset import TokenSource, open_source
@@ -187,7 +188,9 @@ def _carry_out(
     parameters = families.parameter_count(spec.model) if known else engine.parameter_count()
     if reporter:
         _report_layout(reporter, job, batches, parameters)
-    identity = identity_of(job.source.describe()["fingerprint"], random.RULE if known else 0)
+    data = job.source.describe()
+    identity = identity_of(data["fingerprint"], random.RULE if known else 0)
+    identity |= {TOKENIZER: data["tokenizer"]} if data["path"] != "synthetic" else {}
     checkpoints = Checkpoints(spec, world, grid, engine, identity)
     first, earlier = _load_or_initialize(checkpoints, reporter)
     trainer = Trainer(spec, world, runner, batches, reporter, checkpoints)

@@ -278,8 +278,8 @@ def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
 def platform_of(world: World, spec: Spec) -> Platform:
     """Return what this rank runs on."""
     kernels: frozenset[str] = frozenset()
-    if world.device.kind == "cuda" and spec.model.kernels != "torch":
-        kernels = dispatch.gpu_kernel_operations(DTYPES[spec.train.precision])
+    if spec.model.kernels != "torch":
+        kernels = dispatch.kernel_operations(world.device.kind, DTYPES[spec.train.precision])
     return Platform(world.device.kind, kernels, native=world.backend != "mpi")
 
 

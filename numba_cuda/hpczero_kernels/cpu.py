@@ -210,14 +210,17 @@ BLOCK = 4096  # elements: the range of one sum of squares, and the unit in which
 _WORTH_A_THREAD = 16  # blocks: some 10 microseconds of work; handing it to a thread costs as much
 
 
-def slices_of(count: int, most: int) -> list[tuple[int, int]]:
+def slices_of(
+    count: int, most: int, block: int = BLOCK, least: int = _WORTH_A_THREAD
+) -> list[tuple[int, int]]:
     """Cut range(count) into at most `most` (start, stop) of nearly equal length.
 
-    They begin at multiples of BLOCK; there are fewer where they would be short.
+    They begin at multiples of `block`; there are fewer where one would have less than `least`
+    blocks.
     """
-    blocks = -(-count // BLOCK)
-    parts = max(1, min(most, blocks // _WORTH_A_THREAD))
-    edges = [blocks * part // parts * BLOCK for part in range(parts)]
+    blocks = -(-count // block)
+    parts = max(1, min(most, blocks // least))
+    edges = [blocks * part // parts * block for part in range(parts)]
     return list(zip(edges, [*edges[1:], count], strict=True))
 
 
@@ -229,15 +232,21 @@ class Pool:
         self.threads = threads
         self._others = ThreadPoolExecutor(threads - 1, "hpczero-kernel") if threads > 1 else None
 
-    def run(self, kernel: Callable[[int, int], None], count: int) -> None:
-        """Call kernel(start, stop) for slices that together are range(count).
+    def run(
+        self,
+        kernel: Callable[[int, int], None],
+        count: int,
+        block: int = BLOCK,
+        least: int = _WORTH_A_THREAD,
+    ) -> None:
+        """Call kernel(start, stop) for the slices that `slices_of` makes of range(count).
 
         An exception of a slice is raised here, after all slices have ended.
         """
         if self._others is None:
             kernel(0, count)
             return
-        first, *others = slices_of(count, self.threads)
+        first, *others = slices_of(count, self.threads, block, least)
         futures = [self._others.submit(kernel, *bounds) for bounds in others]
         try:
             kernel(*first)
@@ -245,6 +254,13 @@ class Pool:
             wait(futures)
         for future in futures:
             future.result()
+
+    def run_rows(
+        self, kernel: Callable[[int, int], None], rows: int, columns: int, block: int = 1
+    ) -> None:
+        """Call kernel(start, stop) for slices of so many rows, cut at multiples of `block`."""
+        worth = _WORTH_A_THREAD * BLOCK // max(1, block * columns)
+        self.run(kernel, rows, block, max(1, worth))
 
     def close(self) -> None:
         """End the threads; a pool of one has none to end."""
@@ -264,6 +280,16 @@ class Pool:
 
 
 INLINE = Pool(1)  # the calling thread alone
+
+
+def pool_of_torch() -> Pool:
+    """Return a pool of as many threads as PyTorch's operations have, for models' operations."""
+    return _pool(torch.get_num_threads())
+
+
+@cache
+def _pool(threads: int) -> Pool:
+    return Pool(threads)
 
 
 # Names under which numba caches compiled kernels. They have a hash of this package's sources:

@@ -27,7 +27,7 @@ __all__ = [
     "choices",
     "choose",
     "force",
-    "gpu_kernel_operations",
+    "kernel_operations",
     "on_gpus",
 ]
 
@@ -81,10 +81,10 @@ def on_gpus() -> bool:
     )
 
 
-def gpu_kernel_operations(dtype: torch.dtype) -> frozenset[str]:
-    """Return the operations in this precision that kernels carry out on this process's GPU."""
+def kernel_operations(device: str, dtype: torch.dtype) -> frozenset[str]:
+    """Return the operations in this precision that kernels carry out on this process's device."""
     name = str(dtype).removeprefix("torch.")
-    return frozenset(key for key in TABLE if _best(key, "cuda", name)[0] == CUDA)
+    return frozenset(key for key in TABLE if _best(key, device, name)[0] != TORCH)
 
 
 def choices() -> dict[str, str]:
@@ -145,20 +145,27 @@ def _in_simulation(implementation: Implementation) -> Implementation:
 
 # Kernels as operators of torch (`torch.ops.hpczero`), which `torch.compile` takes as they are.
 #
-# Each has a schema, an implementation for CPUs (the reference, in torch), one for CUDA (the kernel,
-# imported when first called) and a fake one, which gives shapes alone. A `torch.autograd.Function`
-# around an operator and the operator of its backward gives gradients: it costs a tenth of autograd
-# formulas registered with an operator.
+# Each has a schema, an implementation for CPUs (the reference, in torch, or numba's), one for CUDA
+# (the kernel, imported when first called) and a fake one, which gives shapes alone. A
+# `torch.autograd.Function` around an operator and the operator of its backward gives gradients: it
+# costs a tenth of autograd formulas registered with an operator.
 _LIBRARY = torch.library.Library("hpczero", "DEF")
 
 
 def operator(
-    schema: str, reference: Callable[..., Any], kernel: str, fake: Callable[..., Any]
+    schema: str,
+    reference: Callable[..., Any],
+    kernel: str,
+    fake: Callable[..., Any],
+    on_cpu: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Define an operator and return it; `kernel` is "module:function" of hpczero_kernels.cuda."""
+    """Define an operator and return it; `kernel` is "module:function" of hpczero_kernels.cuda.
+
+    `on_cpu` is a faster twin of the reference, for all that the reference takes.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, _when_called(kernel) if SIMULATED else reference, "CPU")
+    _LIBRARY.impl(name, _when_called(kernel) if SIMULATED else on_cpu or reference, "CPU")
     _LIBRARY.impl(name, _when_called(kernel), "CUDA")
     torch.library.register_fake(f"hpczero::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.hpczero, name).default

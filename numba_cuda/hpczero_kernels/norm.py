@@ -1,10 +1,11 @@
 """LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019), with a residual added before.
 
     total = x + residual
-    y = (total - mean) / sqrt(variance + eps) * weight + bias        RMSNorm: mean = 0, no bias
+    y = (total - mean) / sqrt(variance + eps) * (offset + weight) + bias
 
-The norm is over the last dimension; statistics are fp32, one per row. With a residual, the total
-is an output beside y: the residual stream.
+RMSNorm, which is not centred, has no mean and no bias; Gemma's has an offset of 1. The norm is over
+the last dimension; statistics are fp32, one per row. With a residual, the total is an output beside
+y: the residual stream.
 """
 
 from typing import Any
@@ -14,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from hpczero_kernels.cpu import CODES
 from hpczero_kernels.dispatch import (
     CUDA,
+    TORCH,
     choose,
     empty_contiguous,
     is_like,
@@ -23,6 +26,7 @@ from hpczero_kernels.dispatch import (
     operator,
     upcast_half,
 )
+from hpczero_kernels.rms_norm_cpu import rms_backward, rms_forward
 
 EPS = 1e-5
 LONGEST = 8192  # columns that a block of threads holds in its registers
@@ -35,13 +39,18 @@ def forward_reference(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    offset: float,
 ) -> tuple[Tensor, ...]:
-    """Return y, total (empty without a residual), and each row's mean and inverse deviation."""
+    """Return y, total (empty without a residual), each row's mean and inverse deviation.
+
+    There is no mean of what is not centred.
+    """
     total = x if residual is None else x + residual
     values = upcast_half(total)
-    mean = values.mean(-1, keepdim=True) if centred else torch.zeros_like(values[..., :1])
-    inverse = torch.rsqrt((values - mean).square().mean(-1, keepdim=True) + eps)
-    y = (values - mean) * inverse * upcast_half(weight)
+    mean = values.mean(-1, keepdim=True) if centred else values.new_empty(0)
+    values = values - mean if centred else values
+    inverse = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    y = values * inverse * (upcast_half(weight) + offset)
     y = y if bias is None else y + upcast_half(bias)
     return (
         y.to(x.dtype),
@@ -59,22 +68,56 @@ def backward_reference(
     mean: Tensor,
     inverse: Tensor,
     centred: bool,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the total (those of x and residual), weight and bias.
 
-    `grad_total` is the gradient of the output total; it is added.
+    `grad_total` is the gradient of the output total; it is added. What is not centred has no bias.
     """
-    mean, inverse = (statistic.view(*total.shape[:-1], 1) for statistic in (mean, inverse))
+    by_row = (*total.shape[:-1], 1)
     g = upcast_half(gradient)
-    normal = (upcast_half(total) - mean) * inverse
-    scaled = g * upcast_half(weight)
-    along = normal * (scaled * normal).mean(-1, keepdim=True)
-    across = scaled.mean(-1, keepdim=True) if centred else torch.zeros_like(inverse)
-    grad_x = (scaled - across - along) * inverse
+    values = upcast_half(total)
+    normal = (values - mean.view(by_row) if centred else values) * inverse.view(by_row)
+    scaled = g * (upcast_half(weight) + offset)
+    grad_x = scaled - normal * (scaled * normal).mean(-1, keepdim=True)
+    grad_x = (grad_x - scaled.mean(-1, keepdim=True) if centred else grad_x) * inverse.view(by_row)
     grad_x = grad_x if grad_total is None else grad_x + upcast_half(grad_total)
     grad_weight = (g * normal).flatten(0, -2).sum(0).to(weight.dtype)
-    grad_bias = g.flatten(0, -2).sum(0).to(weight.dtype)
+    grad_bias = g.flatten(0, -2).sum(0).to(weight.dtype) if centred else weight.new_empty(0)
     return grad_x.to(total.dtype), grad_weight, grad_bias
+
+
+def _forward_on_cpu(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+    offset: float,
+) -> tuple[Tensor, ...]:
+    if x.dtype not in CODES or centred or residual is not None or bias is not None:
+        return forward_reference(x, residual, weight, bias, eps, centred, offset)
+    y, inverse = rms_forward(x, weight, eps, offset)
+    return y, x.new_empty(0), inverse.new_empty(0), inverse
+
+
+def _backward_on_cpu(
+    gradient: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    centred: bool,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if total.dtype not in CODES or centred or grad_total is not None:
+        return backward_reference(
+            gradient, grad_total, total, weight, mean, inverse, centred, offset
+        )
+    grad_x, grad_weight = rms_backward(gradient, total, weight, inverse, offset)
+    return grad_x, grad_weight, weight.new_empty(0)
 
 
 def _fake_forward(
@@ -84,9 +127,11 @@ def _fake_forward(
     bias: Tensor | None,
     eps: float,
     centred: bool,
+    offset: float,
 ) -> tuple[Tensor, ...]:
     dtype = torch.promote_types(x.dtype, torch.float32)
-    statistics = [x.new_empty(x.numel() // x.shape[-1], dtype=dtype) for _ in range(2)]
+    rows = x.numel() // x.shape[-1]
+    statistics = [x.new_empty(count, dtype=dtype) for count in (rows if centred else 0, rows)]
     return (
         empty_contiguous(x),
         x.new_empty(0) if residual is None else empty_contiguous(x),
@@ -102,19 +147,21 @@ def _fake_backward(
     mean: Tensor,
     inverse: Tensor,
     centred: bool,
+    offset: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_contiguous(total), empty_contiguous(weight), empty_contiguous(weight)
+    grad_bias = empty_contiguous(weight) if centred else weight.new_empty(0)
+    return empty_contiguous(total), empty_contiguous(weight), grad_bias
 
 
 _forward = operator(
-    "norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    forward_reference, "norm:norm_forward", _fake_forward,
+    "norm_forward(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps, bool centred,"
+    " float offset) -> (Tensor, Tensor, Tensor, Tensor)",
+    forward_reference, "norm:norm_forward", _fake_forward, _forward_on_cpu,
 )  # fmt: skip
 _backward = operator(
     "norm_backward(Tensor gradient, Tensor? grad_total, Tensor total, Tensor weight, Tensor mean,"
-    " Tensor inverse, bool centred) -> (Tensor, Tensor, Tensor)",
-    backward_reference, "norm:norm_backward", _fake_backward,
+    " Tensor inverse, bool centred, float offset) -> (Tensor, Tensor, Tensor)",
+    backward_reference, "norm:norm_backward", _fake_backward, _backward_on_cpu,
 )  # fmt: skip
 
 
@@ -130,10 +177,12 @@ class Norm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
+        offset: float,
     ) -> Any:
-        y, total, mean, inverse = _forward(x, residual, weight, bias, eps, centred)
+        y, total, mean, inverse = _forward(x, residual, weight, bias, eps, centred, offset)
         context.save_for_backward(x if residual is None else total, weight, mean, inverse)
         context.centred = centred
+        context.offset = offset
         context.has_residual = residual is not None
         context.has_bias = bias is not None
         return y if residual is None else (y, total)
@@ -144,7 +193,7 @@ class Norm(torch.autograd.Function):
         context: Any, gradient: Tensor, grad_total: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight, grad_bias = _backward(
-            gradient, grad_total, *context.saved_tensors, context.centred
+            gradient, grad_total, *context.saved_tensors, context.centred, context.offset
         )
         return (
             grad_x,
@@ -153,12 +202,13 @@ class Norm(torch.autograd.Function):
             grad_bias if context.has_bias else None,
             None,
             None,
+            None,
         )
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = EPS) -> Tensor:
     if choose("norm", x, _fits(x, None, weight, bias)) == CUDA:
-        return Norm.apply(x, None, weight, bias, eps, True)
+        return Norm.apply(x, None, weight, bias, eps, True, 0.0)
     return layer_norm_reference(x, weight, bias, eps)
 
 
@@ -168,8 +218,8 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float = E
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS, offset: float = 0.0) -> Tensor:
     """Return the norm of x times weight + offset."""
-    if choose("norm", x, _fits(x, None, weight) and not offset) == CUDA:
-        return Norm.apply(x, None, weight, None, eps, False)
+    if choose("rms_norm", x, _fits(x, None, weight)) != TORCH:
+        return Norm.apply(x, None, weight, None, eps, False, offset)
     return rms_norm_reference(x, weight, eps, offset)
 
 
@@ -185,7 +235,7 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of x + residual, and this sum."""
     if choose("norm", x, _fits(x, residual, weight, bias)) == CUDA:
-        return Norm.apply(x, residual, weight, bias, eps, True)
+        return Norm.apply(x, residual, weight, bias, eps, True, 0.0)
     return add_layer_norm_reference(x, residual, weight, bias, eps)
 
 
@@ -194,21 +244,6 @@ def add_layer_norm_reference(
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     return layer_norm_reference(total, weight, bias, eps), total
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS
-) -> tuple[Tensor, Tensor]:
-    if choose("norm", x, _fits(x, residual, weight)) == CUDA:
-        return Norm.apply(x, residual, weight, None, eps, False)
-    return add_rms_norm_reference(x, residual, weight, eps)
-
-
-def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS
-) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rms_norm_reference(total, weight, eps), total
 
 
 def _fits(x: Tensor, residual: Tensor | None, *per_column: Tensor) -> bool:

@@ -16,23 +16,18 @@ from hpczero_kernels.dropout import dropout
 from hpczero_kernels.elementwise import (
     gelu,
     gelu_reference,
-    glu,
-    glu_reference,
-    rotary,
-    rotary_reference,
-    swiglu,
-    swiglu_reference,
 )
+from hpczero_kernels.glu import glu, glu_reference
 from hpczero_kernels.norm import (
     add_layer_norm,
     add_layer_norm_reference,
-    add_rms_norm,
-    add_rms_norm_reference,
     layer_norm,
     layer_norm_reference,
     rms_norm,
     rms_norm_reference,
 )
+from hpczero_kernels.rotary import rotary, rotary_reference
+from hpczero_kernels.soft_cap import soft_cap, soft_cap_reference
 
 
 @dataclass(frozen=True)
@@ -41,13 +36,12 @@ class Operations:
     layer_norm: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
     gelu: Callable[..., Tensor]
-    swiglu: Callable[..., Tensor]
     glu: Callable[..., Tensor]
     dropout: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     rotary: Callable[..., Tensor]
+    soft_cap: Callable[..., Tensor]
 
 
 AUTO = Operations(
@@ -55,25 +49,23 @@ AUTO = Operations(
     layer_norm,
     rms_norm,
     add_layer_norm,
-    add_rms_norm,
     gelu,
-    swiglu,
     glu,
     dropout,
     cross_entropy,
     rotary,
+    soft_cap,
 )
 PYTORCH = Operations(
     attention_reference,
     layer_norm_reference,
     rms_norm_reference,
     add_layer_norm_reference,
-    add_rms_norm_reference,
     gelu_reference,
-    swiglu_reference,
     glu_reference,
     partial(dropout, implementation=TORCH),
     cross_entropy_reference,
     rotary_reference,
+    soft_cap_reference,
 )
 OPERATIONS = {"auto": AUTO, "torch": PYTORCH}

@@ -46,11 +46,13 @@ TABLE: dict[str, tuple[Implementation, ...]] = {
     "adamw": (_CUDA, _NUMBA, _TORCH),
     "sum": (_CUDA, _NUMBA, _TORCH),
     "norm": (_CUDA, _TORCH),
+    "rms_norm": (_CUDA, _NUMBA, _TORCH),
     "gelu": (_CUDA, _TORCH),
-    "swiglu": (_CUDA, _TORCH),
+    "glu": (_CUDA, _NUMBA, _TORCH),
     "dropout": (_CUDA, _NUMBA, _TORCH),
     "cross_entropy": (_CUDA, _TORCH),
-    "rotary": (_CUDA, _TORCH),
+    "rotary": (_CUDA, _NUMBA, _TORCH),
+    "soft_cap": (_CUDA, _NUMBA, _TORCH),
 }
 
 

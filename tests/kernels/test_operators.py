@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpczero_kernels import cross_entropy, dropout, elementwise, norm
+from hpczero_kernels import cross_entropy, dropout, elementwise, glu, norm, rotary, soft_cap
+from hpczero_kernels.dispatch import upcast_half
 from hpczero_kernels.operations import OPERATIONS
 from tests.support.device import DEVICE, KERNELS, distance, drawn, size
 
@@ -51,6 +52,7 @@ def rows_and_columns(
             "column": shape[-1:],
             "both": (*shape[:-1], 2, shape[-1]),
             "heads": (*shape[:2], 2, 2 * shape[-1]),
+            "odd_heads": (2 * shape[0], shape[1], 3, 2 * shape[-1] + 1),
         }
         return [drawn(shapes[name], number, dtype, offset) for number, name in enumerate(which, 1)]
 
@@ -65,9 +67,7 @@ def targets_for(logits: Tensor) -> Tensor:
 
 def torchs_losses(x: Tensor) -> Tensor:
     x = x.flatten(0, 1)
-    return torch.nn.functional.cross_entropy(
-        x if x.dtype == torch.float64 else x.float(), targets_for(x), reduction="sum"
-    )
+    return torch.nn.functional.cross_entropy(upcast_half(x), targets_for(x), reduction="sum")
 
 
 def weights_for(logits: Tensor) -> Tensor:
@@ -76,8 +76,7 @@ def weights_for(logits: Tensor) -> Tensor:
 
 def torchs_weighted_losses(x: Tensor) -> Tensor:
     x = x.flatten(0, 1)
-    wide = x if x.dtype == torch.float64 else x.float()
-    losses = torch.nn.functional.cross_entropy(wide, targets_for(x), reduction="none")
+    losses = torch.nn.functional.cross_entropy(upcast_half(x), targets_for(x), reduction="none")
     return (losses * weights_for(x)).sum()
 
 
@@ -97,30 +96,57 @@ def torchs_dropout(x: Tensor, *rest: Tensor) -> Tensor:
     return (x + rest[0]) * kept / 0.7 + rest[1] if rest else x * kept / 0.7
 
 
-def turned(x: Tensor) -> tuple[Tensor, Tensor]:
-    return elementwise.angles(torch.arange(5, 5 + x.shape[1], device=x.device), x.shape[-1])
+def tables(x: Tensor, pairs: int, by_sample: bool) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of positions from 5 on, or of other positions in each sample."""
+    positions = torch.arange(5, 5 + x.shape[1], device=x.device)
+    if by_sample:
+        positions = positions + 3 * torch.arange(x.shape[0], device=x.device)[:, None]
+    cosines, sines = rotary.angles(positions, x.shape[-1])
+    return cosines[..., :pairs], sines[..., :pairs]
+
+
+def torchs_rotary(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turn pairs as complex numbers."""
+    pairs = cosines.shape[-1]
+    wide = upcast_half(x)
+    turns = torch.complex(cosines.to(wide.dtype), sines.to(wide.dtype)).unsqueeze(-2)
+    complexes = torch.complex(wide[..., :pairs], wide[..., pairs : 2 * pairs]) * turns
+    return torch.cat([complexes.real, complexes.imag, wide[..., 2 * pairs :]], -1).to(x.dtype)
+
+
+def rotary_case(kind: str, share: int, by_sample: bool = False) -> Case:
+    """Return the case of heads whose pairs are turned but for those beyond one in `share`."""
+
+    def given(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x, *tables(x.detach(), x.shape[-1] // 2 // share, by_sample)
+
+    return Case(
+        rows_and_columns(kind),
+        lambda x: rotary.Rotary.apply(*given(x)),
+        lambda x: torchs_rotary(*given(x)),
+    )
 
 
 CASES = {
     "layer_norm": Case(
         rows_and_columns("x", "column", "column"),
-        lambda x, w, b: norm.Norm.apply(x, None, w, b, norm.EPS, True),
+        lambda x, w, b: norm.Norm.apply(x, None, w, b, norm.EPS, True, 0.0),
         norm.layer_norm_reference,
     ),
     "add_layer_norm": Case(
         rows_and_columns("x", "x", "column", "column"),
-        lambda x, r, w, b: norm.Norm.apply(x, r, w, b, norm.EPS, True),
+        lambda x, r, w, b: norm.Norm.apply(x, r, w, b, norm.EPS, True, 0.0),
         norm.add_layer_norm_reference,
     ),
     "rms_norm": Case(
         rows_and_columns("x", "column"),
-        lambda x, w: norm.Norm.apply(x, None, w, None, norm.EPS, False),
+        lambda x, w: norm.Norm.apply(x, None, w, None, norm.EPS, False, 0.0),
         norm.rms_norm_reference,
     ),
-    "add_rms_norm": Case(
-        rows_and_columns("x", "x", "column"),
-        lambda x, r, w: norm.Norm.apply(x, r, w, None, norm.EPS, False),
-        norm.add_rms_norm_reference,
+    "rms_norm_with_offset": Case(
+        rows_and_columns("x", "column"),
+        lambda x, w: norm.Norm.apply(x, None, w, None, norm.EPS, False, 1.0),
+        lambda x, w: norm.rms_norm_reference(x, w, norm.EPS, 1.0),
     ),
     "gelu_tanh": Case(
         rows_and_columns("x"),
@@ -137,9 +163,22 @@ CASES = {
         lambda x, b: elementwise.Gelu.apply(x, b, False),
         lambda x, b: elementwise.gelu_reference(x, b, by_tanh=False),
     ),
-    "swiglu": Case(
-        rows_and_columns("both"), elementwise.Swiglu.apply, elementwise.swiglu_reference
-    ),
+    **{
+        f"glu_{activation}": Case(
+            rows_and_columns("both"),
+            lambda x, activation=activation: glu.Glu.apply(x, activation),
+            lambda x, activation=activation: glu.glu_reference(x, activation),
+        )
+        for activation in glu.ACTIVATIONS
+    },
+    **{
+        f"soft_cap_{cap}": Case(
+            rows_and_columns("x"),
+            lambda x, cap=cap: soft_cap.SoftCap.apply(x, cap),
+            lambda x, cap=cap: soft_cap.soft_cap_reference(x, cap),
+        )
+        for cap in (1.5, 30.0)
+    },
     "dropout": Case(rows_and_columns("x"), own_dropout, torchs_dropout),
     "bias_dropout_residual": Case(
         rows_and_columns("x", "column", "x"), own_dropout, torchs_dropout
@@ -158,11 +197,10 @@ CASES = {
         ),
         torchs_weighted_losses,
     ),
-    "rotary": Case(
-        rows_and_columns("heads"),
-        lambda x: elementwise.Rotary.apply(x, *turned(x)),
-        lambda x: elementwise.rotary_reference(x, *turned(x)),
-    ),
+    "rotary": rotary_case("heads", 1),
+    "rotary_of_odd_heads": rotary_case("odd_heads", 1),
+    "rotary_of_a_quarter": rotary_case("heads", 4),  # of no pair where there are few
+    "rotary_of_samples": rotary_case("odd_heads", 2, by_sample=True),
 }
 OPERATORS = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -265,13 +303,14 @@ def test_what_is_not_finite_goes_where_torch_takes_it(case: Case, bad: float) ->
 
 ODD = {
     "a residual of one row": lambda on, x, c: on.add_layer_norm(x, x[:1, :1], c, c),
-    "a residual of another precision": lambda on, x, c: on.add_rms_norm(x, x.double(), c)[1],
+    "a residual of another precision": lambda on, x, c: on.add_layer_norm(x, x.bfloat16(), c, c),
     "every other element of a weight": lambda on, x, c: on.layer_norm(x[..., :12], c[::2], c[1::2]),
+    "every other element of a scale": lambda on, x, c: on.rms_norm(x[..., :12], c[::2]),
     "a bias of another precision": lambda on, x, c: on.gelu(x, c.double()),
     "a bias of one element": lambda on, x, c: on.gelu(x, c[:1]),
     "every other element of a bias": lambda on, x, c: on.gelu(x[..., :12], c[::2]),
     "no columns": lambda on, x, c: on.gelu(x[..., :0]),
-    "no gates": lambda on, x, c: on.swiglu(x[..., None, :0].expand(-1, -1, 2, -1)),
+    "no gates": lambda on, x, c: on.glu(x[..., None, :0].expand(-1, -1, 2, -1), "gelu"),
     "a column": lambda on, x, c: on.layer_norm(
         x.transpose(-1, -2).contiguous().transpose(-1, -2), c, c
     ),
@@ -280,6 +319,12 @@ ODD = {
     ),
     "one angle for all positions": lambda on, x, c: on.rotary(
         x[..., None, :], c[None, :12].cos(), c[None, :12].sin()
+    ),
+    "angles of one sample for all": lambda on, x, c: on.rotary(
+        x[..., None, :], x[:1, :, :12].cos(), x[:1, :, :12].sin()
+    ),
+    "angles of another precision": lambda on, x, c: on.rotary(
+        x[..., None, :], x[0, :, :12].double().cos(), x[0, :, :12].double().sin()
     ),
     "samples of another precision": lambda on, x, c: on.dropout(
         x, 0.5, KEY, samples_of(x).int(), None, None, c
@@ -301,6 +346,14 @@ def test_what_no_kernel_takes_is_left_to_torch(
     for theirs, ours in pairs:
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("word", OPERATIONS)
+def test_more_pairs_than_a_head_has_are_an_error(word: str) -> None:
+    x, (cosines, sines) = drawn((2, 3, 1, 9), 1, torch.float32), rotary.angles(torch.arange(3), 10)
+    with pytest.raises(AssertionError, match="5 pairs do not fit into a head of 9 elements"):
+        OPERATIONS[word].rotary(x, cosines, sines)
+    assert OPERATIONS[word].rotary(x, cosines[:, :4], sines[:, :4]).shape == x.shape
 
 
 def test_rows_that_do_not_count_may_hold_anything() -> None:
@@ -331,8 +384,6 @@ def test_gradients_are_those_of_the_formula(case: Case) -> None:
     given = [tensor.double().requires_grad_() for tensor in case.made((2, 2, 5), torch.float32, 0)]
     if case in (CASES["cross_entropy"], CASES["weighted_cross_entropy"]):
         pytest.skip("its arithmetic is fp32 whatever comes")
-    if case is CASES["rotary"]:
-        given = [given[0][..., :6].detach().clone().requires_grad_()]
     assert torch.autograd.gradcheck(case.own, given)
 
 

@@ -25,6 +25,16 @@ def test_slices_are_the_range(count, most):
     assert len(slices) == 1 or min(lengths) > 0
 
 
+@given(st.integers(0, 10_000), st.integers(1, 100), st.integers(1, 99), st.integers(1, 9))
+def test_slices_of_rows_are_cut_between_blocks(rows, most, block, least):
+    slices = slices_of(rows, most, block, least)
+    assert slices[0][0] == 0
+    assert slices[-1][1] == rows
+    assert all(stop == start for (_, stop), (start, _) in pairwise(slices))
+    assert all(start % block == 0 for start, _ in slices)
+    assert len(slices) == 1 or all(stop - start > block * (least - 1) for start, stop in slices)
+
+
 def test_one_thread_is_the_calling_one():
     seen = []
     for pool in (INLINE, Pool(1)):

@@ -21,13 +21,15 @@ EXPECTED = {
     "norm.backward": (6, 2, 128),
     "elementwise.gelu_forward_kernel": (2, 1, 64),
     "elementwise.gelu_backward_kernel": (4, 2, 80),
-    "elementwise.swiglu_forward_kernel": (2, 1, 64),
-    "elementwise.swiglu_backward_kernel": (3, 2, 80),
+    "glu.forward": (2, 1, 64),
+    "glu.backward": (3, 2, 80),
     "dropout.forward": (4, 1, 80),
     "dropout.backward": (1, 2, 80),
     "cross_entropy.statistics": (1, 0, 40),
     "cross_entropy.gradient": (1, 1, 40),
-    "elementwise.turn": (4, 2, 80),
+    "soft_cap.forward": (2, 2, 40),
+    "soft_cap.backward": (4, 2, 64),
+    "rotary.turn": (5, 3, 80),
 }
 
 

@@ -27,8 +27,9 @@ ALLOWED = {
     "device": {"errors", "machine"},
     "kernel_cache": {"errors", "env", "safe_files"},
     "lock": {"errors", "env", "machine", "safe_files"},
-    "cli": {"errors", "env", "verbs", ""},
-    "verbs": set(),
+    "cli": {"errors", "env", "arguments", "verbs", ""},
+    "verbs": {"arguments"},
+    "arguments": set(),
     "__main__": {"cli"},
     "": {"env", "kernel_cache", "train.initialize", "comm.world"},
     "spec": {"errors", "env", "machine", "safe_files", "text"},
@@ -47,7 +48,10 @@ ALLOWED = {
     "hdf5": {"errors", "safe_files"},
     "data": {"errors", "env", "spec", "text", "hdf5", "safe_files"},
     "checkpoint": {"errors", "env", "spec", "text", "hdf5", "lock", "safe_files", ""}
-    | {"comm.world", "comm.objects", "model.shapes", "model.families", "parallel.layout"},
+    | {"comm.world", "comm.objects", "model.shapes", "model.families", "parallel.layout"}
+    | {"data.token_file", "data.tokenizer"},
+    "inference": {"errors", "text", "machine", "device", "kernel_cache", "comm.group", "model"}
+    | {"parallel", "data", "checkpoint", "train.batches", "hpczero_kernels"},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
     | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
     | {"checkpoint", "hpczero_kernels", ""},
@@ -61,6 +65,7 @@ ALLOWED = {
         "data",
         "doctor",
         "huggingface",
+        "inference",
         "model.shapes",
         "model.families",
         "planner",
@@ -82,6 +87,7 @@ PURE = (
 )
 WITHOUT_TORCH = (
     *(*PURE, "spec", "batch", "data", "checkpoint", "hdf5", "machine", "cli", "verbs", "text"),
+    "arguments",
     *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
     *("commands.weights", "commands.tokenizer", "huggingface"),

@@ -92,6 +92,24 @@ class VocabularyCrossEntropy(nn.Module):
         return losses(*statistics, row_targets, row_weights).unflatten(0, targets.shape).sum(1)
 
 
+def likeliest(logits: torch.Tensor, vocab: int, group: Group | None) -> torch.Tensor:
+    """Return the token with the largest logit [samples, seq]; of equal ones the first.
+
+    The ranks of a group have the logits of their own tokens each. Collective.
+    """
+    if group is None:
+        return logits.argmax(-1)
+    if logits.shape[-1]:
+        most, tokens = logits.max(-1)
+        most = most.float()
+    else:  # fewer tokens than ranks
+        tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        most = torch.full_like(tokens, -torch.inf, dtype=torch.float32)
+    of_ranks = group.stack(most)
+    tokens_of_ranks = group.stack(tokens + own_tokens(vocab, group).start)
+    return tokens_of_ranks.gather(0, of_ranks.argmax(0, keepdim=True))[0]
+
+
 def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> torch.Tensor:
     """Return [samples, seq, hidden]: the vectors of this rank's tokens, zeros for the others.
 

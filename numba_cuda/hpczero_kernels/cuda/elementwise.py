@@ -1,4 +1,4 @@
-"""Bias and GELU, SwiGLU and rotary embedding (`hpczero_kernels.elementwise`), each in one pass.
+"""Bias and GELU (`hpczero_kernels.elementwise`) in one pass.
 
 Backward computes forward's intermediate values again.
 """
@@ -12,10 +12,7 @@ from hpczero_kernels.cuda.launch import (
     ADDRESS,
     CODE,
     COUNT,
-    THREADS,
     address_of,
-    aligned,
-    blocks,
     contiguous,
     kernel,
     rows_aligned,
@@ -33,7 +30,7 @@ from hpczero_kernels.cuda.vectors import (
     widen,
 )
 
-_ZERO, _HALF, _ONE = float32(0.0), float32(0.5), float32(1.0)
+ZERO, HALF, ONE = float32(0.0), float32(0.5), float32(1.0)
 _ROOT = float32(0.7978845608028654)  # sqrt(2 / pi)
 _CUBE = float32(0.044715)
 _HALF_ROOT = float32(0.7071067811865476)  # sqrt(1 / 2)
@@ -41,31 +38,40 @@ _DENSITY = float32(0.3989422804014327)  # 1 / sqrt(2 pi)
 
 
 @inner
-def _tanh(x):
-    """Return tanh(x), by |x|: exp does not overflow, and tanh(-x) is -tanh(x)."""
+def tanh_of(x):
+    """Return tanh(x), by |x|: exp does not overflow, and tanh(-x) is -tanh(x).
+
+    For small x, where the quotient would cancel, by the polynomial of Cephes (S. Moshier).
+    """
     power = exp(float32(-2.0) * abs(x))
-    size = (_ONE - power) / (_ONE + power)
-    if x >= _ZERO:
-        return size
-    return -size if x < _ZERO else x
+    size = (ONE - power) / (ONE + power)
+    z = x * x
+    p = float32(-5.70498872745e-3)
+    p = p * z + float32(2.06390887954e-2)
+    p = p * z + float32(-5.37397155531e-2)
+    p = p * z + float32(1.33314422036e-1)
+    p = p * z + float32(-3.33332819422e-1)
+    near = p * z * x + x
+    far = size if x >= ZERO else -size
+    return near if abs(x) < float32(0.625) else far
 
 
 @inner
-def _gelu(x, by_tanh):
-    half = _HALF * x
+def gelu_of(x, by_tanh):
+    half = HALF * x
     if by_tanh:
-        return half + half * _tanh(_ROOT * x * (_ONE + _CUBE * x * x))
+        return half + half * tanh_of(_ROOT * x * (ONE + _CUBE * x * x))
     return half + half * erf(x * _HALF_ROOT)
 
 
 @inner
-def _slope(x, by_tanh):
-    """Return the derivative of _gelu."""
+def slope_of(x, by_tanh):
+    """Return the derivative of gelu_of."""
     if by_tanh:
-        t = _tanh(_ROOT * x * (_ONE + _CUBE * x * x))
-        inside = _ROOT * (_ONE + float32(3.0) * _CUBE * x * x)
-        return _HALF * (_ONE + t) + _HALF * x * (_ONE - t * t) * inside
-    return _HALF * (_ONE + erf(x * _HALF_ROOT)) + x * _DENSITY * exp(-_HALF * x * x)
+        t = tanh_of(_ROOT * x * (ONE + _CUBE * x * x))
+        inside = _ROOT * (ONE + float32(3.0) * _CUBE * x * x)
+        return HALF * (ONE + t) + HALF * x * (ONE - t * t) * inside
+    return HALF * (ONE + erf(x * _HALF_ROOT)) + x * _DENSITY * exp(-HALF * x * x)
 
 
 @kernel(ADDRESS, ADDRESS, CODE, ADDRESS, CODE, COUNT, COUNT, CODE, CODE)
@@ -77,7 +83,7 @@ def gelu_forward_kernel(x, bias, has_bias, y, precision, rows, columns, by_tanh,
         return
     left = columns - column
     for i in range(EIGHT):
-        shift[i] = _ZERO
+        shift[i] = ZERO
     if has_bias:
         load(shift, bias, precision, column, left, is_aligned)
     row = uint64(cuda.blockIdx.y)
@@ -85,7 +91,7 @@ def gelu_forward_kernel(x, bias, has_bias, y, precision, rows, columns, by_tanh,
         index = row * columns + column
         load(numbers, x, precision, index, left, is_aligned)
         for i in range(EIGHT):
-            numbers[i] = _gelu(numbers[i] + shift[i], by_tanh)
+            numbers[i] = gelu_of(numbers[i] + shift[i], by_tanh)
         store(numbers, y, precision, index, left, is_aligned)
         row += uint64(cuda.gridDim.y)
 
@@ -106,8 +112,8 @@ def gelu_backward_kernel(
         return
     left = columns - column
     for i in range(EIGHT):
-        shift[i] = _ZERO
-        sums[i] = _ZERO
+        shift[i] = ZERO
+        sums[i] = ZERO
     if has_bias:
         load(shift, bias, precision, column, left, is_aligned)
     row = uint64(cuda.blockIdx.y)
@@ -118,7 +124,7 @@ def gelu_backward_kernel(
         widen(numbers, words, precision)
         widen(g, more, precision)
         for i in range(EIGHT):
-            g[i] *= _slope(numbers[i] + shift[i], by_tanh)
+            g[i] *= slope_of(numbers[i] + shift[i], by_tanh)
             sums[i] += g[i]
         store(g, grad_x, precision, index, left, is_aligned)
         row += uint64(cuda.gridDim.y)
@@ -161,152 +167,3 @@ def gelu_backward(
         rows_aligned(columns, gradient, x, bias, grad_x, grad_bias),
     )  # fmt: skip
     return grad_x, grad_bias.sum(0).to(x.dtype)
-
-
-# SwiGLU: gates and values lie side by side in one tensor [rows, 2, columns].
-@inner
-def _sigmoid(x):
-    """Return sigmoid(x), by |x|: exp does not overflow."""
-    power = exp(-abs(x))
-    size = _ONE / (_ONE + power)
-    return size if x >= _ZERO else power * size
-
-
-@kernel(ADDRESS, ADDRESS, CODE, COUNT, COUNT, CODE)
-def swiglu_forward_kernel(both, y, precision, rows, columns, is_aligned):
-    words = cuda.local.array(EIGHT, uint32)
-    more = cuda.local.array(EIGHT, uint32)
-    gates = cuda.local.array(EIGHT, float32)
-    values = cuda.local.array(EIGHT, float32)
-    column = own_column()
-    if column >= columns:
-        return
-    left = columns - column
-    row = uint64(cuda.blockIdx.y)
-    while row < rows:
-        gate = uint64(2) * row * columns + column
-        fetch(words, both, precision, gate, left, is_aligned)
-        fetch(more, both, precision, gate + columns, left, is_aligned)
-        widen(gates, words, precision)
-        widen(values, more, precision)
-        for i in range(EIGHT):
-            values[i] *= gates[i] * _sigmoid(gates[i])
-        store(values, y, precision, row * columns + column, left, is_aligned)
-        row += uint64(cuda.gridDim.y)
-
-
-@kernel(ADDRESS, ADDRESS, ADDRESS, CODE, COUNT, COUNT, CODE)
-def swiglu_backward_kernel(gradient, both, grad_both, precision, rows, columns, is_aligned):
-    words = cuda.local.array(EIGHT, uint32)
-    more = cuda.local.array(EIGHT, uint32)
-    g_words = cuda.local.array(EIGHT, uint32)
-    gates = cuda.local.array(EIGHT, float32)
-    values = cuda.local.array(EIGHT, float32)
-    g = cuda.local.array(EIGHT, float32)
-    column = own_column()
-    if column >= columns:
-        return
-    left = columns - column
-    row = uint64(cuda.blockIdx.y)
-    while row < rows:
-        gate = uint64(2) * row * columns + column
-        fetch(words, both, precision, gate, left, is_aligned)
-        fetch(more, both, precision, gate + columns, left, is_aligned)
-        fetch(g_words, gradient, precision, row * columns + column, left, is_aligned)
-        widen(gates, words, precision)
-        widen(values, more, precision)
-        widen(g, g_words, precision)
-        for i in range(EIGHT):
-            sigmoid = _sigmoid(gates[i])
-            silu = gates[i] * sigmoid
-            gates[i] = g[i] * values[i] * (sigmoid + silu * (_ONE - sigmoid))
-            values[i] = g[i] * silu
-        store(gates, grad_both, precision, gate, left, is_aligned)
-        store(values, grad_both, precision, gate + columns, left, is_aligned)
-        row += uint64(cuda.gridDim.y)
-
-
-def swiglu_forward(both: torch.Tensor) -> torch.Tensor:
-    both = both.contiguous()
-    columns = both.shape[-1]
-    rows = both.numel() // max(1, 2 * columns)
-    y = both.new_empty(*both.shape[:-2], columns)
-    swiglu_forward_kernel.launch(
-        grid_over(rows, columns), threads_for(columns),
-        both.data_ptr(), y.data_ptr(), CODES[both.dtype], rows, columns,
-        rows_aligned(columns, both, y),
-    )  # fmt: skip
-    return y
-
-
-def swiglu_backward(gradient: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
-    gradient = gradient.contiguous()
-    both = both.contiguous()
-    columns = both.shape[-1]
-    rows = both.numel() // max(1, 2 * columns)
-    grad_both = torch.empty_like(both)
-    swiglu_backward_kernel.launch(
-        grid_over(rows, columns), threads_for(columns),
-        gradient.data_ptr(), both.data_ptr(), grad_both.data_ptr(), CODES[both.dtype],
-        rows, columns, rows_aligned(columns, gradient, both, grad_both),
-    )  # fmt: skip
-    return grad_both
-
-
-# Rotary embedding: each thread turns eight pairs of a head, which lie half a head apart.
-@kernel(ADDRESS, ADDRESS, ADDRESS, ADDRESS, CODE, COUNT, COUNT, COUNT, COUNT, CODE, CODE)
-def turn(x, cosines, sines, y, precision, count, positions, heads, half, back, is_aligned):
-    """Turn `count` groups of eight pairs.
-
-    x [samples, positions, heads, 2, half]; cosines, sines fp32 [positions, half].
-    """
-    words = cuda.local.array(EIGHT, uint32)
-    more = cuda.local.array(EIGHT, uint32)
-    c_words = cuda.local.array(EIGHT, uint32)
-    s_words = cuda.local.array(EIGHT, uint32)
-    low = cuda.local.array(EIGHT, float32)
-    high = cuda.local.array(EIGHT, float32)
-    c = cuda.local.array(EIGHT, float32)
-    s = cuda.local.array(EIGHT, float32)
-    number = uint64(cuda.blockIdx.x) * uint64(cuda.blockDim.x) + uint64(cuda.threadIdx.x)
-    if number >= count:
-        return
-    head_groups = (half + uint64(EIGHT - 1)) // uint64(EIGHT)
-    head = number // head_groups
-    column = (number - head * head_groups) * uint64(EIGHT)
-    left = half - column
-    first = uint64(2) * head * half + column
-    angle = head // heads % positions * half + column
-    fetch(words, x, precision, first, left, is_aligned)
-    fetch(more, x, precision, first + half, left, is_aligned)
-    fetch(c_words, cosines, FP32, angle, left, is_aligned)
-    fetch(s_words, sines, FP32, angle, left, is_aligned)
-    widen(low, words, precision)
-    widen(high, more, precision)
-    widen(c, c_words, FP32)
-    widen(s, s_words, FP32)
-    for i in range(EIGHT):
-        sine = -s[i] if back else s[i]
-        a = low[i]
-        low[i] = a * c[i] - high[i] * sine
-        high[i] = high[i] * c[i] + a * sine
-    store(low, y, precision, first, left, is_aligned)
-    store(high, y, precision, first + half, left, is_aligned)
-
-
-def rotary(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, back: bool) -> torch.Tensor:
-    """Return x [samples, positions, heads, head_dim] turned; `back` turns by the opposite angle."""
-    x = x.contiguous()
-    cosines = cosines.contiguous()
-    sines = sines.contiguous()
-    _, positions, heads, head_dim = x.shape
-    y = torch.empty_like(x)
-    half = head_dim // 2
-    count = x.numel() // max(1, head_dim) * blocks(half, EIGHT)
-    fits = half % EIGHT == 0 and bool(aligned(x, cosines, sines, y))
-    turn.launch(
-        (blocks(count, THREADS), 1), THREADS,
-        x.data_ptr(), cosines.data_ptr(), sines.data_ptr(), y.data_ptr(), CODES[x.dtype],
-        count, positions, heads, half, back, fits,
-    )  # fmt: skip
-    return y

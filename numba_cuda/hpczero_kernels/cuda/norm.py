@@ -102,11 +102,11 @@ def _statistics(values, columns, eps, centred):
 
 @kernel(
     ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS,
-    CODE, COUNT, NUMBER, CODE, CODE, registers=64,
+    CODE, COUNT, NUMBER, CODE, NUMBER, CODE, registers=64,
 )  # fmt: skip
 def forward(
     x, residual, has_residual, total, weight, bias, has_bias, y, means, inverses,
-    precision, columns, eps, centred, is_aligned,
+    precision, columns, eps, centred, offset, is_aligned,
 ):  # fmt: skip
     values = cuda.local.array((_VECTORS, EIGHT), float32)
     numbers = cuda.local.array(EIGHT, float32)
@@ -115,7 +115,8 @@ def forward(
     _load_total(values, x, residual, has_residual, total, precision, first, columns, is_aligned)
     mean, inverse = _statistics(values, columns, eps, centred)
     if cuda.threadIdx.x == 0:
-        put_element(means, FP32, row, mean)
+        if centred:
+            put_element(means, FP32, row, mean)
         put_element(inverses, FP32, row, inverse)
     for vector in range(_VECTORS):
         column = _column(vector)
@@ -123,7 +124,7 @@ def forward(
             left = columns - column
             load(numbers, weight, precision, column, left, is_aligned)
             for i in range(EIGHT):
-                values[vector, i] = (values[vector, i] - mean) * inverse * numbers[i]
+                values[vector, i] = (values[vector, i] - mean) * inverse * (numbers[i] + offset)
             if has_bias:
                 load(numbers, bias, precision, column, left, is_aligned)
                 for i in range(EIGHT):
@@ -132,8 +133,8 @@ def forward(
 
 
 @inner
-def _load_weights(weights, weight, precision, columns, is_aligned):
-    """Set weights to those of the thread's columns, and to zeros beyond the last column."""
+def _load_weights(weights, weight, precision, columns, offset, is_aligned):
+    """Set weights to the offset and those of the thread's columns; to anything beyond the last."""
     words = cuda.local.array(EIGHT, uint32)
     for vector in range(_VECTORS):
         column = _column(vector)
@@ -142,6 +143,8 @@ def _load_weights(weights, weight, precision, columns, is_aligned):
         if column < columns:
             fetch(words, weight, precision, column, columns - column, is_aligned)
         widen(weights[vector], words, precision)
+        for i in range(EIGHT):
+            weights[vector, i] += offset
 
 
 @inner
@@ -187,13 +190,16 @@ def _store_sums(sums, address, columns, is_aligned):
 
 @kernel(
     ADDRESS, ADDRESS, CODE, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS, ADDRESS,
-    CODE, COUNT, COUNT, CODE, CODE, registers=128,
+    CODE, COUNT, COUNT, CODE, NUMBER, CODE, registers=128,
 )  # fmt: skip
 def backward(
     gradient, grad_total, has_grad_total, x, weight, means, inverses, grad_x, grad_weight,
-    grad_bias, precision, rows, columns, centred, is_aligned,
+    grad_bias, precision, rows, columns, centred, offset, is_aligned,
 ):  # fmt: skip
-    """Write grad_x, and each block's part of grad_weight and grad_bias (fp32 [blocks, columns])."""
+    """Write grad_x, and each block's part of grad_weight and grad_bias (fp32 [blocks, columns]).
+
+    What is not centred has neither means nor grad_bias.
+    """
     g = cuda.local.array((_VECTORS, EIGHT), float32)
     normal = cuda.local.array((_VECTORS, EIGHT), float32)
     weights = cuda.local.array((_VECTORS, EIGHT), float32)
@@ -204,11 +210,11 @@ def backward(
         for i in range(EIGHT):
             sums[vector, i] = float32(0.0)
             shifts[vector, i] = float32(0.0)
-    _load_weights(weights, weight, precision, columns, is_aligned)
+    _load_weights(weights, weight, precision, columns, offset, is_aligned)
     row = uint64(cuda.blockIdx.x)
     while row < rows:
         first = row * columns
-        mean = element(means, FP32, row)
+        mean = element(means, FP32, row) if centred else float32(0.0)
         inverse = element(inverses, FP32, row)
         across, along = _load_row(
             g, normal, weights, sums, shifts, x, gradient, mean, inverse, precision, first, columns,
@@ -230,7 +236,8 @@ def backward(
                 store(g[vector], grad_x, precision, first + column, left, is_aligned)
         row += uint64(cuda.gridDim.x)
     _store_sums(sums, grad_weight, columns, is_aligned)
-    _store_sums(shifts, grad_bias, columns, is_aligned)
+    if centred:
+        _store_sums(shifts, grad_bias, columns, is_aligned)
 
 
 def _threads(columns: int) -> int:
@@ -244,6 +251,7 @@ def norm_forward(
     bias: torch.Tensor | None,
     eps: float,
     centred: bool,
+    offset: float,
 ) -> tuple[torch.Tensor, ...]:
     """Compute hpczero_kernels.norm.forward_reference on a GPU."""
     x = x.contiguous()
@@ -254,12 +262,14 @@ def norm_forward(
     rows = x.numel() // columns
     total = x.new_empty(0) if residual is None else torch.empty_like(x)
     y = torch.empty_like(x)
-    means, inverses = (x.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    means, inverses = (
+        x.new_empty(count, dtype=torch.float32) for count in (rows if centred else 0, rows)
+    )
     forward.launch(
         (rows, 1), _threads(columns),
         x.data_ptr(), address_of(residual), residual is not None, total.data_ptr(),
         weight.data_ptr(), address_of(bias), bias is not None, y.data_ptr(), means.data_ptr(),
-        inverses.data_ptr(), CODES[x.dtype], columns, eps, centred,
+        inverses.data_ptr(), CODES[x.dtype], columns, eps, centred, offset,
         rows_aligned(columns, x, residual, total, weight, bias, y),
     )  # fmt: skip
     return y, total, means, inverses
@@ -273,6 +283,7 @@ def norm_backward(
     means: torch.Tensor,
     inverses: torch.Tensor,
     centred: bool,
+    offset: float,
 ) -> tuple[torch.Tensor, ...]:
     """Compute hpczero_kernels.norm.backward_reference on a GPU."""
     gradient = gradient.contiguous()
@@ -283,12 +294,14 @@ def norm_backward(
     rows = x.numel() // columns
     count = min(rows, _SUM_BLOCKS)
     grad_x = torch.empty_like(x)
-    grad_weight, grad_bias = (x.new_empty(count, columns, dtype=torch.float32) for _ in range(2))
+    grad_weight = x.new_empty(count, columns, dtype=torch.float32)
+    grad_bias = x.new_empty(count, columns if centred else 0, dtype=torch.float32)
     backward.launch(
         (count, 1), _threads(columns),
         gradient.data_ptr(), address_of(grad_total), grad_total is not None, x.data_ptr(),
         weight.data_ptr(), means.data_ptr(), inverses.data_ptr(), grad_x.data_ptr(),
         grad_weight.data_ptr(), grad_bias.data_ptr(), CODES[x.dtype], rows, columns, centred,
+        offset,
         rows_aligned(columns, gradient, grad_total, x, weight, grad_x, grad_weight, grad_bias),
     )  # fmt: skip
     return grad_x, grad_weight.sum(0).to(weight.dtype), grad_bias.sum(0).to(weight.dtype)

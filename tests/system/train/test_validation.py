@@ -263,3 +263,35 @@ def test_documents_count_alone_at_another_length_and_layout(
     assert summary["validation_loss"] == pytest.approx(sum(of_pieces) / targets, abs=1e-4)
     last = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()[-1]
     assert 0 < json.loads(last)["targets"] <= BATCH * 11
+
+
+def test_an_evaluation_of_the_checkpoint_says_the_same(folder: Path, tmp_path: Path) -> None:
+    """Alone and on ranks that share windows, or the model: by plain PyTorch and the text."""
+    from safetensors.torch import load_file
+
+    for name in ("text.h5", "spec.toml"):
+        shutil.copy(folder / name, tmp_path)
+    begun = launch(hpczero("run", "spec.toml", "--set", "train.steps=20"), 120, tmp_path)
+    assert begun.code == 0, begun
+    exported = launch(hpczero("ckpt", "export", "runs/tiny", "weights.safetensors"), 60, tmp_path)
+    assert exported.code == 0, exported
+    weights = load_file(tmp_path / "weights.safetensors")
+    windows = validation_windows(tmp_path / "text.h5")
+    of_targets = losses({name: one.double() for name, one in weights.items()}, windows)
+    expected = of_targets.mean().item()
+    size = (windows[:, 1:] < 256).sum().item()  # each byte is a token
+    for command in (
+        hpczero("eval", "runs/tiny", "--json"),
+        [*mpirun(2), *hpczero("eval", "runs/tiny", "text.h5", "--json", "--tensor", "2")],
+    ):
+        done = launch(command, 120, tmp_path)
+        assert done.code == 0, done
+        (facts,) = json.loads(done.out)["results"]
+        assert facts["loss"] == pytest.approx(expected, rel=1e-5)
+        assert facts["bits_per_byte"] == pytest.approx(
+            of_targets.sum().item() / log(2) / size, rel=1e-5
+        )
+        assert (facts["bytes"], facts["tokens"]) == (size, of_targets.numel())
+    shorter = launch(hpczero("eval", "runs/tiny", "--seq-len", "99"), 60, tmp_path)
+    assert shorter.code == 2, shorter
+    assert "--seq-len 99" in shorter.err

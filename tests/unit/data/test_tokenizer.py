@@ -214,3 +214,27 @@ def test_bytes() -> None:
     made = ByteTokenizer()
     assert made.decode([104, 105, 256]) == "hi"
     assert made.encode(["é"])[0].tolist() == [0xC3, 0xA9]
+
+
+@pytest.mark.parametrize("kind", ["byte", "trained", "pieces"])
+def test_ids_stand_for_the_bytes_of_the_text(kind: str, request: pytest.FixtureRequest) -> None:
+    source = "byte" if kind == "byte" else str(request.getfixturevalue(kind))
+    made = tokenizer(source)
+    sizes = made.bytes_of_ids()
+    assert sizes is not None
+    assert len(sizes) == made.vocabulary
+    assert sizes[made.end_of_document] == 0
+    texts = random_texts(1000)
+    for text, tokens in zip(texts, made.encode(texts), strict=True):
+        read = text
+        if kind == "pieces":  # it normalizes text, and puts a space before it
+            read = " " + made.decode(tokens.tolist()) if len(tokens) else ""
+        assert sizes[tokens].sum() == len(read.encode()), text
+
+
+def test_the_bytes_of_words_are_not_known(trained: Path, tmp_path: Path) -> None:
+    """A tokenizer that drops spaces cannot tell them."""
+    content = json.loads(trained.read_text())
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert tokenizer(str(tmp_path / "tokenizer.json")).bytes_of_ids() is None

@@ -1,0 +1,61 @@
+"""The tokenizer of a run: the one that its tokens are of, for sampling and export."""
+
+from pathlib import Path
+
+from hpczero import env
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.data.token_file import open_token_file
+from hpczero.data.tokenizer import Tokenizer, tokenizer
+from hpczero.errors import HpczeroError, InputError
+from hpczero.text import printable
+
+TOKENIZER = "data.tokenizer"  # in a checkpoint's identity: the tokenizer's name
+
+
+def tokenizer_at(source: str, end_of_document: str | None = None) -> Tokenizer:
+    """Return the tokenizer in a token file, in a file of its own, or "byte"."""
+    if Path(source).suffix in (".h5", ".hdf5"):
+        return open_token_file(Path(source)).made_with()
+    return tokenizer(source, end_of_document)
+
+
+def tokenizer_of_run(checkpoint: Checkpoint, wanted: str | None) -> Tokenizer:
+    """Return the tokenizer of the run's data, or the one that is wanted.
+
+    InputError: there is none, it is not the one that the run's tokens are of, or it has more ids
+    than the model.
+    """
+    found = tokenizer_at(wanted) if wanted else _of_data(checkpoint)
+    known = checkpoint.identity.get(TOKENIZER)
+    if known and known != found.name:
+        raise InputError(
+            f"{printable(wanted or 'the tokenizer of the data')} is {found.name}, and the "
+            f"checkpoint's run read tokens of {printable(known, 100)}: their ids mean other texts"
+        )
+    vocab = checkpoint.model().vocab
+    if found.vocabulary > vocab:
+        raise InputError(
+            f"the tokenizer {found.name} has {found.vocabulary:,} ids, and the model has "
+            f"{vocab:,} (model.vocab): it is another model's; --tokenizer names the right one"
+        )
+    return found
+
+
+def _of_data(checkpoint: Checkpoint) -> Tokenizer:
+    data = checkpoint.content.spec.get("data")
+    table = data if isinstance(data, dict) else {}
+    source = str(table.get("source", "stdlib"))
+    if source == "synthetic":
+        raise InputError(
+            'the run\'s data are random tokens (data.source = "synthetic"), which stand for no '
+            "text: name a tokenizer with --tokenizer"
+        )
+    try:
+        if source == "stdlib":
+            return tokenizer(str(table.get("tokenizer", "byte")))
+        return open_token_file(Path(env.expand(source))).made_with()
+    except HpczeroError as error:
+        raise InputError(
+            f"the run's tokenizer is not at hand: {error}; name a tokenizer, or a token file that "
+            "holds it, with --tokenizer"
+        ) from error

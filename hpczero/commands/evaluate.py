@@ -1,0 +1,236 @@
+"""`hpczero eval`: the loss of a checkpoint's model on token files, alone or under mpirun."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from hpczero import env
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
+from hpczero.comm.grid import Grid
+from hpczero.comm.world import World
+from hpczero.data.dataset import FileSource, library_token_file
+from hpczero.data.token_file import TokenFile, open_token_file
+from hpczero.errors import InputError
+from hpczero.inference.evaluate import Share, Text, evaluate
+from hpczero.inference.generate import Decoder
+from hpczero.inference.weights import load_model, open_checkpoint, precision_of
+from hpczero.planner.volumes import resolved
+from hpczero.spec.schema import Parallel, Spec, Zero
+from hpczero.text import format_bytes, log_line, printable
+from hpczero.train import process, setup
+
+_TOKENS = 2048  # of a batch, if nothing else is asked for
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def eval_(options: argparse.Namespace) -> int:
+    with World.start() as world:
+        try:
+            _check(options)
+            figures = _evaluated(world, options)
+        except InputError as error:
+            if world.rank == 0:
+                print(f"hpczero: {error}", file=sys.stderr, flush=True)
+            return error.exit_code
+        if world.rank == 0:
+            print(json.dumps(figures, indent=2) if options.json else "\n".join(_lines(figures)))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("windows", "batch", "seq_len"):
+        if getattr(options, name) < 0:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)}: 0 or more")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The model on this rank, and its part of the work."""
+
+    spec: Spec
+    module: Decoder
+    share: Share
+    dtype: torch.dtype
+
+
+def _evaluated(world: World, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what is to be printed; InputError on all ranks. Collective."""
+    checkpoint = world.run_on_all(lambda: open_checkpoint(options.checkpoint, options.step))
+    with checkpoint:
+        spec = world.run_on_all(lambda: _spec_of(checkpoint, options))
+        files = _open_files(world, checkpoint, spec, options.files)
+        splits = ("train", "validation") if options.split == "all" else (options.split,)
+        world.run_on_all(lambda: _refuse_empty(files, splits, spec))
+        loaded = _load(world, checkpoint, spec, options)
+    facts = [
+        _of_split(world, loaded, file, split, options.windows) for file in files for split in splits
+    ]
+    return {
+        "checkpoint": str(checkpoint.folder),
+        "step": checkpoint.step,
+        "seq_len": spec.seq_len,
+        "documents": spec.data.documents,
+        "precision": str(loaded.dtype).removeprefix("torch."),
+        "ranks": world.size,
+        "results": facts,
+    }
+
+
+def _spec_of(checkpoint: Checkpoint, options: argparse.Namespace) -> Spec:
+    """Return the run's spec, laid out for an evaluation."""
+    try:
+        spec = Spec.model_validate_json(json.dumps(checkpoint.content.spec))
+    except ValidationError as error:
+        name = printable(str(checkpoint.folder))
+        raise InputError(f"{name}: this version cannot read its spec: {error}") from error
+    longest = spec.model.seq_len
+    if options.seq_len > longest:
+        raise InputError(
+            f"--seq-len {options.seq_len}: the model's sequences have {longest} tokens at most"
+        )
+    data = {
+        "documents": options.documents or spec.data.documents,
+        "seq_len": options.seq_len or spec.data.seq_len,
+    }
+    return spec.model_copy(
+        update={
+            "data": spec.data.model_copy(update=data),
+            "train": spec.train.model_copy(update={"device": options.device}),
+            "parallel": Parallel(tensor=options.tensor),
+            "zero": Zero(stage=0, node_shared=False),
+        }
+    )
+
+
+def _open_files(
+    world: World, checkpoint: Checkpoint, spec: Spec, paths: list[str]
+) -> list[TokenFile]:
+    """Open the token files, or that of the run; refuse those of another vocabulary. Collective."""
+    sources = paths or [spec.data.source]
+    if "synthetic" in sources:
+        raise InputError("random tokens (data.source = \"synthetic\") say nothing of a model: "
+                         "name token files")  # fmt: skip
+    first = world.rank == 0
+    if "stdlib" in sources:  # rank 0 makes it if need be
+        world.run_on_all(lambda: library_token_file(spec) if first else None)
+    known = checkpoint.identity.get(TOKENIZER)
+
+    def opened(source: str) -> TokenFile:
+        path = library_token_file(spec) if source == "stdlib" else Path(env.expand(source))
+        file = open_token_file(path)
+        if known and file.tokenizer != known:
+            raise InputError(
+                f"{printable(source)} has tokens of {file.tokenizer}, and the checkpoint's run "
+                f"read those of {printable(known, 100)}: their ids mean other texts"
+            )
+        largest = max(split.largest for split in file.splits.values())
+        if largest >= spec.model.vocab:
+            raise InputError(
+                f"{printable(source)} holds token {largest}, and the model has {spec.model.vocab} "
+                f"(model.vocab): it is of another vocabulary ({file.tokenizer})"
+            )
+        return file
+
+    return world.run_on_all(lambda: [opened(source) for source in sources])
+
+
+def _refuse_empty(files: list[TokenFile], splits: tuple[str, ...], spec: Spec) -> None:
+    for file in files:
+        for split in splits:
+            if not FileSource(file, spec.seq_len, spec.data.documents).windows(split):
+                raise InputError(
+                    f"{printable(str(file.path))} has {len(file.splits[split].tokens):,} tokens "
+                    f"in its split {split}, too few for a sequence of {spec.seq_len}: "
+                    "--split names the other one, --seq-len a shorter sequence"
+                )
+
+
+def _load(world: World, checkpoint: Checkpoint, spec: Spec, options: argparse.Namespace) -> _Loaded:
+    """Load the weights on all ranks. Collective."""
+    setup.use_kernels(world)
+    process.keep_free_memory()
+    spec = setup.select_device(world, spec)
+    grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+    setup.share_cores(world)
+    data = world.group("data", grid.ranks(world.rank, "data"))
+    tensor = None
+    if grid.size("tensor") > 1:
+        tensor = world.group("tensor", grid.ranks(world.rank, "tensor"))
+    dtype = precision_of(checkpoint, options.precision, world.device)
+    module = world.run_on_all(lambda: load_model(checkpoint, dtype, world.device, tensor))
+    batch = options.batch or max(1, _TOKENS // spec.seq_len)
+    return _Loaded(spec, module, Share(data, tensor, batch, world.device), dtype)
+
+
+def _of_split(
+    world: World, loaded: _Loaded, file: TokenFile, split: str, windows: int
+) -> dict[str, Any]:
+    """Evaluate one split of a file; the facts to print. Collective."""
+    spec = loaded.spec
+    source = FileSource(file, spec.seq_len, spec.data.documents)
+    text = Text(source, split, spec.seq_len, spec.data.documents, spec.seed, windows, _sizes(file))
+    name = str(file.path)
+    began = time.perf_counter()
+    progress = _progress(name, split, text.windows) if world.rank == 0 else lambda done: None
+    figures = evaluate(loaded.module, text, loaded.share, progress)
+    seconds = time.perf_counter() - began
+    facts = {"path": name, "split": split, "tokenizer": file.tokenizer, **figures.facts(text)}
+    speed = figures.tally.windows * spec.seq_len / seconds
+    entropy = source.unigram_entropy(split)
+    return facts | {"unigram_entropy": entropy, "seconds": seconds, "tokens_per_second": speed}
+
+
+def _sizes(file: TokenFile) -> torch.Tensor | None:
+    """Return the bytes of each id; None where the file does not hold a tokenizer that knows."""
+    try:
+        sizes = file.made_with().bytes_of_ids()
+    except InputError:
+        return None
+    return None if sizes is None else torch.from_numpy(sizes)
+
+
+def _progress(name: str, split: str, windows: int) -> Callable[[int], None]:
+    """Return a function that says from time to time how many of rank 0's windows are done."""
+    done = 0
+    said = time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, said
+        done += count
+        if time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            line = log_line("eval", {"path": name, "split": split, "sequences": done,
+                                     "of_all_ranks": windows})  # fmt: skip
+            print(line, file=sys.stderr, flush=True)
+
+    return advance
+
+
+def _lines(figures: dict[str, Any]) -> Iterator[str]:
+    how = f"sequences of {figures['seq_len']}, documents {figures['documents']}"
+    name = printable(figures["checkpoint"])
+    yield f"{name} (step {figures['step']:,}), {how}, {figures['precision']}"
+    for facts in figures["results"]:
+        error = facts["standard_error"]
+        spread = f" ± {error:.4f} (standard error)" if error else ""
+        per_byte = facts["bits_per_byte"]
+        of_bytes = "not known of this tokenizer"
+        if per_byte is not None:
+            of_bytes = f"{per_byte:.4f} over {format_bytes(facts['bytes'])} of text"
+        yield f"{printable(facts['path'])}, {facts['split']}:"
+        yield (
+            f"  loss            {facts['loss']:.4f}{spread} nats a token, over {facts['tokens']:,} "
+            f"of {facts['tokens_of_split']:,} (unigram entropy {facts['unigram_entropy']:.4f})"
+        )
+        yield f"  perplexity      {facts['perplexity']:.4g}"
+        yield f"  bits per byte   {of_bytes}"
+        yield f"  token accuracy  {100 * facts['accuracy']:.2f} %"

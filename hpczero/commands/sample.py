@@ -1,0 +1,203 @@
+"""`hpczero sample`: let a checkpoint's model go on from prompts; one process, without MPI."""
+
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
+from hpczero.data.tokenizer import Tokenizer
+from hpczero.errors import InputError, log_for_terminal
+from hpczero.inference.generate import Choice, Request, generate
+from hpczero.inference.weights import (
+    device_of_process,
+    load_model,
+    open_checkpoint,
+    precision_of,
+)
+from hpczero.safe_files import read_small
+from hpczero.text import printable
+from hpczero.train import process
+
+_MOST = 64 << 20  # bytes of prompts
+_TORN = "\ufffd"  # what a token that is a part of a character is decoded to
+
+
+@dataclass
+class Answer:
+    prompt: str
+    tokens: list[int]  # of the prompt
+    made: list[int] = field(default_factory=list)
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """Return what follows the prompt, without the token that ends it."""
+        made = self.made
+        if self.is_ended(tokenizer):
+            made = made[:-1]
+        whole = tokenizer.decode([*self.tokens, *made])
+        return whole.removeprefix(tokenizer.decode(self.tokens))
+
+    def is_ended(self, tokenizer: Tokenizer) -> bool:
+        return bool(self.made) and self.made[-1] == tokenizer.end_of_document
+
+
+def sample(options: Namespace) -> int:
+    _check(options)
+    texts = _prompts(options)
+    with open_checkpoint(options.checkpoint, options.step) as checkpoint:
+        tokenizer = tokenizer_of_run(checkpoint, options.tokenizer)
+        most = checkpoint.model().seq_len
+        answers = [Answer(text, _tokens(text, tokenizer, options.begin)) for text in texts]
+        _refuse_long(answers, most)
+        on = device_of_process(options.device)
+        process.keep_free_memory()
+        module = load_model(checkpoint, precision_of(checkpoint, options.precision, on), on)
+    choice = Choice(
+        options.temperature, options.top_k, options.top_p, options.seed, tokenizer.vocabulary
+    )
+    printer = _Printer(tokenizer, options.json, len(answers))
+    began = time.perf_counter()
+    for first in range(0, len(answers), options.batch):
+        part = answers[first : first + options.batch]
+        prompts = [answer.tokens for answer in part]
+        request = Request(prompts, options.tokens, most, tokenizer.end_of_document, first)
+        for made in generate(module, request, choice, on.torch):
+            for place, token in made.items():
+                part[place].made.append(token)
+            printer.on_the_way(part)
+        for answer in part:
+            printer.finished(answer)
+    seconds = time.perf_counter() - began
+    count = sum(len(answer.made) for answer in answers)
+    printer.end()
+    print(f"{count:,} tokens in {seconds:.1f} s", file=sys.stderr)
+    return 0
+
+
+class _Printer:
+    """Prints answers: the only one as it is made, several one after the other, or all as JSON."""
+
+    def __init__(self, tokenizer: Tokenizer, as_json: bool, count: int) -> None:
+        self._tokenizer = tokenizer
+        self._json: list[dict[str, object]] | None = [] if as_json else None
+        self._is_live = count == 1 and not as_json
+        self._number = 0
+        self._shown = 0  # characters
+        self._is_terminal = sys.stdout.isatty()
+
+    def on_the_way(self, part: Sequence[Answer]) -> None:
+        if self._is_live:
+            self._show(part[0], part[0].text(self._tokenizer).rstrip(_TORN))
+
+    def finished(self, answer: Answer) -> None:
+        text = answer.text(self._tokenizer)
+        self._number += 1
+        if self._json is None:
+            if not self._is_live:
+                self._write(f"== {self._number}\n")
+                self._shown = 0
+            self._show(answer, text)
+            self._write("\n")
+            return
+        ended = "end of document" if answer.is_ended(self._tokenizer) else "length"
+        self._json.append(
+            {
+                "prompt": answer.prompt,
+                "text": text,
+                "prompt_tokens": answer.tokens,
+                "tokens": answer.made,
+                "ended": ended,
+            }
+        )
+
+    def end(self) -> None:
+        if self._json is not None:
+            print(json.dumps(self._json, indent=2))
+
+    def _show(self, answer: Answer, text: str) -> None:
+        whole = answer.prompt + text
+        self._write(whole[self._shown :])
+        self._shown = max(self._shown, len(whole))
+
+    def _write(self, text: str) -> None:
+        """A model may write anything: a terminal gets no control characters of it."""
+        sys.stdout.write(log_for_terminal(text) if self._is_terminal else text)
+        sys.stdout.flush()
+
+
+def _check(options: Namespace) -> None:
+    wrong = {
+        "--tokens": options.tokens < 1,
+        "--batch": options.batch < 1,
+        "--temperature": not 0 <= options.temperature < float("inf"),
+        "--top-k": options.top_k < 0,
+        "--top-p": not 0 < options.top_p <= 1,
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            value = getattr(options, name[2:].replace("-", "_"))
+            allowed = {
+                "--temperature": "0 (the likeliest token) or more",
+                "--top-k": "0 (all tokens) or more",
+                "--top-p": "more than 0, at most 1",
+            }.get(name, "1 or more")
+            raise InputError(f"{name} {value}: it must be {allowed}")
+
+
+def _prompts(options: Namespace) -> list[str]:
+    """Return the prompts given, those of a file, all of stdin, or an empty one."""
+    if options.prompts and options.file:
+        raise InputError("prompts come from arguments or from --file, not from both")
+    if options.file:
+        return _of_file(Path(options.file))
+    if options.prompts:
+        return [os.fsencode(prompt).decode(errors="replace") for prompt in options.prompts]
+    if sys.stdin is None or sys.stdin.isatty():
+        return [""]
+    return [sys.stdin.buffer.read(_MOST).decode(errors="replace")]
+
+
+def _of_file(path: Path) -> list[str]:
+    """Return a prompt for each line; of a .jsonl file those in its fields "prompt"."""
+    content = sys.stdin.buffer.read(_MOST) if str(path) == "-" else read_small(path, _MOST)
+    lines = [line for line in content.decode(errors="replace").split("\n") if line.strip()]
+    name = printable(str(path))
+    if not lines:
+        raise InputError(f"{name} has no prompts")
+    if path.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise InputError(f'{name}: record {number} has no text in a field "prompt"')
+        prompts.append(prompt)
+    return prompts
+
+
+def _tokens(text: str, tokenizer: Tokenizer, begin: str | None) -> list[int]:
+    """Return a prompt's tokens; an empty one begins a document."""
+    tokens = [int(token) for token in tokenizer.encode([text])[0]]
+    if begin is None:
+        return tokens or [tokenizer.end_of_document]
+    first = tokenizer.number_of(begin)
+    if first is None:
+        raise InputError(f"--begin {printable(begin, 60)}: the tokenizer has no such token")
+    return [first, *tokens]
+
+
+def _refuse_long(answers: Sequence[Answer], most: int) -> None:
+    for number, answer in enumerate(answers, start=1):
+        if len(answer.tokens) >= most:
+            which = f"prompt {number}" if len(answers) > 1 else "the prompt"
+            raise InputError(
+                f"{which} has {len(answer.tokens):,} tokens: the model's sequences have "
+                f"{most:,} (model.seq_len), so it may have {most - 1:,} at most"
+            )

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Speed of `hpczero data build` with a tokenizer, beside the bare package `tokenizers`.
+
+    python scripts/bench_tokenizing.py FOLDER               200 MB of the folder's text
+    python scripts/bench_tokenizing.py FOLDER --rounds 3 --megabytes 50
+
+The text of FOLDER is repeated, each copy with words of its own, until there is enough. The bare
+package reads the same files and encodes them in batches of the same size on all cores; it writes
+nothing. In a round each is a process of its own: ours, bare, ours again, bare again (which show the
+noise). Times are whole processes; peaks are the largest resident memory.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
+
+ROOT = Path(__file__).resolve().parents[1]
+_BARE = """
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer
+
+made = Tokenizer.from_file(sys.argv[1])
+count, batch, size = 0, [], 0
+for path in sorted(Path(sys.argv[2]).iterdir()):
+    for text in (path.read_text(),):
+        for first in range(0, len(text), 1 << 18):
+            batch.append(text[first : first + (1 << 18)])
+            size += len(batch[-1])
+            if size >= 4 << 20:
+                count += sum(len(one.ids) for one in made.encode_batch_fast(batch))
+                batch, size = [], 0
+count += sum(len(one.ids) for one in made.encode_batch_fast(batch))
+print(count)
+"""
+
+
+def corpus(source: Path, target: Path, size: int) -> int:
+    """Write files of some megabytes of text, together at least `size` bytes."""
+    texts = [path.read_text(errors="replace") for path in sorted(source.rglob("*.py"))]
+    written = number = 0
+    while written < size:
+        for first in range(0, len(texts), 100):
+            text = "\n".join(texts[first : first + 100])
+            # words of its own: no cache of words knows all of a copy
+            text = re.sub(r"\b(self|return|import|the)\b", rf"\1_{number}", text)
+            written += (target / f"{number:03}-{first:05}.txt").write_text(text)
+            if written >= size:
+                return written
+        number += 1
+    return written
+
+
+def run(command: Sequence[str]) -> tuple[float, float, float]:
+    """Return wall seconds, processor seconds and peak gigabytes of a process."""
+    began = time.perf_counter()
+    pid = os.spawnv(os.P_NOWAIT, command[0], list(command))
+    _, status, used = os.wait4(pid, 0)
+    assert status == 0, command
+    wall = time.perf_counter() - began
+    return wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--vocabulary", default="32768")
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="hpczero-bench-"))
+    try:
+        bench(folder, options)
+    finally:
+        shutil.rmtree(folder)
+
+
+def bench(folder: Path, options: argparse.Namespace) -> None:
+    (folder / "text").mkdir()
+    size = corpus(options.folder, folder / "text", options.megabytes * 1_000_000)
+    tokenizer, built = str(folder / "tokenizer.json"), str(folder / "built.h5")
+    ours = [sys.executable, "-m", "hpczero", "data"]
+    run([*ours, "tokenizer", "train", "-o", tokenizer, "--vocabulary", options.vocabulary,
+         str(options.folder)])  # fmt: skip
+    build = [*ours, "build", "-o", built, "--tokenizer", tokenizer, str(folder / "text")]
+    bare = [sys.executable, "-c", _BARE, tokenizer, str(folder / "text")]
+    contenders = {"ours": build, "bare": bare, "ours again": build, "bare again": bare}
+    rounds = []
+    for number in range(options.rounds):
+        took = {}
+        for name, command in contenders.items():
+            Path(built).unlink(missing_ok=True)
+            took[name] = run(command)
+        rounds.append(took)
+        print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+    for name in contenders:
+        ratios = [took["bare"][0] / took[name][0] for took in rounds]
+        low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        wall, processor, peak = (median(took[name][at] for took in rounds) for at in range(3))
+        print(
+            f"{name:10} wall {wall:6.2f} s, processor {processor:6.2f} s, "
+            f"{size / wall / 1e6:5.1f} MB/s, peak {peak:.2f} GB, "
+            f"speed / bare {middle:.3f} ({low:.3f}-{high:.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
