@@ -28,7 +28,7 @@ _TENSORS = argument(
 _TOKEN_FILE = argument("path", "the token file")
 _DEVICE = argument(
     "--device",
-    "where it is computed (default: auto, a GPU if there is one)",
+    "the device to compute on (default: auto, a GPU if there is one)",
     choices=["auto", "cpu", "cuda"],
     default="auto",
 )
@@ -156,7 +156,7 @@ CHECKPOINT_VERBS = {
         *(_STEP, _JSON),
     ),
     "export": verb(
-        "hpczero.commands.weights:export",
+        "hpczero.commands.export_import:export",
         "write the weights as safetensors",
         _CHECKPOINT,
         argument("output OUT", "a file *.safetensors, or a folder"),
@@ -178,7 +178,7 @@ CHECKPOINT_VERBS = {
         _STEP,
     ),
     "import": verb(
-        "hpczero.commands.weights:import_",
+        "hpczero.commands.export_import:import_",
         "make a checkpoint at step 0 from weights in safetensors files",
         argument("files FILE", "safetensors files, or folders of them", nargs="+"),
         flag("--hf", "FILE is a model's folder as Hugging Face has them"),
@@ -313,7 +313,7 @@ VERBS = {
             default="validation",
         ),
         argument(
-            "--windows N",
+            "--sequences N",
             "only N sequences, drawn at random (default: 0, all)",
             type=int,
             default=0,
@@ -332,7 +332,7 @@ VERBS = {
     ),
     "sample": verb(
         "hpczero.commands.sample:sample",
-        "let a checkpoint's model go on from prompts",
+        "generate text from a checkpoint",
         _CHECKPOINT,
         argument(
             "prompts PROMPT",

@@ -10,12 +10,14 @@ parameter) and exports that again, each in a process of its own. Counts are the 
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hpczero import safe_files
 
 HIDDEN, WIDE, VOCAB, OF_KEYS = 4096, 14336, 128_256, 1024
 SHAPES = {
@@ -36,7 +38,7 @@ def make(folder: Path, layers: int) -> int:
     import torch
     from safetensors.torch import save_file
 
-    folder.mkdir()
+    safe_files.make_folder(folder)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -52,7 +54,7 @@ def make(folder: Path, layers: int) -> int:
         "tie_word_embeddings": False,
         "hidden_act": "silu",
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    safe_files.write_text(folder / "config.json", json.dumps(config))
     parts = [{"model.embed_tokens.weight": (VOCAB, HIDDEN)}]
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
@@ -67,7 +69,7 @@ def make(folder: Path, layers: int) -> int:
         save_file(tensors, str(folder / file))
         places |= dict.fromkeys(part, file)
     index = {"metadata": {}, "weight_map": places}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    safe_files.write_text(folder / "model.safetensors.index.json", json.dumps(index))
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -135,11 +137,11 @@ def main() -> None:
     if options.measured:
         measured(json.loads(options.measured))
         return
-    folder = Path(tempfile.mkdtemp(prefix="hpczero-bench-", dir=options.folder))
+    folder = safe_files.temporary_folder(Path(options.folder or "/tmp"), "hpczero-bench-")
     try:
         bench(folder, options.layers)
     finally:
-        shutil.rmtree(folder)
+        safe_files.remove_tree(folder)
 
 
 if __name__ == "__main__":

@@ -29,10 +29,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 
-from hpczero import cli  # noqa: E402
+from hpczero import cli, safe_files  # noqa: E402
 from hpczero.device import CPU  # noqa: E402
-from hpczero.inference.generate import Choice, Request, generate  # noqa: E402
-from hpczero.inference.weights import load_model, open_checkpoint  # noqa: E402
+from hpczero.inference.decoder import hidden_states  # noqa: E402
+from hpczero.inference.generate import Request, Sampling, generate  # noqa: E402
+from hpczero.inference.load_model import load_model, open_checkpoint  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
 
 VOCAB = 4096
@@ -69,7 +70,7 @@ def models(folder: Path, options: argparse.Namespace) -> tuple[Any, Any]:
 
 def ours(module: Any, prompts: torch.Tensor, new: int) -> list[list[int]]:
     request = Request(prompts.tolist(), new, prompts.shape[1] + new, end=-1)
-    steps = list(generate(module, request, Choice(temperature=0.0), torch.device("cpu")))
+    steps = list(generate(module, request, Sampling(temperature=0.0), torch.device("cpu")))
     return [[step[place] for step in steps] for place in range(len(prompts))]
 
 
@@ -79,11 +80,7 @@ def uncached(module: Any, prompts: torch.Tensor, new: int) -> list[list[int]]:
     text = prompts
     numbers = torch.arange(len(text))
     for _ in range(new):
-        *layers, head = module.layers()
-        batch = MicroBatch(text, text, numbers, 0, 0)
-        x = text
-        for layer in layers:
-            x = layer(x, batch)
+        x, head = hidden_states(module, MicroBatch(text, text, numbers, 0, 0))
         text = torch.cat([text, head.scores(x[:, -1:]).argmax(-1)], 1)
     return text[:, prompts.shape[1] :].tolist()
 
@@ -162,7 +159,7 @@ def main() -> None:
             f"processor time / ours {spread(ratios)}"
         )
     if options.json:
-        options.json.write_text(json.dumps(times))
+        safe_files.write_text(options.json, json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,17 @@ noise). Times are whole processes; peaks are the largest resident memory.
 import argparse
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hpczero import safe_files  # noqa: E402
+
 _BARE = """
 import sys
 from pathlib import Path
@@ -51,7 +53,8 @@ def corpus(source: Path, target: Path, size: int) -> int:
             text = "\n".join(texts[first : first + 100])
             # words of its own: no cache of words knows all of a copy
             text = re.sub(r"\b(self|return|import|the)\b", rf"\1_{number}", text)
-            written += (target / f"{number:03}-{first:05}.txt").write_text(text)
+            safe_files.write_text(target / f"{number:03}-{first:05}.txt", text)
+            written += len(text.encode())
             if written >= size:
                 return written
         number += 1
@@ -77,15 +80,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--vocabulary", default="32768")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="hpczero-bench-"))
+    folder = safe_files.temporary_folder(Path("/tmp"), "hpczero-bench-")
     try:
         bench(folder, options)
     finally:
-        shutil.rmtree(folder)
+        safe_files.remove_tree(folder)
 
 
 def bench(folder: Path, options: argparse.Namespace) -> None:
-    (folder / "text").mkdir()
+    safe_files.make_folder(folder / "text")
     size = corpus(options.folder, folder / "text", options.megabytes * 1_000_000)
     tokenizer, built = str(folder / "tokenizer.json"), str(folder / "built.h5")
     ours = [sys.executable, "-m", "hpczero", "data"]
@@ -98,7 +101,7 @@ def bench(folder: Path, options: argparse.Namespace) -> None:
     for number in range(options.rounds):
         took = {}
         for name, command in contenders.items():
-            Path(built).unlink(missing_ok=True)
+            safe_files.remove(Path(built))
             took[name] = run(command)
         rounds.append(took)
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)

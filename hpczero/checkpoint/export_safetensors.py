@@ -1,7 +1,7 @@
 """The export of a checkpoint's weights to safetensors files.
 
 Whole tensors, under hpczero's names or others' (`views.py`), in one file or in several with an
-index; never more in memory than a stretch, or than the one tensor that is turned.
+index; never more in memory than a stretch, or than the one tensor that is transposed.
 """
 
 import json
@@ -17,6 +17,7 @@ from hpczero.checkpoint import manifest
 from hpczero.checkpoint.load import STRETCH, Checkpoint, LazyTensor
 from hpczero.checkpoint.safetensors import (
     BUFFERS,
+    INDEX_NAME,
     Entry,
     SafetensorsFile,
     dtype_of,
@@ -25,14 +26,13 @@ from hpczero.checkpoint.safetensors import (
     write,
 )
 from hpczero.checkpoint.shard_file import SLOTS, Advance, Array
-from hpczero.checkpoint.views import View, as_they_are
+from hpczero.checkpoint.views import View, as_they_are, transposed
 from hpczero.errors import InputError
 from hpczero.safe_files import written_durably
 from hpczero.text import printable
 
 DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 _SOURCE = "hpczero.checkpoint"
-WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Export:
@@ -71,7 +71,7 @@ class Export:
         count = len(groups)
         names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
         paths = [folder / name for name in names]
-        _refuse_existing([folder / _INDEX])
+        _refuse_existing([folder / INDEX_NAME])
         _refuse_existing([path for path in paths if not self._began(path)])
         for path, group in zip(paths, groups, strict=True):
             self._write(path, group, advance)
@@ -79,9 +79,9 @@ class Export:
             entry.name: name for name, group in zip(names, groups, strict=True) for entry in group
         }
         text = json.dumps({"metadata": {"total_size": self.size}, "weight_map": file_of}, indent=2)
-        with written_durably(folder / _INDEX) as file:
+        with written_durably(folder / INDEX_NAME) as file:
             file.write(text.encode() + b"\n")
-        return [*paths, folder / _INDEX]
+        return [*paths, folder / INDEX_NAME]
 
     def _write(self, path: Path, group: Sequence[Entry], advance: Advance) -> None:
         buffers = [entry.name for entry in group if entry.name in self.checkpoint.buffers]
@@ -128,16 +128,15 @@ class Export:
             yield rounded
 
     def _floats(self, view: View) -> Iterator[Array]:
-        if not view.turned:
+        if not view.transposed:
             for part in view.parts:
                 yield from self._parameter(part.parameter).stretches(STRETCH, part.start, part.stop)
             return
         (part,) = view.parts
         rows, columns = view.shape
-        matrix = self._parameter(part.parameter).numpy().reshape(columns, rows).T
-        at_once = max(1, STRETCH // columns)
-        for row in range(0, rows, at_once):
-            yield np.ascontiguousarray(matrix[row : row + at_once]).reshape(-1)
+        yield from transposed(
+            self._parameter(part.parameter).numpy().reshape(columns, rows), STRETCH
+        )
 
     def _parameter(self, name: str) -> LazyTensor:
         return self.checkpoint[f"/{SLOTS[0]}/{name}"]

@@ -28,7 +28,7 @@ from hpczero.checkpoint.shard_file import (
     in_chunks,
     write_data,
 )
-from hpczero.checkpoint.views import Source, View, as_they_are, sources
+from hpczero.checkpoint.views import View, ViewRange, as_they_are, sources, transposed
 from hpczero.errors import InputError
 from hpczero.model.families import known, layers
 from hpczero.model.shapes import ZEROS, Layer, Parameter
@@ -143,17 +143,14 @@ class SafetensorsImport:
                     yield converted
                     advance(values.nbytes)
 
-    def _values(self, source: Source) -> Iterator[Array]:
+    def _values(self, source: ViewRange) -> Iterator[Array]:
         """Yield the elements of a part of a view as the parameter has them."""
         tensor = self.found[source.view.name]
-        if not source.view.turned:
+        if not source.view.transposed:
             yield from tensor.stretches(source.start, source.stop)
             return
         rows, columns = source.view.shape
-        matrix = tensor.whole().reshape(rows, columns).T
-        at_once = max(1, STRETCH // rows)
-        for column in range(0, columns, at_once):
-            yield np.ascontiguousarray(matrix[column : column + at_once]).reshape(-1)
+        yield from transposed(tensor.whole().reshape(rows, columns), STRETCH)
 
     def _refuse_what_cannot_be_held(self) -> None:
         buffers = {

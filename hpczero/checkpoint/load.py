@@ -86,8 +86,12 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         try:
             return Model.model_validate_json(json.dumps(self.content.spec.get("model")))
         except ValidationError as error:
-            name = printable(str(self.folder))
-            raise InputError(f"{name}: this version cannot read its [model]: {error}") from error
+            first = error.errors()[0]
+            key = ".".join(("model", *map(str, first["loc"])))
+            raise InputError(
+                f"{printable(str(self.folder))}: this version cannot read its [model]: "
+                f"{printable(key)}: {first['msg']}; use the version of hpczero that made it"
+            ) from error
 
     def read(self, slot: int, name: str, wanted: Slices, out: Array | None = None) -> Array:
         """Read a rectangle of a tensor, into `out` if given."""

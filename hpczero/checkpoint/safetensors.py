@@ -27,6 +27,7 @@ _DTYPES = {
     "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1",
 }  # fmt: skip
 FLOATS = ("F64", "F32", "F16", "BF16")
+WHOLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
 _LONGEST_HEADER = 32 << 20  # bytes: some hundred for each of the tensors that a checkpoint can have
 _MOST_SIGNS = 4 * manifest.MOST_TENSORS + 10_000  # colons of a header, one for each key

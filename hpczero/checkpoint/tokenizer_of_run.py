@@ -4,19 +4,12 @@ from pathlib import Path
 
 from hpczero import env
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.data.token_file import open_token_file
+from hpczero.data.token_file import open_token_file, tokenizer_at
 from hpczero.data.tokenizer import Tokenizer, tokenizer
 from hpczero.errors import HpczeroError, InputError
 from hpczero.text import printable
 
 TOKENIZER = "data.tokenizer"  # in a checkpoint's identity: the tokenizer's name
-
-
-def tokenizer_at(source: str, end_of_document: str | None = None) -> Tokenizer:
-    """Return the tokenizer in a token file, in a file of its own, or "byte"."""
-    if Path(source).suffix in (".h5", ".hdf5"):
-        return open_token_file(Path(source)).made_with()
-    return tokenizer(source, end_of_document)
 
 
 def tokenizer_of_run(checkpoint: Checkpoint, wanted: str | None) -> Tokenizer:

@@ -20,10 +20,11 @@ from hpczero.comm.world import World
 from hpczero.data.dataset import FileSource, library_token_file
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.errors import InputError
-from hpczero.inference.evaluate import Share, Text, evaluate
-from hpczero.inference.generate import Decoder
-from hpczero.inference.weights import load_model, open_checkpoint, precision_of
+from hpczero.inference.decoder import Decoder
+from hpczero.inference.evaluate import EvaluationSet, RankWork, evaluate
+from hpczero.inference.load_model import load_model, open_checkpoint, precision_of
 from hpczero.planner.volumes import resolved
+from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Parallel, Spec, Zero
 from hpczero.text import format_bytes, log_line, printable
 from hpczero.train import process, setup
@@ -47,9 +48,10 @@ def eval_(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("windows", "batch", "seq_len"):
-        if getattr(options, name) < 0:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(options, name)}: 0 or more")
+    for name, least in (("sequences", 0), ("batch", 0), ("seq_len", 0), ("tensor", 1)):
+        if getattr(options, name) < least:
+            option = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise InputError(f"{option}: it must be {least} or more")
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class _Loaded:
 
     spec: Spec
     module: Decoder
-    share: Share
+    work: RankWork
     dtype: torch.dtype
 
 
@@ -72,7 +74,9 @@ def _evaluated(world: World, options: argparse.Namespace) -> dict[str, Any]:
         world.run_on_all(lambda: _refuse_empty(files, splits, spec))
         loaded = _load(world, checkpoint, spec, options)
     facts = [
-        _of_split(world, loaded, file, split, options.windows) for file in files for split in splits
+        _of_split(world, loaded, file, split, options.sequences)
+        for file in files
+        for split in splits
     ]
     return {
         "checkpoint": str(checkpoint.folder),
@@ -91,7 +95,12 @@ def _spec_of(checkpoint: Checkpoint, options: argparse.Namespace) -> Spec:
         spec = Spec.model_validate_json(json.dumps(checkpoint.content.spec))
     except ValidationError as error:
         name = printable(str(checkpoint.folder))
-        raise InputError(f"{name}: this version cannot read its spec: {error}") from error
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(
+            f"{name}: this version cannot read its spec: {printable(key)}: {first['msg']}; use the "
+            "version of hpczero that made the checkpoint"
+        ) from error
     longest = spec.model.seq_len
     if options.seq_len > longest:
         raise InputError(
@@ -101,7 +110,7 @@ def _spec_of(checkpoint: Checkpoint, options: argparse.Namespace) -> Spec:
         "documents": options.documents or spec.data.documents,
         "seq_len": options.seq_len or spec.data.seq_len,
     }
-    return spec.model_copy(
+    laid_out = spec.model_copy(
         update={
             "data": spec.data.model_copy(update=data),
             "train": spec.train.model_copy(update={"device": options.device}),
@@ -109,6 +118,9 @@ def _spec_of(checkpoint: Checkpoint, options: argparse.Namespace) -> Spec:
             "zero": Zero(stage=0, node_shared=False),
         }
     )
+    if problems := contradictions(laid_out):
+        raise InputError("; ".join(problem.text for problem in problems))
+    return laid_out
 
 
 def _open_files(
@@ -168,7 +180,7 @@ def _load(world: World, checkpoint: Checkpoint, spec: Spec, options: argparse.Na
     dtype = precision_of(checkpoint, options.precision, world.device)
     module = world.run_on_all(lambda: load_model(checkpoint, dtype, world.device, tensor))
     batch = options.batch or max(1, _TOKENS // spec.seq_len)
-    return _Loaded(spec, module, Share(data, tensor, batch, world.device), dtype)
+    return _Loaded(spec, module, RankWork(data, tensor, batch, world.device), dtype)
 
 
 def _of_split(
@@ -177,11 +189,13 @@ def _of_split(
     """Evaluate one split of a file; the facts to print. Collective."""
     spec = loaded.spec
     source = FileSource(file, spec.seq_len, spec.data.documents)
-    text = Text(source, split, spec.seq_len, spec.data.documents, spec.seed, windows, _sizes(file))
+    text = EvaluationSet(
+        source, split, spec.seq_len, spec.data.documents, spec.seed, windows, _sizes(file)
+    )
     name = str(file.path)
     began = time.perf_counter()
     progress = _progress(name, split, text.windows) if world.rank == 0 else lambda done: None
-    figures = evaluate(loaded.module, text, loaded.share, progress)
+    figures = evaluate(loaded.module, text, loaded.work, progress)
     seconds = time.perf_counter() - began
     facts = {"path": name, "split": split, "tokenizer": file.tokenizer, **figures.facts(text)}
     speed = figures.tally.windows * spec.seq_len / seconds

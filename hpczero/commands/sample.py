@@ -12,8 +12,9 @@ from pathlib import Path
 from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError, log_for_terminal
-from hpczero.inference.generate import Choice, Request, generate
-from hpczero.inference.weights import (
+from hpczero.inference.generate import Request, Sampling, generate
+from hpczero.inference.load_model import (
+    cache_bytes,
     device_of_process,
     load_model,
     open_checkpoint,
@@ -21,28 +22,48 @@ from hpczero.inference.weights import (
 )
 from hpczero.safe_files import read_small
 from hpczero.text import printable
-from hpczero.train import process
 
 _MOST = 64 << 20  # bytes of prompts
 _TORN = "\ufffd"  # what a token that is a part of a character is decoded to
+_BEFORE = 8  # tokens
 
 
 @dataclass
 class Answer:
+    """A prompt, the tokens that were generated, and their text as far as it is known.
+
+    A character may be several tokens: the text of those that are a part of one waits for the rest.
+    """
+
     prompt: str
     tokens: list[int]  # of the prompt
-    made: list[int] = field(default_factory=list)
+    tokenizer: Tokenizer
+    generated: list[int] = field(default_factory=list)
+    text: str = ""
+    is_ended: bool = False  # by the token that ends documents
+    _decoded: int = 0  # tokens, those of the prompt too, whose text is known
 
-    def text(self, tokenizer: Tokenizer) -> str:
-        """Return what follows the prompt, without the token that ends it."""
-        made = self.made
-        if self.is_ended(tokenizer):
-            made = made[:-1]
-        whole = tokenizer.decode([*self.tokens, *made])
-        return whole.removeprefix(tokenizer.decode(self.tokens))
+    def __post_init__(self) -> None:
+        self._decoded = len(self.tokens)
 
-    def is_ended(self, tokenizer: Tokenizer) -> bool:
-        return bool(self.made) and self.made[-1] == tokenizer.end_of_document
+    def take(self, token: int) -> None:
+        self.generated.append(token)
+        self.is_ended = token == self.tokenizer.end_of_document
+        self._decode(self.is_ended)
+
+    def finish(self) -> None:
+        self._decode(True)
+
+    def _decode(self, all_of_it: bool) -> None:
+        """Decode what is not, behind some tokens before it: a tokenizer may look at these."""
+        whole = [*self.tokens, *self.generated]
+        last = len(whole) - self.is_ended
+        first = max(0, self._decoded - _BEFORE)
+        known = self.tokenizer.decode(whole[first : self._decoded])
+        now = self.tokenizer.decode(whole[first:last])
+        if all_of_it or not now.endswith(_TORN):
+            self.text += now[len(known) :]
+            self._decoded = last
 
 
 def sample(options: Namespace) -> int:
@@ -51,28 +72,33 @@ def sample(options: Namespace) -> int:
     with open_checkpoint(options.checkpoint, options.step) as checkpoint:
         tokenizer = tokenizer_of_run(checkpoint, options.tokenizer)
         most = checkpoint.model().seq_len
-        answers = [Answer(text, _tokens(text, tokenizer, options.begin)) for text in texts]
+        answers = [
+            Answer(text, _tokens(text, tokenizer, options.begin), tokenizer) for text in texts
+        ]
         _refuse_long(answers, most)
         on = device_of_process(options.device)
-        process.keep_free_memory()
-        module = load_model(checkpoint, precision_of(checkpoint, options.precision, on), on)
-    choice = Choice(
+        dtype = precision_of(checkpoint, options.precision, on)
+        longest = min(max(len(answer.tokens) for answer in answers) + options.tokens, most)
+        cache = cache_bytes(checkpoint.model(), min(options.batch, len(answers)) * longest, dtype)
+        module = load_model(checkpoint, dtype, on, beside=cache)
+    sampling = Sampling(
         options.temperature, options.top_k, options.top_p, options.seed, tokenizer.vocabulary
     )
-    printer = _Printer(tokenizer, options.json, len(answers))
+    printer = _Printer(options.json, len(answers))
     began = time.perf_counter()
     for first in range(0, len(answers), options.batch):
         part = answers[first : first + options.batch]
         prompts = [answer.tokens for answer in part]
         request = Request(prompts, options.tokens, most, tokenizer.end_of_document, first)
-        for made in generate(module, request, choice, on.torch):
-            for place, token in made.items():
-                part[place].made.append(token)
+        for step in generate(module, request, sampling, on.torch):
+            for place, token in step.items():
+                part[place].take(token)
             printer.on_the_way(part)
         for answer in part:
+            answer.finish()
             printer.finished(answer)
     seconds = time.perf_counter() - began
-    count = sum(len(answer.made) for answer in answers)
+    count = sum(len(answer.generated) for answer in answers)
     printer.end()
     print(f"{count:,} tokens in {seconds:.1f} s", file=sys.stderr)
     return 0
@@ -81,8 +107,7 @@ def sample(options: Namespace) -> int:
 class _Printer:
     """Prints answers: the only one as it is made, several one after the other, or all as JSON."""
 
-    def __init__(self, tokenizer: Tokenizer, as_json: bool, count: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, as_json: bool, count: int) -> None:
         self._json: list[dict[str, object]] | None = [] if as_json else None
         self._is_live = count == 1 and not as_json
         self._number = 0
@@ -91,26 +116,24 @@ class _Printer:
 
     def on_the_way(self, part: Sequence[Answer]) -> None:
         if self._is_live:
-            self._show(part[0], part[0].text(self._tokenizer).rstrip(_TORN))
+            self._show(part[0])
 
     def finished(self, answer: Answer) -> None:
-        text = answer.text(self._tokenizer)
         self._number += 1
         if self._json is None:
             if not self._is_live:
                 self._write(f"== {self._number}\n")
                 self._shown = 0
-            self._show(answer, text)
+            self._show(answer)
             self._write("\n")
             return
-        ended = "end of document" if answer.is_ended(self._tokenizer) else "length"
         self._json.append(
             {
                 "prompt": answer.prompt,
-                "text": text,
+                "text": answer.text,
                 "prompt_tokens": answer.tokens,
-                "tokens": answer.made,
-                "ended": ended,
+                "tokens": answer.generated,
+                "ended": "end of document" if answer.is_ended else "length",
             }
         )
 
@@ -118,10 +141,10 @@ class _Printer:
         if self._json is not None:
             print(json.dumps(self._json, indent=2))
 
-    def _show(self, answer: Answer, text: str) -> None:
-        whole = answer.prompt + text
+    def _show(self, answer: Answer) -> None:
+        whole = answer.prompt + answer.text
         self._write(whole[self._shown :])
-        self._shown = max(self._shown, len(whole))
+        self._shown = len(whole)
 
     def _write(self, text: str) -> None:
         """A model may write anything: a terminal gets no control characters of it."""
@@ -158,12 +181,19 @@ def _prompts(options: Namespace) -> list[str]:
         return [os.fsencode(prompt).decode(errors="replace") for prompt in options.prompts]
     if sys.stdin is None or sys.stdin.isatty():
         return [""]
-    return [sys.stdin.buffer.read(_MOST).decode(errors="replace")]
+    return [_stdin().decode(errors="replace")]
+
+
+def _stdin() -> bytes:
+    content = sys.stdin.buffer.read(_MOST + 1)
+    if len(content) > _MOST:
+        raise InputError(f"stdin has more than {_MOST:,} bytes of prompts")
+    return content
 
 
 def _of_file(path: Path) -> list[str]:
     """Return a prompt for each line; of a .jsonl file those in its fields "prompt"."""
-    content = sys.stdin.buffer.read(_MOST) if str(path) == "-" else read_small(path, _MOST)
+    content = _stdin() if str(path) == "-" else read_small(path, _MOST)
     lines = [line for line in content.decode(errors="replace").split("\n") if line.strip()]
     name = printable(str(path))
     if not lines:
@@ -187,7 +217,7 @@ def _tokens(text: str, tokenizer: Tokenizer, begin: str | None) -> list[int]:
     tokens = [int(token) for token in tokenizer.encode([text])[0]]
     if begin is None:
         return tokens or [tokenizer.end_of_document]
-    first = tokenizer.number_of(begin)
+    first = tokenizer.token_to_id(begin)
     if first is None:
         raise InputError(f"--begin {printable(begin, 60)}: the tokenizer has no such token")
     return [first, *tokens]

@@ -6,8 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from hpczero.data.corpus import find
-from hpczero.data.token_file import open_token_file
-from hpczero.data.tokenizer import Tokenizer, tokenizer
+from hpczero.data.token_file import tokenizer_at
 from hpczero.data.train_tokenizer import END_OF_DOCUMENT, train_bpe
 from hpczero.errors import InputError
 from hpczero.safe_files import written_durably
@@ -40,11 +39,7 @@ def train(options: Namespace) -> int:
 
 
 def show(options: Namespace) -> int:
-    path = Path(options.tokenizer)
-    if path.suffix in (".h5", ".hdf5"):
-        made: Tokenizer = open_token_file(path).made_with()
-    else:
-        made = tokenizer(options.tokenizer, options.end_of_document)
+    made = tokenizer_at(options.tokenizer, options.end_of_document)
     given = _SAMPLE if options.text is None else options.text
     text = os.fsencode(given).decode(errors="replace")  # a terminal's bytes may be no text
     tokens = [int(token) for token in made.encode([text])[0]]

@@ -17,29 +17,17 @@ from typing import BinaryIO, Protocol
 import numpy as np
 import xxhash
 
-from hpczero.data.corpus import (
-    FIELD,
-    Input,
-    Section,
-    open_text,
-    sections,
-    token_dtype,
-)
+from hpczero.data.corpus import FIELD, Input, Section, open_text, sections, token_dtype
 from hpczero.data.raw_files import RawFile, writing
-from hpczero.data.token_file import (
-    SPLITS,
-)
+from hpczero.data.token_file import SPLITS
 from hpczero.data.tokenizer import ByteTokenizer, Tokenizer, Tokens
 from hpczero.errors import HpczeroError, InputError
-from hpczero.safe_files import (
-    create_nameless,
-    written_durably,
-)
+from hpczero.safe_files import create_nameless, written_durably
 
 BUILDER = 1  # raised when the same text would give another token file
 COMMIT_EVERY = 32 * 2**20  # bytes of text
 _BATCH = 4 * 2**20  # characters that are encoded at once, by as many threads as there are cores
-_MOST_STRETCHES = 16_384
+_MOST_PARTS = 16_384
 _AT_ONCE = 2  # batches, so that no core waits for the end of one
 
 
@@ -126,7 +114,7 @@ def names_digest(inputs: Sequence[Input], field: str = FIELD) -> str:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class InputPart:
     """A section of an input, or the input's end."""
 
     source: Input
@@ -134,15 +122,15 @@ class Stretch:
     unreadable: str = ""  # why the input could not be opened
 
 
-def batches(stretches: Iterator[Stretch]) -> Iterator[list[Stretch]]:
+def batches(parts: Iterator[InputPart]) -> Iterator[list[InputPart]]:
     """Yield some megabytes of text at a time; an error comes after what was read before it."""
-    batch: list[Stretch] = []
+    batch: list[InputPart] = []
     size = 0
     try:
-        for stretch in stretches:
-            batch.append(stretch)
-            size += len(stretch.section.text) if stretch.section else 0
-            if size >= _BATCH or len(batch) >= _MOST_STRETCHES:
+        for part in parts:
+            batch.append(part)
+            size += len(part.section.text) if part.section else 0
+            if size >= _BATCH or len(batch) >= _MOST_PARTS:
                 yield batch
                 batch = []
                 size = 0
@@ -153,16 +141,14 @@ def batches(stretches: Iterator[Stretch]) -> Iterator[list[Stretch]]:
 
 
 def encoded(
-    read: Iterator[list[Stretch]], encoding: Tokenizer
-) -> Iterator[tuple[list[Stretch], list[Tokens]]]:
+    read: Iterator[list[InputPart]], encoding: Tokenizer
+) -> Iterator[tuple[list[InputPart], list[Tokens]]]:
     """Yield batches with their tokens, in order, the next ones being encoded meanwhile."""
 
-    def encode(batch: list[Stretch]) -> list[Tokens]:
-        return encoding.encode(
-            [stretch.section.text if stretch.section else "" for stretch in batch]
-        )
+    def encode(batch: list[InputPart]) -> list[Tokens]:
+        return encoding.encode([part.section.text if part.section else "" for part in batch])
 
-    waiting: deque[tuple[list[Stretch], Future[list[Tokens]]]] = deque()
+    waiting: deque[tuple[list[InputPart], Future[list[Tokens]]]] = deque()
     failure: Exception | None = None
     with ThreadPoolExecutor(_AT_ONCE, "encode") as pool:
         try:
@@ -227,19 +213,19 @@ class Reader:
         self._before = _bytes(self._inputs[: self.state.done])
         self._unsaved = 0
         for batch, tokens in encoded(batches(self._stretches()), self._tokenizer):
-            for stretch, of_stretch in zip(batch, tokens, strict=True):
-                self._take(stretch, of_stretch)
+            for part, of_part in zip(batch, tokens, strict=True):
+                self._take(part, of_part)
         self._listener.advanced(self._total, self._total)
         self._commit(None)
 
-    def _take(self, stretch: Stretch, tokens: Tokens) -> None:
+    def _take(self, part: InputPart, tokens: Tokens) -> None:
         """Append a section, or note the end of an input."""
         state = self.state
-        source = stretch.source
-        section = stretch.section
+        source = part.source
+        section = part.section
         if section is None:
-            if stretch.unreadable:
-                state.unreadable.add(f"{source.path} ({stretch.unreadable})")
+            if part.unreadable:
+                state.unreadable.add(f"{source.path} ({part.unreadable})")
             self._before += source.size
             state.done += 1
             state.position = 0
@@ -258,19 +244,19 @@ class Reader:
             self._commit(source)
             self._unsaved = 0
 
-    def _stretches(self) -> Iterator[Stretch]:
+    def _stretches(self) -> Iterator[InputPart]:
         """Yield what there is to read, each input followed by its end."""
         position = self.state.position
         for source in self._inputs[self.state.done :]:
             try:
                 file = open_text(source)
             except OSError as error:
-                yield Stretch(source, unreadable=error.strerror or "it cannot be read")
+                yield InputPart(source, unreadable=error.strerror or "it cannot be read")
                 position = 0
                 continue
             for section in self._sections(source, file, position):
-                yield Stretch(source, section)
-            yield Stretch(source)
+                yield InputPart(source, section)
+            yield InputPart(source)
             position = 0
 
     def _sections(self, source: Input, file: BinaryIO, position: int) -> Iterator[Section]:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -17,13 +17,17 @@ import xxhash
 from hpczero import safe_files
 from hpczero.data.corpus import token_dtype
 from hpczero.data.raw_files import BLOCK, Blocks, blocks_of
-from hpczero.data.tokenizer import FILES, MOST_BYTES, ByteTokenizer, Tokenizer, from_files
+from hpczero.data.tokenizer import (
+    FILES,
+    MOST_BYTES,
+    ByteTokenizer,
+    Tokenizer,
+    from_files,
+    tokenizer,
+)
 from hpczero.errors import InputError
 from hpczero.hdf5.reader import Dataset, NotPlain, UntrustedFile
 from hpczero.text import printable
-
-if TYPE_CHECKING:
-    pass
 
 FORMAT = "hpczero-tokens"
 VERSION = 1
@@ -141,6 +145,13 @@ class TokenFile:
             "documents": {name: split.documents for name, split in self.splits.items()},
             "fingerprint": self.fingerprint,
         }
+
+
+def tokenizer_at(source: str, end_of_document: str | None = None) -> Tokenizer:
+    """Return the tokenizer that a token file keeps, that in a file of its own, or "byte"."""
+    if Path(source).suffix in (".h5", ".hdf5"):
+        return open_token_file(Path(source)).made_with()
+    return tokenizer(source, end_of_document)
 
 
 def open_token_file(path: Path) -> TokenFile:

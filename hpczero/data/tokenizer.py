@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def number_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         """Return the id of a token, as `<s>`; None if there is no such token."""
 
     def bytes_of_ids(self) -> Tokens | None:
@@ -67,7 +67,7 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
-    def number_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         return None
 
     def bytes_of_ids(self) -> Tokens | None:
@@ -107,7 +107,7 @@ class JsonTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._made.decode(list(tokens), skip_special_tokens=False))
 
-    def number_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         number: int | None = self._made.token_to_id(token)
         return number
 
@@ -158,7 +158,7 @@ class SentencePieceTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._made.decode(list(tokens)))
 
-    def number_of(self, token: str) -> int | None:
+    def token_to_id(self, token: str) -> int | None:
         number = int(self._made.piece_to_id(token))
         return number if self._made.id_to_piece(number) == token else None
 

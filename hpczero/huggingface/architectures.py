@@ -24,7 +24,7 @@ from hpczero.huggingface.conversions import (
     ROTARY_AND_LOCAL,
     Conversion,
 )
-from hpczero.model.shapes import ffn, head_dim, kv_heads
+from hpczero.model.shapes import ffn, head_dim, keys_without_effect, kv_heads
 from hpczero.spec.schema import Model
 from hpczero.text import join_words, printable, toml_repr
 
@@ -40,7 +40,7 @@ class Architecture:
     always: Mapping[str, Any]  # keys of [model]
     demanded: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json, if there
     converted: Sequence[Conversion] = ()
-    weights: str = "llama"  # the table of names in `weights.py`
+    weights: str = "llama"  # the table of names in `tensor_names.py`
 
     def to_model(self, config: Config) -> Model:
         """InputError: the configuration says something that no model of hpczero has."""
@@ -91,29 +91,11 @@ def _resolved(model: Model) -> dict[str, Any]:
     found["query_scale"] = model.query_scale or head_dim(model) ** -0.5
     if model.window_pattern > model.layers:
         found["window_pattern"] = 0
-    for key in _without_meaning(model):
+    for key in keys_without_effect(model):
         found[key] = None
     if model.family == "llama":
         del found["seq_len"]
     return found
-
-
-def _without_meaning(model: Model) -> set[str]:
-    scaling = model.rope_scaling
-    unused = set()
-    if scaling == "none":
-        unused.add("rope_factor")
-    if scaling not in ("llama3", "yarn"):
-        unused.add("rope_original")
-    if scaling != "llama3":
-        unused |= {"rope_low", "rope_high"}
-    if scaling != "yarn":
-        unused |= {"rope_fast", "rope_slow", "rope_attention"}
-    if not model.window:
-        unused |= {"window_pattern", "rope_local_base"}
-    elif not model.rope_local_base and scaling == "none":
-        unused.add("rope_local_base")  # then it is rope_base, which may be said or not
-    return unused
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -227,7 +209,7 @@ ARCHITECTURES = {
                 "n_positions": "seq_len",
                 "tie_word_embeddings": "tied_embeddings",
             },
-            {"tie_word_embeddings": True, "n_inner": 0, "activation_function": "gelu_new"},
+            {"tie_word_embeddings": True, "n_inner": 0},
             {"family": "gpt"},
             {
                 "activation_function": "gelu_new",

@@ -80,7 +80,7 @@ class Config:
         others = [
             name
             for name, value in self._values.items()
-            if name not in self._taken and name not in _HARMLESS and value not in (None, False)
+            if name not in self._taken and name not in _HARMLESS and not _says_none(value)
         ]
         if others:
             more = f" (and {len(others) - 1} more such keys)" if len(others) > 1 else ""
@@ -107,3 +107,7 @@ class Config:
             raise InputError(
                 f"{self.source}: model.{key} = {found} comes of it: {first['msg']}"
             ) from error
+
+
+def _says_none(value: Any) -> bool:
+    return value is None or value is False

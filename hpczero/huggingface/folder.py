@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpczero.checkpoint.import_safetensors import SourceTensor, tensors_of
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.safetensors import SafetensorsFile
+from hpczero.checkpoint.safetensors import INDEX_NAME, WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.checkpoint.views import View
 from hpczero.data.tokenizer import Tokenizer
@@ -22,14 +22,13 @@ from hpczero.huggingface.architectures import (
     differing,
 )
 from hpczero.huggingface.config import Config
+from hpczero.huggingface.tensor_names import NAMES, views
 from hpczero.huggingface.tokenizer_files import as_json, tokenizer_files
-from hpczero.huggingface.weights import NAMES, views
 from hpczero.safe_files import read_small, written_durably
 from hpczero.spec.schema import Model
 from hpczero.text import join_words, printable, toml_repr
 
 CONFIG, _GENERATION = "config.json", "generation_config.json"
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST = 64 << 20  # bytes of a file of JSON
 _SHOWN = 6
 _HEAD = "lm_head.weight"
@@ -80,12 +79,12 @@ class Folder:
 
     def _files(self) -> list[Path]:
         """Return the files that the index names, or the one that there is without an index."""
-        index = self.path / _INDEX
+        index = self.path / INDEX_NAME
         if not index.exists():
-            if (self.path / _WHOLE).exists():
-                return [self.path / _WHOLE]
+            if (self.path / WHOLE_NAME).exists():
+                return [self.path / WHOLE_NAME]
             raise InputError(
-                f"{printable(str(self.path))} has neither {_WHOLE} nor {_INDEX}: "
+                f"{printable(str(self.path))} has neither {WHOLE_NAME} nor {INDEX_NAME}: "
                 "weights in other formats (*.bin, *.gguf) have to be converted first"
             )
         try:

@@ -1,7 +1,7 @@
 """Evaluation of a checkpoint on the windows of a token file, shared out among ranks.
 
 Windows go through the model in batches that do not depend on the number of ranks; data rank d of D
-takes batches d, d + D, …. Tensor ranks share each batch.
+takes batches d, d + D, …. Tensor ranks work each batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from hpczero.comm.group import Group
 from hpczero.data.dataset import TokenSource
 from hpczero.data.samples import window
 from hpczero.device import Device
-from hpczero.inference.generate import Decoder
+from hpczero.inference.decoder import Decoder, hidden_states
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.tensor.vocabulary import likeliest
 from hpczero.train.batches import Tally, with_documents
@@ -24,7 +24,7 @@ Advance = Callable[[int], None]  # takes the number of windows that are done
 
 
 @dataclass(frozen=True)
-class Text:
+class EvaluationSet:
     """The windows to evaluate: all of a split, or `count` of them, drawn by the seed.
 
     `sizes`: bytes of text that each id stands for, if known.
@@ -78,7 +78,7 @@ class Figures:
         *tally, hits, size = sums.tolist()
         return Figures(Tally(*tally), hits, size)
 
-    def facts(self, text: Text) -> dict[str, float | int | None]:
+    def facts(self, text: EvaluationSet) -> dict[str, float | int | None]:
         estimate = self.tally.validation(text.source.windows(text.split), 0)
         bits = self.tally.loss / log(2)
         return {
@@ -95,7 +95,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankWork:
     """This rank's part of an evaluation; `tensor`: the group that shares each batch, if any."""
 
     data: Group
@@ -105,31 +105,28 @@ class Share:
 
 
 @torch.inference_mode()
-def evaluate(model: Decoder, text: Text, share: Share, advance: Advance) -> Figures:
+def evaluate(model: Decoder, text: EvaluationSet, work: RankWork, advance: Advance) -> Figures:
     """Return the figures over all ranks. Collective."""
     found = Figures()
-    for numbers in _batches(text.windows, share):
-        found += _of_batch(model, text.read(numbers), text.sizes, share)
+    for numbers in _batches(text.windows, work):
+        found += _of_batch(model, text.read(numbers), text.sizes, work)
         advance(len(numbers))
-    return found.summed(share.data)
+    return found.summed(work.data)
 
 
-def _batches(windows: int, share: Share) -> Iterator[range]:
-    step = share.batch * share.data.size
-    for first in range(share.data.rank * share.batch, windows, step):
-        yield range(first, min(first + share.batch, windows))
+def _batches(windows: int, work: RankWork) -> Iterator[range]:
+    step = work.batch * work.data.size
+    for first in range(work.data.rank * work.batch, windows, step):
+        yield range(first, min(first + work.batch, windows))
 
 
 def _of_batch(
-    model: Decoder, batch: MicroBatch, sizes: torch.Tensor | None, share: Share
+    model: Decoder, batch: MicroBatch, sizes: torch.Tensor | None, work: RankWork
 ) -> Figures:
-    there = batch.on(share.device)
-    *layers, head = model.layers()
-    x = there.tokens
-    for layer in layers:
-        x = layer(x, there)
+    there = batch.on(work.device)
+    x, head = hidden_states(model, there)
     logits = head.scores(x)
-    guessed = likeliest(logits, head.loss.vocab, share.tensor).cpu()
+    guessed = likeliest(logits, head.loss.vocab, work.tensor).cpu()
     losses = head.loss(logits, there.targets, there.weights, by_sample=True)
     weights = (
         torch.ones(batch.targets.shape, dtype=torch.float32)

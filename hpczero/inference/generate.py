@@ -10,11 +10,11 @@ Legend: logits [samples, vocab].
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from hpczero.inference.decoder import Decoder, hidden_states
 from hpczero.model.batch import MicroBatch
 from hpczero.model.key_value_cache import KeyValueCache
 from hpczero_kernels.random import key_of, words_at
@@ -22,15 +22,9 @@ from hpczero_kernels.random import key_of, words_at
 _WORDS = 1 << 32  # values of a random word
 
 
-class Decoder(Protocol):
-    """A model of a family that generates: layers, of which the last has `scores`."""
-
-    def layers(self) -> list[Any]: ...
-
-
 @dataclass(frozen=True)
-class Choice:
-    """Choice of the next token. `temperature` 0: the likeliest; `top_k` 0, `top_p` 1: any.
+class Sampling:
+    """Sampling of the next token. `temperature` 0: the likeliest; `top_k` 0, `top_p` 1: any.
 
     `ids`: those from this number on stand for nothing, as a vocabulary may be padded; 0: none.
     """
@@ -80,7 +74,7 @@ class Request:
 
 @torch.inference_mode()
 def generate(
-    model: Decoder, request: Request, choice: Choice, device: torch.device
+    model: Decoder, request: Request, sampling: Sampling, device: torch.device
 ) -> Iterator[dict[int, int]]:
     """Yield the next tokens, each by the place of its prompt, as long as any answer goes on."""
     lengths = [len(prompt) for prompt in request.prompts]
@@ -106,7 +100,7 @@ def generate(
         logits = _logits(model, batch, last)
         cache.advance()
         positions = cache.positions
-        chosen = choice.next(logits, numbers, positions[:, 0])
+        chosen = sampling.next(logits, numbers, positions[:, 0])
         answer = dict(zip(open_, chosen.tolist(), strict=True))
         for place, token in answer.items():
             left[place] = 0 if token == request.end else left[place] - 1
@@ -117,10 +111,7 @@ def generate(
 
 def _logits(model: Decoder, batch: MicroBatch, last: Tensor) -> Tensor:
     """Return the logits of the token that follows each sample's position `last`."""
-    *layers, head = model.layers()
-    x = batch.tokens
-    for layer in layers:
-        x = layer(x, batch)
+    x, head = hidden_states(model, batch)
     samples = torch.arange(len(x), dtype=torch.int64, device=x.device)
     scores: Tensor = head.scores(x[samples, last][:, None])[:, 0]
     return scores

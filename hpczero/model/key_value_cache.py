@@ -68,7 +68,8 @@ class KeyValueCache:
         return _last(query, keys[:, :, seen], values[:, :, seen], hidden, cap, scale)
 
     def _room(self, first: Tensor) -> Tensor:
-        room = first.new_empty(*first.shape[:2], self.capacity, first.shape[3])
+        # nothing is hidden from the product with the values but by a weight of zero
+        room = first.new_zeros(*first.shape[:2], self.capacity, first.shape[3])
         room[:, :, : first.shape[2]] = first
         return room
 

@@ -60,7 +60,7 @@ class Lookup(nn.Module):
         super().__init__()
         self.tokens = nn.Parameter(torch.empty(model.vocab, model.hidden))
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return maps.embedding(tokens, self.tokens)
 
 
@@ -79,10 +79,7 @@ class Embedding(nn.Module):
 
 
 class AttentionInputs(nn.Module):
-    """Queries, keys and values of the same input: three linear maps.
-
-    Tensor ranks that are more than the heads of keys each hold all of these.
-    """
+    """Queries, keys and values of the same input: three linear maps."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from hpczero.spec.schema import Model
 
 
 def pairs(model: Model) -> int:
-    """Return how many pairs of a head are turned; of an odd head one element stays as it is."""
+    """Return how many pairs of a head are rotated; of an odd head one element stays as it is."""
     return min(ceil(_width(model) / 2), head_dim(model) // 2)
 
 
@@ -72,7 +72,7 @@ def _ramp(model: Model, device: torch.device) -> torch.Tensor:
 
 
 def growth(model: Model) -> float:
-    """Return the factor of turned queries and keys."""
+    """Return the factor of rotated queries and keys."""
     if model.rope_scaling != "yarn":
         return 1.0
     return model.rope_attention or 0.1 * log(model.rope_factor) + 1.0

@@ -103,6 +103,25 @@ def window(model: Model, layer: int) -> int:
     return 0 if is_global else model.window
 
 
+def keys_without_effect(model: Model) -> set[str]:
+    """Return the keys of a llama that change nothing next to its others."""
+    scaling = model.rope_scaling
+    unused = set()
+    if scaling == "none":
+        unused.add("rope_factor")
+    if scaling not in ("llama3", "yarn"):
+        unused.add("rope_original")
+    if scaling != "llama3":
+        unused |= {"rope_low", "rope_high"}
+    if scaling != "yarn":
+        unused |= {"rope_fast", "rope_slow", "rope_attention"}
+    if not model.window:
+        unused |= {"window_pattern", "rope_local_base"}
+    elif not model.rope_local_base and scaling == "none":
+        unused.add("rope_local_base")  # then it is rope_base, which may be said or not
+    return unused
+
+
 @dataclass(frozen=True)
 class Moments:
     """Bytes of a micro-batch in one chunk of the model."""

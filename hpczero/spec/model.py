@@ -68,12 +68,20 @@ class Model(Table):
     qkv_bias: StrictBool = key(False, "identity", "llama: biases of query, key, value (Qwen 2)")
     output_bias: StrictBool = key(False, "identity", "llama: bias of attention's output")
     ffn_bias: StrictBool = key(False, "identity", "llama: biases of the feed-forward part")
-    rope_base: float = key(1e4, "identity", "llama: base of the rotary positions", gt=1, le=1e12)
-    rope_fraction: float = key(1.0, "identity", "llama: share of a head that is turned", gt=0, le=1)
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
-        "none", "identity", "llama: how positions are stretched beyond rope_original"
+    rope_base: float = key(
+        1e4, "identity", "llama: base of the rotary positions (rope_theta)", gt=1, le=1e12
     )
-    rope_factor: float = key(1.0, "identity", "llama: by how much they are", ge=1, le=1e6)
+    rope_fraction: float = key(
+        1.0, "identity", "llama: share of a head that is rotated", gt=0, le=1
+    )
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
+        "none",
+        "identity",
+        "llama: how positions are stretched beyond rope_original (Hugging Face: rope_type)",
+    )
+    rope_factor: float = key(
+        1.0, "identity", "llama: by how much positions are stretched (factor)", ge=1, le=1e6
+    )
     rope_original: int = key(
         0,
         "identity",
@@ -82,19 +90,33 @@ class Model(Table):
         le=100_000_000,
     )
     rope_low: float = key(
-        1.0, "identity", "llama3: turns within rope_original that are stretched whole", gt=0, le=1e6
+        1.0,
+        "identity",
+        "llama3: up to so many turns within rope_original all is stretched (low_freq_factor)",
+        gt=0,
+        le=1e6,
     )
     rope_high: float = key(
-        4.0, "identity", "llama3: turns from which on nothing is stretched", gt=0, le=1e6
+        4.0,
+        "identity",
+        "llama3: from so many turns on nothing is stretched (high_freq_factor)",
+        gt=0,
+        le=1e6,
     )
     rope_fast: float = key(
-        32.0, "identity", "yarn: turns from which on nothing is stretched", gt=0, le=1e6
+        32.0,
+        "identity",
+        "yarn: from so many turns on nothing is stretched (beta_fast)",
+        gt=0,
+        le=1e6,
     )
-    rope_slow: float = key(1.0, "identity", "yarn: turns that are stretched whole", gt=0, le=1e6)
+    rope_slow: float = key(
+        1.0, "identity", "yarn: up to so many turns all is stretched (beta_slow)", gt=0, le=1e6
+    )
     rope_attention: float = key(
         0.0,
         "identity",
-        "yarn: factor of the turned queries and keys; 0: 0.1 ln(rope_factor) + 1",
+        "yarn: factor of the rotated queries and keys; 0: 0.1 ln(rope_factor) + 1",
         ge=0,
         le=1e3,
     )

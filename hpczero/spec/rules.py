@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from hpczero.errors import InputError
 from hpczero.model.families import known, layer_count
-from hpczero.model.shapes import head_dim
-from hpczero.spec.model import OF_LLAMA
+from hpczero.model.shapes import head_dim, keys_without_effect
+from hpczero.spec.model import OF_LLAMA, Model
 from hpczero.spec.schema import Parallel, Spec
 from hpczero.text import join_words, toml_repr
 
@@ -56,7 +56,19 @@ def without_effect(spec: Spec) -> list[str]:
             f"parallel.schedule = {toml_repr(parallel.schedule)} has no effect with "
             "parallel.pipeline = 1: there is one stage"
         )
-    return notes
+    return notes + _unused_keys(spec.model)
+
+
+def _unused_keys(model: Model) -> list[str]:
+    if model.family != "llama":
+        return []
+    default = type(model)()
+    return [
+        f"model.{key} = {toml_repr(getattr(model, key))} has no effect with "
+        f"model.rope_scaling = {toml_repr(model.rope_scaling)} and model.window = {model.window}"
+        for key in sorted(keys_without_effect(model))
+        if getattr(model, key) != getattr(default, key)
+    ]
 
 
 def axes_in_order(parallel: Parallel) -> tuple[str, ...] | None:
@@ -171,11 +183,12 @@ def _llama(spec: Spec) -> Iterator[Contradiction]:
             "head of keys serves as many queries: take a divisor, or 0 for as many as heads",
         )
     width = int(head_dim(model) * model.rope_fraction)
-    if width % 2 or not width:
+    if width < 2:
         yield Contradiction(
-            ("model.head_dim", "model.rope_fraction", "model.hidden", "model.heads"),
-            f"{width} elements of a head of {head_dim(model)} would be turned by its position "
-            f"(model.rope_fraction = {model.rope_fraction}), in pairs: make it an even number",
+            ("model.rope_fraction", "model.head_dim", "model.hidden", "model.heads"),
+            f"{width} of the {head_dim(model)} elements of a head would be rotated by its position "
+            f"(model.rope_fraction = {model.rope_fraction}), and there is no pair of them: wider "
+            "heads, or a larger share",
         )
     stretched = model.rope_scaling in ("llama3", "yarn")
     if stretched and not model.rope_original:
@@ -189,6 +202,12 @@ def _llama(spec: Spec) -> Iterator[Contradiction]:
             ("model.rope_high", "model.rope_low"),
             f"model.rope_high = {model.rope_high} is not more than model.rope_low = "
             f"{model.rope_low}: frequencies in between are stretched in part",
+        )
+    if model.rope_scaling == "yarn" and model.rope_fast <= model.rope_slow:
+        yield Contradiction(
+            ("model.rope_fast", "model.rope_slow"),
+            f"model.rope_fast = {model.rope_fast} is not more than model.rope_slow = "
+            f"{model.rope_slow}: frequencies in between are stretched in part",
         )
     if model.window_pattern and not model.window:
         yield Contradiction(

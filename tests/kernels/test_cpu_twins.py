@@ -14,6 +14,7 @@ from numba import njit
 from torch import Tensor
 
 from hpczero.model.batch import MicroBatch
+from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY
 from hpczero.model.llama import Block
 from hpczero.model.llama_record import LLAMA
 from hpczero.model.rotary import Angles
@@ -229,7 +230,7 @@ def test_a_block_of_llama_keeps_what_its_record_says(
     x = drawn(3, 40, 64, dtype=dtype, seed=1).requires_grad_()
     shared = [*block.parameters(), *angles[0](40, None, x.device)]
     kept = kept_bytes(lambda: block(x, batch), shared)
-    ours = frozenset({"glu"} if word == "auto" else ())
+    ours = KERNELS_THAT_CHANGE_MEMORY["cpu"] if word == "auto" else frozenset[str]()
     part = ChunkLayout(Counter({"blocks": 1}), 1, False, False, ours)
     predicted = LLAMA.activations(model, 120, dtype.itemsize, part).kept
     weights = sum(p.numel() for p in block.parameters() if p.dim() == 1)

@@ -90,7 +90,7 @@ WITHOUT_TORCH = (
     "arguments",
     *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
-    *("commands.weights", "commands.tokenizer", "huggingface"),
+    *("commands.export_import", "commands.tokenizer", "huggingface"),
 )
 IMPORTERS_OF_MPI4PY = ("comm",)
 READERS_OF_THE_ENVIRONMENT = ("env",)

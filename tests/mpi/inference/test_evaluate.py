@@ -16,8 +16,8 @@ from hpczero.comm.world import World
 from hpczero.data.dataset import FileSource
 from hpczero.data.token_file import TokenFile, open_token_file
 from hpczero.device import CPU
-from hpczero.inference.evaluate import Share, Text, evaluate
-from hpczero.inference.weights import load_model, open_checkpoint
+from hpczero.inference.evaluate import EvaluationSet, RankWork, evaluate
+from hpczero.inference.load_model import load_model, open_checkpoint
 from tests.support.covering import Case
 from tests.support.inference import MODELS, model_of, random_run
 from tests.support.token_files import make
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.mpi
 SEQ_LEN = 21
 
 
-def expected(run: Path, text: Text, file: TokenFile) -> dict[str, float]:
+def expected(run: Path, text: EvaluationSet, file: TokenFile) -> dict[str, float]:
     """The figures by plain PyTorch: the whole model on one document or window at a time."""
     with open_checkpoint(str(run), None) as checkpoint:
         module = load_model(checkpoint, torch.float32, CPU)
@@ -91,13 +91,13 @@ def test_the_figures_are_those_of_each_window_alone(
     run, file = folder / "runs" / "random", open_token_file(folder / "text.h5")
     source = FileSource(file, SEQ_LEN, case["documents"])
     sizes = file.made_with().bytes_of_ids()
-    text = Text(source, "validation", SEQ_LEN, case["documents"], 1, case["count"],
+    text = EvaluationSet(source, "validation", SEQ_LEN, case["documents"], 1, case["count"],
                 torch.from_numpy(sizes))  # fmt: skip
     data, tensor = groups(world, case["tensor"])
     with open_checkpoint(str(run), None) as checkpoint:
         module = load_model(checkpoint, torch.float32, world.device, tensor)
     done: list[int] = []
-    figures = evaluate(module, text, Share(data, tensor, 4, world.device), done.append)
+    figures = evaluate(module, text, RankWork(data, tensor, 4, world.device), done.append)
     facts = figures.facts(text)
     everyones = world.all_gather_objects([sum(done), facts])
     assert all(theirs == facts for _, theirs in everyones)

@@ -17,7 +17,7 @@ from hpczero.huggingface.architectures import (
     differing,
 )
 from hpczero.huggingface.config import Config
-from hpczero.huggingface.weights import views
+from hpczero.huggingface.tensor_names import views
 from hpczero.model.families import layers
 from hpczero.spec.schema import Model
 

@@ -70,7 +70,7 @@ def test_logits_loss_and_gradients_are_theirs(run: Any) -> None:
             for part in view.parts
         ]
         flat = torch.cat(parts)
-        ours = flat.view(view.shape[::-1]).t() if view.turned else flat.view(view.shape)
+        ours = flat.view(view.shape[::-1]).t() if view.transposed else flat.view(view.shape)
         distance = (ours - gradients[view.name]).norm() / gradients[view.name].norm()
         assert distance < 1e-4, view.name
 

@@ -1,13 +1,13 @@
 """Generation with a cache chooses the tokens that the whole text would."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from hpczero.inference.generate import Choice, Request, generate
+from hpczero.inference.generate import Request, Sampling, generate
 from hpczero.model.batch import MicroBatch
 from tests.support.inference import MODELS, model_of, random_module
 
@@ -16,7 +16,15 @@ CPU = torch.device("cpu")
 LONGEST = 40
 
 
-def answers(module: Any, request: Request, choice: Choice) -> list[list[int]]:
+@pytest.fixture
+def new_memory_is_nan() -> Iterator[None]:
+    """Fill what torch leaves as it was: what nobody has written must not be read."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def answers(module: Any, request: Request, choice: Sampling) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in request.prompts]
     for made in generate(module, request, choice, CPU):
         for place, token in made.items():
@@ -25,7 +33,7 @@ def answers(module: Any, request: Request, choice: Choice) -> list[list[int]]:
 
 
 def without_cache(
-    module: Any, prompt: Sequence[int], number: int, request: Request, choice: Choice
+    module: Any, prompt: Sequence[int], number: int, request: Request, choice: Sampling
 ) -> list[int]:
     """What the model goes on with if it reads the whole text for each token, one text alone."""
     text = list(prompt)
@@ -45,9 +53,11 @@ def without_cache(
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("choice", [Choice(0.0), Choice(0.8, 10, 0.9, seed=3)])
+@pytest.mark.parametrize("choice", [Sampling(0.0), Sampling(0.8, 10, 0.9, seed=3)])
 @pytest.mark.parametrize("most", [20, 1000])
-def test_the_cache_changes_no_token(name: str, choice: Choice, most: int) -> None:
+def test_the_cache_changes_no_token(
+    name: str, choice: Sampling, most: int, new_memory_is_nan: None
+) -> None:
     """Prompts of several lengths together, ends of documents and of the model's sequences."""
     module = random_module(model_of(name))
     request = Request(PROMPTS, most, LONGEST, end=0, first=5)
@@ -61,7 +71,7 @@ def test_the_cache_changes_no_token(name: str, choice: Choice, most: int) -> Non
 
 def test_prompts_of_one_length_are_together_what_each_is_alone() -> None:
     module = random_module(model_of("relative"))
-    choice = Choice(seed=2)
+    choice = Sampling(seed=2)
     prompts = [PROMPTS[1], PROMPTS[3]]
     together = answers(module, Request(prompts, 15, LONGEST, end=0), choice)
     for number, prompt in enumerate(prompts):
@@ -73,7 +83,7 @@ def test_each_token_goes_through_the_model_once() -> None:
     module = random_module(model_of("llama"))
     seen = []
     module.blocks[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[:2]))
-    found = answers(module, Request(PROMPTS[:3], 6, LONGEST, end=99), Choice(0.0))
+    found = answers(module, Request(PROMPTS[:3], 6, LONGEST, end=99), Sampling(0.0))
     assert seen == [(3, 7), *[(3, 1)] * 5]
     assert [len(answer) for answer in found] == [6, 6, 6]
 
@@ -83,14 +93,14 @@ def test_answers_that_have_ended_are_computed_no_further() -> None:
     request = Request(PROMPTS[:2], 1000, 9, end=99)
     rows = []
     module.blocks[0].register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
-    assert [len(answer) for answer in answers(module, request, Choice(0.0))] == [6, 2]
+    assert [len(answer) for answer in answers(module, request, Sampling(0.0))] == [6, 2]
     assert rows == [2, 2, 1, 1, 1, 1]
 
 
 def test_draws_have_the_probabilities_of_the_logits() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
     count = 20_000
-    drawn = Choice(temperature=0.5, seed=1).next(
+    drawn = Sampling(temperature=0.5, seed=1).next(
         logits.expand(count, -1), torch.arange(count), torch.tensor(7).expand(count)
     )
     shares = torch.bincount(drawn, minlength=4) / count
@@ -98,7 +108,7 @@ def test_draws_have_the_probabilities_of_the_logits() -> None:
     assert (shares - expected).abs().max() < 4 * (0.25 / count) ** 0.5
 
 
-def drawn_of(choice: Choice, logits: torch.Tensor) -> Counter[int]:
+def drawn_of(choice: Sampling, logits: torch.Tensor) -> Counter[int]:
     count = 2000
     found = choice.next(
         logits.expand(count, -1), torch.zeros(count, dtype=torch.int64), torch.arange(count)
@@ -108,29 +118,29 @@ def drawn_of(choice: Choice, logits: torch.Tensor) -> Counter[int]:
 
 def test_only_the_likeliest_are_drawn() -> None:
     logits = torch.tensor([[0.5, 0.1, 0.3, 0.05, 0.05]]).log()
-    assert set(drawn_of(Choice(), logits)) == {0, 1, 2, 3, 4}
-    assert set(drawn_of(Choice(top_k=2), logits)) == {0, 2}
-    assert set(drawn_of(Choice(top_p=0.75), logits)) == {0, 2}
-    assert set(drawn_of(Choice(top_p=0.85), logits)) == {0, 2, 1}
-    assert set(drawn_of(Choice(top_p=0.01), logits)) == {0}
-    assert set(drawn_of(Choice(top_k=99), logits)) == {0, 1, 2, 3, 4}
+    assert set(drawn_of(Sampling(), logits)) == {0, 1, 2, 3, 4}
+    assert set(drawn_of(Sampling(top_k=2), logits)) == {0, 2}
+    assert set(drawn_of(Sampling(top_p=0.75), logits)) == {0, 2}
+    assert set(drawn_of(Sampling(top_p=0.85), logits)) == {0, 2, 1}
+    assert set(drawn_of(Sampling(top_p=0.01), logits)) == {0}
+    assert set(drawn_of(Sampling(top_k=99), logits)) == {0, 1, 2, 3, 4}
     # of the two that are left the first has the share 0.5 / 0.8
-    both = drawn_of(Choice(top_k=2, top_p=0.7), logits)
+    both = drawn_of(Sampling(top_k=2, top_p=0.7), logits)
     assert set(both) == {0, 2}
-    assert set(drawn_of(Choice(top_k=2, top_p=0.6), logits)) == {0}
+    assert set(drawn_of(Sampling(top_k=2, top_p=0.6), logits)) == {0}
 
 
 def test_ids_that_stand_for_nothing_are_not_drawn() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0, 9.0]])
-    assert set(drawn_of(Choice(ids=3), logits)) == {0, 1, 2}
-    assert set(drawn_of(Choice(temperature=0.0, ids=3), logits)) == {0}
+    assert set(drawn_of(Sampling(ids=3), logits)) == {0, 1, 2}
+    assert set(drawn_of(Sampling(temperature=0.0, ids=3), logits)) == {0}
 
 
 def test_a_seed_a_prompt_and_a_position_are_a_draw() -> None:
     logits = torch.zeros(1, 1000)
     at = torch.tensor([3]), torch.tensor([4])
-    first = Choice(seed=1).next(logits, *at)
-    assert first == Choice(seed=1).next(logits, *at)
-    assert first != Choice(seed=2).next(logits, *at)
-    assert first != Choice(seed=1).next(logits, at[0] + 1, at[1])
-    assert first != Choice(seed=1).next(logits, at[0], at[1] + 1)
+    first = Sampling(seed=1).next(logits, *at)
+    assert first == Sampling(seed=1).next(logits, *at)
+    assert first != Sampling(seed=2).next(logits, *at)
+    assert first != Sampling(seed=1).next(logits, at[0] + 1, at[1])
+    assert first != Sampling(seed=1).next(logits, at[0], at[1] + 1)

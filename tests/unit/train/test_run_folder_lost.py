@@ -41,7 +41,7 @@ def killed_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("hpczero.commands.weights.written_durably", killed)
+        patch.setattr("hpczero.commands.export_import.written_durably", killed)
         assert main(command) == 1
     assert not (tmp_path / "run" / "spec.toml").exists()
     assert list(folder.steps(tmp_path / "run" / "checkpoints")) == [0]

@@ -9,10 +9,10 @@ from pathlib import Path
 from hpczero import env, safe_files
 from hpczero.checkpoint import directory
 from hpczero.checkpoint.directory import checkpoint_at
-from hpczero.checkpoint.export_safetensors import WHOLE, Export
+from hpczero.checkpoint.export_safetensors import Export
 from hpczero.checkpoint.import_safetensors import SafetensorsImport, SourceTensor, tensors_of
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.safetensors import SafetensorsFile
+from hpczero.checkpoint.safetensors import WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.shard_file import bar
 from hpczero.checkpoint.views import View
 from hpczero.errors import HpczeroError, InputError
@@ -54,7 +54,7 @@ def export(options: Namespace) -> int:
                 elif is_file:
                     files += made.to_file(output, advance)
                 else:
-                    files += made.to_file(output / WHOLE, advance)
+                    files += made.to_file(output / WHOLE_NAME, advance)
         except OSError as error:
             raise HpczeroError(
                 f"{error.filename or output}: {error.strerror} "

@@ -3,7 +3,7 @@ parameters (pure).
 
 A row of a table says: these parameters of hpczero, one after the other in memory order, are these
 tensors of the file, one after the other. So fused and stacked weights are ranges of others'.
-`turned` tensors are in the file as [inputs, outputs].
+`transposed` tensors are in the file as [inputs, outputs].
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,16 +20,16 @@ from hpczero.spec.schema import Model
 class Row:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
-    turned: bool = False
+    transposed: bool = False
 
 
-def _of_modules(ours: str, theirs: str, *suffixes: str, turned: bool = False) -> list[Row]:
+def _of_modules(ours: str, theirs: str, *suffixes: str, transposed: bool = False) -> list[Row]:
     """Return the rows of modules' parameters; several modules are joined by +."""
     return [
         Row(
             tuple(f"{module}.{suffix}" for module in ours.split("+")),
             tuple(f"{module}.{suffix}" for module in theirs.split("+")),
-            turned and suffix == "weight",
+            transposed and suffix == "weight",
         )
         for suffix in suffixes
     ]
@@ -76,11 +76,11 @@ _GPT2_ENDS = [
 ]
 _GPT2_BLOCK = [
     *_of_modules("attention.norm", "ln_1", *_BOTH),
-    *_of_modules("attention.qkv", "attn.c_attn", *_BOTH, turned=True),
-    *_of_modules("attention.output", "attn.c_proj", *_BOTH, turned=True),
+    *_of_modules("attention.qkv", "attn.c_attn", *_BOTH, transposed=True),
+    *_of_modules("attention.output", "attn.c_proj", *_BOTH, transposed=True),
     *_of_modules("feed_forward.norm", "ln_2", *_BOTH),
-    *_of_modules("feed_forward.up", "mlp.c_fc", *_BOTH, turned=True),
-    *_of_modules("feed_forward.down", "mlp.c_proj", *_BOTH, turned=True),
+    *_of_modules("feed_forward.up", "mlp.c_fc", *_BOTH, transposed=True),
+    *_of_modules("feed_forward.down", "mlp.c_proj", *_BOTH, transposed=True),
 ]
 
 
@@ -124,7 +124,7 @@ def _rows(names: Names, blocks: int) -> Iterator[Row]:
         prefix = names.prefix.format(index)
         for row in names.block:
             ours = tuple(f"blocks.{index}.{name}" for name in row.ours)
-            yield Row(ours, tuple(prefix + name for name in row.theirs), row.turned)
+            yield Row(ours, tuple(prefix + name for name in row.theirs), row.transposed)
 
 
 def _views(row: Row, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[View]:
@@ -140,8 +140,8 @@ def _views(row: Row, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[View]:
     for number, name in enumerate(row.theirs):
         start = number * (size // len(row.theirs))
         stop = start + size // len(row.theirs)
-        shape = (*inner, rows) if row.turned else (rows, *inner)
-        yield View(name, shape, tuple(_between(parts, start, stop)), row.turned)
+        shape = (*inner, rows) if row.transposed else (rows, *inner)
+        yield View(name, shape, tuple(_between(parts, start, stop)), row.transposed)
 
 
 def _between(parts: Sequence[Part], start: int, stop: int) -> Iterator[Part]:

@@ -15,24 +15,29 @@ from hpczero.comm.group import Group
 from hpczero.device import Cuda, Device
 from hpczero.errors import InputError
 from hpczero.model import build, families
+from hpczero.model.shapes import head_dim, kv_heads
 from hpczero.parallel.layout import Slices, tensor_part
 from hpczero.parallel.parallelize import apply_plan
 from hpczero.parallel.tensor.linear import Residual
 from hpczero.parallel.zero.weights import DTYPES
+from hpczero.spec.model import Model
 from hpczero.text import format_bytes, printable
 
 
 def open_checkpoint(path: str, step: int | None) -> Checkpoint:
     """Open a checkpoint of one of hpczero's own families."""
     checkpoint = Checkpoint.open(checkpoint_at(Path(path), step))
-    family = checkpoint.model().family
-    if not families.known(checkpoint.model()):
+    try:
+        model = checkpoint.model()
+        if not families.known(model):
+            raise InputError(
+                f"{printable(path)} is of model.family = {printable(model.family, 100)}: only "
+                "hpczero's own families can be built from a checkpoint alone; `hpczero ckpt "
+                "export` writes the weights for other programs"
+            )
+    except InputError:
         checkpoint.close()
-        raise InputError(
-            f"{printable(path)} is of model.family = {printable(family, 100)}: only hpczero's own "
-            "families can be built from a checkpoint alone; `hpczero ckpt export` writes the "
-            "weights for other programs"
-        )
+        raise
     return checkpoint
 
 
@@ -54,12 +59,22 @@ def precision_of(checkpoint: Checkpoint, wanted: str | None, on: Device) -> torc
     return DTYPES["fp32" if name == "fp16" and on.kind == "cpu" and not wanted else name]
 
 
+def cache_bytes(model: Model, tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of so many tokens."""
+    return 2 * model.layers * kv_heads(model) * head_dim(model) * tokens * dtype.itemsize
+
+
 def load_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, on: Device, tensor: Group | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    on: Device,
+    tensor: Group | None = None,
+    beside: int = 0,
 ) -> Any:
     """Build the model with the checkpoint's weights, one tensor at a time.
 
-    `tensor`: the ranks that share it; each reads its own part.
+    `tensor`: the ranks that share it; each reads its own part. `beside`: bytes that are needed
+    besides.
     """
     model = checkpoint.model()
     module: nn.Module = build.on_meta(model)
@@ -73,7 +88,7 @@ def load_model(
         for layer in described
         for parameter in layer.parameters
     }
-    _refuse_without_room(parts, dtype, on)
+    _refuse_without_room(parts, dtype, on, beside)
     loaded = {}
     for name, held in parts.items():
         values = torch.from_numpy(checkpoint.read(0, name, held))
@@ -82,17 +97,21 @@ def load_model(
     return module.eval()
 
 
-def _refuse_without_room(parts: dict[str, Slices], dtype: torch.dtype, on: Device) -> None:
+def _refuse_without_room(
+    parts: dict[str, Slices], dtype: torch.dtype, on: Device, beside: int
+) -> None:
     sizes = [prod(part.stop - part.start for part in held) for held in parts.values()]
-    needed = sum(sizes) * dtype.itemsize
+    weights = sum(sizes) * dtype.itemsize
     memory = on.memory()
     if memory:
         free, place = memory.free, on.name
     else:
-        needed += max(sizes) * 4  # as it is read
+        weights += max(sizes) * 4  # as it is read
         free, place = machine.memory().usable, "this computer's memory"
-    if needed > free:
+    if weights + beside > free:
+        cache = f", keys and values {format_bytes(beside)}" if beside else ""
+        way_out = "; fewer prompts at once (--batch) or --tokens need less" if beside else ""
         raise InputError(
-            f"the weights need {format_bytes(needed)}, and {format_bytes(free)} are free in "
-            f"{place}; --precision bf16 takes half of fp32"
+            f"the weights need {format_bytes(weights)}{cache}, and {format_bytes(free)} are free "
+            f"in {place}{way_out}; --precision bf16 takes half of fp32"
         )
