@@ -14,6 +14,7 @@ from hpczero.checkpoint.import_safetensors import SafetensorsImport, SourceTenso
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.safetensors import WHOLE_NAME, SafetensorsFile
 from hpczero.checkpoint.shard_file import bar
+from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.checkpoint.views import View
 from hpczero.errors import HpczeroError, InputError
 from hpczero.huggingface.folder import Folder, NewFolder
@@ -41,7 +42,7 @@ def export(options: Namespace) -> int:
         if getattr(options, name) and not options.hf:
             raise InputError(f"--{name} needs --hf")
     with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
-        target = NewFolder.of(checkpoint, options) if options.hf else None
+        target = _new_folder(checkpoint, options) if options.hf else None
         made = Export(checkpoint, options.dtype, target.views() if target else None)
         try:
             _refuse_without_space(output.parent if is_file else output, made.size)
@@ -70,6 +71,19 @@ def export(options: Namespace) -> int:
             "and became infinite; bf16 has the range of fp32"
         )
     return 0
+
+
+def _new_folder(checkpoint: Checkpoint, options: Namespace) -> NewFolder:
+    """Return what belongs to the weights; say so if the run's tokenizer is not at hand."""
+    model = checkpoint.model()
+    try:
+        tokenizer = tokenizer_of_run(checkpoint, options.tokenizer)
+    except InputError as error:
+        if options.tokenizer:
+            raise
+        print(f"WARN no tokenizer is exported: {error}")
+        tokenizer = None
+    return NewFolder.of(model, options.architecture, options.dtype, tokenizer)
 
 
 def import_(options: Namespace) -> int:

@@ -68,6 +68,9 @@ class Architecture:
 
     def loses(self, model: Model) -> list[str]:
         """Return the keys of the model that the architecture cannot have at their values."""
+        width = head_dim(model)
+        if self.weights != "gpt2" and width % 2 and int(width * model.rope_fraction) == width:
+            return ["head_dim"]  # transformers rotates whole heads by halves
         try:
             read = self.to_model(Config(self.to_config(model), self.name))
         except InputError:

@@ -2,15 +2,13 @@
 
 import json
 import os
-from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from hpczero.checkpoint.import_safetensors import SourceTensor, tensors_of
-from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.safetensors import INDEX_NAME, WHOLE_NAME, SafetensorsFile
-from hpczero.checkpoint.tokenizer_of_run import tokenizer_of_run
 from hpczero.checkpoint.views import View
 from hpczero.data.tokenizer import Tokenizer
 from hpczero.errors import InputError
@@ -126,17 +124,14 @@ class NewFolder:
     tokenizer: Tokenizer | None
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, options: Namespace) -> "NewFolder":
+    def of(cls, model: Model, wanted: str | None, dtype: str, tokenizer: Tokenizer | None) -> Self:
         """InputError: no architecture, or not the one that is wanted, is the model."""
-        model = checkpoint.model()
-        wanted = options.architecture
         if wanted and wanted not in ARCHITECTURES:
             raise InputError(
                 f"--architecture {printable(wanted, 60)}: hpczero has "
                 f"{join_words(list(ARCHITECTURES))}"
             )
-        architecture = architecture_for(model, wanted)
-        return cls(architecture, model, options.dtype, _tokenizer(checkpoint, options.tokenizer))
+        return cls(architecture_for(model, wanted), model, dtype, tokenizer)
 
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
@@ -162,14 +157,3 @@ class NewFolder:
         end = {"eos_token_id": self.tokenizer.end_of_document}
         files = tokenizer_files(self.tokenizer, self.model.seq_len)
         return files | {CONFIG: as_json(config | end), _GENERATION: as_json(end)}
-
-
-def _tokenizer(checkpoint: Checkpoint, wanted: str | None) -> Tokenizer | None:
-    """Return the run's tokenizer; None, and say why, if it is not at hand."""
-    try:
-        return tokenizer_of_run(checkpoint, wanted)
-    except InputError as error:
-        if wanted:
-            raise
-        print(f"WARN no tokenizer is exported: {error}")
-        return None

@@ -190,6 +190,16 @@ def _llama(spec: Spec) -> Iterator[Contradiction]:
             f"(model.rope_fraction = {model.rope_fraction}), and there is no pair of them: wider "
             "heads, or a larger share",
         )
+    if model.window_pattern and not model.window:
+        yield Contradiction(
+            ("model.window", "model.window_pattern"),
+            f"model.window_pattern = {model.window_pattern} says which layers have no window, and "
+            "model.window = 0 gives none to any: set it, or leave the pattern out",
+        )
+    yield from _stretched(model)
+
+
+def _stretched(model: Model) -> Iterator[Contradiction]:
     stretched = model.rope_scaling in ("llama3", "yarn")
     if stretched and not model.rope_original:
         yield Contradiction(
@@ -208,12 +218,6 @@ def _llama(spec: Spec) -> Iterator[Contradiction]:
             ("model.rope_fast", "model.rope_slow"),
             f"model.rope_fast = {model.rope_fast} is not more than model.rope_slow = "
             f"{model.rope_slow}: frequencies in between are stretched in part",
-        )
-    if model.window_pattern and not model.window:
-        yield Contradiction(
-            ("model.window", "model.window_pattern"),
-            f"model.window_pattern = {model.window_pattern} says which layers have no window, and "
-            "model.window = 0 gives none to any: set it, or leave the pattern out",
         )
 
 

@@ -50,8 +50,8 @@ ALLOWED = {
     "checkpoint": {"errors", "env", "spec", "text", "hdf5", "lock", "safe_files", ""}
     | {"comm.world", "comm.objects", "model.shapes", "model.families", "parallel.layout"}
     | {"data.token_file", "data.tokenizer"},
-    "inference": {"errors", "text", "machine", "device", "kernel_cache", "comm.group", "model"}
-    | {"parallel", "data", "checkpoint", "train.batches", "hpczero_kernels"},
+    "inference": {"errors", "text", "spec", "machine", "device", "kernel_cache", "comm.group"}
+    | {"model", "parallel", "data", "checkpoint", "train.batches", "hpczero_kernels"},
     "train": {"errors", "env", "machine", "device", "kernel_cache", "lock", "safe_files", "text"}
     | {"spec", "comm", "model", "parallel", "optim", "data", "planner"}
     | {"checkpoint", "hpczero_kernels", ""},
