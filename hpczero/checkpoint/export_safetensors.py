@@ -18,6 +18,7 @@ from hpczero.checkpoint.load import STRETCH, Checkpoint, LazyTensor
 from hpczero.checkpoint.safetensors import (
     BUFFERS,
     INDEX_NAME,
+    WHOLE_NAME,
     Entry,
     SafetensorsFile,
     dtype_of,
@@ -58,7 +59,8 @@ class Export:
         self.overflows = 0
 
     def to_file(self, path: Path, advance: Advance) -> list[Path]:
-        _refuse_existing([path])
+        in_folder = [path.with_name(INDEX_NAME)] if path.name == WHOLE_NAME else []
+        _refuse_existing([path, *in_folder])
         self._write(path, self.entries, advance)
         return [path]
 
@@ -71,7 +73,7 @@ class Export:
         count = len(groups)
         names = [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
         paths = [folder / name for name in names]
-        _refuse_existing([folder / INDEX_NAME])
+        _refuse_existing([folder / INDEX_NAME, folder / WHOLE_NAME])
         _refuse_existing([path for path in paths if not self._began(path)])
         for path, group in zip(paths, groups, strict=True):
             self._write(path, group, advance)

@@ -22,8 +22,9 @@ def tokenizer_of_run(checkpoint: Checkpoint, wanted: str | None) -> Tokenizer:
     known = checkpoint.identity.get(TOKENIZER)
     if known and known != found.name:
         raise InputError(
-            f"{printable(wanted or 'the tokenizer of the data')} is {found.name}, and the "
-            f"checkpoint's run read tokens of {printable(known, 100)}: their ids mean other texts"
+            f"{printable(wanted or 'the data')} has the tokenizer {found.name}, and the "
+            f"checkpoint's run read tokens of {printable(known, 100)}: the same ids may mean other "
+            "texts"
         )
     vocab = checkpoint.model().vocab
     if found.vocabulary > vocab:

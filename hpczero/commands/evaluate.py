@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from hpczero.inference.load_model import load_model, open_checkpoint, precision_
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Parallel, Spec, Zero
-from hpczero.text import format_bytes, log_line, printable
+from hpczero.text import format_bytes, format_count, join_words, log_line, printable
 from hpczero.train import process, setup
 
 _TOKENS = 2048  # of a batch, if nothing else is asked for
@@ -66,18 +67,20 @@ class _Loaded:
 
 def _evaluated(world: World, options: argparse.Namespace) -> dict[str, Any]:
     """Return what is to be printed; InputError on all ranks. Collective."""
+    if world.size % options.tensor:
+        fitting = [str(size) for size in range(1, world.size + 1) if world.size % size == 0]
+        raise InputError(
+            f"--tensor {options.tensor} does not divide the {format_count(world.size, 'rank')} "
+            f"given: --tensor {join_words(fitting, 'or')}, or another number of ranks"
+        )
     checkpoint = world.run_on_all(lambda: open_checkpoint(options.checkpoint, options.step))
     with checkpoint:
         spec = world.run_on_all(lambda: _spec_of(checkpoint, options))
         files = _open_files(world, checkpoint, spec, options.files)
-        splits = ("train", "validation") if options.split == "all" else (options.split,)
-        world.run_on_all(lambda: _refuse_empty(files, splits, spec))
+        wanted = ("train", "validation") if options.split == "all" else (options.split,)
+        parts = world.run_on_all(lambda: _parts(files, wanted, spec))
         loaded = _load(world, checkpoint, spec, options)
-    facts = [
-        _of_split(world, loaded, file, split, options.sequences)
-        for file in files
-        for split in splits
-    ]
+    facts = [_of_split(world, loaded, file, split, options.sequences) for file, split in parts]
     return {
         "checkpoint": str(checkpoint.folder),
         "step": checkpoint.step,
@@ -155,15 +158,25 @@ def _open_files(
     return world.run_on_all(lambda: [opened(source) for source in sources])
 
 
-def _refuse_empty(files: list[TokenFile], splits: tuple[str, ...], spec: Spec) -> None:
+def _parts(
+    files: list[TokenFile], wanted: tuple[str, ...], spec: Spec
+) -> list[tuple[TokenFile, str]]:
+    """Return the splits of each file that have sequences; refuse a file that has none."""
+    found = []
     for file in files:
-        for split in splits:
-            if not FileSource(file, spec.seq_len, spec.data.documents).windows(split):
-                raise InputError(
-                    f"{printable(str(file.path))} has {len(file.splits[split].tokens):,} tokens "
-                    f"in its split {split}, too few for a sequence of {spec.seq_len}: "
-                    "--split names the other one, --seq-len a shorter sequence"
-                )
+        there = [
+            split
+            for split in wanted
+            if FileSource(file, spec.seq_len, spec.data.documents).windows(split)
+        ]
+        if not there:
+            counts = [f"{len(file.splits[split].tokens):,} in {split}" for split in wanted]
+            raise InputError(
+                f"{printable(str(file.path))} has too few tokens for a sequence of {spec.seq_len}: "
+                f"{join_words(counts)}; --split names the other part, --seq-len a shorter sequence"
+            )
+        found += [(file, split) for split in there]
+    return found
 
 
 def _load(world: World, checkpoint: Checkpoint, spec: Spec, options: argparse.Namespace) -> _Loaded:
@@ -197,6 +210,11 @@ def _of_split(
     progress = _progress(name, split, text.windows) if world.rank == 0 else lambda done: None
     figures = evaluate(loaded.module, text, loaded.work, progress)
     seconds = time.perf_counter() - began
+    if not isfinite(figures.tally.loss):
+        raise InputError(
+            f"{printable(name)}, {split}: the loss is {figures.tally.loss}: `hpczero ckpt stats` "
+            "shows whether the weights are finite"
+        )
     facts = {"path": name, "split": split, "tokenizer": file.tokenizer, **figures.facts(text)}
     speed = figures.tally.windows * spec.seq_len / seconds
     entropy = source.unigram_entropy(split)

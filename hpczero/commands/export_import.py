@@ -48,14 +48,16 @@ def export(options: Namespace) -> int:
             _refuse_without_space(output.parent if is_file else output, made.size)
             if not is_file:
                 make_folders(output)
-            files = target.write(output) if target else []
+            if target:
+                target.refuse_others(output)
             with bar("writing", made.size) as advance:
                 if largest:
-                    files += made.to_folder(output, largest, advance)
+                    files = made.to_folder(output, largest, advance)
                 elif is_file:
-                    files += made.to_file(output, advance)
+                    files = made.to_file(output, advance)
                 else:
-                    files += made.to_file(output / WHOLE_NAME, advance)
+                    files = made.to_file(output / WHOLE_NAME, advance)
+            files += target.write(output) if target else []
         except OSError as error:
             raise HpczeroError(
                 f"{error.filename or output}: {error.strerror} "

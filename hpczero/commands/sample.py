@@ -21,7 +21,7 @@ from hpczero.inference.load_model import (
     precision_of,
 )
 from hpczero.safe_files import read_small
-from hpczero.text import printable
+from hpczero.text import format_count, printable
 
 _MOST = 64 << 20  # bytes of prompts
 _TORN = "\ufffd"  # what a token that is a part of a character is decoded to
@@ -112,7 +112,7 @@ class _Printer:
         self._is_live = count == 1 and not as_json
         self._number = 0
         self._shown = 0  # characters
-        self._is_terminal = sys.stdout.isatty()
+        self._is_terminal = sys.stdout is not None and sys.stdout.isatty()
 
     def on_the_way(self, part: Sequence[Answer]) -> None:
         if self._is_live:
@@ -148,8 +148,7 @@ class _Printer:
 
     def _write(self, text: str) -> None:
         """A model may write anything: a terminal gets no control characters of it."""
-        sys.stdout.write(log_for_terminal(text) if self._is_terminal else text)
-        sys.stdout.flush()
+        print(log_for_terminal(text) if self._is_terminal else text, end="", flush=True)
 
 
 def _check(options: Namespace) -> None:
@@ -208,7 +207,7 @@ def _of_file(path: Path) -> list[str]:
             prompt = None
         if not isinstance(prompt, str):
             raise InputError(f'{name}: record {number} has no text in a field "prompt"')
-        prompts.append(prompt)
+        prompts.append(prompt.encode(errors="replace").decode())
     return prompts
 
 
@@ -228,6 +227,6 @@ def _refuse_long(answers: Sequence[Answer], most: int) -> None:
         if len(answer.tokens) >= most:
             which = f"prompt {number}" if len(answers) > 1 else "the prompt"
             raise InputError(
-                f"{which} has {len(answer.tokens):,} tokens: the model's sequences have "
-                f"{most:,} (model.seq_len), so it may have {most - 1:,} at most"
+                f"{which} has {format_count(len(answer.tokens), 'token')}: the model's sequences "
+                f"have {most:,} (model.seq_len), so it may have {most - 1:,} at most"
             )

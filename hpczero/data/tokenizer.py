@@ -48,7 +48,10 @@ class Tokenizer(Protocol):
         """Return the id of a token, as `<s>`; None if there is no such token."""
 
     def bytes_of_ids(self) -> Tokens | None:
-        """Return how many bytes of text each id stands for; None where that is not known."""
+        """Return how many bytes of text each id stands for; None where that is not known.
+
+        -1: what an unknown word was. A space that a tokenizer puts before a text counts.
+        """
 
 
 class ByteTokenizer:
@@ -124,6 +127,9 @@ class JsonTokenizer:
             else:
                 # of a byte-level token each character stands for a byte
                 sizes[number] = len(token) if by_byte else _size_of_piece(token)
+        unknown = self._made.token_to_id(_unknown(self.files[JSON]))
+        if unknown is not None:
+            sizes[unknown] = -1
         return sizes
 
 
@@ -164,11 +170,11 @@ class SentencePieceTokenizer:
 
     def bytes_of_ids(self) -> Tokens | None:
         made = self._made
-        silent = (made.is_control, made.is_unknown, made.is_unused)
         sizes = [
-            0 if any(kind(at) for kind in silent) else _size_of_piece(made.id_to_piece(at))
+            0 if made.is_control(at) or made.is_unused(at) else _size_of_piece(made.id_to_piece(at))
             for at in range(self.vocabulary)
         ]
+        sizes[made.unk_id()] = -1
         return np.array(sizes, np.int64)
 
 
@@ -238,6 +244,15 @@ def _decoders(content: bytes) -> set[str]:
     return {str(step.get("type")) for step in [decoder, *decoder.get("decoders", [])]}
 
 
+def _unknown(content: bytes) -> str:
+    """Return the token that stands for what a tokenizer.json has no token for; "": none."""
+    model = json.loads(content).get("model") or {}
+    token, number = model.get("unk_token"), model.get("unk_id")
+    if isinstance(number, int) and 0 <= number < len(model.get("vocab", [])):
+        token = model["vocab"][number][0]  # of Unigram
+    return str(token or "")
+
+
 def _size_of_piece(piece: str) -> int:
     """Return the bytes of a piece that has spaces as U+2581, or is <0x0A> for a byte."""
     is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
@@ -256,6 +271,8 @@ def _of_settings(files: Mapping[str, bytes]) -> str | None:
 def _digest(files: Mapping[str, bytes], end: str) -> str:
     digest = xxhash.xxh3_64(end.encode())
     for name, content in sorted(files.items()):
+        if name == SETTINGS:  # of which only the end of a document matters, and that is in it
+            continue
         digest.update(b"%s\0%d\0" % (name.encode(), len(content)))
         digest.update(content)
     return str(digest.hexdigest())

@@ -41,6 +41,7 @@ class Architecture:
     demanded: Mapping[str, Any] = field(default_factory=dict)  # keys of config.json, if there
     converted: Sequence[Conversion] = ()
     weights: str = "llama"  # the table of names in `tensor_names.py`
+    heads_divide: bool = False  # transformers refuses a hidden size that heads do not divide
 
     def to_model(self, config: Config) -> Model:
         """InputError: the configuration says something that no model of hpczero has."""
@@ -71,9 +72,11 @@ class Architecture:
         width = head_dim(model)
         if self.weights != "gpt2" and width % 2 and int(width * model.rope_fraction) == width:
             return ["head_dim"]  # transformers rotates whole heads by halves
+        if self.heads_divide and model.hidden % model.heads:
+            return ["heads"]
         try:
             read = self.to_model(Config(self.to_config(model), self.name))
-        except InputError:
+        except (InputError, ArithmeticError):
             return ["family"]
         return differing(model, read)
 
@@ -135,6 +138,7 @@ ARCHITECTURES = {
             _IS_LLAMA,
             {"pretraining_tp": 1},
             (HEAD_DIM, ACTIVATION, ATTENTION_BIAS, ROTARY),
+            heads_divide=True,
         ),
         Architecture(
             "MistralForCausalLM",
@@ -176,6 +180,7 @@ ARCHITECTURES = {
             {"use_bidirectional_attention": False},
             (HEAD_DIM, ACTIVATION, ATTENTION_BIAS, GEMMA_SCALES, ROTARY, ALTERNATING),
             "gemma",
+            heads_divide=True,
         ),
         Architecture(
             "Gemma3ForCausalLM",
@@ -190,6 +195,7 @@ ARCHITECTURES = {
             {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
             (HEAD_DIM, ACTIVATION, ATTENTION_BIAS, GEMMA_SCALES, ROTARY_AND_LOCAL, ALTERNATING),
             "gemma",
+            heads_divide=True,
         ),
         Architecture(
             "Phi3ForCausalLM",

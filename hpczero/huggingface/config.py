@@ -63,6 +63,10 @@ class Config:
     def has(self, name: str) -> bool:
         return name in self._values
 
+    @property
+    def is_full(self) -> bool:
+        return bool(self._values)
+
     def table(self, name: str) -> "Config":
         """Return what is below a key, each key of which has to be taken too."""
         values = self.take(name) or {}

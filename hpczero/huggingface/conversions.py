@@ -67,6 +67,9 @@ class _AttentionBias:
         return {"attention_bias": model.qkv_bias}
 
 
+_WIDEST = 10_000_000
+
+
 class _GemmaScales:
     """The embedding grows by sqrt(hidden); queries shrink as heads of another width would have."""
 
@@ -74,15 +77,16 @@ class _GemmaScales:
         default = defaults["query_pre_attn_scalar"]
         width = config.take("query_pre_attn_scalar", default=default)
         hidden = found["hidden"]
-        if not isinstance(width, int | float) or width <= 0:
+        if not isinstance(width, int | float) or not 0 < width <= _WIDEST:
             raise config.refusal("query_pre_attn_scalar", "it must be a positive number")
-        scale = hidden**0.5 if isinstance(hidden, int) and hidden > 0 else 1.0
+        scale = hidden**0.5 if isinstance(hidden, int) and 0 < hidden <= _WIDEST else 1.0
         return {"embedding_scale": scale, "query_scale": width**-0.5}
 
     def write(self, model: Model) -> dict[str, Any]:
         width = model.query_scale**-2 if model.query_scale else head_dim(model)
         nearest = round(width)
-        return {"query_pre_attn_scalar": nearest if nearest**-0.5 == model.query_scale else width}
+        is_whole = nearest > 0 and nearest**-0.5 == model.query_scale
+        return {"query_pre_attn_scalar": nearest if is_whole else width}
 
 
 _SCALED = {
@@ -136,11 +140,16 @@ class _Rotary:
         elif of_local is not None:
             raise both.refusal("sliding_attention", "this architecture has no base for it")
         older = config.table("rope_scaling")
-        described = of_global if of_global.has("rope_type") else older
-        keys |= self._scaling(described, config, found["seq_len"])
-        for table in (both, of_global, described):
+        scalings = [
+            self._scaling(table, config, found["seq_len"])
+            for table, is_there in ((of_global, of_global.has("rope_type")), (older, older.is_full))
+            if is_there
+        ]
+        if len(scalings) == 2 and scalings[0] != scalings[1]:
+            raise config.refusal("rope_scaling", "rope_parameters says something else")
+        for table in (both, of_global, older):
             table.refuse_others()
-        return keys
+        return keys | (scalings[0] if scalings else {})
 
     def _scaling(self, table: Config, config: Config, seq_len: Any) -> dict[str, Any]:
         name = table.take("rope_type") or table.take("type") or "default"
@@ -148,10 +157,11 @@ class _Rotary:
         original = config.take("original_max_position_embeddings")
         if name == "default":
             return {}
-        if not isinstance(name, str) or name not in _SCALED:
+        if not isinstance(name, str) or name not in _SCALED or self.partly:
             raise table.refusal(
                 "rope_type" if table.has("rope_type") else "type",
-                "hpczero stretches positions by linear, llama3 and yarn",
+                "hpczero stretches positions by linear, llama3 and yarn, and those of partly "
+                "rotated heads not at all",
             )
         keys: dict[str, Any] = {"rope_scaling": name}
         table.demand("truncate", True)
@@ -167,7 +177,7 @@ class _Rotary:
 
     def write(self, model: Model) -> dict[str, Any]:
         """Say it in the words of newer versions, which ask for these alone, and in the older."""
-        names = _SCALED.get(model.rope_scaling, {}).items()
+        names = () if self.partly else _SCALED.get(model.rope_scaling, {}).items()
         scaling: dict[str, Any] = {theirs: getattr(model, ours) for theirs, ours in names}
         if not scaling.get("attention_factor", True):
             del scaling["attention_factor"]
@@ -239,9 +249,13 @@ class _FromALayerOn:
         in_use = config.take("use_sliding_window", default=False)
         size = config.take("sliding_window", default=defaults["sliding_window"])
         first = config.take("max_window_layers", default=defaults["max_window_layers"])
+        if not isinstance(in_use, bool):
+            raise config.refusal("use_sliding_window", "it must be true or false")
+        if not isinstance(first, int):
+            raise config.refusal("max_window_layers", "it must be a number of layers")
         if not in_use:
             first = found["layers"]
-        is_local = [isinstance(first, int) and at >= first for at in range(_count(found["layers"]))]
+        is_local = [at >= first for at in range(_count(found["layers"]))]
         return _windows(config, size, _said(config, found["layers"], is_local))
 
     def write(self, model: Model) -> dict[str, Any]:

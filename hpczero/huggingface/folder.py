@@ -23,7 +23,8 @@ from hpczero.huggingface.config import Config
 from hpczero.huggingface.tensor_names import NAMES, views
 from hpczero.huggingface.tokenizer_files import as_json, tokenizer_files
 from hpczero.safe_files import read_small, written_durably
-from hpczero.spec.schema import Model
+from hpczero.spec.rules import contradictions
+from hpczero.spec.schema import Model, Spec
 from hpczero.text import join_words, printable, toml_repr
 
 CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -53,7 +54,10 @@ class Folder:
             )
         config = Config.parse(read_text(source), printable(str(source)))
         architecture = architecture_of(config)
-        return cls(path, config, architecture, architecture.to_model(config))
+        model = architecture.to_model(config)
+        if problems := contradictions(Spec(model=model)):
+            raise InputError(f"{printable(str(source))}: {problems[0].text}")
+        return cls(path, config, architecture, model)
 
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
@@ -136,17 +140,23 @@ class NewFolder:
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
 
+    def refuse_others(self, folder: Path) -> None:
+        """Raise InputError if the folder has another model's files; the same ones may be there."""
+        for name, content in self._content().items():
+            path = folder / name
+            if os.path.lexists(path) and (not path.is_file() or path.read_bytes() != content):
+                raise InputError(
+                    f"{printable(str(path))} exists already and is left as it is: name another "
+                    "folder"
+                )
+
     def write(self, folder: Path) -> list[Path]:
-        """Write all but the weights; files of the same content may be there already."""
-        texts = {folder / name: content for name, content in self._content().items()}
-        for path, text in texts.items():
-            if os.path.lexists(path) and (not path.is_file() or path.read_bytes() != text):
-                name = printable(str(path))
-                raise InputError(f"{name} exists already and is left as it is: name another folder")
-        for path, text in texts.items():
+        """Write all but the weights."""
+        contents = {folder / name: content for name, content in self._content().items()}
+        for path, content in contents.items():
             with written_durably(path) as file:
-                file.write(text)
-        return list(texts)
+                file.write(content)
+        return list(contents)
 
     def _content(self) -> dict[str, bytes]:
         config = self.architecture.to_config(self.model)

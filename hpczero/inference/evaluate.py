@@ -6,7 +6,7 @@ takes batches d, d + D, …. Tensor ranks work each batch.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, log, nan
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class Figures:
 
     tally: Tally = field(default_factory=Tally)
     hits: float = 0.0  # weight of the targets that the model held likeliest
-    size: float = 0.0  # bytes of text of the targets
+    size: float = 0.0  # bytes of text of the targets; NaN: not known
 
     def __add__(self, other: "Figures") -> "Figures":
         return Figures(self.tally + other.tally, self.hits + other.hits, self.size + other.size)
@@ -85,12 +85,12 @@ class Figures:
             "loss": estimate.loss,
             "standard_error": estimate.standard_error,
             "perplexity": exp(min(estimate.loss, 700.0)),
-            "bits_per_byte": bits / self.size if self.size else None,
+            "bits_per_byte": bits / self.size if self.size > 0 else None,
             "accuracy": self.hits / self.tally.weight,
             "tokens": estimate.tokens,
             "tokens_of_split": text.source.targets(text.split),
             "windows": round(self.tally.windows),
-            "bytes": round(self.size) if self.size else None,
+            "bytes": round(self.size) if self.size >= 0 else None,
         }
 
 
@@ -134,5 +134,7 @@ def _of_batch(
         else batch.weights
     )
     hits = (weights * (guessed == batch.targets)).double().sum().item()
-    size = 0.0 if sizes is None else (weights * sizes[batch.targets]).double().sum().item()
+    of_targets = torch.zeros_like(batch.targets) if sizes is None else sizes[batch.targets]
+    is_known = sizes is not None and not (weights * (of_targets < 0)).any()
+    size = (weights * of_targets).double().sum().item() if is_known else nan
     return Figures(Tally.of([batch], [losses.double().tolist()]), hits, size)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hpczero.errors import HpczeroError
 from hpczero.inference.decoder import Decoder, hidden_states
 from hpczero.model.batch import MicroBatch
 from hpczero.model.key_value_cache import KeyValueCache
@@ -40,11 +41,12 @@ class Sampling:
         logits = logits[:, : self.ids or None]
         if self.temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / self.temperature
+        # of the largest logit nothing remains, however small the temperature is
+        logits = (logits.double() - logits.max(-1, keepdim=True).values) / self.temperature
         count = min(self.top_k or logits.shape[-1], logits.shape[-1])
         # of equal logits the one with the smaller number is first
         likeliest, tokens = logits.sort(stable=True, dim=-1, descending=True)
-        sums = likeliest[:, :count].double().softmax(-1).cumsum(-1)
+        sums = likeliest[:, :count].softmax(-1).cumsum(-1)
         kept = (sums < self.top_p).sum(-1, keepdim=True).clamp(max=count - 1)
         words = words_at(key_of(self.seed, "sample"), prompts, positions)
         draw = (words.double() + 0.5)[:, None] / _WORDS * sums.gather(-1, kept)
@@ -98,6 +100,11 @@ def generate(
         numbers = torch.tensor(open_, dtype=torch.int64, device=device) + request.first
         batch = MicroBatch(tokens, tokens, numbers, 0, 0, positions=positions, cache=cache)
         logits = _logits(model, batch, last)
+        if logits.isnan().any():
+            raise HpczeroError(
+                "the model's logits are not numbers (NaN): `hpczero ckpt stats` shows whether its "
+                "weights are"
+            )
         cache.advance()
         positions = cache.positions
         chosen = sampling.next(logits, numbers, positions[:, 0])

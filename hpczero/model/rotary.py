@@ -68,7 +68,7 @@ def _ramp(model: Model, device: torch.device) -> torch.Tensor:
     low = max(floor(pair(model.rope_fast)), 0)
     high = min(ceil(pair(model.rope_slow)), width - 1)
     at = torch.arange(pairs(model), dtype=torch.float32, device=device)
-    return ((at - low) / (high - low if high > low else 0.001)).clamp(0, 1)
+    return ((at - low) / (high - low if high != low else 0.001)).clamp(0, 1)
 
 
 def growth(model: Model) -> float:
@@ -100,7 +100,8 @@ class Angles:
         if tables is None or len(tables[0]) < seq_len:
             at = torch.arange(seq_len, dtype=torch.float32, device=device)
             angles = at[:, None] * frequencies(self._model, self._local, device)
-            factor = growth(self._model)
+            is_plain = self._local and self._model.rope_local_base
+            factor = 1.0 if is_plain else growth(self._model)
             tables = (angles.cos() * factor, angles.sin() * factor)
             self._tables[device] = tables
         return tables

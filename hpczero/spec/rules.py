@@ -196,6 +196,12 @@ def _llama(spec: Spec) -> Iterator[Contradiction]:
             f"model.window_pattern = {model.window_pattern} says which layers have no window, and "
             "model.window = 0 gives none to any: set it, or leave the pattern out",
         )
+    if model.window and model.window_pattern == 1:
+        yield Contradiction(
+            ("model.window_pattern", "model.window"),
+            f"model.window_pattern = 1 leaves no layer the window of {model.window} keys: set both "
+            "to 0, or a pattern of 2 or more",
+        )
     yield from _stretched(model)
 
 

@@ -45,6 +45,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-3": ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
     "GPT-2": ("gpt2", {}),
     # keys where no named model has them
+    "heads that hidden is no multiple of": (
+        "mistral",
+        {"hidden_size": 42, "num_attention_heads": 4, "head_dim": 8, "sliding_window": None},
+    ),
+    "yarn in layers without a window": (
+        "gemma3_text",
+        {
+            "sliding_window": 5,
+            "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e4, **_YARN},
+                "sliding_attention": _LOCAL,
+            },
+        },
+    ),
+    "yarn with a low base": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_theta": 1.5,
+                **_YARN,
+                "original_max_position_embeddings": 100_000,
+                "factor": 40.0,
+            }
+        },
+    ),
     "biases, tied, yarn": ("llama", {**_BIASES, "rope_parameters": {"rope_theta": 1e4, **_YARN}}),
     "old keys, exact GELU": ("llama", {"hidden_act": "gelu", "rope_scaling": _LINEAR}),
     "as many heads of keys": ("mistral", {"num_key_value_heads": 6, "head_dim": 6}),

@@ -295,3 +295,6 @@ def test_an_evaluation_of_the_checkpoint_says_the_same(folder: Path, tmp_path: P
     shorter = launch(hpczero("eval", "runs/tiny", "--seq-len", "99"), 60, tmp_path)
     assert shorter.code == 2, shorter
     assert "--seq-len 99" in shorter.err
+    three = launch([*mpirun(2), *hpczero("eval", "runs/tiny", "--tensor", "3")], 60, tmp_path)
+    assert three.code == 2, three
+    assert "--tensor 3 does not divide the 2 ranks" in three.err

@@ -232,6 +232,29 @@ def test_ids_stand_for_the_bytes_of_the_text(kind: str, request: pytest.FixtureR
         assert sizes[tokens].sum() == len(read.encode()), text
 
 
+def test_what_an_unknown_word_was_is_not_known(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        input=TEXTS[0], model_prefix=str(tmp_path / "spm"), vocab_size=200, minloglevel=2
+    )
+    made = tokenizer(str(tmp_path / "spm.model"))
+    sizes = made.bytes_of_ids()
+    assert sizes is not None
+    assert sizes[made.encode(["世"])[0]].min() == -1
+    spaces = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never"}
+    vocabulary = [["a", 0.0], ["<unk>", 0.0], ["</s>", 0.0]]
+    content = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": spaces,
+        "decoder": spaces,
+        "model": {"type": "Unigram", "unk_id": 1, "vocab": vocabulary},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    sizes = tokenizer(str(tmp_path / "tokenizer.json")).bytes_of_ids()
+    assert sizes is not None
+    assert sizes.tolist() == [1, -1, 4]
+
+
 def test_the_bytes_of_words_are_not_known(trained: Path, tmp_path: Path) -> None:
     """A tokenizer that drops spaces cannot tell them."""
     content = json.loads(trained.read_text())

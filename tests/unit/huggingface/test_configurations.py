@@ -76,6 +76,39 @@ REFUSED = {
     "a number for a list": (of("Qwen3ForCausalLM") | {"layer_types": 3}, "layer_types"),
     "lists in a list": (of("Qwen3ForCausalLM") | {"layer_types": [[], 1, {}, None]}, "layer_types"),
     "huge": ({"num_hidden_layers": 10**30}, "model.layers"),
+    "a width beyond numbers": (
+        of("Gemma2ForCausalLM") | {"query_pre_attn_scalar": 10**400},
+        "query_pre_attn_scalar",
+    ),
+    "a width without end": (
+        of("Gemma2ForCausalLM") | {"query_pre_attn_scalar": float("inf")},
+        "query_pre_attn_scalar",
+    ),
+    "a hidden size beyond numbers": (
+        of("Gemma2ForCausalLM") | {"hidden_size": 10**400},
+        "model.hidden",
+    ),
+    "two scalings": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        },
+        "rope_scaling",
+    ),
+    "an unknown key beside both": (
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "rope_scaling": {"rope_type": "default", "mscale": 0.7},
+        },
+        "mscale = 0.7",
+    ),
+    "scaled and partly rotated": (
+        of("Phi3ForCausalLM") | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "linear",
+    ),
+    "an unknown key that says 0": ({"logits_scaling": 0}, "logits_scaling = 0"),
+    "text for true": (of("Qwen2ForCausalLM") | {"use_sliding_window": "yes"}, "use_sliding"),
+    "text for layers": (of("Qwen2ForCausalLM") | {"max_window_layers": "a"}, "max_window_layers"),
 }
 
 
@@ -181,6 +214,17 @@ def _size(shape: tuple[int, ...]) -> int:
 def test_a_model_that_no_architecture_is_says_which_key_is_in_the_way() -> None:
     with pytest.raises(InputError, match=r"LlamaForCausalLM cannot have model\.attention_cap = 5"):
         architecture_for(Model(family="llama", attention_cap=5.0), None)
+    for keys in ({"query_scale": 1.5}, {"query_scale": 1e-200}):
+        with pytest.raises(InputError, match=r"cannot have model\.query_scale"):
+            architecture_for(Model(family="llama", **keys), None)
+    partly = Model(family="llama", rope_fraction=0.5, rope_scaling="linear", rope_factor=2.0)
+    with pytest.raises(InputError, match=r"Phi3ForCausalLM cannot have model\.rope_scaling"):
+        architecture_for(partly, "Phi3ForCausalLM")
+    with pytest.raises(InputError, match=r"no architecture of Hugging Face"):
+        architecture_for(partly, None)
+    odd = Model(family="llama", hidden=15, heads=3, qk_norm=True)
+    with pytest.raises(InputError, match=r"cannot have model\.head_dim"):
+        architecture_for(odd, None)
     with pytest.raises(InputError, match=r"Phi3ForCausalLM cannot have model\.qkv_bias = true"):
         architecture_for(Model(family="llama", qkv_bias=True), "Phi3ForCausalLM")
 

@@ -98,3 +98,16 @@ def test_what_is_exported_is_their_model_to_the_bit(
     before, after = weights(folder), weights(again)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_folder_has_the_weights_of_one_export(run: Any, tmp_path: Path) -> None:
+    """In one file or in several; readers do not agree on which of the two counts."""
+    _, read, folder = run
+    for first, then in (([], ["--shard-size", "70KB"]), (["--shard-size", "70KB"], [])):
+        out = tmp_path / ("several" if first else "one")
+        command = ["ckpt", "export", str(folder), str(out), "--hf"]
+        command += ["--architecture", read.architecture.name]
+        assert cli.main([*command, *first]) == 0
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert cli.main([*command, *then]) == 2
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before

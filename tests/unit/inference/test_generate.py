@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from hpczero.errors import HpczeroError
 from hpczero.inference.generate import Request, Sampling, generate
 from hpczero.model.batch import MicroBatch
 from tests.support.inference import MODELS, model_of, random_module
@@ -128,6 +129,20 @@ def test_only_the_likeliest_are_drawn() -> None:
     both = drawn_of(Sampling(top_k=2, top_p=0.7), logits)
     assert set(both) == {0, 2}
     assert set(drawn_of(Sampling(top_k=2, top_p=0.6), logits)) == {0}
+
+
+def test_a_temperature_next_to_0_takes_the_likeliest() -> None:
+    logits = torch.tensor([[0.5, 3.0, 2.9999, -9.0]])
+    for temperature in (1e-38, 1e-45, 1e-300):
+        assert set(drawn_of(Sampling(temperature), logits)) == {1}
+
+
+def test_a_model_of_nan_is_said() -> None:
+    module = random_module(model_of("llama"))
+    with torch.no_grad():
+        module.blocks[1].feed_forward.down.weight[0, 0] = torch.nan
+    with pytest.raises(HpczeroError, match="NaN"):
+        answers(module, Request(PROMPTS[:1], 3, LONGEST, end=0), Sampling(0.0))
 
 
 def test_ids_that_stand_for_nothing_are_not_drawn() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from hpczero.cli import main
 from hpczero.data.token_file import open_token_file
+from hpczero.data.tokenizer import tokenizer
 from tests.support.inference import model_of, random_run
 from tests.support.token_files import make
 
@@ -22,6 +23,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(TEXT)
     make(folder / "text.txt", folder / "text.h5")
     return random_run(folder, model_of("llama", vocab=257), folder / "text.h5")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a model of a single position."""
+    return random_run(tmp_path_factory.mktemp("short"), model_of("gpt", vocab=257, seq_len=1),
+                      "stdlib")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +106,7 @@ def test_the_token_file_is_all_that_is_needed(
 
 
 def test_one_clear_message_each(
-    run: Path, own_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, short: Path, own_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long = refused(capsys, run, "x" * 40)
     assert "40 tokens" in long
@@ -127,6 +135,9 @@ def test_one_clear_message_each(
     assert "record 2" in refused(capsys, run, "--file", tmp_path / "p.jsonl")
     (tmp_path / "empty.txt").write_text("\n")
     assert "has no prompts" in refused(capsys, run, "--file", tmp_path / "empty.txt")
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "a\\ud800b"}\n')
+    assert sampled(capsys, run, "--file", tmp_path / "torn.jsonl")[0]["prompt"] == "a?b"
+    assert "has 1 token:" in refused(capsys, short, "x")
     assert "not from both" in refused(capsys, run, "x", "--file", tmp_path / "empty.txt")
     assert "no such" in refused(capsys, run, "--file", tmp_path / "none").lower()
 
@@ -143,6 +154,20 @@ def test_a_tokenizer_that_is_gone_or_random_data_are_said(
     (tmp_path / "b").mkdir()
     random = random_run(tmp_path / "b", model_of("gpt", vocab=257), "synthetic")
     assert "--tokenizer" in refused(capsys, random, "x")
+
+
+def test_the_exported_tokenizer_is_the_runs(
+    own_tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["ckpt", "export", str(own_tokenizer), str(out), "--hf"]) == 0
+    file = open_token_file(own_tokenizer.parents[1] / "text.h5")
+    assert tokenizer(str(out)).name == file.tokenizer
+
+
+def test_without_an_output_nothing_is_printed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["sample", str(run), "a", "--tokens", "2"]) == 0
 
 
 def test_a_terminal_gets_no_control_characters(
