@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it costs to keep documents apart: forward and backward with and without masks.
+"""Cost of keeping documents apart: forward and backward with and without masks.
 
     python scripts/bench_documents.py                  4,096 tokens of 10 documents, fp32 and bf16
 

@@ -1,4 +1,4 @@
-"""What importing and exporting a model of Hugging Face costs: bytes read and written, peak memory.
+"""Cost of importing and exporting a model of Hugging Face: bytes read and written, peak memory.
 
     python scripts/bench_hugging_face.py --layers 4 --folder /scratch/bench
 

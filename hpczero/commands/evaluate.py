@@ -191,8 +191,11 @@ def _load(world: World, checkpoint: Checkpoint, spec: Spec, options: argparse.Na
     if grid.size("tensor") > 1:
         tensor = world.group("tensor", grid.ranks(world.rank, "tensor"))
     dtype = precision_of(checkpoint, options.precision, world.device)
-    module = world.run_on_all(lambda: load_model(checkpoint, dtype, world.device, tensor))
     batch = options.batch or max(1, _TOKENS // spec.seq_len)
+    logits = batch * spec.seq_len * spec.model.vocab // options.tensor * (dtype.itemsize + 4)
+    module = world.run_on_all(
+        lambda: load_model(checkpoint, dtype, world.device, tensor, logits, world.local_size)
+    )
     return _Loaded(spec, module, RankWork(data, tensor, batch, world.device), dtype)
 
 
@@ -210,6 +213,11 @@ def _of_split(
     progress = _progress(name, split, text.windows) if world.rank == 0 else lambda done: None
     figures = evaluate(loaded.module, text, loaded.work, progress)
     seconds = time.perf_counter() - began
+    if not figures.tally.weight:
+        raise InputError(
+            f"{printable(name)}, {split}: none of the tokens that were read has a target "
+            f"(documents {spec.data.documents}): more --sequences, or --documents packed"
+        )
     if not isfinite(figures.tally.loss):
         raise InputError(
             f"{printable(name)}, {split}: the loss is {figures.tally.loss}: `hpczero ckpt stats` "

@@ -48,16 +48,13 @@ def export(options: Namespace) -> int:
             _refuse_without_space(output.parent if is_file else output, made.size)
             if not is_file:
                 make_folders(output)
-            if target:
-                target.refuse_others(output)
-            with bar("writing", made.size) as advance:
+            with contextlib.ExitStack() as stack:
+                files = stack.enter_context(target.written(output)) if target else []
+                advance = stack.enter_context(bar("writing", made.size))
                 if largest:
-                    files = made.to_folder(output, largest, advance)
-                elif is_file:
-                    files = made.to_file(output, advance)
+                    files += made.to_folder(output, largest, advance)
                 else:
-                    files = made.to_file(output / WHOLE_NAME, advance)
-            files += target.write(output) if target else []
+                    files += made.to_file(output if is_file else output / WHOLE_NAME, advance)
         except OSError as error:
             raise HpczeroError(
                 f"{error.filename or output}: {error.strerror} "

@@ -2,7 +2,8 @@
 
 import json
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -22,7 +23,7 @@ from hpczero.huggingface.architectures import (
 from hpczero.huggingface.config import Config
 from hpczero.huggingface.tensor_names import NAMES, views
 from hpczero.huggingface.tokenizer_files import as_json, tokenizer_files
-from hpczero.safe_files import read_small, written_durably
+from hpczero.safe_files import read_small, remove, written_durably
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Model, Spec
 from hpczero.text import join_words, printable, toml_repr
@@ -140,23 +141,28 @@ class NewFolder:
     def views(self) -> list[View]:
         return views(self.architecture, self.model)
 
-    def refuse_others(self, folder: Path) -> None:
-        """Raise InputError if the folder has another model's files; the same ones may be there."""
-        for name, content in self._content().items():
-            path = folder / name
-            if os.path.lexists(path) and (not path.is_file() or path.read_bytes() != content):
-                raise InputError(
-                    f"{printable(str(path))} exists already and is left as it is: name another "
-                    "folder"
-                )
+    @contextmanager
+    def written(self, folder: Path) -> Iterator[list[Path]]:
+        """Write all but the weights, which are written inside the context; yield the paths.
 
-    def write(self, folder: Path) -> list[Path]:
-        """Write all but the weights."""
+        Files of the same content may be there already, from an export that was killed; others are
+        refused. Files that are new are removed if the weights cannot be written.
+        """
         contents = {folder / name: content for name, content in self._content().items()}
+        new = [path for path in contents if not os.path.lexists(path)]
         for path, content in contents.items():
-            with written_durably(path) as file:
-                file.write(content)
-        return list(contents)
+            if path not in new and (not path.is_file() or path.read_bytes() != content):
+                name = printable(str(path))
+                raise InputError(f"{name} exists already and is left as it is: name another folder")
+        try:
+            for path in new:
+                with written_durably(path) as file:
+                    file.write(contents[path])
+            yield list(contents)
+        except BaseException:
+            for path in new:
+                remove(path)
+            raise
 
     def _content(self) -> dict[str, bytes]:
         config = self.architecture.to_config(self.model)

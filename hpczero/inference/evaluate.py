@@ -1,7 +1,7 @@
 """Evaluation of a checkpoint on the windows of a token file, shared out among ranks.
 
 Windows go through the model in batches that do not depend on the number of ranks; data rank d of D
-takes batches d, d + D, …. Tensor ranks work each batch.
+takes batches d, d + D, …. Tensor ranks share each batch.
 """
 
 from collections.abc import Callable, Iterator

@@ -70,11 +70,12 @@ def load_model(
     on: Device,
     tensor: Group | None = None,
     beside: int = 0,
+    neighbours: int = 1,
 ) -> Any:
     """Build the model with the checkpoint's weights, one tensor at a time.
 
     `tensor`: the ranks that share it; each reads its own part. `beside`: bytes that are needed
-    besides.
+    besides. `neighbours`: processes that do the same in this computer's memory.
     """
     model = checkpoint.model()
     module: nn.Module = build.on_meta(model)
@@ -88,7 +89,7 @@ def load_model(
         for layer in described
         for parameter in layer.parameters
     }
-    _refuse_without_room(parts, dtype, on, beside)
+    _refuse_without_room(parts, dtype, on, beside, neighbours)
     loaded = {}
     for name, held in parts.items():
         values = torch.from_numpy(checkpoint.read(0, name, held))
@@ -98,7 +99,7 @@ def load_model(
 
 
 def _refuse_without_room(
-    parts: dict[str, Slices], dtype: torch.dtype, on: Device, beside: int
+    parts: dict[str, Slices], dtype: torch.dtype, on: Device, beside: int, neighbours: int
 ) -> None:
     sizes = [prod(part.stop - part.start for part in held) for held in parts.values()]
     weights = sum(sizes) * dtype.itemsize
@@ -107,11 +108,11 @@ def _refuse_without_room(
         free, place = memory.free, on.name
     else:
         weights += max(sizes) * 4  # as it is read
-        free, place = machine.memory().usable, "this computer's memory"
+        free, place = machine.memory().usable // neighbours, "this computer's memory"
+        place += f" for each of {neighbours} ranks" if neighbours > 1 else ""
     if weights + beside > free:
-        cache = f", keys and values {format_bytes(beside)}" if beside else ""
-        way_out = "; fewer prompts at once (--batch) or --tokens need less" if beside else ""
         raise InputError(
-            f"the weights need {format_bytes(weights)}{cache}, and {format_bytes(free)} are free "
-            f"in {place}{way_out}; --precision bf16 takes half of fp32"
+            f"the weights need {format_bytes(weights)}, what is computed with them "
+            f"{format_bytes(beside)}, and {format_bytes(free)} are free in {place}: a smaller "
+            "--batch needs less, and --precision bf16 half of fp32"
         )

@@ -20,7 +20,7 @@ SMALLER = {"steps = 1200": "steps = 4", "layers = 7": "layers = 2", "warmup_step
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Where the commands are carried out: some modules of the library in `text`."""
+    """A folder to carry out the commands in: some modules of the library in `text`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     (tmp_path / "text").mkdir()
     for name in ("argparse.py", "ast.py", "bdb.py", "calendar.py", "cgi.py", "code.py"):

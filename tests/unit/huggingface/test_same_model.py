@@ -111,3 +111,25 @@ def test_a_folder_has_the_weights_of_one_export(run: Any, tmp_path: Path) -> Non
         before = {path.name: path.read_bytes() for path in out.iterdir()}
         assert cli.main([*command, *then]) == 2
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_an_export_that_fails_leaves_nothing_and_one_that_was_killed_goes_on(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, read, folder = run
+    out = tmp_path / "out"
+    command = ["ckpt", "export", str(folder), str(out), "--hf"]
+    command += ["--architecture", read.architecture.name]
+
+    def full(*_: Any) -> list[Path]:
+        raise OSError(28, "No space left on device", str(out / "model.safetensors"))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hpczero.checkpoint.export_safetensors.Export.to_file", full)
+        assert cli.main(command) == 1
+    assert not list(out.iterdir())
+    assert cli.main(command) == 0
+    whole = {path.name: path.read_bytes() for path in out.iterdir()}
+    (out / "model.safetensors").unlink()  # as if killed after the configuration
+    assert cli.main(command) == 0
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == whole

@@ -36,7 +36,7 @@ def answers(module: Any, request: Request, choice: Sampling) -> list[list[int]]:
 def without_cache(
     module: Any, prompt: Sequence[int], number: int, request: Request, choice: Sampling
 ) -> list[int]:
-    """What the model goes on with if it reads the whole text for each token, one text alone."""
+    """The answer of the model if it reads the whole text for each token, one text alone."""
     text = list(prompt)
     while len(text) < min(len(prompt) + request.most, request.limit):
         tokens = torch.tensor([text])
