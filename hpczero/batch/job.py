@@ -6,7 +6,7 @@
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from hpczero.batch import command, sites
 from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.batch.sites import Partition, Site, gigabytes, hardware
 from hpczero.comm.grid import Grid
+from hpczero.data.samples import count_tokens
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.families import known, layers
 from hpczero.planner import fit
@@ -61,8 +62,8 @@ class BatchJob:
     batch: Batch
     environment: str  # "": none
     folder: str
-    arguments: tuple[str, ...]  # of hpczero, in the job
-    first: tuple[str, ...] = ()  # of a probe: the arguments of the run up to its save
+    program: tuple[str, ...]  # that each rank runs
+    first: tuple[str, ...] = ()  # of a probe: the program up to its save
     run: str = ""  # the run's directory
     submission: str = ""  # the folder of a submitted job's record; "": rendered only
     tag: str = ""  # PBS: marks the run's jobs in the queue
@@ -88,7 +89,24 @@ class BatchJob:
         return f"at most {hours:,.4g} node-hours{charged}"
 
 
-def plan(spec: Spec, here: SubmitHost, arguments: tuple[str, ...]) -> BatchJob:
+def program(batch: Batch, spec: str, overrides: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the words of the program that reads this spec; `overrides`: words of --set.
+
+    InputError: a program of the user's own would not see them.
+    """
+    if not batch.command:
+        settings = [word for override in overrides for word in ("--set", override)]
+        return ("python3", "-m", "hpczero", "run", spec, *settings)
+    unseen = [override for override in overrides if not override.startswith("batch.")]
+    if unseen:
+        raise InputError(
+            f"--set {unseen[0]}: the program of batch.command reads the spec's file, which has not "
+            "this value: write it there"
+        )
+    return tuple(word.replace("{spec}", spec) for word in batch.command)
+
+
+def plan(spec: Spec, here: SubmitHost, program: tuple[str, ...]) -> BatchJob:
     """Return the job; raise InputError with everything that is wrong."""
     batch = spec.batch
     name, site, partition = sites.facts(_site(batch, here))
@@ -111,7 +129,7 @@ def plan(spec: Spec, here: SubmitHost, arguments: tuple[str, ...]) -> BatchJob:
         batch=batch,
         environment=here.environment if batch.venv == "auto" else env.expand(batch.venv),
         folder=here.folder,
-        arguments=arguments,
+        program=program,
     )
     problems = [*_node_problems(job), *_queue_problems(job), *_words(job), *_layout(job, spec)]
     if len(problems) > 1:
@@ -245,16 +263,25 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
     except InputError as error:
         yield f"{error} (batch.nodes = {job.nodes} x batch.ranks_per_node = {job.ranks_per_node})"
         return
-    if known(spec.model):
+    if known(spec.model) and not spec.batch.command:
         on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
         limits = fit.NodeLimits.planned(on_nodes, node, platform)
         if refusal := fit.final_refusal(spec, layers(spec.model), limits):
             yield refusal
 
 
+def supply_of(spec: Spec, must_be_here: bool = False) -> str:
+    """Return how much text there is for the run, in words; "" where a program of its own reads it.
+
+    InputError: the run would refuse what is there.
+    """
+    return "" if spec.batch.command else count_tokens(spec, must_be_here).in_words()
+
+
 def print_notes(spec: Spec, supply: str) -> None:
-    """Say which data the job has (`supply` in words), and which profiles of sites are left out."""
-    print(f"hpczero: data.source = {toml_repr(spec.data.source)}: {supply}", file=sys.stderr)
+    """Say which data the job has (`supply_of`), and which profiles of sites are left out."""
+    if supply:
+        print(f"hpczero: data.source = {toml_repr(spec.data.source)}: {supply}", file=sys.stderr)
     for line in site_profile.unusable():
         print(f"hpczero: {line}", file=sys.stderr)
 

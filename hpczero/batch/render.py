@@ -60,7 +60,7 @@ def render(job: BatchJob) -> str:
         "line": _line,
     }
     template = job.facts.template or f"{job.scheduler}.sh.j2"
-    first = launch_command(replace(job, arguments=job.first)) if job.first else []
+    first = launch_command(replace(job, program=job.first)) if job.first else []
     try:
         with _no_longer_than(_LONGEST):
             pieces = environment.get_template(template).generate(
@@ -219,7 +219,7 @@ def _line(value: object) -> str:
 #     srun mpirun mpiexec    the launcher says how many ranks, where, and on which cores each
 #     bash -c '...' words    a wrapper shows each rank its own GPU (gpu_select = "wrapper")
 #     apptainer, shifter     the container
-#     python3 -m hpczero     the program
+#     python3 -m hpczero     the program, or the user's own (batch.command)
 
 # launcher -> the variable with a process's number on its node
 _LOCAL_RANK = {
@@ -232,8 +232,7 @@ _LOCAL_RANK = {
 def launch_command(job: BatchJob) -> list[str]:
     """Return the command that starts the ranks."""
     launcher = {"srun": _srun, "mpirun": _mpirun, "mpiexec": _mpiexec}[job.launcher](job)
-    program = ["python3", "-m", "hpczero", *job.arguments]
-    return [*launcher, *job.batch.launch_options, *_wrapper(job), *_container(job), *program]
+    return [*launcher, *job.batch.launch_options, *_wrapper(job), *_container(job), *job.program]
 
 
 def _srun(job: BatchJob) -> list[str]:

@@ -18,7 +18,7 @@ Protocol:
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,10 +27,17 @@ from types import ModuleType
 from hpczero import env
 from hpczero.batch import command, scheduler, sites, submission
 from hpczero.batch.command import QueuedJob, Transient
-from hpczero.batch.job import BatchJob, SubmitHost, plan, print_notes, refuse_launcher
+from hpczero.batch.job import (
+    BatchJob,
+    SubmitHost,
+    plan,
+    print_notes,
+    program,
+    refuse_launcher,
+    supply_of,
+)
 from hpczero.batch.render import render
 from hpczero.batch.submission import Submission
-from hpczero.data.samples import count_tokens
 from hpczero.errors import HpczeroError, InputError
 from hpczero.lock import RunLock, living_holder
 from hpczero.safe_files import make_folder, make_own_folder, write_text
@@ -46,7 +53,8 @@ _BETWEEN = (2.0, 5.0, 15.0, 15.0)  # seconds to wait after an attempt without an
 
 def submit(options: Namespace) -> int:
     settings = _probe_settings(options) if options.probe else []
-    spec = load(options.spec, [*options.overrides, *settings]).spec
+    overrides = [*options.overrides, *settings]
+    spec = load(options.spec, overrides).spec
     run = run_directory.path_of(spec)
     if "$" in str(run):
         raise InputError(
@@ -57,10 +65,10 @@ def submit(options: Namespace) -> int:
         print(f"{run}: all {done['steps']} steps are done; nothing to submit")
         return 0
     run_directory.refuse_another(spec)
-    supply = count_tokens(spec, must_be_here=not options.dry_run)
-    record, job = _planned(spec, run, options.probe)
+    supply = supply_of(spec, must_be_here=not options.dry_run)
+    record, job = _planned(spec, run, options.probe, overrides)
     script = render(job)
-    print_notes(spec, supply.in_words())
+    print_notes(spec, supply)
     times = f", {record.chain} jobs one after the other" if record.chain > 1 else ""
     summary = f"{job.site}: {job.size} for {job.clock}{times}, {job.cost} each"
     if options.dry_run:
@@ -78,16 +86,26 @@ def submit(options: Namespace) -> int:
     return wait(record) if options.wait else 0
 
 
-def _planned(spec: Spec, run: Path, probe: bool) -> tuple[Submission, BatchJob]:
+def _planned(
+    spec: Spec, run: Path, probe: bool, overrides: Sequence[str]
+) -> tuple[Submission, BatchJob]:
+    """Return the record of the submission and its job.
+
+    The overrides are in the spec that the job reads. A program of the user's own reads it if its
+    command names it.
+    """
     job = plan(spec, SubmitHost.now(), ())
     record = Submission.new(
         run, job.scheduler, job.site, job.nodes, job.ranks, job.walltime, spec.batch.chain
     )
-    arguments = ("run", str(record.path / "spec.toml"))
-    first = (*arguments, "--set", f"train.steps={_PROBED_BEFORE}") if probe else ()
+    batch = spec.batch
+    path = str(record.path / "spec.toml")
+    reads_it = not batch.command or any("{spec}" in word for word in batch.command)
+    words = program(batch, path, () if reads_it else overrides)
+    first = program(batch, path, [f"train.steps={_PROBED_BEFORE}"]) if probe else ()
     return record, replace(
         job,
-        arguments=arguments,
+        program=words,
         first=first,
         run=str(run),
         submission=str(record.path),
@@ -101,6 +119,11 @@ def _probe_settings(options: Namespace) -> list[str]:
     It runs the same layout for a few steps, with a save and a restore, where short jobs begin soon.
     """
     spec = load(options.spec, options.overrides).spec
+    if spec.batch.command:
+        raise InputError(
+            "--probe shortens a run of hpczero run, and batch.command is a program of your own: give "
+            "a spec with fewer steps, another name and a short batch.walltime"
+        )
     settings: dict[str, object] = {
         "name": f"{spec.name[:77]}.probe-{datetime.now(UTC):%Y%m%dT%H%M%S}",
         "train.steps": _PROBED,

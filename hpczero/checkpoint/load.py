@@ -27,6 +27,7 @@ from hpczero.parallel.layout import Slices, rectangles
 from hpczero.spec.model import Model
 from hpczero.text import printable
 
+LOOP = ".loop/"  # buffers that are none of the model's: no name of a module begins with a point
 STRETCH = (32 << 20) // WIDTH  # elements at a time of a tensor that may be larger than memory
 
 Wanted = tuple[int, str, Slices]  # at which element of the output, of which tensor, what
@@ -58,7 +59,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         self.folder = folder
         self.content = content
         self.table = index.table
-        self.buffers = index.buffers
+        self.buffers, self.loop = _apart(index.buffers)
         self.identity = index.identity
         self.shards = Shards(folder, content)
         self._number = self.table.number
@@ -178,6 +179,12 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _apart(buffers: Mapping[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return the buffers of the model, and those with the state of a loop of one's own."""
+    loop = {name: values for name, values in buffers.items() if name.startswith(LOOP)}
+    return {name: values for name, values in buffers.items() if name not in loop}, loop
 
 
 class LazyTensor:

@@ -258,7 +258,7 @@ class World(Nodes):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or isinstance(error, Stopped):
+        if error is None or isinstance(error, Stopped) or _is_stop(error):
             self.close()
             return
         self.status.last_words()
@@ -273,3 +273,8 @@ class World(Nodes):
         closing = "(close(), or a `with` block)"
         self._say(f"ends without having closed its world {closing}, and others may wait for it")
         self.abort()
+
+
+def _is_stop(error: BaseException) -> bool:
+    """Return True where all ranks leave a program that saved a checkpoint."""
+    return isinstance(error, SystemExit) and error.code == Stopped.exit_code

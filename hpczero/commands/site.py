@@ -11,10 +11,9 @@ from typing import Any
 
 from hpczero import env
 from hpczero.batch import sites
-from hpczero.batch.job import SubmitHost, plan, print_notes
+from hpczero.batch.job import SubmitHost, plan, print_notes, program, supply_of
 from hpczero.batch.render import render as script_of
 from hpczero.batch.sites import Limit, Partition, all_names, facts
-from hpczero.data.samples import count_tokens
 from hpczero.errors import InputError, for_terminal
 from hpczero.safe_files import make_folders, write_new, write_text
 from hpczero.spec import site_profile as profiles
@@ -135,16 +134,16 @@ def _value(value: Any) -> str:
 
 def render(options: Namespace) -> int:
     spec = load(options.spec, options.overrides).spec
-    overrides = [word for override in options.overrides for word in ("--set", override)]
-    supply = count_tokens(spec)
-    job = plan(spec, SubmitHost.now(), ("run", str(Path(options.spec).absolute()), *overrides))
+    supply = supply_of(spec)
+    words = program(spec.batch, str(Path(options.spec).absolute()), options.overrides)
+    job = plan(spec, SubmitHost.now(), words)
     script = script_of(job)
     if options.output:
         _write(Path(options.output), script)
     else:
         print(script, end="")
     print(f"hpczero: {job.site}: {job.size}, {job.cost}", file=sys.stderr)
-    print_notes(spec, supply.in_words())
+    print_notes(spec, supply)
     if spec.batch.chain > 1:
         print(
             f"hpczero: batch.chain = {spec.batch.chain}: "

@@ -284,6 +284,13 @@ class Batch(Table):
     pbs_resources: tuple[Word, ...] = key(
         (), "site", 'PBS: more resources of the job, as in ["filesystems=home:eagle"]', strict=False
     )
+    command: tuple[Line, ...] = key(
+        (),
+        "site",
+        "a training program of your own that each rank runs in place of `hpczero run`, as in "
+        '["python", "train.py", "{spec}"]; {spec}: path of the job\'s spec',
+        strict=False,
+    )
     chain: int = key(
         1, "site", "jobs to submit, one after the other, until the run is finished", ge=1, le=1000
     )

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from hpczero.checkpoint import directory, manifest
+from hpczero.checkpoint.directory import checkpoint_at
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.manifest import Content, TrainingState
+from hpczero.checkpoint.manifest import TrainingState
 from hpczero.checkpoint.piece_table import RankShard, Table, Tensor, stored_spans
 from hpczero.checkpoint.save import Saved, SaveJob, Saver
 from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, DataSource
@@ -25,8 +26,11 @@ from hpczero.parallel.layout import UnitLayout, unit_layout
 from hpczero.parallel.zero.engine import Engine
 from hpczero.planner.memory import saves_behind
 from hpczero.spec.schema import Spec
+from hpczero.train.loop_state import LoopState
+from hpczero.train.rank_states import persistent_buffers
 from hpczero.train.resume import (
     Candidates,
+    Loaded,
     Resumed,
     Shapes,
     candidates,
@@ -56,14 +60,17 @@ class Checkpoints:
         grid: Grid,
         engine: Engine,
         identity: Mapping[str, str] | None = None,
+        path: Path | None = None,
+        behind: bool | None = None,
     ) -> None:
+        """`path`, `behind`: where, and if from copies, in place of what the spec says."""
         self.spec = spec
         self.world = world
         self.grid = grid
         self.engine = engine
         self.identity = dict(identity or {})  # besides the spec (`resume.identity_of`)
-        self.path = path_of(spec) / "checkpoints"
-        self.asynchronous = saves_behind(spec)
+        self.path = path or path_of(spec) / "checkpoints"
+        self.asynchronous = saves_behind(spec) if behind is None else behind
         # One of the ranks that have the same layers and buffers speaks for them all.
         self._speaks_for_stage = all(
             grid.coordinate(world.rank, axis) == 0 for axis in ("data", "tensor")
@@ -76,7 +83,7 @@ class Checkpoints:
             }
         )
         if spec.checkpoint.every >= 0:
-            world.run_on_all(self._refuse_what_cannot_be_saved)
+            world.run_on_all(self.refuse_what_cannot_be_saved)
         job = SaveJob(
             self.path,
             spec.model_dump(mode="json"),
@@ -93,8 +100,8 @@ class Checkpoints:
         every = self.spec.checkpoint.every
         return every >= 0 and (ends or (every > 0 and step % every == 0))
 
-    def begin(self, step: int, ends: bool) -> None:
-        """Begin a save; SaveFailed, on all ranks alike."""
+    def begin(self, step: int, ends: bool, more: Mapping[str, Array] | None = None) -> None:
+        """Begin a save; SaveFailed, on all ranks alike. `more`: rank 0's further buffers."""
         engine = self.engine
         scale = self.engine.loss_scale
         state = TrainingState(
@@ -104,7 +111,8 @@ class Checkpoints:
             good_steps=scale.good_steps,
             missed=self._missed_updates(),
         )
-        self.saver.begin(state, self._buffers(), self.asynchronous and not ends)
+        buffers = self._buffers() | dict(more or {})
+        self.saver.begin(state, buffers, self.asynchronous and not ends)
 
     def conclude(self) -> tuple[Saved, str]:
         """Bring the save to its end, and remove old checkpoints; SaveFailed, on all ranks alike.
@@ -151,25 +159,34 @@ class Checkpoints:
         damaged: list[str] = []
         for path in map(Path, named.paths):
             try:
-                content = self._load(path, only_weights)
+                loaded = self._load(path, only_weights)
             except Damaged as error:
                 if not named.of_this_run:
                     raise InputError(f"checkpoint.resume: {error}") from error
                 damaged.append(str(error))
             else:
+                content = loaded.content
                 step = 0 if only_weights else content.state.step
                 changed = tuple(differences(content, self.spec, "changeable"))
                 warnings = [f"passed over a damaged checkpoint: {problem}" for problem in damaged]
                 warnings += self._make_way(step, path) + other_data(content, self.spec, step)
-                return Resumed(step, path, changed, tuple(warnings))
+                return Resumed(step, path, changed, tuple(warnings), loaded)
         if damaged:
             problems = "".join(f"\n  {problem}" for problem in damaged)
             advice = "--fresh starts the run anew"
             raise InputError(f"no checkpoint of this run can be read:{problems}\n{advice}")
         return Resumed(0, warnings=tuple(self._make_way(0, None)))
 
+    def load(self, path: Path, only_weights: bool) -> tuple[Loaded, Path]:
+        """Load this checkpoint, or the newest of this run; InputError if it is damaged."""
+        at = Path(self._on_first_rank(lambda: str(checkpoint_at(path))))
+        try:
+            return self._load(at, only_weights), at
+        except Damaged as error:
+            raise InputError(str(error)) from error
+
     def refresh_weights(self) -> None:
-        """Make the weights from the states, after `resume`."""
+        """Make the weights from the states, after `resume` or `load`."""
         self.engine.renew(lambda unit: unit.weights_from_master())
 
     def _make_way(self, step: int, origin: Path | None) -> list[str]:
@@ -193,20 +210,20 @@ class Checkpoints:
             lambda: run_while_polling(self.world, lambda: readable(action))
         )
 
-    def _load(self, path: Path, only_weights: bool) -> Content:
+    def _load(self, path: Path, only_weights: bool) -> Loaded:
         """Load this checkpoint; Damaged on all ranks if it is for any.
 
         The engine's states are then undefined.
         """
-        problem, content = self._reading(lambda: self._read(path, only_weights))
+        problem, loaded = self._reading(lambda: self._read(path, only_weights))
         problems = self.world.all_gather_objects(problem)
         if first := next(filter(None, problems), None):
             raise Damaged(first)
-        assert content
-        return content
+        assert loaded
+        return loaded
 
-    def _read(self, path: Path, only_weights: bool) -> tuple[str, Content | None]:
-        """Return how the checkpoint is damaged ("" if it is not), and its content."""
+    def _read(self, path: Path, only_weights: bool) -> tuple[str, Loaded | None]:
+        """Return how the checkpoint is damaged ("" if it is not), and what it says."""
         try:
             with Checkpoint.open(path) as checkpoint:
                 if path.parent == self.path:
@@ -218,7 +235,8 @@ class Checkpoints:
                 refuse_another_model(checkpoint, self._tensor_shapes(), buffers)
                 restore(self.engine, checkpoint, only_weights)
                 self.identity.update(resumed_identity(checkpoint.identity, self.identity))
-                return "", checkpoint.content
+                loop = LoopState.of(checkpoint.loop, str(path))
+                return "", Loaded(checkpoint.content, loop)
         except Damaged as error:
             return str(error), None
 
@@ -262,7 +280,7 @@ class Checkpoints:
         layers = [layer for stage, _ in self._stages for layer in stage]
         return {p.name: p.shape for layer in layers for p in layer.parameters}
 
-    def _refuse_what_cannot_be_saved(self) -> None:
+    def refuse_what_cannot_be_saved(self) -> None:
         if problem := manifest.problem(self._tensor_shapes(), self._buffer_types):
             advice = (
                 "a buffer with persistent=False is left out; "
@@ -280,12 +298,8 @@ class Checkpoints:
 
     def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of this stage that are saved, on the rank that speaks for it."""
-        modules = self.engine.module.named_modules() if self._speaks_for_stage else ()
-        for prefix, module in modules:
-            for name, buffer in module._buffers.items():
-                persistent = name not in module._non_persistent_buffers_set
-                if buffer is not None and persistent and not buffer.is_meta:
-                    yield f"{prefix}.{name}".lstrip("."), buffer
+        if self._speaks_for_stage:
+            yield from persistent_buffers(self.engine.module)
 
 
 # -- what a rank has -------------------------------------------------------------------------------

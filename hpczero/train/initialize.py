@@ -4,14 +4,14 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from hpczero import machine
+from hpczero import env, machine
 from hpczero.comm.world import World
-from hpczero.errors import HpczeroError, InputError
+from hpczero.errors import HpczeroError, InputError, Stopped
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.parallelize import build_engine
 from hpczero.parallel.user_module import layers_of, refuse_modules_that_differ
@@ -20,6 +20,8 @@ from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import setup
+from hpczero.train.own_run import OwnRun, Position
+from hpczero.train.rank_states import Generators
 
 
 def initialize(
@@ -48,7 +50,8 @@ def initialize(
     refuse_modules_that_differ(module, inner)
     setup.fit_to_memory(inner, _counted(spec, inner.size, accumulates), layers, module)
     engine = build_engine(module, spec, inner, grid, accumulates, setup.share_cores(inner))
-    return Training(engine, spec, (created, started) if created else ())
+    run = OwnRun(spec, inner, grid, engine)
+    return Training(engine, run, (created, started) if created else ())
 
 
 class Training:
@@ -60,16 +63,17 @@ class Training:
     parameters (the module's inputs must be on this device); `steps`: done so far.
     """
 
-    def __init__(self, engine: Engine, spec: Spec, worlds: tuple[World, ...]) -> None:
+    def __init__(self, engine: Engine, run: OwnRun, worlds: tuple[World, ...]) -> None:
         """`worlds` are closed by `close`, in this order."""
         self.engine = engine
-        self.spec = spec
+        self.spec = spec = run.spec
         self.module = engine.module
         self.rank = engine.axis.rank
         self.size = engine.axis.size
         self.dtype = DTYPES[spec.train.precision]
         self.device = engine.device.torch
         self.steps = 0
+        self._run = run
         self._worlds = worlds
         self._open = True
 
@@ -93,7 +97,83 @@ class Training:
         result = self._opened().finish_step(lr)
         self.engine.wait_for_weights()
         self.steps += 1
+        self._run.stepped(self.steps, lr, result)
         return result
+
+    # -- checkpoints (docs/your-loop.md)
+
+    def resume(self, random: Generators | None = None) -> Position:
+        """Go on from the run's newest checkpoint, or from the one that the spec names.
+
+        The run is `<output>/<name>` of the spec. Return what was saved as `extra`, and the step
+        (`self.steps`); it is 0 where the run begins. `random`: generators, by the names under which
+        they were saved; on the same grid of ranks they get their states back.
+        """
+        self._opened()
+        position = self._run.resume(random or {})
+        self.steps = position.step
+        return position
+
+    def load(
+        self, path: str | Path, weights_only: bool = False, random: Generators | None = None
+    ) -> Position:
+        """Load a checkpoint, of any grid, or the newest one in a run's directory.
+
+        With `weights_only` moments and counters begin anew; the step is 0.
+        """
+        self._opened()
+        position = self._run.load(_path(path), weights_only, random or {})
+        self.steps = position.step
+        return position
+
+    def save(
+        self,
+        extra: Mapping[str, Any] | None = None,
+        random: Generators | None = None,
+        folder: str | Path | None = None,
+        step: int | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save a checkpoint of this step (default: `self.steps`) in the run's directory.
+
+        `extra`: rank 0's numbers, text, tensors, and lists and tables of them. `random`: generators
+        by name, of which the state on each rank is saved. The spec's [checkpoint] says how many are
+        kept, and if this returns as soon as there is a copy of the states; with `wait`, or in
+        another `folder`, it returns when all is on the disk.
+        """
+        self._opened()
+        where = None if folder is None else _path(folder)
+        step = self.steps if step is None else step
+        self._run.save(step, extra or {}, random or {}, where, wait)
+
+    def is_due(self) -> bool:
+        """Return True if `checkpoint.every` of the spec asks for a checkpoint of this step."""
+        every = self.spec.checkpoint.every
+        return every > 0 and self.steps > 0 and self.steps % every == 0
+
+    def should_stop(self) -> str:
+        """Return why the loop is to end now ("" if it is not), on all ranks alike.
+
+        SIGTERM, SIGINT, SIGUSR2, a file `stop` in the run's directory, or the end of the job's time
+        is near. The first call begins to listen.
+        """
+        self._opened()
+        return self._run.should_stop()
+
+    def stop(
+        self, extra: Mapping[str, Any] | None = None, random: Generators | None = None
+    ) -> NoReturn:
+        """Save a checkpoint, unless there is one of this step, close, and leave the program.
+
+        Its exit code is 75: a job that is to be continued.
+        """
+        reason = self.should_stop() or "the loop asked for it"
+        self._run.finish_save()
+        if self._run.saved != self.steps:
+            self._run.save(self.steps, extra or {}, random or {}, None, waits=True)
+        saved = self._run.saved == self.steps
+        self._close("stopped", reason)
+        raise SystemExit(Stopped.exit_code if saved else HpczeroError.exit_code)
 
     def zero_grad(self) -> None:
         """Drop the gradients that the backwards since the last step have added, on all ranks.
@@ -131,8 +211,12 @@ class Training:
         Its parameters are gone, and raise an error when read, if they were sharded (stage 3) or the
         node has no room for a copy on every rank: call `full_state_dict` before.
         """
+        self._close("finished")
+
+    def _close(self, state: str, reason: str = "") -> None:
         if self._open:
             self._open = False
+            self._run.end(self.steps, state, reason)
             self.engine.close(machine.memory().usable)
             for world in self._worlds:
                 world.close()
@@ -157,8 +241,12 @@ class Training:
         """
         if error is None:
             self.close()
-        elif self._worlds:
+        elif self._worlds and self._open:
             self._worlds[-1].__exit__(kind, error, trace)
+
+
+def _path(path: str | Path) -> Path:
+    return Path(env.expand(str(path))).absolute()
 
 
 def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:

@@ -16,15 +16,17 @@ import resource
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+
 from hpczero import env
 from hpczero.comm.world import World
 
-WRITTEN = 200e6  # bytes a second that a node writes, as long as no save has been measured
+_WRITTEN = 200e6  # bytes a second that a node writes, as long as no save has been measured
 REASONS = ("SIGTERM", "SIGINT", "SIGUSR2", "stop file", "the end of the job's time")
 
 _SPARE = 1.5  # times the measured seconds
@@ -112,6 +114,23 @@ class StopRequests:
         if number == signal.SIGINT and self._seen[index]:
             raise KeyboardInterrupt
         self._seen[index] = True
+
+
+def agreed_reason(world: World, requests: StopRequests) -> str:
+    """Return the first of REASONS that any rank has seen; "" if none has. Collective."""
+    seen = torch.tensor([float(one) for one in requests.pending()], dtype=torch.float64)
+    world.everyone.all_reduce(seen)
+    return first_reason(seen.tolist())
+
+
+def first_reason(counts: Sequence[float]) -> str:
+    """Return the first of REASONS that some ranks have seen, by how many have seen each."""
+    return next((reason for reason, count in zip(REASONS, counts, strict=True) if count), "")
+
+
+def seconds_of_save(world: World, elements: int) -> float:
+    """Return an estimate: this rank's node writes three fp32 numbers for each owned element."""
+    return 12 * elements * world.local_size / _WRITTEN
 
 
 # -- memory that the process takes

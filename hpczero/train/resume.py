@@ -31,6 +31,7 @@ from hpczero.spec.load import Difference
 from hpczero.spec.schema import Spec
 from hpczero.spec.table import Role
 from hpczero.text import printable
+from hpczero.train.loop_state import LoopState
 from hpczero.train.run_directory import path_of
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -59,6 +60,15 @@ class Resumed:
     path: Path | None = None  # of the checkpoint; None: there is none
     changed: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    loaded: "Loaded | None" = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint says besides the states that the engine has got from it."""
+
+    content: Content
+    loop: LoopState
 
 
 # -- which checkpoint ------------------------------------------------------------------------------

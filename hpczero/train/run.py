@@ -6,8 +6,6 @@ ends the job.
 """
 
 import argparse
-import os
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -272,15 +270,7 @@ class _Meter:
 def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
     """Collective."""
     world = job.world
-    ranks = world.gather_objects(
-        {
-            "rank": world.rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "node": world.node,
-            "device": world.device.name,
-        }
-    )
+    ranks = setup.places_of_ranks(world)
     if reporter is None:
         return
     directory = reporter.directory

@@ -5,6 +5,8 @@ allocated before `fit_to_memory` has found that there is room for it.
 """
 
 import math
+import os
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -199,6 +201,19 @@ def remove_stale_segments(world: World) -> None:
         print(f"hpczero: {world.hosts[world.rank]}: {what}", file=sys.stderr, flush=True)
 
 
+def places_of_ranks(world: World) -> list[Any] | None:
+    """Return where each rank runs, on rank 0; None elsewhere. Collective."""
+    return world.gather_objects(
+        {
+            "rank": world.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "node": world.node,
+            "device": world.device.name,
+        }
+    )
+
+
 def packages() -> dict[str, str | None]:
     versions = {name: env.package_version(name) for name in _PACKAGES}
     return {"python": sys.version.split()[0], "hpczero": env.VERSION} | versions
@@ -246,6 +261,15 @@ def fit_to_memory(
     if problem:
         raise InputError(problem)
     return spec
+
+
+def has_room(world: World, wanted: int) -> bool:
+    """Return True if every rank can take so many bytes of its computer's memory. Collective."""
+    seen = _all_gather(world, [_computer(world), wanted, machine.memory().usable])
+    asked = Counter[str]()
+    for computer, of_rank, _ in seen:
+        asked[computer] += of_rank
+    return all(asked[computer] <= usable for computer, _, usable in seen)
 
 
 def _problem(world: World, spec: Spec, layers: Sequence[Layer], built: int) -> str | None:

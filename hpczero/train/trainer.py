@@ -29,7 +29,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches, Tally, Validation
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import Output
-from hpczero.train.process import REASONS, WRITTEN, Deadline, StopRequests
+from hpczero.train.process import Deadline, StopRequests, first_reason, seconds_of_save
 from hpczero.train.run_directory import RunDirectory
 
 _MOST_SKIPPED = 100  # steps in a row without an update after which the run gives up
@@ -110,9 +110,8 @@ class Trainer:
         return outcome
 
     def _save_estimate(self) -> float:
-        """Return the seconds of a save: its node writes three fp32 numbers for each element."""
-        elements = sum(unit.owned.stop - unit.owned.start for unit in self.engine.units)
-        return 12 * elements * self.world.local_size / WRITTEN if self.checkpoints else 0.0
+        """Return the seconds of a save."""
+        return seconds_of_save(self.world, self.engine.owned_elements) if self.checkpoints else 0.0
 
     def _step(
         self,
@@ -260,9 +259,7 @@ class Trainer:
         """Return the sums of the values, and the first of REASONS that any rank has seen."""
         sums = torch.tensor([*values, *map(float, requests.pending())], dtype=torch.float64)
         self.world.everyone.all_reduce(sums)
-        counts = sums[len(values) :].tolist()
-        asked = next((reason for reason, count in zip(REASONS, counts, strict=True) if count), "")
-        return sums[: len(values)].tolist(), asked
+        return sums[: len(values)].tolist(), first_reason(sums[len(values) :].tolist())
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.spec.train.eval_every

@@ -181,6 +181,11 @@ class Weights:
             raise HpczeroError(f"{what}: take them from engine.module")
         return self._unit_of[parameter]
 
+    @property
+    def owned_elements(self) -> int:
+        """Elements that this rank steps, and saves."""
+        return sum(unit.owned.stop - unit.owned.start for unit in self.units)
+
     def memory(self) -> dict[str, int]:
         """Bytes of the model's states on this rank, by kind."""
         return dict(self.arena.sizes)
