@@ -121,8 +121,8 @@ def _probe_settings(options: Namespace) -> list[str]:
     spec = load(options.spec, options.overrides).spec
     if spec.batch.command:
         raise InputError(
-            "--probe shortens a run of hpczero run, and batch.command is a program of your own: give "
-            "a spec with fewer steps, another name and a short batch.walltime"
+            "--probe shortens a run of hpczero run, and batch.command is a program of your own: "
+            "give a spec with fewer steps, another name and a short batch.walltime"
         )
     settings: dict[str, object] = {
         "name": f"{spec.name[:77]}.probe-{datetime.now(UTC):%Y%m%dT%H%M%S}",

@@ -57,6 +57,7 @@ class World(Nodes):
         super().__init__(mpi, communicator, ranks_per_node, whole, origin)
         self._limits = limits or Limits()
         self._finalizes = False
+        self._hook = sys.excepthook  # that it was before this world
         self._groups: dict[tuple[str, tuple[int, ...], str], Group] = {}
         self.device: Device = whole.device if whole else CPU
         self.backend: str = whole.backend if whole else "mpi"
@@ -74,8 +75,11 @@ class World(Nodes):
         mpi, starts = start_mpi()
         world = cls(mpi, mpi.COMM_WORLD.Dup(), ranks_per_node, limits)
         world._finalizes = starts
-        if starts and world.size > 1:
-            atexit.register(world._left)
+        if starts:
+            world._hook = sys.excepthook
+            sys.excepthook = world._uncaught
+            if world.size > 1:
+                atexit.register(world._left)
         return world
 
     def part(
@@ -205,8 +209,8 @@ class World(Nodes):
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)  # some libraries come back from Abort
 
-    def fail(self, error: BaseException) -> None:
-        """Say which rank failed and why, and end the whole job; do not return.
+    def fail(self, error: BaseException, place: str = "") -> None:
+        """Say which rank failed, why and where, and end the whole job; do not return.
 
         What is wrong with the input is usually found by all ranks: rank 0 says it, and the others
         wait a moment for it to do so.
@@ -216,7 +220,7 @@ class World(Nodes):
         if not isinstance(error, HpczeroError):
             traceback.print_exception(error)
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
-        self._say(f"{kind}{error}")
+        self._say(f"{kind}{error}{place}")
         if isinstance(error, InputError):
             env.note_wrong_input()
         self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
@@ -247,6 +251,7 @@ class World(Nodes):
         self._communicator.Free()
         if self._finalizes:
             atexit.unregister(self._left)
+            sys.excepthook = self._hook
             self._mpi.Finalize()
 
     def __enter__(self) -> "World":
@@ -265,6 +270,17 @@ class World(Nodes):
         if self.size > 1:
             self.fail(error)
 
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        """End the job for an error that nobody has caught: the others may wait for this rank."""
+        if self.size > 1 and isinstance(error, Exception):
+            self.status.last_words()
+            self.fail(error, _place(trace))
+        if isinstance(error, InputError):
+            env.note_wrong_input()
+        self._hook(kind, error, trace)
+
     def _left(self) -> None:
         """End the job with a process that has not closed its world.
 
@@ -273,6 +289,12 @@ class World(Nodes):
         closing = "(close(), or a `with` block)"
         self._say(f"ends without having closed its world {closing}, and others may wait for it")
         self.abort()
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Return the line of the program, as the traceback of an error says it."""
+    frames = traceback.extract_tb(trace)
+    return f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
 
 
 def _is_stop(error: BaseException) -> bool:

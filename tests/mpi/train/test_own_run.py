@@ -1,0 +1,259 @@
+"""Checkpoints of loops of one's own: saved and resumed on any layout, kept, refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hpczero
+from hpczero.checkpoint import directory
+from hpczero.checkpoint.load import Checkpoint
+from hpczero.checkpoint.save import SaveFailed
+from hpczero.comm.world import World
+from hpczero.errors import InputError
+from hpczero.train import own_run, setup
+from tests.support.own_loops import STEPS, Loop, spec_of, started
+from tests.support.user_modules import WAYS, made
+
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
+
+
+def states(engine: Any) -> list[torch.Tensor]:
+    """Everything that a step changes on this rank."""
+    units = engine.engine.units
+    return [
+        state.clone() for unit in units for state in (unit.master, unit.moment1, unit.moment2)
+    ]
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_the_same_layout_it_goes_on_to_the_bit(
+    world: World, shared_folder: str, behind: bool, precision: str
+) -> None:
+    for stage, shared in WAYS:
+        more: dict[str, Any] = {
+            "train": {"precision": precision},
+            "checkpoint": {"asynchronous": behind},
+        }
+        spec = spec_of(f"{shared_folder}/{stage}-{shared}", stage, shared, **more)
+        with started(world, spec | {"name": "whole"}) as engine:
+            assert engine.resume().step == 0
+            whole = Loop(engine, world).run()
+            expected = states(engine)
+        with started(world, spec) as engine:
+            first = Loop(engine, world).run(3)
+            engine.save(first.extra() | {"epoch": 2}, first.random)
+            first.run(5)  # what comes after the save is lost
+        with started(world, spec) as engine:
+            again = Loop(engine, world)
+            position = engine.resume(again.random)
+            assert (position.step, position.extra["epoch"]) == (3, 2)
+            assert position.extra["losses"].tolist() == list(whole.losses.values())[:3]
+            again.run()
+            assert again.losses == {step: whole.losses[step] for step in range(4, STEPS + 1)}
+            assert again.drawn == whole.drawn[3:]
+            assert all(map(torch.equal, states(engine), expected))
+            assert engine.module.seen == STEPS
+
+
+def test_any_layout_reads_what_any_other_saved(world: World, shared_folder: str) -> None:
+    spec = spec_of(shared_folder, 3, False)
+    alone = world.part([world.rank])
+    own = spec_of(f"{shared_folder}/{world.rank}", 0, False)
+    with started(alone, own) as engine:
+        expected = Loop(engine, alone).run().losses
+    with started(world, spec) as engine:
+        first = Loop(engine, world).run(4)
+        engine.save({}, first.random)
+    for number, (stage, shared) in enumerate(WAYS):
+        with started(world, spec_of(f"{shared_folder}/{number}", stage, shared)) as engine:
+            assert engine.load(f"{shared_folder}/loop").step == 4
+            assert Loop(engine, world).run().losses == pytest.approx(
+                {step: expected[step] for step in range(5, STEPS + 1)}, rel=1e-5
+            )
+    with started(alone, own) as engine:
+        engine.load(f"{shared_folder}/loop")
+        assert Loop(engine, alone).run().losses == pytest.approx(
+            {step: expected[step] for step in range(5, STEPS + 1)}, rel=1e-5
+        )
+    alone.close()
+
+
+def test_another_grid_has_generators_of_its_own(
+    world: World, shared_folder: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone = world.part([world.rank])
+    with started(world, spec_of(shared_folder)) as engine:
+        loop = Loop(engine, world).run(2)
+        engine.save({}, loop.random)
+    with started(alone, spec_of(f"{shared_folder}/{world.rank}")) as engine:
+        loop = Loop(engine, alone)
+        before = loop.own.get_state()
+        engine.load(f"{shared_folder}/loop", random=loop.random)
+        assert torch.equal(loop.own.get_state(), before) == (world.size > 1)
+    said = capfd.readouterr().err
+    assert ("generators stay as this job has seeded them" in said) == (world.size > 1)
+    alone.close()
+
+
+def test_buffers_of_each_rank_are_its_own_again(world: World, shared_folder: str) -> None:
+    """The statistics of BatchNorm are of a rank's own samples."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def statistics(engine: Any) -> torch.Tensor:
+        found: torch.Tensor = engine.module[1].running_mean
+        return found.clone()
+
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(world.rank))
+    with hpczero.initialize(made(net), spec_of(shared_folder), world) as engine:
+        engine.backward(engine(x).sum())
+        engine.step()
+        engine.save()
+        expected = statistics(engine)
+    of_ranks = world.everyone.stack(expected)
+    assert world.size == 1 or not torch.equal(of_ranks[0], of_ranks[-1])
+    with hpczero.initialize(made(net), spec_of(shared_folder), world) as engine:
+        engine.resume()
+        assert torch.equal(statistics(engine), expected)
+
+
+def test_weights_alone_begin_a_new_run(world: World, shared_folder: str) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        Loop(engine, world).run(2)
+        saved = engine.full_state_dict()
+        engine.save({"epoch": 1})
+    with started(world, spec_of(shared_folder) | {"seed": 9, "name": "other"}) as engine:
+        with pytest.raises(InputError, match="is a checkpoint of another run:\n  seed"):
+            engine.load(f"{shared_folder}/loop")
+        position = engine.load(f"{shared_folder}/loop", weights_only=True)
+        assert (position.step, position.extra) == (0, {"epoch": 1})
+        now = engine.full_state_dict()
+        assert all(torch.equal(now[name], tensor) for name, tensor in saved.items())
+        assert not any(state.any() for state in states(engine)[1::3])
+
+
+def test_the_spec_says_when_and_how_many(world: World, shared_folder: str) -> None:
+    spec = spec_of(shared_folder, checkpoint={"every": 2, "keep": 2, "keep_every": 6})
+    with started(world, spec) as engine:
+        loop = Loop(engine, world)
+        for _ in range(STEPS):
+            loop.step()
+            if engine.is_due():
+                engine.save(loop.extra(), folder=None)
+    run = Path(shared_folder) / "loop"
+    assert list(directory.steps(run / "checkpoints")) == [8, 6]
+    if world.rank == 0:
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        assert [event["step"] for event in events if event["event"] == "save"] == [2, 4, 6, 8]
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in metrics] == list(range(3, STEPS + 1)), (
+            "the run's directory is claimed when it is first asked for"
+        )
+        assert json.loads((run / "summary.json").read_text())["state"] == "finished"
+        assert not (run / "lock").exists()
+
+
+def test_another_folder_has_a_copy_that_is_complete_at_once(
+    world: World, shared_folder: str
+) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        Loop(engine, world).run(1)
+        engine.save({"note": "kept"}, folder=f"{shared_folder}/aside", step=77)
+        path = Path(shared_folder) / "aside" / "checkpoints" / "step-00000077"
+        with Checkpoint.open(path) as checkpoint:
+            assert checkpoint.step == 77
+            assert checkpoint.buffers.keys() == {"seen"}
+        assert not (Path(shared_folder) / "loop").exists()
+
+
+def test_what_a_checkpoint_cannot_keep_is_refused_on_all_ranks(
+    world: World, shared_folder: str
+) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        Loop(engine, world).run(1)
+        with pytest.raises(InputError, match=r"extra\['model'\] is a Small"):
+            engine.save({"model": made(lambda: engine.module)})
+        with pytest.raises(InputError, match=r"random\['data'\] is a int"):
+            engine.save(random={"data": 3})
+        engine.save(wait=True)
+        with pytest.raises(InputError, match="has no state of the generator 'own'"):
+            engine.resume({"own": torch.Generator()})
+
+
+def test_another_module_is_refused(world: World, shared_folder: str) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        Loop(engine, world).run(1)
+        engine.save()
+    with (
+        hpczero.initialize(nn.Linear(3, 2), spec_of(shared_folder), world) as engine,
+        pytest.raises(InputError, match="does not have this model's tensors"),
+    ):
+        engine.resume()
+
+
+def test_a_save_that_fails_ends_the_loop_or_is_said(
+    world: World,
+    shared_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        Loop(engine, world).run(1)
+        engine.save(wait=True)
+        checkpoints = Path(shared_folder) / "loop" / "checkpoints"
+        world.everyone.barrier()
+        if world.rank == 0:
+            checkpoints.rename(checkpoints.with_name("moved"))
+            checkpoints.write_text("a file in its place")
+        world.everyone.barrier()
+        with pytest.raises(SaveFailed, match="the checkpoint could not be saved: rank 0"):
+            engine.save(wait=True, step=2)
+        monkeypatch.setattr(
+            engine._run,
+            "spec",
+            engine.spec.model_copy(
+                update={
+                    "checkpoint": engine.spec.checkpoint.model_copy(update={"on_error": "continue"})
+                }
+            ),
+        )
+        engine.save(wait=True, step=2)
+        Loop(engine, world).run(2)
+    said = capfd.readouterr().err
+    assert ("hpczero: WARN the checkpoint could not be saved" in said) == (world.rank == 0)
+
+
+def test_without_room_for_a_copy_it_waits(
+    world: World,
+    shared_folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(setup, "has_room", lambda world, wanted: wanted == 0)
+    with started(world, spec_of(shared_folder)) as engine:
+        Loop(engine, world).run(1)
+        engine.save()
+        assert not engine._run._claimed.saver.in_flight
+        assert engine._run._claimed.saver.copy_bytes == 0
+    assert ("no room for a copy" in capfd.readouterr().err) == (world.rank == 0)
+    assert own_run.setup is setup
+
+
+def test_two_engines_are_two_runs(world: World, shared_folder: str) -> None:
+    one = started(world, spec_of(shared_folder))
+    other = started(world, spec_of(shared_folder) | {"name": "other"})
+    for engine in (one, other):
+        Loop(engine, world).run(1)
+        engine.save()
+    same = started(world, spec_of(shared_folder))
+    with pytest.raises(InputError, match=r"loop is in use by|is held by"):
+        same.save()
+    for engine in (same, other, one):
+        engine.close()
+    assert directory.steps(Path(shared_folder) / "other" / "checkpoints").keys() == {1}
