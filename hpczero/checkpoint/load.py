@@ -94,6 +94,18 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
                 f"{printable(key)}: {first['msg']}; use the version of hpczero that made it"
             ) from error
 
+    def said_by_loop(self) -> dict[str, Any]:
+        """Return what a loop of one's own has saved as JSON; {} if none has.
+
+        Damaged: it is none.
+        """
+        if f"{LOOP}state" not in self.loop:
+            return {}
+        try:
+            return dict(json.loads(self.loop[f"{LOOP}state"].tobytes()))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Damaged(f"{self.folder}: the state of its loop is no JSON: {error}") from error
+
     def read(self, slot: int, name: str, wanted: Slices, out: Array | None = None) -> Array:
         """Read a rectangle of a tensor, into `out` if given."""
         number = self._number[name]

@@ -22,7 +22,7 @@ from hpczero.checkpoint.load import Checkpoint, Difference, Statistics
 from hpczero.checkpoint.piece_table import Tensor
 from hpczero.checkpoint.shard_file import SLOTS, WIDTH, bar
 from hpczero.errors import InputError
-from hpczero.text import format_bytes, printable
+from hpczero.text import first_few, format_bytes, printable
 
 # name in --slot -> the slot's number
 _SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}
@@ -207,12 +207,15 @@ def _summary(checkpoint: Checkpoint) -> list[str]:
     parameters = sum(tensor.size for tensor in checkpoint.table.tensors)
     writer = f"hpczero {printable(content.hpczero)}, format {content.format}"
     files = f"{len(content.shards)} shard files; slots {', '.join(SLOTS)}"
+    loop = checkpoint.said_by_loop()
+    kept = [*loop.get("extra", ()), *loop.get("generators", ())]
     return [
         f"{printable(str(checkpoint.folder))}: step {state.step}, {state.updates} updates, "
         f"{parameters:,} parameters, {format_bytes(content.size)}",
         f"  saved {printable(content.created)} by {writer}",
         f"  {content.ranks} ranks ({grid}), {files}",
         f"  loss scale {state.loss_scale:g}, {state.good_steps} good steps",
+        *([f"  saved by a loop of its own, with {printable(first_few(kept))}"] if kept else []),
     ]
 
 
@@ -245,6 +248,7 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> dict[str, Any]:
             {"name": name, "shape": values.shape, "dtype": str(values.dtype)}
             for name, values in checkpoint.buffers.items()
         ],
+        "loop": checkpoint.said_by_loop(),
         "spec": content.spec,
     }
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpczero.batch.job import BatchJob, SubmitHost, plan
+from hpczero.batch.job import BatchJob, SubmitHost, plan, program
 from hpczero.batch.render import render
 from hpczero.batch.sites import all_names
 from hpczero.spec.load import load, toml_value
 
 FOLDER = Path(__file__).parents[1] / "unit" / "batch" / "golden"
 HERE = SubmitHost(folder="/work/jobs", environment="/work/venv", schedulers=())
-ARGUMENTS = ("run", "/work/jobs/spec.toml")
+SPEC = "/work/jobs/spec.toml"
 EVERYTHING: dict[str, Any] = {
     "nodes": 3,
     "ranks_per_node": 4,
@@ -74,6 +74,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "submitted-slurm": {"site": "generic/slurm", "chain": 3, "max_stalled": 2, "nodes": 2},
     "submitted-pbs": {"site": "generic/pbs", "chain": 3, "nodes": 2},
+    "submitted-slurm-own-program": {
+        "site": "generic/slurm",
+        "chain": 2,
+        "command": ["python", "my train.py", "{spec}", "--note=it's $HOME", "{other}"],
+    },
     "polaris-cores": {
         "site": "polaris/gpu",
         "nodes": 10,
@@ -126,7 +131,8 @@ def _job(batch: dict[str, Any], folder: Path) -> BatchJob:
     keys = [f"batch.{key} = {toml_value(value)}" for key, value in batch.items()]
     lines = [*extends, 'name = "a-run-with-a-long-name"', "train.global_batch = 48", *keys]
     (folder / "spec.toml").write_text("\n".join(lines))
-    return plan(load(folder / "spec.toml").spec, HERE, ARGUMENTS)
+    spec = load(folder / "spec.toml").spec
+    return plan(spec, HERE, program(spec.batch, SPEC))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hpczero.batch import render as header
-from hpczero.batch.job import BatchJob, SubmitHost, plan
+from hpczero.batch.job import BatchJob, SubmitHost, plan, program
 from hpczero.batch.render import launch_command, render
 from hpczero.errors import InputError
 from hpczero.spec.load import load, toml_value
@@ -96,6 +96,7 @@ ONE = [
 SEVERAL = [
     "modules",
     "launch_options",
+    "command",
     "container_options",
     "pbs_resources",
     "extra_directives",
@@ -103,6 +104,7 @@ SEVERAL = [
 ]
 QUOTED = [
     "launch_options",
+    "command",
     "container_options",
     "env",
 ]  # free text, which the shell must get quoted
@@ -208,7 +210,9 @@ def rendered(
 ) -> tuple[BatchJob | None, str, str]:
     """Return the job, its script and the refusal; `output`: the run's folder if it is submitted."""
     try:
-        job = plan(load(spec).spec, SubmitHost(str(place), "/env", ()), ("run", argument))
+        read = load(spec).spec
+        words = program(read.batch, argument)
+        job = plan(read, SubmitHost(str(place), "/env", ()), words)
         if output:
             books = f"{output}/batch/1"
             Path(books).mkdir(parents=True, exist_ok=True)

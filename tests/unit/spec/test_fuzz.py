@@ -108,9 +108,9 @@ def mutated_structure(draw: st.DrawFn) -> str:
             tree.pop(name, None)
             name = draw(WORDS)
         tree[name] = draw(st.integers(0, 9) | st.sampled_from(list(flat(Spec()).values())) | VALUES)
+    quoted = draw(st.sampled_from([False, False, True]))  # a quoted "train.steps" is no key
     return "\n".join(
-        f"{name if draw(st.booleans()) else json.dumps(name)} = {toml(value)}"
-        for name, value in tree.items()
+        f"{json.dumps(name) if quoted else name} = {toml(value)}" for name, value in tree.items()
     )
 
 
