@@ -1,14 +1,16 @@
 """hpczero trains large transformers over MPI, from one declarative TOML spec."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from hpczero import env, kernel_cache
 
 if TYPE_CHECKING:
+    from hpczero import data
     from hpczero.comm.world import World
     from hpczero.train.initialize import initialize
 
-__all__ = ["World", "__version__", "initialize"]
+__all__ = ["World", "__version__", "data", "initialize"]
 __version__ = env.VERSION
 
 env.make_kernels_importable()
@@ -18,6 +20,8 @@ def __getattr__(name: str) -> Any:
     """Import what needs torch or MPI when it is first used."""
     if name == "initialize":
         return kernel_cache.load("hpczero.train.initialize").initialize
+    if name == "data":
+        return importlib.import_module("hpczero.data")
     if name == "World":
         from hpczero.comm.world import World
 

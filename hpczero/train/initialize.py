@@ -40,7 +40,9 @@ def initialize(
     `accumulates=False` saves memory where every step has one backward.
     """
     started = world or World.start()
-    spec = _agreed(spec, started)
+    spec = spec_of_all(spec, started)
+    if problems := _problems(spec):
+        raise InputError("; ".join(problems))
     created = None if world else setup.training_world(started, spec)
     if not started.is_watched:
         started.watch(spec.comm.timeout_s)
@@ -73,7 +75,7 @@ class Training:
         self.dtype = DTYPES[spec.train.precision]
         self.device = engine.device.torch
         self.steps = 0
-        self._run = run
+        self.run = run
         self._worlds = worlds
         self._open = True
 
@@ -97,7 +99,7 @@ class Training:
         result = self._opened().finish_step(lr)
         self.engine.wait_for_weights()
         self.steps += 1
-        self._run.stepped(self.steps, lr, result)
+        self.run.stepped(self.steps, lr, result)
         return result
 
     # -- checkpoints (docs/your-loop.md)
@@ -110,7 +112,7 @@ class Training:
         they were saved; on the same grid of ranks they get their states back.
         """
         self._opened()
-        position = self._run.resume(random or {})
+        position = self.run.resume(random or {})
         self.steps = position.step
         return position
 
@@ -122,7 +124,7 @@ class Training:
         With `weights_only` moments and counters begin anew; the step is 0.
         """
         self._opened()
-        position = self._run.load(_path(path), weights_only, random or {})
+        position = self.run.load(_path(path), weights_only, random or {})
         self.steps = position.step
         return position
 
@@ -144,7 +146,7 @@ class Training:
         self._opened()
         where = None if folder is None else _path(folder)
         step = self.steps if step is None else step
-        self._run.save(step, extra or {}, random or {}, where, wait)
+        self.run.save(step, extra or {}, random or {}, where, wait)
 
     def is_due(self) -> bool:
         """Return True if `checkpoint.every` of the spec asks for a checkpoint of this step."""
@@ -158,7 +160,7 @@ class Training:
         is near. The first call begins to listen.
         """
         self._opened()
-        return self._run.should_stop()
+        return self.run.should_stop()
 
     def stop(
         self, extra: Mapping[str, Any] | None = None, random: Generators | None = None
@@ -168,10 +170,10 @@ class Training:
         Its exit code is 75: a job that is to be continued.
         """
         reason = self.should_stop() or "the loop asked for it"
-        self._run.finish_save()
-        if self._run.saved != self.steps:
-            self._run.save(self.steps, extra or {}, random or {}, None, waits=True)
-        saved = self._run.saved == self.steps
+        self.run.finish_save()
+        if self.run.saved != self.steps:
+            self.run.save(self.steps, extra or {}, random or {}, None, waits=True)
+        saved = self.run.saved == self.steps
         self._close("stopped", reason)
         raise SystemExit(Stopped.exit_code if saved else HpczeroError.exit_code)
 
@@ -216,7 +218,7 @@ class Training:
     def _close(self, state: str, reason: str = "") -> None:
         if self._open:
             self._open = False
-            self._run.end(self.steps, state, reason)
+            self.run.end(self.steps, state, reason)
             self.engine.close(machine.memory().usable)
             for world in self._worlds:
                 world.close()
@@ -249,18 +251,15 @@ def _path(path: str | Path) -> Path:
     return Path(env.expand(str(path))).absolute()
 
 
-def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
-    """Return rank 0's spec; InputError on all ranks where a loop of one's own cannot follow it."""
+def spec_of_all(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
+    """Return rank 0's spec, on all ranks. Collective."""
 
     def read() -> Spec:
         if isinstance(spec, Mapping):
             return from_dict(spec).spec
         return spec if isinstance(spec, Spec) else load(spec).spec
 
-    agreed = setup.agree_on_spec(world, read)
-    if problems := _problems(agreed):
-        raise InputError("; ".join(problems))
-    return agreed
+    return setup.agree_on_spec(world, read)
 
 
 def _problems(spec: Spec) -> list[str]:

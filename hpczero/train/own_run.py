@@ -28,7 +28,7 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators
-from hpczero.train.resume import Loaded, look_ahead
+from hpczero.train.resume import Loaded, look_ahead, other_tokens
 from hpczero.train.run_directory import RunDirectory
 
 
@@ -53,6 +53,8 @@ class OwnRun:
         self.grid = grid
         self.engine = engine
         self.saved = -1  # the step of the newest checkpoint of this run that is known
+        self._read: dict[str, str] = {}  # what data the loop reads, as a run's identity
+        self._resumed: Mapping[str, str] = {}  # what data the loop had read before
         self._directory: RunDirectory | None = None  # rank 0's, once it is claimed
         self._claimed: Checkpoints | None = None
         self._requests: StopRequests | None = None
@@ -87,7 +89,7 @@ class OwnRun:
             self._warn(
                 "no room for a copy of the states: the loop waits while a checkpoint is saved"
             )
-        made = Checkpoints(self.spec, self.world, self.grid, self.engine, path=path, behind=behind)
+        made = Checkpoints(self.spec, self.world, self.grid, self.engine, self._read, path, behind)
         self.world.run_on_all(made.refuse_what_cannot_be_saved)
         return made
 
@@ -132,6 +134,7 @@ class OwnRun:
         generators: Generators,
     ) -> Position:
         checkpoints.refresh_weights()
+        self._resumed = loaded.identity if step else {}
         if step:
             self._set_states(loaded, generators, str(path))
         return Position(step, loaded.loop.extra, path)
@@ -164,6 +167,14 @@ class OwnRun:
             rank_states.set_buffers(self.engine.module, buffers)
         except (Damaged, IndexError) as error:
             raise InputError(f"{where}: {error}") from error
+
+    def reads(self, identity: Mapping[str, str]) -> None:
+        """Note what data the loop reads; InputError if it goes on from a run on others."""
+        if problem := other_tokens(self._resumed, identity):
+            raise InputError(f"the checkpoint that the loop goes on from {problem}")
+        self._read.update(identity)
+        if self._claimed:
+            self._claimed.identity.update(identity)
 
     # -- save ------------------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class Loaded:
 
     content: Content
     loop: LoopState
+    identity: Mapping[str, str]
 
 
 # -- which checkpoint ------------------------------------------------------------------------------
@@ -183,14 +184,21 @@ def refuse_another_run(checkpoint: Checkpoint, spec: Spec, identity: Mapping[str
     if lines := differences(checkpoint.content, spec, "identity"):
         shown = "".join(f"\n  {line}" for line in lines)
         raise InputError(f"{path} is a checkpoint of another run:{shown}")
-    if _DATA in there and _DATA in identity and there[_DATA] != identity[_DATA]:
-        was, now = printable(there[_DATA], 80), printable(identity[_DATA], 80)
-        raise InputError(
-            f"{path} is a checkpoint of a run on other data: {_DATA} was {was} and is {now} "
-            "(`hpczero data show` prints it): put the token file back that was there, or begin "
-            "another run with these weights: another name, checkpoint.resume and "
-            "checkpoint.weights_only = true"
-        )
+    if problem := other_tokens(there, identity):
+        raise InputError(f"{path} {problem}")
+
+
+def other_tokens(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """Return what is wrong where a run goes on with other tokens; "" if it does not."""
+    if _DATA not in there or _DATA not in here or there[_DATA] == here[_DATA]:
+        return ""
+    was, now = printable(there[_DATA], 80), printable(here[_DATA], 80)
+    return (
+        f"is a checkpoint of a run on other data: {_DATA} was {was} and is {now} "
+        "(`hpczero data show` prints it): put the token file back that was there, or begin "
+        "another run with these weights: another name, checkpoint.resume and "
+        "checkpoint.weights_only = true"
+    )
 
 
 def identity_of(fingerprint: str, rule: int = 0) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A loop of one's own whose batches do not depend on the ranks, with its own generator and state."""
+"""A loop of one's own, whose batches do not depend on the ranks."""
 
 from collections.abc import Mapping
 from typing import Any

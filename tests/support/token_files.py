@@ -83,3 +83,12 @@ def in_child(action: Callable[[], object]) -> int:
         finally:
             os._exit(7)
     return os.waitpid(pid, 0)[1]
+
+
+def several_documents(folder: Path) -> Path:
+    """Make the token file of some short texts, each a document."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number in range(60):
+        (texts / f"{number}.txt").write_text(f"text {number} " * (1 + number % 7))
+    return make(texts, folder / "text.h5").path

@@ -215,7 +215,7 @@ def test_a_save_that_fails_ends_the_loop_or_is_said(
         with pytest.raises(SaveFailed, match="the checkpoint could not be saved: rank 0"):
             engine.save(wait=True, step=2)
         monkeypatch.setattr(
-            engine._run,
+            engine.run,
             "spec",
             engine.spec.model_copy(
                 update={
@@ -239,8 +239,8 @@ def test_without_room_for_a_copy_it_waits(
     with started(world, spec_of(shared_folder)) as engine:
         Loop(engine, world).run(1)
         engine.save()
-        assert not engine._run._claimed.saver.in_flight
-        assert engine._run._claimed.saver.copy_bytes == 0
+        assert not engine.run._claimed.saver.in_flight
+        assert engine.run._claimed.saver.copy_bytes == 0
     assert ("no room for a copy" in capfd.readouterr().err) == (world.rank == 0)
     assert own_run.setup is setup
 

@@ -4,15 +4,17 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import hpczero
+from tests.support.launch import CHECKOUT, hpczero
 from tests.support.slurm import await_that, running
 from tests.support.slurm_user import LAUNCHERS, User, mpich, over, queued_jobs, states
 
@@ -277,3 +279,30 @@ def test_a_minute_of_walltime_at_a_time_gives_the_run_without_interruption(user:
         "stopped by the end of the job's time" in path.read_text() for path in user.logs("parts")
     )
     assert user.losses("parts") == user.losses("whole")
+
+
+@pytest.mark.slow
+def test_a_program_of_ones_own_goes_on_in_the_next_job(user: User) -> None:
+    """The program of docs/your-loop.md, asked to stop by `scancel --signal`."""
+    page = (CHECKOUT / "docs" / "your-loop.md").read_text()
+    found = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert found
+    slower = found[1].replace("        best = min", "        time.sleep(0.02)\n        best = min")
+    program = slower.replace("import sys\n", "import sys\nimport time\n")
+    (user.folder / "train.py").write_text(program)
+    words = json.dumps([sys.executable, "train.py", "{spec}"])
+    own = ("--set", f"batch.command={words}", "--set", "checkpoint.every=50")
+    user.submits("own", "--set", "train.steps=600", "--set", "batch.chain=3", *own)
+    seen = user.waits("own", lambda found: found["last_save"], "a checkpoint is there")
+    job = seen["links"][0]["number"]
+    user.does("scancel", "--batch", "--signal=USR2", job)
+    found_state = user.waits("own", over, "the chain ends")
+    assert (found_state["state"], found_state["step"]) == ("finished", 600)
+    assert states(found_state) == ["interrupted", "finished", "passed"]
+    steps = [
+        int(line.split()[0])
+        for log in sorted(user.logs("own"))
+        for line in log.read_text().splitlines()
+        if re.fullmatch(r"\d+ [0-9.e-]+ [0-9.e-]+", line)
+    ]
+    assert steps == list(range(1, 601)), "no step is done twice, and none left out"

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-torch = pytest.importorskip("torch", reason="training needs torch")
+import torch
 
 from hpczero.checkpoint.shard_file import Damaged
 from hpczero.errors import InputError

@@ -1,0 +1,17 @@
+"""Corpora, tokens and samples; `hpczero.data.batches` gives them to a loop of one's own."""
+
+from typing import TYPE_CHECKING, Any
+
+from hpczero import kernel_cache
+
+if TYPE_CHECKING:
+    from hpczero.train.own_batches import batches
+
+__all__ = ["batches"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first used."""
+    if name == "batches":
+        return kernel_cache.load("hpczero.train.own_batches").batches
+    raise AttributeError(f"module hpczero.data has no attribute {name}")

@@ -1,0 +1,85 @@
+"""`hpczero.data.batches`: the batches of `hpczero run`, for a loop of one's own.
+
+A global batch is the same whatever the ranks: each gets its part of it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hpczero.data.dataset import open_source
+from hpczero.data.samples import Prefetcher
+from hpczero.model.batch import MicroBatch
+from hpczero.spec.schema import Spec
+from hpczero.train.batches import Batches
+from hpczero.train.initialize import Training, spec_of_all
+from hpczero.train.resume import identity_of
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's micro-batches of one step, on its device; `for batch in it` gives them.
+
+    `weight`: the sum of the targets' weights over all ranks. Where each backward gets the summed
+    loss of a micro-batch divided by it, the step follows the mean loss of a target.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    weight: float
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self.micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+
+def batches(
+    spec: Spec | str | Path | Mapping[str, Any],
+    engine: Training,
+    split: Literal["train", "validation"] = "train",
+) -> Iterator[GlobalBatch]:
+    """Return the global batches of the steps from `engine.steps` to `train.steps`.
+
+    Of the spec count [data], `model.seq_len`, `model.vocab`, `seed` and of [train] the numbers of
+    steps and samples. With the split "validation" they are those of an evaluation
+    (`train.eval_batches`), the same ones each time. Collective; every rank takes all of them.
+    """
+    run = engine.run
+    agreed = spec_of_all(spec, run.world)
+    first = run.world.rank == 0
+    source = run.world.run_on_all(lambda: open_source(agreed, run.world.broadcast_object, first))
+    run.reads(identity_of(source.describe()["fingerprint"]))
+    of_rank = Batches(agreed, source, engine.rank, engine.size)
+    if split == "validation":
+        return _evaluation(of_rank, engine)
+    return _training(of_rank, engine)
+
+
+def _training(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
+    spec = of_rank.spec
+    first = engine.steps
+    last = spec.train.steps - 1
+    prefetcher = Prefetcher(of_rank.training, first, last, spec.data.prefetch)
+    try:
+        for _ in range(first, last + 1):
+            micro_batches, _ = prefetcher.next()
+            yield _on_device(micro_batches, engine)
+    finally:
+        prefetcher.close()
+
+
+def _evaluation(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
+    for number in range(of_rank.evaluation_batches()):
+        yield _on_device(of_rank.evaluation(number), engine)
+
+
+def _on_device(micro_batches: list[MicroBatch], engine: Training) -> GlobalBatch:
+    own = sum(batch.loss_weight for batch in micro_batches)
+    weight = torch.tensor([own], dtype=torch.float64)
+    engine.engine.axis.group.all_reduce(weight)
+    device = engine.engine.device
+    return GlobalBatch(tuple(batch.on(device) for batch in micro_batches), weight.item() or 1.0)

@@ -1,0 +1,125 @@
+"""`hpczero.data.batches`: a loop of one's own reads what `hpczero run` reads, on any ranks."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hpczero
+from hpczero.comm.world import World
+from hpczero.data.dataset import SyntheticSource
+from hpczero.errors import InputError
+from hpczero.spec.schema import Spec
+from hpczero.train.batches import Batches
+from tests.support.token_files import several_documents
+from tests.support.user_modules import made
+
+pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
+
+SPEC: dict[str, Any] = {
+    "name": "reads",
+    "model": {"seq_len": 9, "vocab": 300},
+    "data": {"source": "synthetic"},
+    "train": {"steps": 4, "global_batch": 5, "micro_batch": 2, "precision": "fp32"},
+}
+
+
+class Bigrams(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 8)
+        self.head = nn.Linear(8, 300)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        logits = self.head(self.embedding(batch.tokens)).flatten(0, 1)
+        loss = functional.cross_entropy(logits, batch.targets.flatten(), reduction="none")
+        weights = batch.weights
+        return (loss if weights is None else loss * weights.flatten()).sum()
+
+
+def losses(world: World, spec: dict[str, Any]) -> list[float]:
+    found = []
+    with hpczero.initialize(made(Bigrams), spec, world) as engine:
+        for step in hpczero.data.batches(spec, engine):
+            total = torch.zeros(1, dtype=torch.float64)
+            for number, batch in enumerate(step, 1):
+                loss = engine(batch) / step.weight
+                engine.backward(loss, last=number == len(step))
+                total += loss.item()
+            engine.step()
+            world.everyone.all_reduce(total)
+            found.append(total.item())
+    return found
+
+
+def test_the_samples_are_those_of_a_run(world: World, shared_folder: str) -> None:
+    spec = SPEC | {"output": shared_folder}
+    source = SyntheticSource(1, 300, 9)
+    of_all = Batches(Spec.model_validate(spec), source, 0, 1)
+    with hpczero.initialize(made(Bigrams), spec, world) as engine:
+        engine.steps = 1  # as after `resume`
+        found = list(hpczero.data.batches(spec, engine))
+        assert len(found) == 3
+        for number, step in enumerate(found, 1):
+            assert step.weight == 5 * 9
+            own = torch.cat([batch.samples for batch in step])
+            expected = torch.cat([batch.tokens for batch in of_all.training(number)])
+            assert torch.equal(torch.cat([batch.tokens for batch in step]), expected[own])
+            counts = world.all_gather_objects(own.tolist())
+            assert sorted(sum(counts, [])) == list(range(5))
+
+
+@pytest.mark.parametrize("documents", ["packed", "masked", "padded"])
+def test_any_ranks_give_the_losses_of_one(
+    world: World, shared_folder: str, documents: str
+) -> None:
+    path = f"{shared_folder}/text.h5"
+    if world.rank == 0:
+        several_documents(Path(shared_folder))
+    world.everyone.barrier()
+    data = {"source": path, "documents": documents}
+    alone = world.part([world.rank])
+    expected = losses(alone, SPEC | {"output": f"{shared_folder}/{world.rank}", "data": data})
+    alone.close()
+    assert losses(world, SPEC | {"output": shared_folder, "data": data}) == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert expected[0] == pytest.approx(math.log(300), rel=0.2)
+
+
+def test_an_evaluation_reads_the_same_each_time(world: World, shared_folder: str) -> None:
+    path = f"{shared_folder}/text.h5"
+    if world.rank == 0:
+        several_documents(Path(shared_folder))
+    world.everyone.barrier()
+    spec = SPEC | {"output": shared_folder, "data": {"source": path}}
+    with hpczero.initialize(made(Bigrams), spec, world) as engine:
+        once, again = (
+            [
+                batch.tokens
+                for step in hpczero.data.batches(spec, engine, "validation")
+                for batch in step
+            ]
+            for _ in range(2)
+        )
+        assert once
+        assert all(map(torch.equal, once, again))
+
+
+def test_a_loop_does_not_go_on_with_other_data(world: World, shared_folder: str) -> None:
+    spec = SPEC | {"output": shared_folder, "checkpoint": {"every": 1}}
+    with hpczero.initialize(made(Bigrams), spec, world) as engine:
+        for step in hpczero.data.batches(spec, engine):
+            engine.backward(sum(engine(batch) for batch in step) / step.weight)
+            engine.step()
+            engine.save()
+            break
+    with hpczero.initialize(made(Bigrams), spec, world) as engine:
+        assert engine.resume().step == 1
+        assert len(list(hpczero.data.batches(spec, engine))) == 3
+        with pytest.raises(InputError, match="is a checkpoint of a run on other data"):
+            hpczero.data.batches(spec | {"seed": 2}, engine)
