@@ -1,4 +1,4 @@
-"""The examples of docs/any-model.md run, on all ranks."""
+"""The examples of docs/any-model.md and docs/your-loop.md run, on all ranks."""
 
 import re
 import sys
@@ -17,20 +17,21 @@ from tests.support.user_stages import spec_of
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
-PAGE = CHECKOUT / "docs" / "any-model.md"
+PAGE = "any-model"
 
 
-def example(heading: str) -> str:
+def example(heading: str, page: str) -> str:
     """The first Python block below a heading."""
-    section = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    text = (CHECKOUT / "docs" / f"{page}.md").read_text()
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     found = re.search(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     assert found
     return found[1]
 
 
-def run(heading: str) -> dict[str, Any]:
+def run(heading: str, page: str = PAGE) -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(example(heading), f"{PAGE.name}: {heading}", "exec"), names)
+    exec(compile(example(heading, page), f"{page}: {heading}", "exec"), names)
     return names
 
 
@@ -52,6 +53,19 @@ def test_a_loop_of_your_own(
         10,
         32 * 14 * 14,
     )
+
+
+def test_the_batches_of_a_run(
+    whole: World,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = str(tmp_path_factory.mktemp("loop"))
+    monkeypatch.chdir(whole.broadcast_object(made))
+    run("Data", "your-loop")
+    steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ([] if whole.rank else list(map(str, range(1, 11))))
 
 
 def test_a_model_from_transformers(whole: World, capsys: pytest.CaptureFixture[str]) -> None:

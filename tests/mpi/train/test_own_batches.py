@@ -74,9 +74,7 @@ def test_the_samples_are_those_of_a_run(world: World, shared_folder: str) -> Non
 
 
 @pytest.mark.parametrize("documents", ["packed", "masked", "padded"])
-def test_any_ranks_give_the_losses_of_one(
-    world: World, shared_folder: str, documents: str
-) -> None:
+def test_any_ranks_give_the_losses_of_one(world: World, shared_folder: str, documents: str) -> None:
     path = f"{shared_folder}/text.h5"
     if world.rank == 0:
         several_documents(Path(shared_folder))

@@ -24,9 +24,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 def states(engine: Any) -> list[torch.Tensor]:
     """Everything that a step changes on this rank."""
     units = engine.engine.units
-    return [
-        state.clone() for unit in units for state in (unit.master, unit.moment1, unit.moment2)
-    ]
+    return [state.clone() for unit in units for state in (unit.master, unit.moment1, unit.moment2)]
 
 
 @pytest.mark.parametrize("behind", [True, False])
