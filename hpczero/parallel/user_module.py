@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hpczero.comm.world import World
@@ -32,6 +33,7 @@ _SHARE = 16  # a group of small layers has at most 1/16 of the model
 _LARGE = 8  # a module with less than 1/8 of the model is not cut
 _NOT_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _CONTAINERS = (*_NOT_CALLED, nn.Sequential)
+_OF_OTHERS = {"DTensor", "FlatParameter", "FullyShardedDataParallel"}
 _CUT_IN_TORCH = (*_CONTAINERS, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 
 HeldLayer = tuple[nn.Module, Layer]  # a module, and the parameters that it holds and uses
@@ -54,7 +56,7 @@ def layers_of(module: nn.Module) -> Layers:
 
     Every floating-point parameter is in one layer. Others stay with the module as they are.
     """
-    refuse_changed_in_forward(module)
+    refuse_unfit(module)
     parameters = trained_parameters(module)
     if not parameters:
         raise InputError(
@@ -81,18 +83,39 @@ def layers_of_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -
     return _layers(parameters, cuts)
 
 
-def refuse_changed_in_forward(module: nn.Module) -> None:
-    """Raise InputError for modules whose forward changes a weight.
-
-    Each rank would change it by its own samples, and the master weights would never know.
-    """
+def refuse_unfit(module: nn.Module) -> None:
+    """Raise InputError for modules that an engine would train wrongly, or not at all."""
     for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-            raise InputError(
-                f"{name or type(part).__name__} has max_norm = {part.max_norm:g}, and changes its"
-                " weight in every forward, on each rank as its own samples ask for: set max_norm"
-                " to None; scale what is looked up instead"
-            )
+        if problem := _problem(part):
+            raise InputError(f"{name or type(part).__name__} {problem}")
+
+
+def _problem(part: nn.Module) -> str:
+    """Return why an engine cannot have this part of a module; "" if it can."""
+    if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+        return (
+            f"has max_norm = {part.max_norm:g}, and changes its weight in every forward, on each"
+            " rank as its own samples ask for: set max_norm to None; scale what is looked up"
+            " instead"
+        )
+    if isinstance(part, torch.jit.ScriptModule):
+        return (
+            "is a module of TorchScript, which takes no hooks: hand over the module of which it was"
+            " made"
+        )
+    if isinstance(part, nn.parallel.DistributedDataParallel):
+        return (
+            "is a DistributedDataParallel, which sums gradients itself: hand over what it wraps"
+            " (.module)"
+        )
+    foreign = [type(own).__name__ for own in part.parameters(recurse=False)]
+    other = next((kind for kind in foreign if kind in _OF_OTHERS), "")
+    if other or type(part).__name__ in _OF_OTHERS:
+        return (
+            f"is cut into parts by PyTorch's own sharding ({other or type(part).__name__}): hand"
+            " over the module as it is without that"
+        )
+    return ""
 
 
 def refuse_compiled(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.parallel.pipeline.partition import cut_into_stages
 from hpczero.parallel.step import Call
-from hpczero.parallel.user_module import refuse_changed_in_forward, trained_parameters
+from hpczero.parallel.user_module import refuse_unfit, trained_parameters
 from hpczero.parallel.zero.parameters import ShardedParameter
 from hpczero.parallel.zero.state_dict import reset_of
 from hpczero.spec.schema import Parallel
@@ -44,7 +44,7 @@ class UserStage:
 
 def stage_of(module: nn.Module, parallel: Parallel, stage: int) -> UserStage:
     """Return a stage of the module; InputError, on every stage alike, if it cannot be cut so."""
-    refuse_changed_in_forward(module)
+    refuse_unfit(module)
     stages = parallel.pipeline
     layers = _offered(module, f"parallel.pipeline = {stages}")
     if stages * parallel.chunks > len(layers):

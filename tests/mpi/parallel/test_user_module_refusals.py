@@ -2,6 +2,8 @@
 nothing is left behind.
 """
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,50 @@ def test_what_a_loop_cannot_have_is_refused(whole: World) -> None:
         InputError, match=r"0 has max_norm = 2, and changes its weight in every forward"
     ):
         hpczero.initialize(nn.Sequential(nn.Embedding(4, 4, max_norm=2.0)), spec, whole)
+
+
+class DTensor(nn.Parameter):
+    """Stands for a parameter of PyTorch's own sharding, which needs a process group."""
+
+
+def of_others() -> Iterator[tuple[nn.Module, str]]:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    yield torch.jit.script(inner), "is a module of TorchScript"
+    wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.module = nn.Linear(2, 2)
+    yield nn.Sequential(wrapper), r"0 is a DistributedDataParallel, .* \(\.module\)"
+    cut = nn.Linear(2, 2)
+    cut.weight.__class__ = DTensor
+    yield nn.Sequential(nn.Linear(2, 2), cut), r"1 is cut into parts .* \(DTensor\)"
+
+
+def test_modules_of_other_engines_are_refused(whole: World) -> None:
+    for module, what in of_others():
+        with pytest.raises(InputError, match=what):
+            hpczero.initialize(module, spec_of(0, False), whole)
+
+
+def test_parameters_that_cannot_be_trained_are_named(whole: World) -> None:
+    complex_one = nn.Linear(2, 2)
+    complex_one.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    for module, what in [
+        (nn.Sequential(nn.LazyLinear(3)), r"0\.weight has no shape yet: run the module once"),
+        (complex_one, r"weight is torch\.complex64: hpczero trains real"),
+        (nn.ReLU(), "ReLU has no parameters of a floating-point type"),
+    ]:
+        with pytest.raises(InputError, match=what):
+            hpczero.initialize(module, spec_of(1, False), whole)
+
+
+def test_calls_in_a_wrong_order_are_said(whole: World) -> None:
+    engine = hpczero.initialize(made(Odd), spec_of(1, False), whole)
+    with pytest.raises(HpczeroError, match=r"a loss of one element, and got one of shape \[2\]"):
+        engine.backward(of_tokens(engine, slice(0, 1)).expand(2))
+    engine.close()
+    for call in (engine.save, engine.resume, engine.should_stop, engine.step, engine.zero_grad):
+        with pytest.raises(HpczeroError, match=r"this engine is closed"):
+            call()
 
 
 @SHARE_SAMPLES

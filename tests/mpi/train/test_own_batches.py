@@ -1,6 +1,7 @@
 """`hpczero.data.batches`: a loop of one's own reads what `hpczero run` reads, on any ranks."""
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_the_samples_are_those_of_a_run(world: World, shared_folder: str) -> Non
             expected = torch.cat([batch.tokens for batch in of_all.training(number)])
             assert torch.equal(torch.cat([batch.tokens for batch in step]), expected[own])
             counts = world.all_gather_objects(own.tolist())
-            assert sorted(sum(counts, [])) == list(range(5))
+            assert sorted(chain.from_iterable(counts)) == list(range(5))
 
 
 @pytest.mark.parametrize("documents", ["packed", "masked", "padded"])

@@ -45,6 +45,10 @@ def write_spec(folder: Path, steps: int, every: int, **more: str) -> None:
     (folder / "loop.toml").write_text(text)
 
 
+BEST = "        best = min"
+STEP_AND_BEST = f"        assert engine.rank == 0 or engine.steps < 3, 'mine'\n{BEST}"
+
+
 def command(ranks: int) -> list[str]:
     return [*mpirun(ranks), sys.executable, "train.py", "loop.toml"]
 
@@ -145,6 +149,28 @@ def test_killed_at_any_moment_it_goes_on_from_the_newest_checkpoint(
             assert all(tensor.numpy() is not None for tensor in checkpoint.values())
         assert newest >= max(last, max(seen) - 2), "lost are steps whose save was in flight"
         last = newest
+
+
+def test_an_error_on_one_rank_ends_the_job(folder: Path) -> None:
+    text = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(text.replace("        best = min", STEP_AND_BEST, 1))
+    done = train(folder)
+    assert done.code == 1, done
+    assert "hpczero: rank 1 on" in done.err
+    assert "AssertionError: mine" in done.err
+    assert done.seconds < 60
+
+
+def test_a_call_on_some_ranks_only_ends_the_job(folder: Path) -> None:
+    text = (folder / "loop.toml").read_text()
+    (folder / "loop.toml").write_text(text + "\n[comm]\ntimeout_s = 3\n")
+    program = (folder / "train.py").read_text()
+    line = "        if engine.rank == 0:\n            engine.save()\n"
+    (folder / "train.py").write_text(program.replace("        best = min", line + BEST, 1))
+    done = train(folder)
+    assert done.code == 1, done
+    assert re.search(r"rank [01] .*rank [01]", done.err.replace("\n", " ")), done.err
+    assert done.seconds < 60
 
 
 def test_the_lock_and_wrong_input(folder: Path) -> None:
