@@ -1,13 +1,8 @@
 """Corpora, tokens and samples; `hpczero.data.batches` gives them to a loop of one's own."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpczero import kernel_cache
-
-if TYPE_CHECKING:
-    from hpczero.train.own_batches import batches
-
-__all__ = ["batches"]
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ ALLOWED = {
     "verbs": {"arguments"},
     "arguments": set(),
     "__main__": {"cli"},
-    "": {"env", "kernel_cache", "train.initialize", "comm.world"},
+    "": {"env", "kernel_cache", "train.initialize", "comm.world", "data"},
     "spec": {"errors", "env", "machine", "safe_files", "text"},
     "spec.rules": {"errors", "text", "model.families", "model.shapes"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
@@ -46,7 +46,7 @@ ALLOWED = {
     "huggingface": {"errors", "safe_files", "spec", "text", "model.shapes", "model.families"}
     | {"checkpoint", "data"},
     "hdf5": {"errors", "safe_files"},
-    "data": {"errors", "env", "spec", "text", "hdf5", "safe_files"},
+    "data": {"errors", "env", "kernel_cache", "spec", "text", "hdf5", "safe_files"},
     "checkpoint": {"errors", "env", "spec", "text", "hdf5", "lock", "safe_files", ""}
     | {"comm.world", "comm.objects", "model.shapes", "model.families", "parallel.layout"}
     | {"data.token_file", "data.tokenizer"},

@@ -16,17 +16,18 @@ from hpczero.data.dataset import SyntheticSource
 from hpczero.errors import InputError
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
+from tests.support.own_loops import spec_of
 from tests.support.token_files import several_documents
 from tests.support.user_modules import made
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
-SPEC: dict[str, Any] = {
-    "name": "reads",
-    "model": {"seq_len": 9, "vocab": 300},
-    "data": {"source": "synthetic"},
-    "train": {"steps": 4, "global_batch": 5, "micro_batch": 2, "precision": "fp32"},
-}
+SPEC: dict[str, Any] = spec_of(
+    "",
+    model={"seq_len": 9, "vocab": 300},
+    data={"source": "synthetic"},
+    train={"steps": 4, "global_batch": 5, "micro_batch": 2},
+)
 
 
 class Bigrams(nn.Module):
