@@ -52,8 +52,8 @@ _END_OF_DOCUMENT = argument("--end-of-document TOKEN", "the token after each doc
 def _slot(default: str) -> Argument:
     return argument(
         "--slot",
-        f"the weights, or a moment of the optimizer (default: {default})",
-        choices=["model", "moment1", "moment2", "all"],
+        "model (the weights), moment1, moment2 (of AdamW), another state of the optimizer that "
+        f"show names, or all (default: {default})",
         default=default,
     )
 

@@ -33,7 +33,7 @@ from hpczero.checkpoint import index, manifest
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile, slot_elements
 from hpczero.checkpoint.piece_table import Table
-from hpczero.checkpoint.shard_file import SLOTS, Array, Unreadable, group_of, not_read
+from hpczero.checkpoint.shard_file import Array, Unreadable, group_of, not_read
 from hpczero.errors import HpczeroError
 
 _MOST_PROBLEMS = 20  # of the index; a shard file has its first one reported
@@ -152,11 +152,11 @@ def answer(folder: Path, content: Content, shard: int) -> list[str]:
     if shard < 0:
         with Checkpoint.open(folder, content) as checkpoint:
             table = checkpoint.table
-        problems = _index_problems(folder / INDEX, table, content.shards)
+        problems = _index_problems(folder / INDEX, table, content)
         most = _MOST_PROBLEMS
     else:
         described = content.shards[shard]
-        problems = _shard_problems(folder / described.file, described)
+        problems = _shard_problems(folder / described.file, described, content.slots)
         most = 1
     limited(structure(content, shard))
     return list(islice(problems, most))
@@ -165,12 +165,12 @@ def answer(folder: Path, content: Content, shard: int) -> list[str]:
 # -- the comparison ------------------------------------------------------------------------------
 
 
-def _index_problems(path: Path, table: Table, shards: Sequence[ShardFile]) -> Iterator[str]:
+def _index_problems(path: Path, table: Table, content: Content) -> Iterator[str]:
     """Yield what is in index.h5 that the piece table does not say."""
-    file_of = {data.rank: shard.file for shard in shards for data in shard.ranks}
+    file_of = {data.rank: shard.file for shard in content.shards for data in shard.ranks}
     missing = {
         f"{slot}/{tensor.name}": (slot, number)
-        for slot in index.slots_in_view(table)
+        for slot in index.slots_in_view(table, content.slots)
         for number, tensor in enumerate(table.tensors)
     }
     try:
@@ -243,12 +243,12 @@ def _mapping(slot: str, piece: int, table: Table, file_of: Mapping[int, str]) ->
     return file_of[rank], f"/{group_of(rank)}/{slot}", bounds, source, size, size
 
 
-def _shard_problems(path: Path, shard: ShardFile) -> Iterator[str]:
+def _shard_problems(path: Path, shard: ShardFile, slots: Sequence[str]) -> Iterator[str]:
     """Yield where the datasets of a shard file are not those that its manifest describes."""
     expected = {
         f"{group_of(data.rank)}/{name}": (shape, dtype, offset)
         for data in shard.ranks
-        for name, shape, dtype, offset in _datasets_of(data)
+        for name, shape, dtype, offset in _datasets_of(data, slots)
     }
     try:
         with _opened(path) as file:
@@ -269,11 +269,13 @@ def _shard_problems(path: Path, shard: ShardFile) -> Iterator[str]:
         yield f"it is no HDF5 file of a checkpoint: {error}"
 
 
-def _datasets_of(data: RankData) -> list[tuple[str, tuple[int, ...], str, int]]:
+def _datasets_of(
+    data: RankData, names: Sequence[str]
+) -> list[tuple[str, tuple[int, ...], str, int]]:
     """Return name, shape, dtype and offset in the file of a rank's datasets."""
     elements = slot_elements(data)
-    slots = [(slot, (elements,), "<f4", at) for slot, at in zip(SLOTS, data.data, strict=True)]
-    return [*slots, ("checksums", (len(SLOTS), data.extent.blocks), "<u8", data.checksums)]
+    slots = [(slot, (elements,), "<f4", at) for slot, at in zip(names, data.data, strict=True)]
+    return [*slots, ("checksums", (len(names), data.extent.blocks), "<u8", data.checksums)]
 
 
 # -- reading by the HDF5 library -----------------------------------------------------------------

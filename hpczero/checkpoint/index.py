@@ -52,6 +52,7 @@ def write(
     shards: Sequence[ShardFile],
     buffers: Mapping[str, Array],
     attributes: Mapping[str, Any],
+    slots: Sequence[str] = SLOTS,
 ) -> None:
     """Write a new file; `shards` say which file has which rank's data.
 
@@ -71,7 +72,7 @@ def write(
             pieces.create_dataset(name, data=np.frombuffer(json.dumps(values).encode(), np.uint8))
         for name, buffer in buffers.items():
             file.create_dataset(f"buffers/{name}", data=buffer)
-        for slot in slots_in_view(table):
+        for slot in slots_in_view(table, slots):
             for number in range(len(table.tensors)):
                 _write_view(file, slot, number, table, file_of)
 
@@ -84,8 +85,8 @@ def texts(table: Table) -> dict[str, list[Any]]:
     }
 
 
-def slots_in_view(table: Table) -> Sequence[str]:
-    return SLOTS if len(table.rank) * len(SLOTS) <= _MOST_MAPPINGS else SLOTS[:1]
+def slots_in_view(table: Table, slots: Sequence[str]) -> Sequence[str]:
+    return slots if len(table.rank) * len(slots) <= _MOST_MAPPINGS else slots[:1]
 
 
 def view_of_piece(table: Table, piece: int) -> tuple[int, int, int, Slices]:

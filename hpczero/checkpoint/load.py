@@ -20,7 +20,7 @@ from hpczero.checkpoint import index, manifest, shard_file
 from hpczero.checkpoint.index import Index
 from hpczero.checkpoint.manifest import INDEX, Content
 from hpczero.checkpoint.piece_table import Tensor
-from hpczero.checkpoint.shard_file import SLOTS, WIDTH, Array, Damaged, open_plain, reading
+from hpczero.checkpoint.shard_file import WIDTH, Array, Damaged, open_plain, reading
 from hpczero.checkpoint.shards import Shards
 from hpczero.errors import InputError
 from hpczero.parallel.layout import Slices, rectangles
@@ -61,6 +61,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
         self.table = index.table
         self.buffers, self.loop = _apart(index.buffers)
         self.identity = index.identity
+        self.slots = content.slots
         self.shards = Shards(folder, content)
         self._number = self.table.number
 
@@ -124,7 +125,7 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
                 target[...] = _box_of(data, part.shape, part.of_piece)
             filled += target.size
         if filled != out.size:
-            missing = f"{filled} of {out.size} elements of {SLOTS[slot]}/{name} are there"
+            missing = f"{filled} of {out.size} elements of {self.slots[slot]}/{name} are there"
             raise Damaged(f"{self.folder}: {missing}")
         return out
 
@@ -171,17 +172,17 @@ class Checkpoint(Mapping[str, "LazyTensor"]):
                 self.read(slot, name, box, out[at : at + _size(box)])
 
     def __getitem__(self, name: str) -> "LazyTensor":
-        for slot, prefix in enumerate(SLOTS):
+        for slot, prefix in enumerate(self.slots):
             tensor = name.strip("/").removeprefix(f"{prefix}/")
             if tensor in self._number and name.strip("/") != tensor:
                 return LazyTensor(self, slot, self.table.tensors[self._number[tensor]])
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (f"/{slot}/{tensor.name}" for slot in SLOTS for tensor in self.table.tensors)
+        return (f"/{slot}/{tensor.name}" for slot in self.slots for tensor in self.table.tensors)
 
     def __len__(self) -> int:
-        return len(SLOTS) * len(self.table.tensors)
+        return len(self.slots) * len(self.table.tensors)
 
     def close(self) -> None:
         self.shards.close()

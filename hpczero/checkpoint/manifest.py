@@ -124,7 +124,8 @@ def _group_problem(name: str, names: Collection[str]) -> str:
 
 # -- the manifest --------------------------------------------------------------------------------
 
-FORMAT = 2  # the newest that is read
+FORMAT = 3  # the newest that is read
+MOST_SLOTS = 16
 NAME = "MANIFEST.json"
 INDEX = "index.h5"
 LARGEST_INDEX = 4 << 30  # bytes: it is read whole; 70 million pieces, or buffers
@@ -135,6 +136,7 @@ _STRUCTURE = 1 << 20  # bytes that HDF5's structure of a shard file has at most
 _STRUCTURE_OF_RANK = 64 << 10  # more of them for each rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Slot = Annotated[str, Field(pattern=r"^(model|optimizer/[a-z][a-z0-9_]{0,63})$")]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -147,7 +149,7 @@ class RankData(_Part):
 
     rank: _Count
     elements: _Count
-    data: Annotated[list[_Count], Field(min_length=len(SLOTS), max_length=len(SLOTS))]
+    data: Annotated[list[_Count], Field(min_length=1, max_length=MOST_SLOTS)]
     checksums: _Count
 
     @classmethod
@@ -208,16 +210,20 @@ class TrainingState(_Part):
     loss_scale: Annotated[float, Field(gt=0, lt=1e30)]
     good_steps: _Count
     missed: dict[str, _Count] = Field(default_factory=dict)  # tensor -> updates that left it out
+    # of which tensors are kept, where they are not those of AdamW
+    slots: Annotated[list[_Slot], Field(max_length=MOST_SLOTS)] = Field(default_factory=list)
 
     @property
     def format(self) -> int:
         """Return the oldest format that can hold this state."""
+        if self.slots:
+            return 3
         return 2 if self.missed else 1
 
     @model_serializer(mode="wrap")
     def _as_its_format(self, serialize: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Leave out what format 1 does not have."""
-        return {name: value for name, value in serialize(self).items() if value != {}}
+        return {name: value for name, value in serialize(self).items() if value not in ({}, [])}
 
 
 class Content(_Part):
@@ -230,6 +236,11 @@ class Content(_Part):
     ranks: _Count
     index: IndexFile
     shards: Annotated[list[ShardFile], FailFast()]
+
+    @property
+    def slots(self) -> Sequence[str]:
+        """The names of what is kept of each tensor, the weights first."""
+        return self.state.slots or SLOTS
 
     @property
     def size(self) -> int:
@@ -342,6 +353,11 @@ def _content_problem(content: Content) -> str:
     updates = content.state.updates
     if any(not 0 < missed <= updates for missed in content.state.missed.values()):
         return f"a tensor has missed none, or more than all, of its {updates} updates"
+    if content.slots[0] != SLOTS[0] or len(set(content.slots)) < len(content.slots):
+        return "its slots do not begin with the weights, or one is there twice"
+    places = {len(data.data) for shard in content.shards for data in shard.ranks}
+    if places - {len(content.slots)}:
+        return f"it has {len(content.slots)} slots, and a rank has another number of places"
     if len({shard.file for shard in content.shards}) != len(content.shards):
         return "a shard file is named twice"
     ranks = sorted(data.rank for shard in content.shards for data in shard.ranks)

@@ -63,6 +63,7 @@ class SaveJob:
     table: Callable[[], Table]
     writers: str  # "node", "rank"
     identity: Mapping[str, str] = field(default_factory=dict)  # besides the spec
+    slots: Sequence[str] = SLOTS  # what is kept of each tensor
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Saver:
         self._ranks = self._gathered([self._leader, elements])
         leaders = sorted({leader for leader, _ in self._ranks})
         self._names = {leader: manifest.shard_name(at) for at, leader in enumerate(leaders)}
-        self._copies = [aligned(padded(elements * WIDTH)) for _ in SLOTS] if behind else []
+        self._copies = [aligned(padded(elements * WIDTH)) for _ in job.slots] if behind else []
         for copy in self._copies:
             copy.fill(0)  # the first use of memory takes long
         self._table: Table | None = None
@@ -138,7 +139,8 @@ class Saver:
             return str(directory.begin(self.job.checkpoints, state.step))
 
         path = Path(self._run_on_all(make_folder, meanwhile=partial(copy, 0))[0])
-        made = self._run_on_all(lambda: self._make_file(path), path, partial(copy, 1, 2))
+        others = range(1, len(self.job.slots))
+        made = self._run_on_all(lambda: self._make_file(path), path, partial(copy, *others))
         extents = {data["rank"]: RankData(**data).extent for file in made for data in file}
         files = {
             leader: [extents[rank] for rank in self._ranks_of(leader)] for leader in self._names
@@ -169,7 +171,7 @@ class Saver:
         if self._leader != self.world.rank:
             return []
         elements = {rank: self._ranks[rank][1] for rank in self._ranks_of(self._leader)}
-        extents = shard_file.make_file(self._new(path), elements)
+        extents = shard_file.make_file(self._new(path), elements, self.job.slots)
         return [RankData.of(extent).model_dump() for extent in extents]
 
     def _new(self, path: Path) -> Path:
@@ -181,8 +183,8 @@ class Saver:
 
         What is behind a copy's elements stays zero.
         """
-        assert len(SLOTS) >= shard_file.CHUNKS
-        if self._copies and self._copies[0].nbytes >= shard_file.CHUNK + shard_file.PAGE:
+        enough = len(self._copies) >= shard_file.CHUNKS
+        if enough and self._copies[0].nbytes >= shard_file.CHUNK + shard_file.PAGE:
             return cycle([copy[: shard_file.CHUNK].view(np.float32) for copy in self._copies])
         return empty_chunks()
 
@@ -232,7 +234,7 @@ class Saver:
         files = save.files.items()
         shards = [ShardFile.of(self._names[leader], extents) for leader, extents in files]
         attributes = index.attributes(save.state, job.spec, job.grid, job.identity)
-        index.write(path, self._table, shards, buffers, attributes)
+        index.write(path, self._table, shards, buffers, attributes, job.slots)
         save.index = IndexFile.sealed(path)
 
     def _finish_file(self, save: "_Save") -> str:
@@ -315,7 +317,7 @@ class _Save:
             return action() or ""
         except OSError as error:
             extents = [extent for extents in self.files.values() for extent in extents]
-            needed = sum(extent.length * len(SLOTS) for extent in extents)
+            needed = sum(extent.length * len(extent.data) for extent in extents)
             room = f"the checkpoint has {needed:,} bytes; {_free(self.path)}"
             return f"{path}: {error.strerror or error} ({room})"
         except Exception as error:

@@ -20,7 +20,7 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from hpczero.errors import HpczeroError, InputError
 from hpczero.hdf5.image import hdf5_image, write_all
 from hpczero.safe_files import open_for_writing
 
-SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")
+SLOTS = ("model", "optimizer/moment1", "optimizer/moment2")  # of AdamW; the first is any one's
 BLOCK = 1 << 20  # bytes that have a checksum of their own
 PAGE = 4096  # bytes: addresses, offsets and lengths of direct writes are multiples of it
 CHUNK = 8 << 20  # bytes that are written at a time
@@ -72,7 +72,7 @@ class Extent:
     @property
     def checksums_length(self) -> int:
         """Bytes of the checksums of all slots."""
-        return 8 * len(SLOTS) * self.blocks
+        return 8 * len(self.data) * self.blocks
 
     def ranges(self) -> list[Range]:
         """Return where the slots lie."""
@@ -88,7 +88,9 @@ def group_of(rank: int) -> str:
     return f"rank-{rank:05d}"
 
 
-def make_file(path: Path, elements: Mapping[int, int]) -> list[Extent]:
+def make_file(
+    path: Path, elements: Mapping[int, int], slots: Sequence[str] = SLOTS
+) -> list[Extent]:
     """Make a file with room for so many elements of each rank; it is not on the disk yet."""
     made = []
     with hdf5_image(path, alignment_threshold=PAGE, alignment_interval=PAGE) as file:
@@ -96,13 +98,13 @@ def make_file(path: Path, elements: Mapping[int, int]) -> list[Extent]:
             group = file.create_group(group_of(rank))
             extent = Extent(rank, count, (), 0)
             slot_shape = (extent.length // WIDTH,)
-            slots = [_allocated(group, slot, slot_shape, "<f4") for slot in SLOTS]
-            checksums = _allocated(group, "checksums", (len(SLOTS), extent.blocks), "<u8")
-            made.append((extent, slots, checksums))
+            data = [_allocated(group, slot, slot_shape, "<f4") for slot in slots]
+            checksums = _allocated(group, "checksums", (len(slots), extent.blocks), "<u8")
+            made.append((extent, data, checksums))
         file.flush()
         return [
-            replace(extent, data=tuple(map(_offset, slots)), checksums=_offset(checksums))
-            for extent, slots, checksums in made
+            replace(extent, data=tuple(map(_offset, data)), checksums=_offset(checksums))
+            for extent, data, checksums in made
         ]
 
 
@@ -174,7 +176,7 @@ class Writer:
         self.extent = extent
         self._pause_factor = pause_factor
         self._pause = pause
-        self.checksums = np.zeros((len(SLOTS), extent.blocks), np.uint64)
+        self.checksums = np.zeros((len(extent.data), extent.blocks), np.uint64)
         self._direct = _open_direct(path) if direct else None
         self._file = open_for_writing(path)
         self._disk = ThreadPoolExecutor(1)
@@ -201,7 +203,7 @@ class Writer:
             if self._pause_factor:  # the time includes that of the disk
                 self._pause(self._pause_factor * (time.monotonic() - begun))
         assert offset == self.extent.data[slot] + self.extent.length, (
-            f"{self.path}: {offset} is not the end of slot {SLOTS[slot]}"
+            f"{self.path}: {offset} is not the end of slot {slot}"
         )
 
     def _wait(self, left: int) -> None:

@@ -13,7 +13,6 @@ import xxhash
 from hpczero.checkpoint.manifest import Content, ShardFile
 from hpczero.checkpoint.shard_file import (
     BLOCK,
-    SLOTS,
     WIDTH,
     Array,
     Damaged,
@@ -36,6 +35,7 @@ class Shards:
 
     def __init__(self, folder: Path, content: Content) -> None:
         self.folder = folder
+        self._slots = content.slots
         self._of_rank = {
             data.rank: (shard, data.extent) for shard in content.shards for data in shard.ranks
         }
@@ -57,7 +57,7 @@ class Shards:
         try:
             self.open(shard)
         except (Damaged, Unreadable) as error:
-            raise type(error)(f"{error}; {SLOTS[slot]}/{what} is there") from error
+            raise type(error)(f"{error}; {self._slots[slot]}/{what} is there") from error
         into = out.view(np.uint8)
         begin = first * WIDTH
         end = begin + len(into)
@@ -182,7 +182,7 @@ class Shards:
     ) -> None:
         if xxhash.xxh3_64_intdigest(block.data) != self._checksums_of(shard, extent)[slot, number]:
             begin = extent.data[slot] + number * BLOCK
-            tensor = f"{SLOTS[slot]}/{what}".rstrip("/")
+            tensor = f"{self._slots[slot]}/{what}".rstrip("/")
             bytes_of = f"bytes {begin} to {begin + len(block) - 1}"
             raise Damaged(f"{self.folder / shard.file}: damaged at {bytes_of}, in {tensor}")
 
@@ -198,7 +198,7 @@ class Shards:
         if extent.rank not in self._checksums:
             raw = np.empty(extent.checksums_length, np.uint8)
             self._fill(shard, self.open(shard), extent.checksums, raw)
-            self._checksums[extent.rank] = raw.view("<u8").reshape(len(SLOTS), extent.blocks)
+            self._checksums[extent.rank] = raw.view("<u8").reshape(len(extent.data), extent.blocks)
         return self._checksums[extent.rank]
 
 

@@ -20,7 +20,6 @@ from hpczero.checkpoint.manifest import INDEX, Content, RankData, ShardFile
 from hpczero.checkpoint.piece_table import Table
 from hpczero.checkpoint.shard_file import (
     BLOCK,
-    SLOTS,
     WIDTH,
     Advance,
     Array,
@@ -88,9 +87,8 @@ class Verification:
         tasks = [Task()]
         for number, shard in enumerate(self.content.shards):
             tasks.append(Task(number))
-            tasks += [
-                Task(number, data, slot) for data in shard.ranks for slot in range(len(SLOTS))
-            ]
+            slots = range(len(self.content.slots))
+            tasks += [Task(number, data, slot) for data in shard.ranks for slot in slots]
         return sorted(tasks, key=lambda task: -task.size(self.content))
 
     def carry_out(self, task: Task, advance: Advance) -> list[Damage]:
@@ -153,17 +151,17 @@ class Verification:
     def _tensors_at(self, rank: int, slot: int, begin: int, end: int) -> tuple[str, ...]:
         """Return the tensors that have something in these elements of a rank's slot."""
         if self.table is None:
-            return (f"/{SLOTS[slot]}",)
+            return (f"/{self.content.slots[slot]}",)
         table = self.table
         there = (table.rank == rank) & (table.offset < end) & (table.offset + table.sizes > begin)
-        return _names(table, there, SLOTS[slot : slot + 1])
+        return _names(table, there, self.content.slots[slot : slot + 1])
 
     def _tensors_in(self, shard: ShardFile) -> tuple[str, ...]:
         """Return all tensors that have something in a file."""
         if self.table is None:
             return ()
         there = np.isin(self.table.rank, [data.rank for data in shard.ranks])
-        return _names(self.table, there, SLOTS)
+        return _names(self.table, there, self.content.slots)
 
 
 def _names(table: Table, pieces: Array, slots: Sequence[str]) -> tuple[str, ...]:

@@ -22,10 +22,9 @@ from hpczero.checkpoint.load import Checkpoint, Difference, Statistics
 from hpczero.checkpoint.piece_table import Tensor
 from hpczero.checkpoint.shard_file import SLOTS, WIDTH, bar
 from hpczero.errors import InputError
-from hpczero.text import first_few, format_bytes, printable
+from hpczero.text import first_few, format_bytes, join_words, printable
 
 # name in --slot -> the slot's number
-_SLOTS = {slot.rpartition("/")[2]: number for number, slot in enumerate(SLOTS)}
 
 
 def ls(options: Namespace) -> int:
@@ -85,15 +84,15 @@ def show(options: Namespace) -> int:
 def stats(options: Namespace) -> int:
     with _opened(options.checkpoint, options.step) as checkpoint:
         tensors = _matching(checkpoint, options.pattern)
-        slots = _slots(options.slot)
+        slots = _slots(checkpoint, options.slot)
         rows: list[dict[str, Any]] = []
         with bar("reading", sum(tensor.size for tensor in tensors) * WIDTH * len(slots)) as advance:
             for slot, tensor in itertools.product(slots, tensors):
                 statistics = Statistics()
-                for values in checkpoint[f"/{SLOTS[slot]}/{tensor.name}"].stretches():
+                for values in checkpoint[f"/{slot}/{tensor.name}"].stretches():
                     statistics.add(values)
                     advance(values.nbytes)
-                head = {"slot": SLOTS[slot], "name": tensor.name, "elements": tensor.size}
+                head = {"slot": slot, "name": tensor.name, "elements": tensor.size}
                 rows.append(head | statistics.as_data())
     if options.json:
         _print_as_json(rows)
@@ -111,7 +110,12 @@ def diff(options: Namespace) -> int:
     if not options.tolerance >= 0:
         raise InputError(f"--tolerance {options.tolerance}: it must be 0 or more")
     with _opened(options.a, None) as a, _opened(options.b, None) as b:
-        rows = list(_differences(a, b, _slots(options.slot), options.tolerance))
+        if _slots(a, options.slot) != _slots(b, options.slot):
+            raise InputError(
+                f"they keep other states of optimizers: {first_few(list(a.slots))}, and "
+                f"{first_few(list(b.slots))}: --slot model compares the weights"
+            )
+        rows = list(_differences(a, b, _slots(a, options.slot), options.tolerance))
         if options.json:
             _print_as_json(rows)
         else:
@@ -123,7 +127,7 @@ def diff(options: Namespace) -> int:
 
 
 def _differences(
-    a: Checkpoint, b: Checkpoint, slots: Sequence[int], tolerance: float
+    a: Checkpoint, b: Checkpoint, slots: Sequence[str], tolerance: float
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each tensor that differs: in shape, in values, then the buffers."""
     in_a = {tensor.name: tensor for tensor in a.table.tensors}
@@ -139,7 +143,7 @@ def _differences(
     elements = sum(tensor.size for tensor in comparable) * len(slots)
     with bar("comparing", elements * WIDTH) as advance:
         for slot, tensor in itertools.product(slots, comparable):
-            name = f"/{SLOTS[slot]}/{tensor.name}"
+            name = f"/{slot}/{tensor.name}"
             difference = Difference()
             for values, reference in zip(a[name].stretches(), b[name].stretches(), strict=True):
                 difference.add(values, reference)
@@ -196,8 +200,15 @@ def _matches(name: str, pattern: str | None) -> bool:
     return (pattern or "") in name
 
 
-def _slots(name: str) -> list[int]:
-    return list(_SLOTS.values()) if name == "all" else [_SLOTS[name]]
+def _slots(checkpoint: Checkpoint, name: str) -> list[str]:
+    """Return the slots of this name, of all names, or InputError with those that there are."""
+    known = {slot.rpartition("/")[2]: slot for slot in checkpoint.slots}
+    if name == "all":
+        return list(known.values())
+    if name not in known:
+        there = join_words([*known, "all"], "or")
+        raise InputError(f"--slot {printable(name, 100)}: {checkpoint.folder} has {there}")
+    return [known[name]]
 
 
 def _summary(checkpoint: Checkpoint) -> list[str]:
@@ -206,7 +217,7 @@ def _summary(checkpoint: Checkpoint) -> list[str]:
     grid = ", ".join(f"{printable(axis)} {size}" for axis, size in content.grid.items())
     parameters = sum(tensor.size for tensor in checkpoint.table.tensors)
     writer = f"hpczero {printable(content.hpczero)}, format {content.format}"
-    files = f"{len(content.shards)} shard files; slots {', '.join(SLOTS)}"
+    files = f"{len(content.shards)} shard files; slots {', '.join(checkpoint.slots)}"
     loop = checkpoint.said_by_loop()
     kept = [*loop.get("extra", ()), *loop.get("generators", ())]
     return [
@@ -234,7 +245,7 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> dict[str, Any]:
             {"file": shard.file, "size": shard.size, "ranks": [data.rank for data in shard.ranks]}
             for shard in content.shards
         ],
-        "slots": list(SLOTS),
+        "slots": list(checkpoint.slots),
         "tensors": [
             {
                 "name": tensor.name,

@@ -22,7 +22,7 @@ from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.directory import checkpoint_at
 from hpczero.checkpoint.load import Checkpoint, Wanted
 from hpczero.checkpoint.manifest import Content
-from hpczero.checkpoint.shard_file import SLOTS, Damaged
+from hpczero.checkpoint.shard_file import Damaged
 from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
@@ -279,7 +279,7 @@ def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> None:
     Slot after slot, as a rank's data lies: with the same layout, it is read from front to back.
     """
     units = [(unit, checkpoint.runs(_wanted(unit))) for unit in engine.units]
-    for slot in range(1 if only_weights else len(SLOTS)):
+    for slot in range(1 if only_weights else len(checkpoint.slots)):
         for unit, runs in units:
             elements = states(unit)[slot]
             on_host = elements.cpu()  # the same tensor, unless it lies on another device

@@ -10,7 +10,7 @@ import pytest
 from hpczero.checkpoint.index import Index
 from hpczero.checkpoint.load import Checkpoint, Wanted
 from hpczero.checkpoint.piece_table import Table, Tensor
-from hpczero.checkpoint.shard_file import Array, Damaged, Unreadable
+from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, Unreadable
 
 TENSORS = Tensor("a", (4, 8)), Tensor("b", (6,)), Tensor("c", (3, 2))
 PIECES = [  # tensor, rank, offset, start, stop
@@ -53,7 +53,7 @@ class Data:
 
 def opened(data: Data) -> Checkpoint:
     columns = [np.array([piece[column] for piece in PIECES], np.uint64) for column in range(5)]
-    content: Any = SimpleNamespace(shards=[])
+    content: Any = SimpleNamespace(shards=[], slots=SLOTS)
     checkpoint = Checkpoint(Path(), content, Index(Table(TENSORS, *columns), {}, {}))
     checkpoint.shards = data  # type: ignore[assignment]
     return checkpoint
