@@ -13,7 +13,7 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,14 +27,13 @@ from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import BadGradient, Reduction
 from hpczero.parallel.zero.unit import Unit, take_gradient_slots
+from hpczero.parallel.zero.update import AdamWUpdate, Step, Update
 from hpczero.parallel.zero.weight_gradients import (
     DirectGradients,
     StrayGradients,
     no_torch_overrides,
 )
 from hpczero.parallel.zero.weights import EngineSettings, ModelParts, Weights
-from hpczero_kernels.adamw import AdamWScalars, adamw, scalars_of_step
-from hpczero_kernels.dispatch import CUDA, choose
 
 _GROWTH_INTERVAL = 1000  # steps without overflow after which the scale doubles
 _LARGEST = 2.0**24
@@ -97,6 +96,7 @@ class Engine(Weights):
             self.reduction.on_complete = self.gatherer.forget
         watches = not settings.own_model
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
+        self.update: Update = AdamWUpdate(self, self.absent)
         self._had_backward: set[Unit] = set()  # in this step
         self._stray = StrayGradients(self.reduction.name_of, says=axis.group.rank == 0)
         self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
@@ -235,19 +235,15 @@ class Engine(Weights):
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
         scale = self.loss_scale.value
-        scalars = {
-            missed: self._scalars(self.updates + 1 - missed, lr) for missed in self.absent.counts()
-        }
         grad_norm = self._norm() / scale
         read_norm = self.device.later(grad_norm.view(1))
         host_sync = self.axis.group.connection.progress.snapshot()
-        for one in scalars.values():
-            one.follow(grad_norm, self.settings.train.grad_clip, scale)
         self.wait_for_weights()  # of layers that did not run since the last step
-        if choose("adamw", self.units[0].master) != CUDA:
-            host_sync()  # kernels on the host read the scalars
+        if self.update.reads_on_host():
+            host_sync()
+        self.update.begin(Step(self.updates + 1, lr, grad_norm, read_norm, scale))
         for unit in self.units:
-            self._update(unit, scalars)
+            self.update.step(unit)
             self._start_arriving(unit)
         host_sync()
         (norm,) = read_norm()
@@ -275,18 +271,6 @@ class Engine(Weights):
         for group in self._others:
             total = group.stack(total).sum()
         return total.sqrt()
-
-    def _scalars(self, update: int, lr: float) -> AdamWScalars:
-        optimizer = self.settings.optimizer
-        scalars = scalars_of_step(update, lr, optimizer.betas, optimizer.eps)
-        return AdamWScalars(self.device.put(scalars.values))
-
-    def _update(self, unit: Unit, scalars: Mapping[int, AdamWScalars]) -> None:
-        """Step a unit; `scalars[n]` are those of parameters that n updates have left out."""
-        missed = self.absent.missed
-        for span in unit.spans_to_step(self.absent.of(unit)):
-            decay = self.settings.optimizer.weight_decay if span.decays else 0.0
-            adamw(span.state, decay, scalars[missed.get(span.name, 0)], self.pool)
 
     def parameter_count(self) -> int:
         """Return the size of the whole model. Collective where that is on several stages."""

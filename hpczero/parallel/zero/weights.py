@@ -25,7 +25,7 @@ from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.gather import Gatherer, used_around_others
 from hpczero.parallel.zero.outside import ModuleGuard
 from hpczero.parallel.zero.parameters import give_up_parameter, give_values, hand_back_parameter
-from hpczero.parallel.zero.unit import Fill, Unit, take_moments
+from hpczero.parallel.zero.unit import Fill, Unit
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.cpu import Pool
 
@@ -137,7 +137,6 @@ class Weights:
         for layout in layouts:
             written = axis.written(layout.size, sharded.optimizer)
             units.append(Unit(layout, axis.rank, sharded, dtypes, arena, written))
-        take_moments(units, arena)
         return arena, units
 
     def _gatherer(
