@@ -13,7 +13,7 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +26,10 @@ from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import BadGradient, Reduction
+from hpczero.parallel.zero.torch_update import TorchUpdate
 from hpczero.parallel.zero.unit import Unit, take_gradient_slots
 from hpczero.parallel.zero.update import AdamWUpdate, Step, Update
+from hpczero.parallel.zero.update_plan import NONE
 from hpczero.parallel.zero.weight_gradients import (
     DirectGradients,
     StrayGradients,
@@ -96,13 +98,16 @@ class Engine(Weights):
             self.reduction.on_complete = self.gatherer.forget
         watches = not settings.own_model
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
-        self.update: Update = AdamWUpdate(self, self.absent)
+        kind = TorchUpdate if settings.update.optimizer else AdamWUpdate
+        self.update: Update = kind(self, self.absent)
+        self._averaged = False  # the weights are the average
         self._had_backward: set[Unit] = set()  # in this step
         self._stray = StrayGradients(self.reduction.name_of, says=axis.group.rank == 0)
         self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
         self._direct = DirectGradients(self._unit_of, self.reduction, watches)
         self._hooks += [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.fill(parts.values)
+        self.update.begin_average()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         with self.running():
@@ -150,6 +155,7 @@ class Engine(Weights):
         """
         chosen = self.units if units is None else units
         self.reduction.refuse_after_failure()
+        self._refuse_averaged("backward")
         if (
             self._had_backward.intersection(chosen)
             and not self.settings.accumulates
@@ -220,8 +226,10 @@ class Engine(Weights):
 
     # -- step pass
 
-    def finish_step(self, lr: float) -> StepResult:
+    def finish_step(self, lr: float, own_lr: Mapping[str, float] = NONE) -> StepResult:
         """Complete the gradient's sum and step. Collective.
+
+        `own_lr`: parameter -> learning rate that it has in this step in place of `lr`.
 
         New weights may still be on their way to this rank when this returns. Layers wait for them;
         others call `wait_for_weights`.
@@ -241,7 +249,7 @@ class Engine(Weights):
         self.wait_for_weights()  # of layers that did not run since the last step
         if self.update.reads_on_host():
             host_sync()
-        self.update.begin(Step(self.updates + 1, lr, grad_norm, read_norm, scale))
+        self.update.begin(Step(self.updates + 1, lr, own_lr, grad_norm, read_norm, scale))
         for unit in self.units:
             self.update.step(unit)
             self._start_arriving(unit)
@@ -252,6 +260,7 @@ class Engine(Weights):
         self.updates += finite
         if finite:
             self.absent.updated()
+            self.update.follow_average()
         self.absent.begin_step()
         self.outside.accept()
         return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
@@ -271,6 +280,55 @@ class Engine(Weights):
         for group in self._others:
             total = group.stack(total).sum()
         return total.sqrt()
+
+    # -- the average of the weights
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the average of the weights for the weights inside. Collective.
+
+        An error that leaves the context may be this rank's alone, so nothing is exchanged then:
+        the weights stay the average until a next `averaged` ends.
+        """
+        if not self.update.average:
+            raise HpczeroError(
+                "averaged: this engine keeps no average: hpczero.initialize(..., average=0.999)"
+            )
+        if self._had_backward:
+            raise HpczeroError("averaged: gradients of the weights wait for their step")
+        if not self._averaged:
+            self.renew(self.update.swap_average)
+        self._averaged = True
+        yield
+        self._end_averaged()
+
+    def _end_averaged(self) -> None:
+        if self._averaged:
+            self.renew(self.update.swap_average)
+            self._averaged = False
+
+    def _refuse_averaged(self, what: str) -> None:
+        if self._averaged:
+            raise HpczeroError(
+                f"{what}: the weights are their average inside `with engine.averaged()`. After an "
+                "error there they still are: `with engine.averaged(): pass`, on every rank, ends it"
+            )
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take parameters and buffers from data rank 0. Collective.
+
+        The average begins anew with them; the moments stay.
+        """
+        self._refuse_averaged("load_state_dict")
+        super().load_state_dict(state)
+        self.update.begin_average()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> Iterator[None]:
+        if modify:
+            self._refuse_averaged("gathered(modify=True)")
+        with super().gathered(parameters, modify):
+            yield
 
     def parameter_count(self) -> int:
         """Return the size of the whole model. Collective where that is on several stages."""
@@ -297,4 +355,5 @@ class Engine(Weights):
     def close(self, room: int = 0) -> None:
         if not self._others:
             self.zero_grad()  # sums may be in flight, in memory that is given back
+            self._end_averaged()
         super().close(room)

@@ -13,37 +13,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpczero.errors import InputError
+from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.data_axis import AbsentGradients
 from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.weights import Weights
 from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw, scalars_of_step
 from hpczero_kernels.dispatch import CUDA, choose
 
+_SWAPPED = 1 << 20  # elements that are exchanged at a time
+
 
 @dataclass(frozen=True)
 class Step:
     """A step that is to be carried out.
 
-    `number`: of updates, from 1. `lr`: the schedule's learning rate. `norm`: the gradient's true
-    norm, one fp64 number on the device; `read_norm` waits for it. The gradients are `scale` times
-    too large.
+    `number`: of updates, from 1. `lr`: the schedule's learning rate; `own_lr`: parameter -> the
+    rate that it has in this step. `norm`: the gradient's true norm, one fp64 number on the device;
+    `read_norm` waits for it. The gradients are `scale` times too large.
     """
 
     number: int
     lr: float
+    own_lr: Mapping[str, float]
     norm: Tensor
     read_norm: Callable[[], list[float]]
     scale: float
 
 
 class Update:
-    """An update of the owned elements of all units."""
+    """An update of the owned elements of all units, and the average of the weights, if wanted."""
 
     def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
         """`absent`: which parameters a step leaves out."""
         self.units = weights.units
         self.settings = weights.settings
         self.absent = absent
+        self.average: dict[Unit, Tensor] = {}
+        if self.settings.update.average is not None:
+            arena = weights.arena
+            self.average = {unit: take_zeros(arena, "average", unit) for unit in self.units}
 
     def reads_on_host(self) -> bool:
         """Return True if `begin` and `step` read on the host what the device computes."""
@@ -58,7 +67,7 @@ class Update:
 
     def states(self, unit: Unit) -> dict[str, Tensor]:
         """Return what is kept of the unit's owned elements besides the master weights, by name."""
-        raise NotImplementedError
+        return {"average": self.average[unit]} if self.average else {}
 
     def facts(self) -> dict[str, Any]:
         """Return, as JSON, what else belongs to the state; equal on all ranks. Collective."""
@@ -67,6 +76,46 @@ class Update:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over `facts`, after the `states` have been filled."""
         raise NotImplementedError
+
+    def refuse_other(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Raise InputError if the facts are another optimizer's."""
+        if facts["optimizer"] != name:
+            raise InputError(
+                f"these are states of another optimizer: of {facts['optimizer']}, not of {name}"
+            )
+
+    def rate(self, step: Step, name: str) -> float:
+        """Return the learning rate of a parameter in a step.
+
+        The schedule scales the groups' own rates as it does the spec's.
+        """
+        if name in step.own_lr:
+            return step.own_lr[name]
+        of_group: float | None = self.settings.update.options.get(name, {}).get("lr")
+        return step.lr if of_group is None else of_group * (step.lr / self.settings.optimizer.lr)
+
+    # -- the average of the weights
+
+    def begin_average(self) -> None:
+        """Let the average begin with the present weights."""
+        for unit, average in self.average.items():
+            average.copy_(unit.master)
+
+    def follow_average(self) -> None:
+        """Let the average follow an update that has been carried out."""
+        for unit, average in self.average.items():
+            assert self.settings.update.average
+            average.lerp_(unit.master, 1.0 - self.settings.update.average)
+
+    def swap_average(self, unit: Unit) -> None:
+        """Exchange the average and the master weights; the weights that this rank writes follow."""
+        average = self.average[unit]
+        for start in range(0, average.numel(), _SWAPPED):
+            part = slice(start, start + _SWAPPED)
+            kept = unit.master[part].clone()
+            unit.master[part] = average[part]
+            average[part] = kept
+        unit.weights_from_master()
 
 
 @dataclass(frozen=True)
@@ -79,7 +128,12 @@ class StepSpan:
 
 
 class AdamWUpdate(Update):
-    """AdamW by hpczero's kernel."""
+    """AdamW by hpczero's kernel.
+
+    Parameters whose scalars (learning rate, betas, eps, count of updates) are the same share them.
+    Those of hpczero's own models all do: only parameters of groups, or that have missed updates,
+    are looked up by name.
+    """
 
     def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
         """Take the first moments of all units, then the second ones.
@@ -90,30 +144,49 @@ class AdamWUpdate(Update):
         self._device = weights.device
         self._pool = weights.pool
         for unit in self.units:
-            unit.moment1 = _zeros(weights, unit)
+            unit.moment1 = take_zeros(weights.arena, "moments", unit)
         for unit in self.units:
-            unit.moment2 = _zeros(weights, unit)
+            unit.moment2 = take_zeros(weights.arena, "moments", unit)
         # of the last step, with the parameters that it left out
         self._spans: dict[Unit, tuple[frozenset[int], list[StepSpan]]] = {}
-        self._scalars: dict[int, AdamWScalars] = {}  # by updates that have left a parameter out
+        self._common: AdamWScalars  # of this step, as are the following
+        self._scalars: dict[str, AdamWScalars]  # of parameters that have others
 
     def reads_on_host(self) -> bool:
         return choose("adamw", self.units[0].master) != CUDA
 
     def begin(self, step: Step) -> None:
         optimizer = self.settings.optimizer
+        options = self.settings.update.options
+        missed = self.absent.missed
+        common = step.number, step.lr, optimizer.betas, optimizer.eps
+        made = {common: self._made(step, *common)}
+        self._common = made[common]
         self._scalars = {}
-        for missed in self.absent.counts():
-            number = step.number - missed
-            scalars = scalars_of_step(number, step.lr, optimizer.betas, optimizer.eps)
-            on_device = AdamWScalars(self._device.put(scalars.values))
-            on_device.follow(step.norm, self.settings.train.grad_clip, step.scale)
-            self._scalars[missed] = on_device
+        for name in {*options, *step.own_lr, *self.absent.behind()}:
+            of_group = options.get(name, {})
+            own = (
+                step.number - missed.get(name, 0),
+                self.rate(step, name),
+                tuple(of_group.get("betas", optimizer.betas)),
+                of_group.get("eps", optimizer.eps),
+            )
+            if own not in made:
+                made[own] = self._made(step, *own)
+            self._scalars[name] = made[own]
+
+    def _made(
+        self, step: Step, number: int, lr: float, betas: tuple[float, float], eps: float
+    ) -> AdamWScalars:
+        scalars = scalars_of_step(number, lr, betas, eps)
+        on_device = AdamWScalars(self._device.put(scalars.values))
+        on_device.follow(step.norm, self.settings.train.grad_clip, step.scale)
+        return on_device
 
     def step(self, unit: Unit) -> None:
-        missed = self.absent.missed
+        common, scalars = self._common, self._scalars
         for span in self._spans_to_step(unit, self.absent.of(unit)):
-            adamw(span.state, span.decay, self._scalars[missed.get(span.name, 0)], self._pool)
+            adamw(span.state, span.decay, scalars.get(span.name, common), self._pool)
 
     def _spans_to_step(self, unit: Unit, absent: frozenset[int]) -> list[StepSpan]:
         """Return the owned elements, without those of the `absent` parameters."""
@@ -138,18 +211,20 @@ class AdamWUpdate(Update):
                 weights,
             )
             decay = self.settings.optimizer.weight_decay if parameter.decays else 0.0
-            yield StepSpan(state, decay, parameter.name)
+            of_group = self.settings.update.options.get(parameter.name, {})
+            yield StepSpan(state, of_group.get("weight_decay", decay), parameter.name)
 
     def states(self, unit: Unit) -> dict[str, Tensor]:
-        return {"moment1": unit.moment1, "moment2": unit.moment2}
+        return {"moment1": unit.moment1, "moment2": unit.moment2} | super().states(unit)
 
     def facts(self) -> dict[str, Any]:
         """Return the name alone: the engine has the counts of updates."""
         return {"optimizer": "adamw"}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
-        pass
+        self.refuse_other("adamw", facts)
 
 
-def _zeros(weights: Weights, unit: Unit) -> Tensor:
-    return weights.arena.take("moments", unit.master.numel(), torch.float32).zero_()
+def take_zeros(arena: Arena, kind: str, unit: Unit) -> Tensor:
+    """Take an fp32 tensor of zeros for the unit's owned elements."""
+    return arena.take(kind, unit.master.numel(), torch.float32).zero_()
