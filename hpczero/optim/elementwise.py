@@ -132,7 +132,8 @@ class _Probe:
             except InputError:
                 raise
             except Exception as error:
-                raise self.refusal(f"{type(error).__name__}: {error}") from error
+                reason = str(error).rstrip(".")
+                raise self.refusal(f"{type(error).__name__}: {reason}") from error
 
     def _compare(self, one: "_Trial", other: "_Trial", what: str) -> None:
         for name in one.found:
