@@ -112,7 +112,7 @@ class Training:
         own_lr: Mapping[str, float] = NONE
         if isinstance(lr, Mapping):
             matches = first_matches(lr, engine.names, "step(lr=...)")
-            own_lr = {name: lr[pattern] for name, pattern in matches.items()}
+            own_lr = {name: float(lr[pattern]) for name, pattern in matches.items()}
         if lr is None or isinstance(lr, Mapping):
             lr = learning_rate(self.spec, self.steps)
         result = engine.finish_step(lr, own_lr)

@@ -22,6 +22,7 @@ from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw, scalars_of_
 from hpczero_kernels.dispatch import CUDA, choose
 
 _SWAPPED = 1 << 20  # elements that are exchanged at a time
+_SCALARS = {"lr", "betas", "eps"}  # options that are scalars of the kernel
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,8 @@ class StepSpan:
 class AdamWUpdate(Update):
     """AdamW by hpczero's kernel.
 
-    Parameters whose scalars (learning rate, betas, eps, count of updates) are the same share them.
-    Those of hpczero's own models all do: only parameters of groups, or that have missed updates,
-    are looked up by name.
+    Parameters with the same learning rate, betas, eps and count of updates share their scalars. In
+    hpczero's own models all do; only those of groups, or that have missed updates, have others.
     """
 
     def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
@@ -147,6 +147,8 @@ class AdamWUpdate(Update):
             unit.moment1 = take_zeros(weights.arena, "moments", unit)
         for unit in self.units:
             unit.moment2 = take_zeros(weights.arena, "moments", unit)
+        options = self.settings.update.options.items()
+        self._in_groups = [name for name, of_group in options if _SCALARS & of_group.keys()]
         # of the last step, with the parameters that it left out
         self._spans: dict[Unit, tuple[frozenset[int], list[StepSpan]]] = {}
         self._common: AdamWScalars  # of this step, as are the following
@@ -163,7 +165,7 @@ class AdamWUpdate(Update):
         made = {common: self._made(step, *common)}
         self._common = made[common]
         self._scalars = {}
-        for name in {*options, *step.own_lr, *self.absent.behind()}:
+        for name in {*self._in_groups, *step.own_lr, *self.absent.behind()}:
             of_group = options.get(name, {})
             own = (
                 step.number - missed.get(name, 0),

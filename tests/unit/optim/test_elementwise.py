@@ -41,6 +41,7 @@ class Changed(torch.optim.SGD):
         super().__init__(groups, lr)
         self.habit = habit
         self.count = 0
+        self.own: dict[int, int] = {}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -62,6 +63,8 @@ class Changed(torch.optim.SGD):
             }
             if self.habit in kinds:
                 self.state[parameter]["kept"] = kinds[self.habit](parameter)
+        if self.habit == "an own dictionary":
+            self.own[len(self.own)] = 1
         self.count += self.habit == "counts"
         super().step()
 
@@ -76,7 +79,8 @@ class Changed(torch.optim.SGD):
         ("doubles", "it keeps 'kept' in torch.float64; only torch.float32 can be"),
         ("a list", "it keeps 'kept', a list"),
         ("its norm", "it keeps another 'kept' for each part of a tensor"),
-        ("counts", r"it counts in an attribute \('count'\), which nobody saves"),
+        ("counts", r"it changes an attribute \('count'\), which nobody saves"),
+        ("an own dictionary", r"it changes an attribute \('own'\), which nobody saves"),
     ],
 )
 def test_habits_that_shards_cannot_follow(habit: str, reason: str) -> None:

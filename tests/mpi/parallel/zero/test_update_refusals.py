@@ -7,6 +7,7 @@ import pytest
 import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import InputError
+from hpczero.planner.memory import needs_of_nodes
 from tests.support.optimizers import OPTIMIZERS, Lamb, Wandering
 from tests.support.updates import (
     Chain,
@@ -21,12 +22,24 @@ pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW, amsgrad", "a user's own"])
-def test_memory_is_what_the_optimizer_keeps(world: World, name: str) -> None:
+def test_memory_is_what_the_optimizer_keeps_and_what_is_counted_before(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[dict[str, int]] = []
+
+    def refusal(spec: Any, layers: Any, limits: Any) -> None:
+        needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
+        counted.append(needs[0].rank)
+
+    monkeypatch.setattr("hpczero.train.setup.refusal", refusal)
     optimizer, options, lr = OPTIMIZERS[name]
     moments = {"SGD": 0, "AdamW, amsgrad": 3, "a user's own": 1}[name]
     wanted = {"optimizer": optimizer, "optimizer_options": options, "average": 0.9}
     with hpczero.initialize(made(Chain), spec_of(1, False, lr), world, **wanted) as engine:
         memory, units = engine.engine.memory(), engine.engine.units
+        for kinds in counted:  # on rank 0
+            assert memory == {kind: kinds[kind] for kind in memory}
+        assert len(counted) == (world.rank == 0)
         one_step(engine, 0)
         owned = [unit.master.numel() for unit in units]
         assert memory["moments"] == 4 * moments * sum(owned)
