@@ -58,6 +58,27 @@ class Wandering(torch.optim.Optimizer):
 OPTIMIZERS["a user's own"] = (Wandering, {"decay": 0.8}, 0.05)
 
 
+class Anchored(torch.optim.Optimizer):
+    """Pulls the weights to those that it was made with."""
+
+    def __init__(self, params: Any, lr: float, pull: float) -> None:
+        super().__init__(params, {"lr": lr, "pull": pull})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["anchor"] = parameter.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    away = parameter - self.state[parameter]["anchor"]
+                    parameter.sub_(group["lr"] * (parameter.grad + group["pull"] * away))
+
+
+OPTIMIZERS["one that knows where it began"] = (Anchored, {"pull": 0.5}, 0.1)
+
+
 class Lamb(torch.optim.Optimizer):
     """The essence of LAMB (You et al. 2020): a step as long as the parameter's norm."""
 

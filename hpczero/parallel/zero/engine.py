@@ -107,7 +107,7 @@ class Engine(Weights):
         self._direct = DirectGradients(self._unit_of, self.reduction, watches)
         self._hooks += [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.fill(parts.values)
-        self.update.begin_average()
+        self.update.start()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         with self.running():

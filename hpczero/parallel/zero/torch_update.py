@@ -88,9 +88,15 @@ class TorchUpdate(Update):
         largest = max(unit.master.numel() for unit in self.units)
         self._gradient = weights.arena.take("gradient of a unit", largest, torch.float32)
         self._parts = {unit: list(self._parts_of(unit)) for unit in self.units}
-        self._optimizers = {unit: self._made(parts) for unit, parts in self._parts.items() if parts}
+        self._optimizers: dict[Unit, torch.optim.Optimizer] = {}  # of those it owns elements of
         self._step: Step | None = None  # None: it is left out
         self._factor = 1.0  # of its gradients
+
+    def start(self) -> None:
+        super().start()
+        for unit, parts in self._parts.items():
+            if parts:
+                self._optimizers[unit] = self._made(parts)
 
     def _parts_of(self, unit: Unit) -> Iterator[_Part]:
         index_of = {slot.parameter.name: index for index, slot in enumerate(unit.layout.slots)}

@@ -1,9 +1,10 @@
 """The update: new master weights, and the weights that follow, once the gradient is summed.
 
-A step goes `begin`, then `step` for every unit, then `end`. What an update keeps of the owned
-elements besides the master weights are flat fp32 tensors (`states`); the rest is data (`facts`).
-`AdamWUpdate` is the kernel: the gradient's norm stays on the device, which leaves the step out if
-that is not finite. `torch_update.TorchUpdate` is an optimizer of PyTorch.
+`start` comes when the first weights are there. A step is `begin`, then `step` for every unit. What
+an update keeps of the owned elements besides the master weights are flat fp32 tensors (`states`);
+the rest is data (`facts`). `AdamWUpdate` is the kernel: the gradient's norm stays on the device,
+and where it is not finite the step changes nothing. `torch_update.TorchUpdate` is an optimizer of
+PyTorch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -94,6 +95,10 @@ class Update:
             return step.own_lr[name]
         of_group: float | None = self.settings.update.options.get(name, {}).get("lr")
         return step.lr if of_group is None else of_group * (step.lr / self.settings.optimizer.lr)
+
+    def start(self) -> None:
+        """Begin with the present weights, which are the first ones."""
+        self.begin_average()
 
     # -- the average of the weights
 
