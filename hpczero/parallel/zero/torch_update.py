@@ -65,10 +65,10 @@ class _Part:
 
 
 def _like(example: Any, value: float) -> Any:
-    """Return a number in the form of another one."""
+    """Return a number in the form of another one, if there is one."""
     if isinstance(example, Tensor):
         return torch.full_like(example, value, dtype=example.dtype)
-    return type(example)(value)
+    return value if example is None else type(example)(value)
 
 
 class TorchUpdate(Update):
@@ -153,13 +153,14 @@ class TorchUpdate(Update):
         Parameters that have had no gradient may have nothing.
         """
         names = [slot.parameter.name for unit in self.units for slot in unit.layout.slots]
+        row_of = {name: row for row, name in enumerate(names)}
         known = self._plan.known
         table = torch.full((len(names), 1 + len(known)), nan, dtype=torch.float64)
         for part, state, group in self._all_parts():
             found = part.found(state, group)
             if found:
                 row = [1.0, *(found.get(name, nan) for name in known)]
-                table[names.index(part.name)] = torch.tensor(row, dtype=torch.float64)
+                table[row_of[part.name]] = torch.tensor(row, dtype=torch.float64)
         for group_of_ranks in self._groups:
             table = _first_known(group_of_ranks.stack(table))
         kept = {}

@@ -7,6 +7,7 @@ and where it is not finite the step changes nothing. `torch_update.TorchUpdate` 
 PyTorch.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,7 @@ class Step:
     scale: float
 
 
-class Update:
+class Update(ABC):
     """An update of the owned elements of all units, and the average of the weights, if wanted."""
 
     def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
@@ -56,28 +57,29 @@ class Update:
             arena = weights.arena
             self.average = {unit: take_zeros(arena, "average", unit) for unit in self.units}
 
+    @abstractmethod
     def reads_on_host(self) -> bool:
         """Return True if `begin` and `step` read on the host what the device computes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, step: Step) -> None:
-        raise NotImplementedError
+        """Begin a step, when the gradient's norm has been asked for."""
 
+    @abstractmethod
     def step(self, unit: Unit) -> None:
         """Step a unit's owned elements; the weights that this rank writes follow."""
-        raise NotImplementedError
 
     def states(self, unit: Unit) -> dict[str, Tensor]:
         """Return what is kept of the unit's owned elements besides the master weights, by name."""
         return {"average": self.average[unit]} if self.average else {}
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Return, as JSON, what else belongs to the state; equal on all ranks. Collective."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over `facts`, after the `states` have been filled."""
-        raise NotImplementedError
 
     def refuse_other(self, name: str, facts: Mapping[str, Any]) -> None:
         """Raise InputError if the facts are another optimizer's."""
