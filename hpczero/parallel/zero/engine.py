@@ -292,7 +292,7 @@ class Engine(Weights):
         """
         if not self.update.average:
             raise HpczeroError(
-                "averaged: this engine keeps no average: hpczero.initialize(..., average=0.999)"
+                "averaged: this engine keeps no average; hpczero.initialize(..., average=0.999) does"
             )
         if self._had_backward:
             raise HpczeroError("averaged: gradients of the weights wait for their step")
@@ -355,5 +355,5 @@ class Engine(Weights):
     def close(self, room: int = 0) -> None:
         if not self._others:
             self.zero_grad()  # sums may be in flight, in memory that is given back
-            self._end_averaged()
+        self._end_averaged()
         super().close(room)
