@@ -292,7 +292,7 @@ class Engine(Weights):
         """
         if not self.update.average:
             raise HpczeroError(
-                "averaged: this engine keeps no average; hpczero.initialize(..., average=0.999) does"
+                "averaged: this engine keeps no average: give initialize(..., average=0.999)"
             )
         if self._had_backward:
             raise HpczeroError("averaged: gradients of the weights wait for their step")
