@@ -1,4 +1,4 @@
-"""The plan of an update: which optimizer steps which parameters, with which options (pure)."""
+"""The plan of an update: which optimizer steps which parameters, with which options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
