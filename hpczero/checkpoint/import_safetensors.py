@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint import directory, index, manifest, shard_file
+from hpczero.checkpoint import directory, index, limits, manifest, shard_file
 from hpczero.checkpoint.load import STRETCH
 from hpczero.checkpoint.manifest import INDEX, IndexFile, ShardFile, TrainingState
 from hpczero.checkpoint.piece_table import RankShard, Table, Tensor
@@ -157,7 +157,7 @@ class SafetensorsImport:
             name: (_buffer_dtype(tensor.entry).name, tensor.entry.shape)
             for name, tensor in self.buffers.items()
         }
-        if problem := manifest.problem(self.shapes, buffers):
+        if problem := limits.problem(self.shapes, buffers):
             raise InputError(f"a checkpoint cannot hold what is in the files: {problem}")
 
     def _refuse_another_model(self) -> None:

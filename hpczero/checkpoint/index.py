@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpczero.checkpoint import manifest
+from hpczero.checkpoint import limits
 from hpczero.checkpoint.manifest import ShardFile, TrainingState, slot_elements
 from hpczero.checkpoint.piece_table import Table, Tensor
 from hpczero.checkpoint.shard_file import SLOTS, Array, Damaged, group_of
@@ -146,7 +146,7 @@ def read(path: Path, descriptor: int) -> Index:
         file = UntrustedFile(descriptor)
         columns = [_values(file, name, "<u8", dims) for name, dims in COLUMNS.items()]
         tensors = _tensors(file)
-        stored = dict(islice(file.datasets_below("buffers"), manifest.MOST_BUFFERS + 1))
+        stored = dict(islice(file.datasets_below("buffers"), limits.MOST_BUFFERS + 1))
         _refuse_what_cannot_be_held(tensors, stored)
         buffers = {name: file.values(dataset) for name, dataset in stored.items()}
         return Index(_table(tensors, columns), buffers, _identity(file))
@@ -157,7 +157,7 @@ def read(path: Path, descriptor: int) -> Index:
 def _tensors(file: UntrustedFile) -> tuple[Tensor, ...]:
     names = _list_of_tensors(file, "names")
     shapes = _list_of_tensors(file, "shapes")
-    if len(names) != len(shapes) or len(names) > manifest.MOST_TENSORS:
+    if len(names) != len(shapes) or len(names) > limits.MOST_TENSORS:
         raise ValueError(f"{len(names):,} names and {len(shapes):,} shapes")
     return tuple(Tensor(name, tuple(shape)) for name, shape in zip(names, shapes, strict=True))
 
@@ -165,10 +165,10 @@ def _tensors(file: UntrustedFile) -> tuple[Tensor, ...]:
 def _list_of_tensors(file: UntrustedFile, name: str) -> list[Any]:
     """Read what the piece table has of each tensor, if it is no more than that."""
     text = _values(file, name, "u1", 1).tobytes()
-    if len(text) > manifest.LONGEST_TEXT:
+    if len(text) > limits.LONGEST_TEXT:
         raise ValueError(f"/pieces/{name} has {len(text):,} bytes, more than a model's names have")
-    if text.count(b",") > 8 * manifest.MOST_TENSORS:  # a shape has some, and a list takes 60 bytes
-        raise ValueError(f"{name} of more than {manifest.MOST_TENSORS:,} tensors")
+    if text.count(b",") > 8 * limits.MOST_TENSORS:  # a shape has some, and a list takes 60 bytes
+        raise ValueError(f"{name} of more than {limits.MOST_TENSORS:,} tensors")
     parsed = json.loads(text)
     if not isinstance(parsed, list):
         raise ValueError(f"{name} are no list")
@@ -209,8 +209,6 @@ def _values(file: UntrustedFile, name: str, dtype: str, dims: int) -> Array:
 
 def _refuse_what_cannot_be_held(tensors: Sequence[Tensor], buffers: Mapping[str, Any]) -> None:
     """ValueError: a checkpoint cannot hold these tensors or these buffers, arrays or datasets."""
-    described = {
-        name: (manifest.dtype_of(values), values.shape) for name, values in buffers.items()
-    }
-    if problem := manifest.problem({tensor.name: tensor.shape for tensor in tensors}, described):
+    described = {name: (limits.dtype_of(values), values.shape) for name, values in buffers.items()}
+    if problem := limits.problem({tensor.name: tensor.shape for tensor in tensors}, described):
         raise ValueError(problem)

@@ -1,131 +1,27 @@
 """MANIFEST.json, the commit record of a checkpoint: its files, what they hold, their checksums.
 
 A checkpoint exists if its manifest does. Its text is exactly what `text` makes of it, so that not a
-bit can change unseen. What a checkpoint can hold at all is here too (`problem`).
-(docs/checkpoint-format.md)
+bit can change unseen. (docs/checkpoint-format.md)
 """
 
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, model_serializer
 
 from hpczero import env
-from hpczero.checkpoint import shard_file
+from hpczero.checkpoint import limits, shard_file
 from hpczero.checkpoint.shard_file import SLOTS, Damaged, Extent, Newer, open_plain, reading
 from hpczero.safe_files import sync, written_durably
 from hpczero.text import printable
 
-# -- what a checkpoint can hold (pure) -----------------------------------------------------------
-# Asked before a run begins, by whoever writes, and by whoever reads what a stranger may have made.
-
-_SIZES = {"float": (64, 32, 16), "int": (64, 32, 16, 8), "uint": (64, 32, 16, 8)}
-DTYPES = (*(f"{kind}{bits}" for kind in _SIZES for bits in _SIZES[kind]), "bool")  # of buffers
-MOST_DIMENSIONS = 32  # as HDF5 has it
-MOST_TENSORS = 250_000  # more than any model has
-MOST_BUFFERS = 100_000
-LONGEST_TEXT = 16 << 20  # bytes of all names, as JSON
-MOST_BYTES_OF_BUFFERS = 2 << 30  # they lie in the index, which is read whole
-_LONGEST_NAME = 4096  # bytes
-_DEEPEST = 16  # groups in groups
-_LONGEST_DIMENSION = 1 << 48
-_MOST_ELEMENTS = 1 << 60  # of a tensor: what 64 bits count stays exact
-_TAKEN = "__metadata__"  # safetensors has something else under this name
-
-Shape = Sequence[int]
-
-
-def problem(tensors: Mapping[str, Shape], buffers: Mapping[str, tuple[str, Shape]]) -> str:
-    """Return why a checkpoint cannot hold these; empty if it can.
-
-    The names and lengths may be of any type. A buffer has its dtype (`dtype_of`) beside its shape.
-    """
-    most = {"tensors": (len(tensors), MOST_TENSORS), "buffers": (len(buffers), MOST_BUFFERS)}
-    for kind, (count, limit) in most.items():
-        if count > limit:
-            return f"{count:,} {kind} are more than {limit:,}"
-    buffer_shapes = {name: shape for name, (_, shape) in buffers.items()}
-    for kind, shapes in (("tensor", tensors), ("buffer", buffer_shapes)):
-        for name, shape in shapes.items():
-            if (
-                wrong := _name_problem(name)
-                or _shape_problem(shape)
-                or _group_problem(name, shapes)
-            ):
-                return f"{kind} {_shown(name)}: {wrong}"
-    if twice := tensors.keys() & buffers.keys():
-        return f"{_shown(min(twice))} is a tensor and a buffer"
-    return _buffers_problem(buffers) or _names_problem(tensors, buffers)
-
-
-def _buffers_problem(buffers: Mapping[str, tuple[str, Shape]]) -> str:
-    for name, (dtype, _) in buffers.items():
-        if dtype not in DTYPES:
-            return f"buffer {_shown(name)}: numbers of type {dtype}"
-    size = sum(prod(shape) * np.dtype(dtype).itemsize for dtype, shape in buffers.values())
-    if size > MOST_BYTES_OF_BUFFERS:
-        return f"its buffers have {size:,} bytes, more than {MOST_BYTES_OF_BUFFERS:,}"
-    return ""
-
-
-def _names_problem(*groups: Collection[str]) -> str:
-    size = max(len(json.dumps(list(names))) for names in groups)
-    if size > LONGEST_TEXT:
-        return f"its names have {size:,} bytes as JSON, more than {LONGEST_TEXT:,}"
-    return ""
-
-
-def dtype_of(values: Any) -> str:
-    """Return the dtype of an array, or of what has one like it, in the words of `DTYPES`.
-
-    Numbers that are not in this machine's order of bytes have none of them.
-    """
-    return str(values.dtype.name if values.dtype.isnative else values.dtype.str)
-
-
-def _shown(name: Any) -> str:
-    return printable(str(name), 100)
-
-
-def _name_problem(name: Any) -> str:
-    wrong = ""
-    if not isinstance(name, str) or not name.isprintable() or name == _TAKEN:
-        wrong = "it has characters that cannot be seen, or means something else"
-    elif any(part in ("", ".", "..") for part in name.split("/")):
-        wrong = "it is empty, or is so between two /, or has . or .. there"
-    elif name.count("/") >= _DEEPEST or len(name.encode()) > _LONGEST_NAME:
-        wrong = f"it has more than {_LONGEST_NAME} bytes, or / more often than {_DEEPEST - 1} times"
-    return f"no name for a checkpoint: {wrong}" if wrong else ""
-
-
-def _shape_problem(shape: Any) -> str:
-    if len(shape) > MOST_DIMENSIONS:
-        return f"{len(shape)} dimensions, more than {MOST_DIMENSIONS}"
-    are_lengths = all(type(length) is int and 0 <= length < _LONGEST_DIMENSION for length in shape)
-    if not are_lengths or prod(shape) >= _MOST_ELEMENTS:
-        return f"it cannot have the shape {_shown(list(shape))}"
-    return ""
-
-
-def _group_problem(name: str, names: Collection[str]) -> str:
-    """Refuse a name that begins with another one and a /: that would be a dataset and a group."""
-    parts = name.split("/")
-    outer = ("/".join(parts[:count]) for count in range(1, len(parts)))
-    return next((f"there cannot be {_shown(other)} too" for other in outer if other in names), "")
-
-
-# -- the manifest --------------------------------------------------------------------------------
-
 FORMAT = 3  # the newest that is read
-MOST_SLOTS = 16
 NAME = "MANIFEST.json"
 INDEX = "index.h5"
 LARGEST_INDEX = 4 << 30  # bytes: it is read whole; 70 million pieces, or buffers
@@ -136,7 +32,7 @@ _STRUCTURE = 1 << 20  # bytes that HDF5's structure of a shard file has at most
 _STRUCTURE_OF_RANK = 64 << 10  # more of them for each rank
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_Slot = Annotated[str, Field(pattern=r"^(model|optimizer/[a-z][a-z0-9_]{0,63})$")]
+_Slot = Annotated[str, Field(pattern=limits.SLOT)]
 _Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -149,7 +45,7 @@ class RankData(_Part):
 
     rank: _Count
     elements: _Count
-    data: Annotated[list[_Count], Field(min_length=1, max_length=MOST_SLOTS)]
+    data: Annotated[list[_Count], Field(min_length=1, max_length=limits.MOST_SLOTS)]
     checksums: _Count
 
     @classmethod
@@ -211,7 +107,7 @@ class TrainingState(_Part):
     good_steps: _Count
     missed: dict[str, _Count] = Field(default_factory=dict)  # tensor -> updates that left it out
     # of which tensors are kept, where they are not those of AdamW
-    slots: Annotated[list[_Slot], Field(max_length=MOST_SLOTS)] = Field(default_factory=list)
+    slots: Annotated[list[_Slot], Field(max_length=limits.MOST_SLOTS)] = Field(default_factory=list)
 
     @property
     def format(self) -> int:
@@ -339,7 +235,7 @@ def _parsed(raw: bytes) -> Content:
 
 def _bounded(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Refuse a table with more keys than any of a manifest has: each would get a message."""
-    if len(pairs) > MOST_TENSORS:
+    if len(pairs) > limits.MOST_TENSORS:
         raise ValueError("a table with too many keys")
     return dict(pairs)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint import manifest
+from hpczero.checkpoint import limits
 from hpczero.checkpoint.shard_file import Array
 from hpczero.errors import InputError
 from hpczero.safe_files import open_to_read, read_at, written_durably
@@ -30,7 +30,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 WHOLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 BUFFERS = "hpczero.buffers"  # in the metadata: which of the tensors are buffers
 _LONGEST_HEADER = 32 << 20  # bytes: some hundred for each of the tensors that a checkpoint can have
-_MOST_SIGNS = 4 * manifest.MOST_TENSORS + 10_000  # colons of a header, one for each key
+_MOST_SIGNS = 4 * limits.MOST_TENSORS + 10_000  # colons of a header, one for each key
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class SafetensorsFile:
                 "shape": list(shape),
                 "data_offsets": [int(begin), int(end)],
                 **more,
-            } if dtype in _DTYPES and not more and not manifest.problem({"any": shape}, {}):
+            } if dtype in _DTYPES and not more and not limits.problem({"any": shape}, {}):
                 entry = Entry(name, dtype, tuple(shape), begin)
                 are_numbers = type(begin) is int and type(end) is int  # and neither true nor false
                 if are_numbers and begin >= 0 and entry.end == end <= self._size - self._data:

@@ -46,6 +46,7 @@ from hpczero.parallel.user_module import Layers
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.state_dict import InitialValues, no_values
+from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
 from hpczero.parallel.zero.weights import DTYPES, EngineSettings, ModelParts
 from hpczero.spec.schema import Spec
 
@@ -71,6 +72,7 @@ class EngineContext:
     grid: Grid
     accumulates: bool  # a step has several micro-batches
     threads: int = 1
+    update: UpdatePlan = PLAIN_ADAMW
 
     def group(self, axis: str) -> Group:
         return self.world.group(axis, self.grid.ranks(self.world.rank, axis))
@@ -88,6 +90,7 @@ class EngineContext:
             self.accumulates,
             self.threads,
             own_model,
+            self.update,
         )
 
 
@@ -141,13 +144,21 @@ def assemble(
 
 
 def build_engine(
-    module: nn.Module, spec: Spec, world: World, grid: Grid, accumulates: bool, threads: int = 1
+    module: nn.Module,
+    spec: Spec,
+    world: World,
+    grid: Grid,
+    accumulates: bool,
+    threads: int = 1,
+    update: UpdatePlan = PLAIN_ADAMW,
 ) -> Engine:
     """Return the engine that trains a module of somebody else.
 
     The module is the same on every rank but for its values, which become rank 0's.
     """
-    return _train_user_module(module, EngineContext(spec, world, grid, accumulates, threads))
+    return _train_user_module(
+        module, EngineContext(spec, world, grid, accumulates, threads, update)
+    )
 
 
 def _own_model(context: EngineContext, bare: bool) -> StepRunner:

@@ -43,6 +43,31 @@ class Precision:
         return 4 if self.accumulates else self.weight
 
 
+@dataclass(frozen=True)
+class UpdateMemory:
+    """What an update keeps, in fp32.
+
+    `moments`: values of each owned element, besides the master weight; `average`: one more, the
+    average of the weights. `by_torch`: PyTorch's optimizer gets the gradient of one unit at a time.
+    """
+
+    moments: int = 2
+    average: bool = False
+    by_torch: bool = False
+
+    @property
+    def of_element(self) -> int:
+        """Bytes of an owned element in a checkpoint."""
+        return 4 * (1 + self.moments + self.average)
+
+    def temporary(self, units: Sequence[UnitLayout], sharded: Sharded) -> int:
+        """Return the most bytes of PyTorch's tensors in a step, which makes its states at first."""
+        return (2 + self.moments) * 4 * _largest_owned(units, sharded) if self.by_torch else 0
+
+
+ADAMW = UpdateMemory()
+
+
 def shares_nodes(zero: Zero, ranks_on_nodes: Collection[int], alike: bool = True) -> bool:
     """Return True if the data ranks of a node share one copy of the weights.
 
@@ -63,6 +88,7 @@ def state_bytes(
     precision: Precision,
     shared: bool,
     around: int = 0,
+    update: UpdateMemory = ADAMW,
 ) -> dict[str, int]:
     """Return the bytes of one rank's states, by kind.
 
@@ -75,11 +101,19 @@ def state_bytes(
     owned = shards if sharded.optimizer else whole
     largest = max(unit.size for unit in units)
     separate_master = precision.weight < 4 or (shared and not sharded.optimizer)
+    of_update = {
+        "average": owned * 4 if update.average else 0,
+        "gradient of a unit": 4 * _largest_owned(units, sharded) if update.by_torch else 0,
+    }
     return {
         "weights": (shards if sharded.parameters else whole) * precision.weight,
         "master": owned * 4 if separate_master else 0,
-        "moments": owned * 8,
+        "moments": owned * 4 * update.moments,
         "gradients": (shards if sharded.gradients else whole) * precision.gradient,
         "gradient slots": SLOTS * largest * precision.weight if sharded.gradients else 0,
         "gather slots": (SLOTS * largest + around) * precision.weight if sharded.parameters else 0,
-    }
+    } | {kind: size for kind, size in of_update.items() if size}
+
+
+def _largest_owned(units: Sequence[UnitLayout], sharded: Sharded) -> int:
+    return max(unit.shard_size if sharded.optimizer else unit.size for unit in units)

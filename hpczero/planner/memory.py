@@ -25,7 +25,14 @@ from hpczero.model.families import known
 from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import LayoutCache, Tied, chunks_of_stages, handed_on
-from hpczero.parallel.states import Precision, Sharded, shares_nodes, state_bytes
+from hpczero.parallel.states import (
+    ADAMW,
+    Precision,
+    Sharded,
+    UpdateMemory,
+    shares_nodes,
+    state_bytes,
+)
 from hpczero.planner.activations import activations, arrived, element_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec, Zero
@@ -38,7 +45,6 @@ RUNTIME = 250_000_000
 # Kinds that stay in the computer's memory when the others are on a GPU.
 ON_HOST = ("checkpoint copy", "data", "runtime")
 _TOKEN = 8
-_STATES = 12  # bytes of a parameter in a checkpoint: master weight and two moments
 
 
 @dataclass(frozen=True)
@@ -59,12 +65,13 @@ class Platform:
     """The `device` of a job's tensors: "cpu", where all memory is the computer's, or "cuda".
 
     `kernels`: operations that hpczero's own kernels carry out; PyTorch does the others.
-    `native`: collectives use torch.distributed in place of MPI.
+    `native`: collectives use torch.distributed in place of MPI. `update`: the optimizer's memory.
     """
 
     device: str = "cpu"
     kernels: frozenset[str] = frozenset()
     native: bool = False
+    update: UpdateMemory = ADAMW
 
     @property
     def on_gpus(self) -> bool:
@@ -285,7 +292,8 @@ class _Parts:
         units = self.units.of(held, placement.tensor_rank)
         around = [layer for layer in held if layer.around]
         around_size = sum(unit.size for unit in self.units.of(around, placement.tensor_rank))
-        states = state_bytes(units, sharded, precision, placement.shared, around_size)
+        update = self.platform.update
+        states = state_bytes(units, sharded, precision, placement.shared, around_size, update)
         together = {}
         windows = 0
         if placement.shared:
@@ -302,10 +310,12 @@ class _Parts:
             "communication": self._buffers(placement, units, samples),
             "activations": self._activations(placement.stage, samples, micro_batches),
             "pipeline": messages * message,
-            "checkpoint copy": _STATES * shards if saves_behind(spec) else 0,
+            "checkpoint copy": update.of_element * shards if saves_behind(spec) else 0,
             "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
             "runtime": RUNTIME,
         }
+        if temporary := update.temporary(units, sharded):
+            estimates["update"] = temporary
         private = states | dict.fromkeys(together, 0) | estimates
         return Need(placement.on_node, private, together, windows)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpczero.checkpoint import directory, manifest
+from hpczero.checkpoint import directory, limits
 from hpczero.checkpoint.directory import checkpoint_at
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.manifest import TrainingState
@@ -68,6 +68,7 @@ class Checkpoints:
         self.world = world
         self.grid = grid
         self.engine = engine
+        self.slots = tuple(states(engine, engine.units[0]))
         self.identity = dict(identity or {})  # besides the spec (`resume.identity_of`)
         self.path = path or path_of(spec) / "checkpoints"
         self.asynchronous = saves_behind(spec) if behind is None else behind
@@ -91,6 +92,7 @@ class Checkpoints:
             self._table,
             spec.checkpoint.writers,
             self.identity,
+            self.slots,
         )
         self.saver = Saver(world, job, _sources(engine), self.asynchronous)
 
@@ -110,6 +112,7 @@ class Checkpoints:
             loss_scale=scale.value,
             good_steps=scale.good_steps,
             missed=self._missed_updates(),
+            slots=[] if self.slots == SLOTS else list(self.slots),
         )
         buffers = self._buffers() | dict(more or {})
         self.saver.begin(state, buffers, self.asynchronous and not ends)
@@ -281,7 +284,8 @@ class Checkpoints:
         return {p.name: p.shape for layer in layers for p in layer.parameters}
 
     def refuse_what_cannot_be_saved(self) -> None:
-        if problem := manifest.problem(self._tensor_shapes(), self._buffer_types):
+        problem = limits.problem(self._tensor_shapes(), self._buffer_types)
+        if problem := problem or limits.slots_problem(self.slots):
             advice = (
                 "a buffer with persistent=False is left out; "
                 "checkpoint.every = -1 trains without checkpoints"
@@ -331,12 +335,12 @@ def _sources(engine: Engine) -> list[list[DataSource]]:
     layouts = [unit.layout for unit in engine.units]
     tensor_rank = engine.tensor.rank if engine.tensor else 0
     stored_elsewhere = {unit.layout.name for unit in engine.counted_elsewhere}
-    sources: list[list[DataSource]] = [[] for _ in SLOTS]
+    sources: list[list[DataSource]] = [[] for _ in states(engine, engine.units[0])]
     for span in stored_spans(RankShard(layouts, engine.axis.rank, tensor_rank, stored_elsewhere)):
         unit = engine.units[span.unit]
         first = unit.owned.start
         inside = slice(span.inside.start - first, span.inside.stop - first)
-        for of_slot, state in zip(sources, states(unit), strict=True):
+        for of_slot, state in zip(sources, states(engine, unit).values(), strict=True):
             of_slot.append(_of_tensor(state[inside]))
     return sources
 

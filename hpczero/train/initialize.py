@@ -1,6 +1,6 @@
 """`hpczero.initialize`: training of any module, in a training loop of the user's own."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +12,14 @@ from torch import nn
 from hpczero import env, machine
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError, Stopped
+from hpczero.model.shapes import Layer
+from hpczero.optim.elementwise import Make
+from hpczero.optim.groups import first_matches
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.parallelize import build_engine
 from hpczero.parallel.user_module import layers_of, refuse_modules_that_differ
 from hpczero.parallel.zero.engine import Engine, StepResult
+from hpczero.parallel.zero.update_plan import NONE, UpdatePlan, UpdateWanted, plan_update
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
@@ -29,6 +33,10 @@ def initialize(
     spec: Spec | str | Path | Mapping[str, Any],
     world: World | None = None,
     accumulates: bool = True,
+    optimizer: str | Make | None = None,
+    optimizer_options: Mapping[str, Any] = NONE,
+    groups: Mapping[str, Mapping[str, Any]] = NONE,
+    average: float | None = None,
 ) -> "Training":
     """Hand a module's parameters to an engine. Collective: every rank passes the same module.
 
@@ -38,7 +46,13 @@ def initialize(
     Without `world`, MPI is started here and ended by `close`; a program started without mpirun has
     one rank. A `world` must have all ranks, and the watchdog watches it from now on.
     `accumulates=False` saves memory where every step has one backward.
+
+    `optimizer`: a class of torch.optim, its name, or a function (groups, lr=...) that makes one;
+    `optimizer_options` are its arguments; None: AdamW as the spec says. `groups`: pattern of names
+    -> options of these parameters, the first match counts. `average`: the decay of a moving average
+    of the weights.
     """
+    wanted = UpdateWanted(optimizer, optimizer_options, groups, average)
     started = world or World.start()
     spec = spec_of_all(spec, started)
     if problems := _problems(spec):
@@ -50,8 +64,11 @@ def initialize(
     spec, grid = setup.prepare(inner, spec)
     layers = inner.run_on_all(lambda: [layer for _, layer in layers_of(module)])
     refuse_modules_that_differ(module, inner)
-    setup.fit_to_memory(inner, _counted(spec, inner.size, accumulates), layers, module)
-    engine = build_engine(module, spec, inner, grid, accumulates, setup.share_cores(inner))
+    update = _planned(wanted, spec, layers, inner)
+    counted = _counted(spec, inner.size, accumulates)
+    setup.fit_to_memory(inner, counted, layers, module, update.memory)
+    threads = setup.share_cores(inner)
+    engine = build_engine(module, spec, inner, grid, accumulates, threads, update)
     run = OwnRun(spec, inner, grid, engine)
     return Training(engine, run, (created, started) if created else ())
 
@@ -90,14 +107,22 @@ class Training:
         """
         self._opened().backward(loss, last)
 
-    def step(self, lr: float | None = None) -> StepResult:
+    def step(self, lr: float | Mapping[str, float] | None = None) -> StepResult:
         """Clip the gradients and update the parameters; `lr` defaults to the spec's for this step.
 
+        Groups with a rate of their own follow: it is scaled as `lr` is to `optimizer.lr`. A mapping
+        gives parameters by pattern their rates of this step, and the others follow the spec.
         A step whose gradient is not finite updates nothing: the result says where it was.
         """
-        lr = learning_rate(self.spec, self.steps) if lr is None else lr
-        result = self._opened().finish_step(lr)
-        self.engine.wait_for_weights()
+        engine = self._opened()
+        own_lr: Mapping[str, float] = NONE
+        if isinstance(lr, Mapping):
+            matches = first_matches(lr, engine.names, "step(lr=...)")
+            own_lr = {name: float(lr[pattern]) for name, pattern in matches.items()}
+        if lr is None or isinstance(lr, Mapping):
+            lr = learning_rate(self.spec, self.steps)
+        result = engine.finish_step(lr, own_lr)
+        engine.wait_for_weights()
         self.steps += 1
         self.run.stepped(self.steps, lr, result)
         return result
@@ -194,7 +219,7 @@ class Training:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load rank 0's parameters and buffers, which must be all of them.
 
-        The optimizer's moments stay as they are.
+        The optimizer's moments stay as they are; an average of the weights begins anew.
         """
         self._opened().load_state_dict(state)
 
@@ -206,6 +231,14 @@ class Training:
         With `modify`, all ranks get rank 0's changes at the end; other ranks' changes are dropped.
         """
         return self._opened().gathered(parameters, modify)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Have the moving average of the weights for the weights inside the context.
+
+        Forwards, `gathered` and `full_state_dict` see it; `backward`, `step` and what writes
+        weights are errors inside.
+        """
+        return self._opened().averaged()
 
     def close(self) -> None:
         """End the training; the module is an ordinary one again.
@@ -283,6 +316,23 @@ def _problems(spec: Spec) -> list[str]:
             "set it to false in a loop of your own"
         )
     return problems
+
+
+def _planned(wanted: UpdateWanted, spec: Spec, layers: Sequence[Layer], world: World) -> UpdatePlan:
+    """Plan the update. InputError on all ranks where it cannot be, or is not the same on all."""
+    described = wanted.described()
+    of_ranks = world.all_gather_objects(described)
+
+    def plan() -> UpdatePlan:
+        for rank, theirs in enumerate(of_ranks):
+            for argument, value in theirs.items():
+                if value != of_ranks[0][argument]:
+                    first = of_ranks[0][argument]
+                    raise InputError(f"{argument} is {first} on rank 0 and {value} on rank {rank}")
+        names = [parameter.name for layer in layers for parameter in layer.parameters]
+        return plan_update(wanted, spec.optimizer, names, world.device.torch)
+
+    return world.run_on_all(plan)
 
 
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:

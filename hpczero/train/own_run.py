@@ -15,7 +15,7 @@ import torch
 
 from hpczero import env
 from hpczero.checkpoint.save import Saved, SaveFailed
-from hpczero.checkpoint.shard_file import Damaged
+from hpczero.checkpoint.shard_file import WIDTH, Damaged
 from hpczero.comm.grid import Grid
 from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
@@ -28,8 +28,10 @@ from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators
-from hpczero.train.resume import Loaded, look_ahead, other_tokens
+from hpczero.train.resume import AVERAGE, Loaded, look_ahead, other_tokens, states
 from hpczero.train.run_directory import RunDirectory
+
+ADAMW = {"optimizer": "adamw"}  # what `hpczero run` trains with
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class OwnRun:
 
     def _made(self, path: Path | None, behind: bool) -> Checkpoints:
         """Return the checkpoints in this folder (None: the run's); `behind`: saved from copies."""
-        copies = 12 * self.engine.owned_elements
+        kept = len(states(self.engine, self.engine.units[0]))
+        copies = WIDTH * kept * self.engine.owned_elements
         if behind and not setup.has_room(self.world, copies):
             behind = False
             self._warn(
@@ -136,8 +139,25 @@ class OwnRun:
         checkpoints.refresh_weights()
         self._resumed = loaded.identity if step else {}
         if step:
+            self._follow(checkpoints, loaded, str(path))
             self._set_states(loaded, generators, str(path))
+        else:
+            self.engine.begin_anew()
         return Position(step, loaded.loop.extra, path)
+
+    def _follow(self, checkpoints: Checkpoints, loaded: Loaded, where: str) -> None:
+        """Take over what the optimizer keeps besides its tensors, and begin or end an average."""
+        facts = loaded.loop.optimizer or ADAMW
+        self.world.run_on_all(lambda: self.engine.update.restore(facts))
+        before, now = (AVERAGE in slots for slots in (loaded.content.slots, checkpoints.slots))
+        if now and not before:
+            self.engine.update.begin_average()
+            self._warn(
+                f"{where} has no average of the weights: it begins with those of step "
+                f"{loaded.content.state.step}"
+            )
+        if before and not now:
+            self._warn(f"{where} has an average of the weights, which goes no further")
 
     def _set_states(self, loaded: Loaded, generators: Generators, where: str) -> None:
         """Give this rank what it had of its own, if the grid is the same; say so if not."""
@@ -187,6 +207,7 @@ class OwnRun:
         waits: bool,
     ) -> None:
         """Save a checkpoint of this step; behind the loop, unless it `waits`."""
+        self.engine.refuse_averaged("save")
         state = self._buffers(extra, generators)
         self.finish_save()
         if folder:
@@ -203,6 +224,7 @@ class OwnRun:
         """Return the loop's state as rank 0's buffers; InputError on all ranks."""
         own = self.world.run_on_all(lambda: rank_states.states_of(generators))
         buffers = rank_states.buffers_that_differ(self.engine.module, self.world)
+        facts = self.engine.update.facts()
         of_ranks = self.world.gather_objects([own, buffers])
 
         def packed() -> dict[str, Any]:
@@ -210,7 +232,7 @@ class OwnRun:
                 return {}
             generators_of, buffers_of = zip(*of_ranks, strict=True)
             states = _by_name(generators_of), _by_name(buffers_of)
-            return LoopState(dict(extra), *states).packed()
+            return LoopState(dict(extra), *states, facts).packed()
 
         return self.world.run_on_all(packed)
 

@@ -9,7 +9,7 @@ Only a Damaged checkpoint is passed over. If one cannot be read now, or not by t
 does not go on from an older one.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -22,7 +22,7 @@ from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.directory import checkpoint_at
 from hpczero.checkpoint.load import Checkpoint, Wanted
 from hpczero.checkpoint.manifest import Content
-from hpczero.checkpoint.shard_file import Damaged
+from hpczero.checkpoint.shard_file import SLOTS, Damaged
 from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
@@ -30,7 +30,7 @@ from hpczero.spec.keys import keys
 from hpczero.spec.load import Difference
 from hpczero.spec.schema import Spec
 from hpczero.spec.table import Role
-from hpczero.text import printable
+from hpczero.text import first_few, printable
 from hpczero.train.loop_state import LoopState
 from hpczero.train.run_directory import path_of
 
@@ -40,6 +40,8 @@ _BEGINNING = ("checkpoint.resume", "checkpoint.weights_only")  # the keys that s
 _CUTS = ("data.seq_len", "data.documents")  # the keys that cut text into sequences
 _SHOWN = 5  # tensors in a message
 _DATA, _VALUES = "data.fingerprint", "model.initial_values"
+
+AVERAGE = "optimizer/average"  # the slot of a moving average of the weights
 
 Result = TypeVar("Result")
 
@@ -279,9 +281,10 @@ def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> None:
     Slot after slot, as a rank's data lies: with the same layout, it is read from front to back.
     """
     units = [(unit, checkpoint.runs(_wanted(unit))) for unit in engine.units]
-    for slot in range(1 if only_weights else len(checkpoint.slots)):
+    slots = _slots_to_read(engine, checkpoint, only_weights)
+    for slot, name in slots.items():
         for unit, runs in units:
-            elements = states(unit)[slot]
+            elements = states(engine, unit)[name]
             on_host = elements.cpu()  # the same tensor, unless it lies on another device
             checkpoint.read_runs(slot, runs, on_host.numpy())
             elements.copy_(on_host)
@@ -302,9 +305,32 @@ def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> None:
         )
 
 
-def states(unit: Unit) -> tuple[torch.Tensor, ...]:
-    """Return the elements that this rank updates, in the order of SLOTS."""
-    return unit.master, unit.moment1, unit.moment2
+def states(engine: Engine, unit: Unit) -> dict[str, torch.Tensor]:
+    """Return what is saved of the elements that this rank updates, by the names of slots."""
+    kept = engine.update.states(unit).items()
+    return {SLOTS[0]: unit.master} | {f"optimizer/{name}": state for name, state in kept}
+
+
+def _slots_to_read(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> dict[int, str]:
+    """Return number and name of the slots to read; InputError: the optimizer is another one.
+
+    A moving average may be there or not: it begins with the weights, or ends.
+    """
+    here = list(states(engine, engine.units[0]))
+    there = {name: number for number, name in enumerate(checkpoint.slots)}
+    if only_weights:
+        return {0: SLOTS[0]}
+    if set(here) ^ set(there) - {AVERAGE}:
+        raise InputError(
+            f"{checkpoint.folder} has the states of another optimizer "
+            f"({_names_of(list(there))}; here {_names_of(here)}): take that one, or begin another "
+            "run with these weights alone (weights_only)"
+        )
+    return {there[name]: name for name in here if name in there}
+
+
+def _names_of(slots: Sequence[str]) -> str:
+    return first_few([slot.removeprefix("optimizer/") for slot in slots[1:]]) or "none"
 
 
 def _wanted(unit: Unit) -> Iterator[Wanted]:

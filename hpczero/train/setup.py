@@ -24,6 +24,7 @@ from hpczero.comm.world import World
 from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
+from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.planner.fit import Bound, NodeLimits, refusal
 from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes, saves_behind
@@ -243,7 +244,11 @@ def _git(*arguments: str) -> str | None:
 
 
 def fit_to_memory(
-    world: World, spec: Spec, layers: Sequence[Layer], module: nn.Module | None
+    world: World,
+    spec: Spec,
+    layers: Sequence[Layer],
+    module: nn.Module | None,
+    update: UpdateMemory = ADAMW,
 ) -> Spec:
     """Check that a model of these layers fits into every node, cgroup, GPU and /dev/shm.
 
@@ -253,11 +258,11 @@ def fit_to_memory(
     """
     parameters = () if module is None else module.parameters()
     built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
-    problem = _problem(world, spec, layers, built)
+    problem = _problem(world, spec, layers, built, update)
     if problem and saves_behind(spec):
         waits = spec.checkpoint.model_copy(update={"asynchronous": False})
         spec = spec.model_copy(update={"checkpoint": waits})
-        problem = _problem(world, spec, layers, built)
+        problem = _problem(world, spec, layers, built, update)
     if problem:
         raise InputError(problem)
     return spec
@@ -272,10 +277,13 @@ def has_room(world: World, wanted: int) -> bool:
     return all(asked[computer] <= usable for computer, _, usable in seen)
 
 
-def _problem(world: World, spec: Spec, layers: Sequence[Layer], built: int) -> str | None:
+def _problem(
+    world: World, spec: Spec, layers: Sequence[Layer], built: int, update: UpdateMemory
+) -> str | None:
     """Return on all ranks what rank 0 says against it, from what every rank sees. Collective."""
     seen = world.gather_objects(_seen(world, spec, built))
-    return world.broadcast_object(seen and refusal(spec, layers, limits_from_ranks(seen)))
+    limits = limits_from_ranks(seen, update) if seen else None
+    return world.broadcast_object(limits and refusal(spec, layers, limits))
 
 
 def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
@@ -334,7 +342,9 @@ class Claim:
     memory: str = "all"
 
 
-def limits_from_ranks(seen: Sequence[Mapping[str, Any]]) -> NodeLimits:
+def limits_from_ranks(
+    seen: Sequence[Mapping[str, Any]], update: UpdateMemory = ADAMW
+) -> NodeLimits:
     """Return the bounds that the ranks must keep together, from what each has seen (pure)."""
     groups: dict[tuple[str, str], list[Claim]] = {}
     for rank in seen:
@@ -344,7 +354,7 @@ def limits_from_ranks(seen: Sequence[Mapping[str, Any]]) -> NodeLimits:
     on_gpus = any(rank.get("gpu") for rank in seen)
     kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
     native = all(rank.get("native", False) for rank in seen)
-    platform = Platform("cuda" if on_gpus else "cpu", kernels, native)
+    platform = Platform("cuda" if on_gpus else "cpu", kernels, native, update)
     return NodeLimits(Counter(rank["node"] for rank in seen), bounds, platform)
 
 

@@ -103,14 +103,14 @@ def train(world: World, spec: Spec) -> Record:
     way = assemble(spec, world, grid, accumulates=len(batches.parts()) > 1)
     engine = way.engine
     record = Record(ledger=world.ledger)
-    update, first_gradients = engine._update, {}
+    update, first_gradients = engine.update.step, {}
 
-    def keep_and_update(unit: Unit, scalars: Any) -> None:
+    def keep_and_update(unit: Unit) -> None:
         if engine.updates == 0:
             first_gradients[unit] = unit.gradient_to_step.float().clone()
-        update(unit, scalars)
+        update(unit)
 
-    engine._update = keep_and_update  # type: ignore[method-assign]
+    engine.update.step = keep_and_update  # type: ignore[method-assign]
     record.outcome = Trainer(spec, world, way, batches, Reporter(record, record)).train()  # type: ignore[arg-type]
     record.sent = world.ledger.as_dict().get("data", {})
     for unit in engine.units:

@@ -155,9 +155,9 @@ class AbsentGradients:
         """Return the indices of the unit's parameters that this step leaves out."""
         return self._absent.get(unit, frozenset())
 
-    def counts(self) -> set[int]:
-        """Return how many updates those parameters have missed that this step updates."""
-        return {0, *(self.missed[name] for name in self.missed.keys() - self._names())}
+    def behind(self) -> set[str]:
+        """Return the parameters that this step updates, and that others have left out."""
+        return self.missed.keys() - self._names()
 
     def updated(self) -> None:
         """Count the step, which has been carried out."""

@@ -13,7 +13,7 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,15 +26,17 @@ from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.parameters import when_ready
 from hpczero.parallel.zero.reduce import BadGradient, Reduction
+from hpczero.parallel.zero.torch_update import TorchUpdate
 from hpczero.parallel.zero.unit import Unit, take_gradient_slots
+from hpczero.parallel.zero.update import AdamWUpdate, Step, Update
+from hpczero.parallel.zero.update_plan import NONE
 from hpczero.parallel.zero.weight_gradients import (
     DirectGradients,
     StrayGradients,
     no_torch_overrides,
 )
 from hpczero.parallel.zero.weights import EngineSettings, ModelParts, Weights
-from hpczero_kernels.adamw import AdamWScalars, adamw, scalars_of_step
-from hpczero_kernels.dispatch import CUDA, choose
+from hpczero.spec.schema import Train
 
 _GROWTH_INTERVAL = 1000  # steps without overflow after which the scale doubles
 _LARGEST = 2.0**24
@@ -52,6 +54,11 @@ class LossScale:
     value: float
     dynamic: bool
     good_steps: int = 0
+
+    @classmethod
+    def first(cls, train: Train) -> "LossScale":
+        fp16 = train.precision == "fp16"
+        return cls(train.loss_scale if fp16 else 1.0, dynamic=fp16)
 
     def after(self, overflow: bool) -> "LossScale":
         if not self.dynamic:
@@ -82,8 +89,7 @@ class Engine(Weights):
         pipeline: Group | None = None,
     ) -> None:
         super().__init__(parts, axis, settings, tensor, pipeline)
-        fp16 = settings.train.precision == "fp16"
-        self.loss_scale = LossScale(settings.train.loss_scale if fp16 else 1.0, dynamic=fp16)
+        self.loss_scale = LossScale.first(settings.train)
         self.updates = 0
         by_name = {unit.layout.name: unit for unit in self.units}
         tied = {by_name[name]: group for name, group in parts.ties.items()}
@@ -97,12 +103,16 @@ class Engine(Weights):
             self.reduction.on_complete = self.gatherer.forget
         watches = not settings.own_model
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
+        kind = TorchUpdate if settings.update.optimizer else AdamWUpdate
+        self.update: Update = kind(self, self.absent)
+        self._averaged = False  # the weights are the average
         self._had_backward: set[Unit] = set()  # in this step
         self._stray = StrayGradients(self.reduction.name_of, says=axis.group.rank == 0)
         self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
         self._direct = DirectGradients(self._unit_of, self.reduction, watches)
         self._hooks += [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
         self.fill(parts.values)
+        self.update.start()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         with self.running():
@@ -150,6 +160,7 @@ class Engine(Weights):
         """
         chosen = self.units if units is None else units
         self.reduction.refuse_after_failure()
+        self.refuse_averaged("backward")
         if (
             self._had_backward.intersection(chosen)
             and not self.settings.accumulates
@@ -220,8 +231,10 @@ class Engine(Weights):
 
     # -- step pass
 
-    def finish_step(self, lr: float) -> StepResult:
+    def finish_step(self, lr: float, own_lr: Mapping[str, float] = NONE) -> StepResult:
         """Complete the gradient's sum and step. Collective.
+
+        `own_lr`: parameter -> learning rate that it has in this step in place of `lr`.
 
         New weights may still be on their way to this rank when this returns. Layers wait for them;
         others call `wait_for_weights`.
@@ -235,19 +248,15 @@ class Engine(Weights):
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
         scale = self.loss_scale.value
-        scalars = {
-            missed: self._scalars(self.updates + 1 - missed, lr) for missed in self.absent.counts()
-        }
         grad_norm = self._norm() / scale
         read_norm = self.device.later(grad_norm.view(1))
         host_sync = self.axis.group.connection.progress.snapshot()
-        for one in scalars.values():
-            one.follow(grad_norm, self.settings.train.grad_clip, scale)
         self.wait_for_weights()  # of layers that did not run since the last step
-        if choose("adamw", self.units[0].master) != CUDA:
-            host_sync()  # kernels on the host read the scalars
+        if self.update.reads_on_host():
+            host_sync()
+        self.update.begin(Step(self.updates + 1, lr, own_lr, grad_norm, read_norm, scale))
         for unit in self.units:
-            self._update(unit, scalars)
+            self.update.step(unit)
             self._start_arriving(unit)
         host_sync()
         (norm,) = read_norm()
@@ -256,6 +265,7 @@ class Engine(Weights):
         self.updates += finite
         if finite:
             self.absent.updated()
+            self.update.follow_average()
         self.absent.begin_step()
         self.outside.accept()
         return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
@@ -276,17 +286,65 @@ class Engine(Weights):
             total = group.stack(total).sum()
         return total.sqrt()
 
-    def _scalars(self, update: int, lr: float) -> AdamWScalars:
-        optimizer = self.settings.optimizer
-        scalars = scalars_of_step(update, lr, optimizer.betas, optimizer.eps)
-        return AdamWScalars(self.device.put(scalars.values))
+    # -- the average of the weights
 
-    def _update(self, unit: Unit, scalars: Mapping[int, AdamWScalars]) -> None:
-        """Step a unit; `scalars[n]` are those of parameters that n updates have left out."""
-        missed = self.absent.missed
-        for span in unit.spans_to_step(self.absent.of(unit)):
-            decay = self.settings.optimizer.weight_decay if span.decays else 0.0
-            adamw(span.state, decay, scalars[missed.get(span.name, 0)], self.pool)
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the average of the weights for the weights inside. Collective.
+
+        An error that leaves the context may be this rank's alone, so nothing is exchanged then:
+        the weights stay the average until a next `averaged` ends.
+        """
+        if not self.update.average:
+            raise HpczeroError(
+                "averaged: this engine keeps no average: give initialize(..., average=0.999)"
+            )
+        if self._had_backward:
+            raise HpczeroError("averaged: gradients of the weights wait for their step")
+        if not self._averaged:
+            self.renew(self.update.swap_average)
+        self._averaged = True
+        yield
+        self._end_averaged()
+
+    def _end_averaged(self) -> None:
+        if self._averaged:
+            self.renew(self.update.swap_average)
+            self._averaged = False
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raise HpczeroError inside `averaged`."""
+        if self._averaged:
+            raise HpczeroError(
+                f"{what}: the weights are their average inside `with engine.averaged()`. After an "
+                "error there they still are: `with engine.averaged(): pass`, on every rank, ends it"
+            )
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take parameters and buffers from data rank 0. Collective.
+
+        The average begins anew with them; the moments stay.
+        """
+        self.refuse_averaged("load_state_dict")
+        super().load_state_dict(state)
+        self.update.begin_average()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[torch.Tensor], modify: bool = False) -> Iterator[None]:
+        if modify:
+            self.refuse_averaged("gathered(modify=True)")
+        with super().gathered(parameters, modify):
+            yield
+
+    def begin_anew(self) -> None:
+        """Forget all steps: the present weights are the first ones of a training."""
+        for unit in self.units:
+            for state in self.update.states(unit).values():
+                state.zero_()
+        self.updates = 0
+        self.absent.missed = {}
+        self.loss_scale = LossScale.first(self.settings.train)
+        self.update.start()
 
     def parameter_count(self) -> int:
         """Return the size of the whole model. Collective where that is on several stages."""
@@ -313,4 +371,5 @@ class Engine(Weights):
     def close(self, room: int = 0) -> None:
         if not self._others:
             self.zero_grad()  # sums may be in flight, in memory that is given back
+        self._end_averaged()
         super().close(room)

@@ -1,7 +1,6 @@
 """One unit's states on this rank: flat buffers, and the gradients that arrive in them."""
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from hpczero.parallel.zero.parameters import (
     gradient_left,
     leave_gradient,
 )
-from hpczero_kernels.adamw import AdamWBuffers
 from hpczero_kernels.reduce import BLOCK
 
 # fill(parameter, first, out) writes elements from `first` on of the flattened logical parameter.
@@ -33,17 +31,8 @@ _NARROWED_BY_A_DEVICE = 1 << 24
 _TAKEN = "_hpczero_engine_has_it"  # an attribute of parameters
 
 
-@dataclass(frozen=True)
-class StepSpan:
-    """Consecutive owned elements of one parameter, stepped in one go."""
-
-    state: AdamWBuffers
-    decays: bool
-    name: str  # of the parameter
-
-
 class Unit:
-    """States of one unit. `take_moments` follows the constructor.
+    """States of one unit; AdamW adds its moments.
 
     `owned`: the elements that this rank steps, which are its shard, or all of them where optimizer
     states are not sharded. `weights`, `master`: their values in the model's precision and in fp32.
@@ -96,7 +85,6 @@ class Unit:
         starts = [slot.offset for slot in layout.slots[1:]] + [layout.size]
         gaps = zip(layout.slots, starts, strict=True)
         self._padding = [slice(slot.stop, start) for slot, start in gaps if slot.stop < start]
-        self._stepped: dict[frozenset[int], list[StepSpan]] = {}  # of the last step
 
     def _parameter(self, slot: ParameterSlot) -> OwnedParameter:
         if self.sharded.parameters:
@@ -156,16 +144,13 @@ class Unit:
         for parameter in self.parameters:
             setattr(parameter, _TAKEN, False)
 
-    def spans_to_step(self, absent: frozenset[int]) -> list[StepSpan]:
-        """Return the owned elements, without those of the `absent` parameters."""
-        if absent not in self._stepped:
-            names = frozenset(self.layout.slots[index].parameter.name for index in absent)
-            self._stepped = {absent: list(self._spans(names))}
-        return self._stepped[absent]
+    def owned_parts(self) -> Iterator[tuple[ParameterSlot, slice, torch.Tensor | None]]:
+        """Yield the owned elements of each parameter, cut where those begin or end that it writes.
 
-    def _spans(self, left_out: Container[str]) -> Iterator[StepSpan]:
-        owned = self.owned
-        written = self.written
+        With them come the weights that this rank writes after their step; None where it writes
+        none, or where the master weights are the weights.
+        """
+        owned, written = self.owned, self.written
         for begin, end in (
             (owned.start, written.start),
             (written.start, written.stop),
@@ -173,17 +158,7 @@ class Unit:
         ):
             writes = self._separate and begin == written.start
             for slot, part in self.layout.spans(begin, end):
-                if slot.parameter.name in left_out:
-                    continue
-                elements = slice(part.start - owned.start, part.stop - owned.start)
-                state = AdamWBuffers(
-                    self.master[elements],
-                    self.moment1[elements],
-                    self.moment2[elements],
-                    self.gradient_to_step[elements],
-                    self._weights_at(part) if writes else None,
-                )
-                yield StepSpan(state, slot.parameter.decays, slot.parameter.name)
+                yield slot, part, self._weights_at(part) if writes else None
 
     def fill_owned(self, fill: Fill) -> None:
         """Fill the owned elements of all parameters, and the weights that follow from them."""
@@ -290,17 +265,6 @@ def _narrow(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     for start in range(0, wide.numel(), length):
         part = slice(start, start + length)
         narrow[part] = wide[part].to(narrow.dtype)
-
-
-def take_moments(units: Sequence[Unit], arena: Arena) -> None:
-    """Take the first moments of all units, then the second ones.
-
-    So a checkpoint copies few long spans.
-    """
-    for unit in units:
-        unit.moment1 = arena.take("moments", unit.master.numel(), torch.float32).zero_()
-    for unit in units:
-        unit.moment2 = arena.take("moments", unit.master.numel(), torch.float32).zero_()
 
 
 def take_gradient_slots(units: Sequence[Unit], arena: Arena) -> list[torch.Tensor]:

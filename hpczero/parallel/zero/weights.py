@@ -25,7 +25,8 @@ from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.gather import Gatherer, used_around_others
 from hpczero.parallel.zero.outside import ModuleGuard
 from hpczero.parallel.zero.parameters import give_up_parameter, give_values, hand_back_parameter
-from hpczero.parallel.zero.unit import Fill, Unit, take_moments
+from hpczero.parallel.zero.unit import Fill, Unit
+from hpczero.parallel.zero.update_plan import PLAIN_ADAMW, UpdatePlan
 from hpczero.spec.schema import Optimizer, Train, Zero
 from hpczero_kernels.cpu import Pool
 
@@ -67,6 +68,7 @@ class EngineSettings:
     accumulates: bool
     threads: int = 1
     own_model: bool = False
+    update: UpdatePlan = PLAIN_ADAMW
 
 
 class Weights:
@@ -128,7 +130,8 @@ class Weights:
         layouts = [unit_layout(layer, axis.size, *part) for layer in layers if layer.parameters]
         precision = Precision(dtype.itemsize, self.settings.accumulates)
         around_size = sum(unit.size for unit in layouts if unit.name in around)
-        sizes = state_bytes(layouts, sharded, precision, axis.shared, around_size)
+        update = self.settings.update.memory
+        sizes = state_bytes(layouts, sharded, precision, axis.shared, around_size, update)
         seen = sharded.read_by_others
         blocks = axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]})
         arena = Arena(sizes, blocks, self.device.torch)
@@ -137,7 +140,6 @@ class Weights:
         for layout in layouts:
             written = axis.written(layout.size, sharded.optimizer)
             units.append(Unit(layout, axis.rank, sharded, dtypes, arena, written))
-        take_moments(units, arena)
         return arena, units
 
     def _gatherer(

@@ -8,10 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from hpczero.checkpoint import manifest
+from hpczero.checkpoint import limits
 from hpczero.checkpoint.export_safetensors import Export
+from hpczero.checkpoint.limits import dtype_of, problem
 from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.manifest import dtype_of, problem
 from hpczero.checkpoint.safetensors import SafetensorsFile
 from hpczero.checkpoint.verify import Verification
 from tests.support.checkpoints import Grid, Wanted, make, parameters
@@ -89,7 +89,7 @@ def test_what_passes_is_read_back_by_all_readers(tmp_path: Path) -> None:
     shapes = dict.fromkeys(names, (2, 3)) | {"deep": (1,) * 32, "nothing": (0, 5), "one": ()}
     buffers = {
         f"buffers/{dtype}": np.ones((1,) * 32 if dtype == "float16" else (3,), dtype)
-        for dtype in manifest.DTYPES
+        for dtype in limits.DTYPES
     }
     buffers |= {
         "b/empty": np.zeros((0, 3)),

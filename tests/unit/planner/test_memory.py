@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 
 from hpczero.model import families
+from hpczero.parallel.states import UpdateMemory
 from hpczero.planner.activations import activations
-from hpczero.planner.memory import RUNTIME, Need, NodeNeed, Placement, need, needs_of_nodes
+from hpczero.planner.memory import (
+    RUNTIME,
+    Need,
+    NodeNeed,
+    Placement,
+    Platform,
+    need,
+    needs_of_nodes,
+)
 from hpczero.spec.schema import Data, Model, Spec, Train, Zero
 
 LARGE = Model(layers=8, hidden=1024, heads=16, vocab=8192, seq_len=128)  # 109 M parameters
@@ -80,6 +89,24 @@ def test_fp32_has_no_separate_master_weights(stage: int) -> None:
     assert kinds["master"] == 0
     assert kinds["weights"] / parameters == pytest.approx(4 / (4 if stage == 3 else 1), rel=0.02)
     assert kinds["moments"] / parameters == pytest.approx(8 / (4 if stage >= 1 else 1), rel=0.02)
+
+
+def test_another_update_keeps_other_states() -> None:
+    """By PyTorch, with one state of each element, an average, and the gradient of one layer."""
+    update = UpdateMemory(moments=1, average=True, by_torch=True)
+    assert update.of_element == 12
+    layers, place = families.layers(LARGE), Placement(4, 1, False)
+    largest = max(layer.size for layer in layers)
+    for stage, ranks in ((0, 1), (1, 4)):
+        spec = job(stage=stage)
+        kinds = need(spec, layers, place, Platform(update=update)).rank
+        plain = need(spec, layers, place).rank
+        assert kinds["moments"] == kinds["average"] == plain["moments"] // 2
+        assert kinds["gradient of a unit"] == pytest.approx(4 * largest / ranks, rel=0.01)
+        assert kinds["update"] == 3 * kinds["gradient of a unit"]
+        others = kinds.keys() - {"moments", "average", "gradient of a unit", "update"}
+        assert all(kinds[kind] == plain[kind] for kind in others)
+        assert plain.keys() == others | {"moments"}
 
 
 def test_in_flight_are_two_of_the_largest_units() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hpczero.model import families
+from hpczero.parallel.states import UpdateMemory
 from hpczero.planner.fit import refusal
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 
@@ -51,6 +52,15 @@ def test_what_fits_is_not_refused() -> None:
     assert judged(spec(), *[rank(available=40)] * 4) is None
     assert judged(spec(stage=3), *[rank()] * 4) is None
     assert judged(spec(), rank(0), rank(1)) is None
+
+
+def test_the_memory_of_the_optimizer_counts() -> None:
+    job, seen = spec(), [rank(available=40)] * 4
+    averages = UpdateMemory(average=True)
+    limits = limits_from_ranks(seen, averages)
+    refused = refusal(job, families.layers(job.model), limits)
+    assert refused
+    assert "average 1.9 GB" in refused
 
 
 def on_gpu(number: int, free: float = 80, **changes: Any) -> dict[str, Any]:

@@ -1,0 +1,239 @@
+"""The update: new master weights, and the weights that follow, once the gradient is summed.
+
+`start` comes when the first weights are there. A step is `begin`, then `step` for every unit. What
+an update keeps of the owned elements besides the master weights are flat fp32 tensors (`states`);
+the rest is data (`facts`). `AdamWUpdate` is the kernel: the gradient's norm stays on the device,
+and where it is not finite the step changes nothing. `torch_update.TorchUpdate` is an optimizer of
+PyTorch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpczero.errors import InputError
+from hpczero.parallel.zero.buffers import Arena
+from hpczero.parallel.zero.data_axis import AbsentGradients
+from hpczero.parallel.zero.unit import Unit
+from hpczero.parallel.zero.weights import Weights
+from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw, scalars_of_step
+from hpczero_kernels.dispatch import CUDA, choose
+
+_SWAPPED = 1 << 20  # elements that are exchanged at a time
+_SCALARS = {"lr", "betas", "eps"}  # options that are scalars of the kernel
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that is to be carried out.
+
+    `number`: of updates, from 1. `lr`: the schedule's learning rate; `own_lr`: parameter -> the
+    rate that it has in this step. `norm`: the gradient's true norm, one fp64 number on the device;
+    `read_norm` waits for it. The gradients are `scale` times too large.
+    """
+
+    number: int
+    lr: float
+    own_lr: Mapping[str, float]
+    norm: Tensor
+    read_norm: Callable[[], list[float]]
+    scale: float
+
+
+class Update(ABC):
+    """An update of the owned elements of all units, and the average of the weights, if wanted."""
+
+    def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
+        """`absent`: which parameters a step leaves out."""
+        self.units = weights.units
+        self.settings = weights.settings
+        self.absent = absent
+        self.average: dict[Unit, Tensor] = {}
+        if self.settings.update.average is not None:
+            arena = weights.arena
+            self.average = {unit: take_zeros(arena, "average", unit) for unit in self.units}
+
+    @abstractmethod
+    def reads_on_host(self) -> bool:
+        """Return True if `begin` and `step` read on the host what the device computes."""
+
+    @abstractmethod
+    def begin(self, step: Step) -> None:
+        """Begin a step, when the gradient's norm has been asked for."""
+
+    @abstractmethod
+    def step(self, unit: Unit) -> None:
+        """Step a unit's owned elements; the weights that this rank writes follow."""
+
+    def states(self, unit: Unit) -> dict[str, Tensor]:
+        """Return what is kept of the unit's owned elements besides the master weights, by name."""
+        return {"average": self.average[unit]} if self.average else {}
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return, as JSON, what else belongs to the state; equal on all ranks. Collective."""
+
+    @abstractmethod
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Take over `facts`, after the `states` have been filled."""
+
+    def refuse_other(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Raise InputError if the facts are another optimizer's."""
+        if facts["optimizer"] != name:
+            raise InputError(
+                f"these are states of another optimizer: of {facts['optimizer']}, not of {name}"
+            )
+
+    def rate(self, step: Step, name: str) -> float:
+        """Return the learning rate of a parameter in a step.
+
+        The schedule scales the groups' own rates as it does the spec's.
+        """
+        if name in step.own_lr:
+            return step.own_lr[name]
+        of_group: float | None = self.settings.update.options.get(name, {}).get("lr")
+        return step.lr if of_group is None else of_group * (step.lr / self.settings.optimizer.lr)
+
+    def start(self) -> None:
+        """Begin with the present weights, which are the first ones."""
+        self.begin_average()
+
+    # -- the average of the weights
+
+    def begin_average(self) -> None:
+        """Let the average begin with the present weights."""
+        for unit, average in self.average.items():
+            average.copy_(unit.master)
+
+    def follow_average(self) -> None:
+        """Let the average follow an update that has been carried out."""
+        for unit, average in self.average.items():
+            assert self.settings.update.average
+            average.lerp_(unit.master, 1.0 - self.settings.update.average)
+
+    def swap_average(self, unit: Unit) -> None:
+        """Exchange the average and the master weights; the weights that this rank writes follow."""
+        average = self.average[unit]
+        for start in range(0, average.numel(), _SWAPPED):
+            part = slice(start, start + _SWAPPED)
+            kept = unit.master[part].clone()
+            unit.master[part] = average[part]
+            average[part] = kept
+        unit.weights_from_master()
+
+
+@dataclass(frozen=True)
+class StepSpan:
+    """Consecutive owned elements of one parameter, stepped in one go."""
+
+    state: AdamWBuffers
+    decay: float
+    name: str  # of the parameter
+
+
+class AdamWUpdate(Update):
+    """AdamW by hpczero's kernel.
+
+    Parameters with the same learning rate, betas, eps and count of updates share their scalars. In
+    hpczero's own models all do; only those of groups, or that have missed updates, have others.
+    """
+
+    def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
+        """Take the first moments of all units, then the second ones.
+
+        So a checkpoint copies few long spans.
+        """
+        super().__init__(weights, absent)
+        self._device = weights.device
+        self._pool = weights.pool
+        for unit in self.units:
+            unit.moment1 = take_zeros(weights.arena, "moments", unit)
+        for unit in self.units:
+            unit.moment2 = take_zeros(weights.arena, "moments", unit)
+        options = self.settings.update.options.items()
+        self._in_groups = [name for name, of_group in options if _SCALARS & of_group.keys()]
+        # of the last step, with the parameters that it left out
+        self._spans: dict[Unit, tuple[frozenset[int], list[StepSpan]]] = {}
+        self._common: AdamWScalars  # of this step, as are the following
+        self._scalars: dict[str, AdamWScalars]  # of parameters that have others
+
+    def reads_on_host(self) -> bool:
+        return choose("adamw", self.units[0].master) != CUDA
+
+    def begin(self, step: Step) -> None:
+        optimizer = self.settings.optimizer
+        options = self.settings.update.options
+        missed = self.absent.missed
+        common = step.number, step.lr, optimizer.betas, optimizer.eps
+        made = {common: self._made(step, *common)}
+        self._common = made[common]
+        self._scalars = {}
+        for name in {*self._in_groups, *step.own_lr, *self.absent.behind()}:
+            of_group = options.get(name, {})
+            own = (
+                step.number - missed.get(name, 0),
+                self.rate(step, name),
+                tuple(of_group.get("betas", optimizer.betas)),
+                of_group.get("eps", optimizer.eps),
+            )
+            if own not in made:
+                made[own] = self._made(step, *own)
+            self._scalars[name] = made[own]
+
+    def _made(
+        self, step: Step, number: int, lr: float, betas: tuple[float, float], eps: float
+    ) -> AdamWScalars:
+        scalars = scalars_of_step(number, lr, betas, eps)
+        on_device = AdamWScalars(self._device.put(scalars.values))
+        on_device.follow(step.norm, self.settings.train.grad_clip, step.scale)
+        return on_device
+
+    def step(self, unit: Unit) -> None:
+        common, scalars = self._common, self._scalars
+        for span in self._spans_to_step(unit, self.absent.of(unit)):
+            adamw(span.state, span.decay, scalars.get(span.name, common), self._pool)
+
+    def _spans_to_step(self, unit: Unit, absent: frozenset[int]) -> list[StepSpan]:
+        """Return the owned elements, without those of the `absent` parameters."""
+        left_out, spans = self._spans.get(unit, (None, []))
+        if left_out != absent:
+            spans = list(self._spans_of(unit, absent))
+            self._spans[unit] = absent, spans
+        return spans
+
+    def _spans_of(self, unit: Unit, absent: frozenset[int]) -> Iterator[StepSpan]:
+        names = {unit.layout.slots[index].parameter.name for index in absent}
+        for slot, part, weights in unit.owned_parts():
+            parameter = slot.parameter
+            if parameter.name in names:
+                continue
+            elements = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
+            state = AdamWBuffers(
+                unit.master[elements],
+                unit.moment1[elements],
+                unit.moment2[elements],
+                unit.gradient_to_step[elements],
+                weights,
+            )
+            decay = self.settings.optimizer.weight_decay if parameter.decays else 0.0
+            of_group = self.settings.update.options.get(parameter.name, {})
+            yield StepSpan(state, of_group.get("weight_decay", decay), parameter.name)
+
+    def states(self, unit: Unit) -> dict[str, Tensor]:
+        return {"moment1": unit.moment1, "moment2": unit.moment2} | super().states(unit)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the name alone: the engine has the counts of updates."""
+        return {"optimizer": "adamw"}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        self.refuse_other("adamw", facts)
+
+
+def take_zeros(arena: Arena, kind: str, unit: Unit) -> Tensor:
+    """Take an fp32 tensor of zeros for the unit's owned elements."""
+    return arena.take(kind, unit.master.numel(), torch.float32).zero_()

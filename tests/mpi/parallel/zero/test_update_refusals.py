@@ -1,0 +1,101 @@
+"""What the update keeps in memory, and what it refuses."""
+
+from typing import Any
+
+import pytest
+
+import hpczero
+from hpczero.comm.world import World
+from hpczero.errors import InputError
+from hpczero.planner.memory import needs_of_nodes
+from tests.support.optimizers import OPTIMIZERS, Lamb, Wandering
+from tests.support.updates import (
+    Chain,
+    begun,
+    one_step,
+    samples,
+    spec_of,
+)
+from tests.support.user_modules import made
+
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW, amsgrad", "a user's own"])
+def test_memory_is_what_the_optimizer_keeps_and_what_is_counted_before(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[dict[str, int]] = []
+
+    def refusal(spec: Any, layers: Any, limits: Any) -> None:
+        needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
+        counted.append(needs[0].rank)
+
+    monkeypatch.setattr("hpczero.train.setup.refusal", refusal)
+    optimizer, options, lr = OPTIMIZERS[name]
+    moments = {"SGD": 0, "AdamW, amsgrad": 3, "a user's own": 1}[name]
+    wanted = {"optimizer": optimizer, "optimizer_options": options, "average": 0.9}
+    with hpczero.initialize(made(Chain), spec_of(1, False, lr), world, **wanted) as engine:
+        memory, units = engine.engine.memory(), engine.engine.units
+        for kinds in counted:  # on rank 0
+            assert memory == {kind: kinds[kind] for kind in memory}
+        assert len(counted) == (world.rank == 0)
+        one_step(engine, 0)
+        owned = [unit.master.numel() for unit in units]
+        assert memory["moments"] == 4 * moments * sum(owned)
+        assert memory["average"] == 4 * sum(owned)
+        assert memory["gradient of a unit"] == 4 * max(owned)
+        for unit in units:  # what the optimizer works with is what a checkpoint finds
+            states = engine.engine.update.states(unit)
+            assert len(states) == moments + 1
+            assert any(state.any() for state in states.values())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"optimizer": "LBFGS"}, "torch.optim.lbfgs.LBFGS cannot be used"),
+        ({"optimizer": Lamb}, "Lamb cannot be used: it does not update parts of a tensor"),
+        ({"optimizer": "Sgd"}, "no optimizer of torch.optim has this name"),
+        ({"optimizer_options": {"momentum": 0.9}}, "optimizer_options are for an `optimizer` of"),
+        ({"groups": {"layer.0.*": {"lr": 1.0}}}, "matches no parameter; the nearest names are"),
+        ({"groups": {"*": {"momentum": 0.1}}}, "no option; there are lr, weight_decay, betas and"),
+        ({"groups": {"*": {"lr": -1.0}}}, r"lr = -1.0 of '\*' must be a number >= 0"),
+        ({"groups": {"*": {"weight_decay": "no"}}}, "weight_decay = 'no' of .* must be a number"),
+        ({"groups": {"*": {"betas": 0.9}}}, "betas = 0.9 of .* must be two numbers"),
+        ({"groups": {"*": {"eps": 0.0}}}, "eps = 0.0 of .* must be > 0"),
+        ({"optimizer": "SGD", "groups": {"*": {"beta": 0.1}}}, "'beta' is no option of a group"),
+        ({"average": 1.0}, "average = 1.0: give a number between 0 and 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(world: World, wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        hpczero.initialize(made(Chain), spec_of(1, False), world, **wanted)
+
+
+def test_keys_of_the_spec_that_nobody_would_follow_are_refused(world: World) -> None:
+    for key, value in {"betas": (0.9, 0.99), "eps": 1e-5, "weight_decay": 0.0}.items():
+        with pytest.raises(InputError, match=rf"optimizer\.{key} = .* is for hpczero's AdamW"):
+            hpczero.initialize(
+                made(Chain), spec_of(0, False, **{key: value}), world, optimizer="Adam"
+            )
+
+
+@pytest.mark.ranks(2, 3)
+def test_ranks_that_want_different_updates_are_refused(world: World) -> None:
+    last = world.rank == world.size - 1
+    for wanted, what in (
+        ({"average": 0.5 if last else 0.9}, "average is 0.9 on rank 0 and 0.5 on rank"),
+        ({"groups": {"*": {"lr": float(last)}}}, "groups is .* on rank 0 and .* on rank"),
+        ({"optimizer": Wandering if last else "SGD"}, "optimizer is 'SGD' on rank 0 and Wandering"),
+    ):
+        with pytest.raises(InputError, match=what):
+            hpczero.initialize(made(Chain), spec_of(1, False), world, **wanted)  # type: ignore[arg-type]
+
+
+def test_a_rate_for_parameters_that_there_are_not(world: World) -> None:
+    with begun(world, 1, False, 1) as (engine, _):
+        engine.backward(engine(samples(slice(0, 2)), {0}))
+        with pytest.raises(InputError, match=r"step\(lr=...\): 'head.\*' matches no parameter"):
+            engine.step(lr={"head.*": 1e-3})
+        engine.step()

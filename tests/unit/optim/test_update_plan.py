@@ -1,0 +1,51 @@
+"""What is planned of what was asked for, and the memory that follows."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hpczero.parallel.states import ADAMW, UpdateMemory  # noqa: E402
+from hpczero.parallel.zero.update_plan import (  # noqa: E402
+    UpdatePlan,
+    UpdateWanted,
+    plan_update,
+)
+from hpczero.spec.schema import Optimizer  # noqa: E402
+
+NAMES = ["body.weight", "body.bias", "head.weight"]
+
+
+def planned(wanted: UpdateWanted) -> UpdatePlan:
+    return plan_update(wanted, Optimizer(), NAMES, torch.device("cpu"))
+
+
+def test_nothing_asked_for_is_the_kernel_s_adamw() -> None:
+    plan = planned(UpdateWanted())
+    assert plan == UpdatePlan()
+    assert plan.memory == ADAMW
+    assert planned(UpdateWanted(average=0.9)).memory == UpdateMemory(average=True)
+
+
+def test_a_group_may_keep_more_than_the_others() -> None:
+    groups = {"*.bias": {"momentum": 0.9}, "head.*": {"lr": 1.0}}
+    plan = planned(UpdateWanted("SGD", groups=groups))
+    kept = {name: plan.kept[name].tensors for name in NAMES}
+    assert kept == {"body.weight": (), "body.bias": ("momentum_buffer",), "head.weight": ()}
+    assert plan.memory == UpdateMemory(moments=1, by_torch=True)
+    assert plan.options == {"body.bias": {"momentum": 0.9}, "head.weight": {"lr": 1.0}}
+
+
+def test_the_same_wishes_have_the_same_words() -> None:
+    def optimizer(groups: object, lr: float) -> None: ...
+
+    one = UpdateWanted(optimizer, {"b": 1, "a": 2}, {"*": {"lr": 1.0, "eps": 1e-3}})
+    other = UpdateWanted(optimizer, {"a": 2, "b": 1}, {"*": {"eps": 1e-3, "lr": 1.0}})
+    assert one.described() == other.described()
+    assert one.described()["optimizer"].endswith("optimizer")
+    for different in (
+        UpdateWanted(torch.optim.SGD, {"b": 1, "a": 2}, one.groups),
+        UpdateWanted(optimizer, {"b": 1}, one.groups),
+        UpdateWanted(optimizer, one.optimizer_options, {"?": one.groups["*"]}),
+        UpdateWanted(optimizer, one.optimizer_options, one.groups, 0.9),
+    ):
+        assert different.described() != one.described()
