@@ -25,11 +25,11 @@ from tests.support.updates import (
 )
 from tests.support.user_modules import ways
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usual(2)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_an_optimizer_steps_as_in_pytorch_and_alike_everywhere(
     world: World, name: str, everything: bool
 ) -> None:
@@ -75,7 +75,7 @@ def test_betas_and_eps_of_a_group_by_the_kernel(world: World) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["SGD, momentum and dampening", "Adam", "a user's own"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_all_stages_are_equal_to_the_bit_in_half_precision(
     world: World, name: str, precision: str, everything: bool
 ) -> None:
@@ -91,8 +91,10 @@ def test_all_stages_are_equal_to_the_bit_in_half_precision(
 
 
 @pytest.mark.parametrize("name", ["by the kernel", *OPTIMIZERS])
-@pytest.mark.few(4)
-def test_what_is_restored_goes_on_as_if_nothing_had_been(world: World, name: str) -> None:
+@pytest.mark.few(2)
+def test_what_is_restored_goes_on_as_if_nothing_had_been(
+    world: World, name: str, everything: bool
+) -> None:
     """After 4 steps one layer has had no gradient yet."""
     optimizer, options, _ = OPTIMIZERS.get(name, (None, {}, 0.0))
     wanted = {
@@ -101,7 +103,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_been(world: World, name: str
         "groups": {"layers.1.*": {"lr": 5e-3}},
         "average": 0.8,
     }
-    for stage, shared in ((0, True), (2, False)):
+    for stage, shared in ((2, False), (0, True)) if everything else ((2, False),):
         with begun(world, stage, shared, 4, **wanted) as (engine, losses):
             state = saved(engine)
             everyones = world.all_gather_objects(state["facts"])
