@@ -238,16 +238,21 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what tells whether its attributes change, but for those that hold its state."""
+    """Return what tells whether its attributes change, but for those that hold its state.
+
+    A flag may: PyTorch has some for what is done once.
+    """
     found: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups"):
             continue
-        found[name] = value if isinstance(value, int | float | str) else type(value)
+        found[name] = type(value)
         if isinstance(value, Tensor):
             found[name] = value.flatten().tolist()
         elif isinstance(value, Sized):
             found[name] = len(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = value
     return found
 
 

@@ -25,7 +25,7 @@ def test_elementwise_ones_can(name: str) -> None:
 
 
 def test_what_they_keep_follows_from_the_options() -> None:
-    assert probed("SGD") == Kept((), {}, ())
+    assert probed("SGD") == probed("SGD", fused=True) == Kept((), {}, ())
     assert probed("SGD", momentum=0.9) == Kept(("momentum_buffer",), {}, ())
     assert probed("SGD", {"momentum": 0.9}) == Kept(("momentum_buffer",), {}, ())
     assert probed("Adam") == Kept(("exp_avg", "exp_avg_sq"), {"step": STEP}, ())
