@@ -70,6 +70,8 @@ def test_memory_is_what_the_optimizer_keeps_and_what_is_counted_before(
         ({"groups": {"*": {"betas": 0.9}}}, "betas = 0.9 of .* must be two numbers"),
         ({"groups": {"*": {"eps": 0.0}}}, "eps = 0.0 of .* must be > 0"),
         ({"optimizer": "SGD", "groups": {"*": {"beta": 0.1}}}, "'beta' is no option of a group"),
+        ({"groups": {"*": 0.1}}, r"groups: '\*' has 0.1, not options: write them as"),
+        ({"average": "0.9"}, "average = '0.9': give a number between 0 and 1"),
         ({"average": 1.0}, "average = 1.0: give a number between 0 and 1"),
     ],
 )
