@@ -26,6 +26,7 @@ _PARTS = (slice(0, 37), slice(37, prod(_SHAPE)))
 _STEPS = 8
 _LR = 0.01
 _TOLERANCE = 1e-6  # a vector unit may round otherwise than the code for what is left over
+_TAKEN = ("master", "model", "average")  # names of what is kept besides
 _CAN = "SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, Rprop, ASGD"
 _CANNOT = "LBFGS, LAMB, Muon, Adafactor, SparseAdam"
 
@@ -212,6 +213,8 @@ class _Trial:
         tensors: list[str] = []
         numbers: dict[str, Any] = {}
         for name, value in self.optimizer.state.get(parameter, {}).items():
+            if not isinstance(name, str):
+                raise refusal(f"it keeps a state under {name!r}, which is no name")
             if value is None or isinstance(value, int | float):
                 numbers[name] = value
             elif not isinstance(value, Tensor):
@@ -223,6 +226,8 @@ class _Trial:
                 raise refusal(f"it keeps {name!r} of shape {shapes}")
             elif value.dtype != torch.float32:
                 raise refusal(f"it keeps {name!r} in {value.dtype}; only torch.float32 can be")
+            elif not name.isidentifier() or name in _TAKEN:
+                raise refusal(f"it keeps a tensor under the name {name!r}, which no checkpoint has")
             else:
                 tensors.append(name)
         return Kept(tuple(tensors), numbers, of_group)
@@ -238,16 +243,21 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what tells whether its attributes change, but for those that hold its state."""
+    """Return what tells whether its attributes change, but for those that hold its state.
+
+    A flag may: PyTorch has some for what is done once.
+    """
     found: dict[str, Any] = {}
     for name, value in vars(optimizer).items():
         if name in ("state", "param_groups"):
             continue
-        found[name] = value if isinstance(value, int | float | str) else type(value)
+        found[name] = type(value)
         if isinstance(value, Tensor):
             found[name] = value.flatten().tolist()
         elif isinstance(value, Sized):
             found[name] = len(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = value
     return found
 
 

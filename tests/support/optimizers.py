@@ -55,9 +55,6 @@ class Wandering(torch.optim.Optimizer):
                 parameter.sub_(rate * state["velocity"])
 
 
-OPTIMIZERS["a user's own"] = (Wandering, {"decay": 0.8}, 0.05)
-
-
 class Anchored(torch.optim.Optimizer):
     """Pulls the weights to those that it was made with."""
 
@@ -77,6 +74,7 @@ class Anchored(torch.optim.Optimizer):
 
 
 OPTIMIZERS["one that knows where it began"] = (Anchored, {"pull": 0.5}, 0.1)
+OPTIMIZERS["a user's own"] = (Wandering, {"decay": 0.8}, 0.05)
 
 
 class Lamb(torch.optim.Optimizer):

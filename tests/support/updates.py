@@ -74,8 +74,9 @@ def samples(part: slice) -> torch.Tensor:
 def spec_of(
     stage: int, shared: bool, lr: float = 1e-2, precision: str = "fp32", **optimizer: Any
 ) -> dict[str, Any]:
+    no_overflow = {"loss_scale": 256.0} if precision == "fp16" else {}
     return {
-        "train": {"precision": precision, "steps": STEPS},
+        "train": {"precision": precision, "steps": STEPS, **no_overflow},
         "optimizer": {"lr": lr, **optimizer},
         "zero": {"stage": stage, "node_shared": shared},
     }

@@ -29,6 +29,16 @@ class UpdateWanted:
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     average: float | None = None
 
+    def __post_init__(self) -> None:
+        for pattern, options in self.groups.items():
+            if not isinstance(options, Mapping):
+                example = '{"*.bias": {"weight_decay": 0.0}}'
+                raise InputError(
+                    f"groups: {pattern!r} has {options!r}, not options: write them as {example}"
+                )
+        if self.average is not None and not isinstance(self.average, int | float):
+            raise InputError(f"average = {self.average!r}: give a number between 0 and 1")
+
     def described(self) -> dict[str, str]:
         """Return the arguments in words that are equal where ranks want the same."""
         name = repr(self.optimizer)

@@ -25,7 +25,7 @@ def test_elementwise_ones_can(name: str) -> None:
 
 
 def test_what_they_keep_follows_from_the_options() -> None:
-    assert probed("SGD") == Kept((), {}, ())
+    assert probed("SGD") == probed("SGD", fused=True) == Kept((), {}, ())
     assert probed("SGD", momentum=0.9) == Kept(("momentum_buffer",), {}, ())
     assert probed("SGD", {"momentum": 0.9}) == Kept(("momentum_buffer",), {}, ())
     assert probed("Adam") == Kept(("exp_avg", "exp_avg_sq"), {"step": STEP}, ())
@@ -37,7 +37,7 @@ def test_what_they_keep_follows_from_the_options() -> None:
 class Changed(torch.optim.SGD):
     """SGD that a test gives another habit."""
 
-    def __init__(self, groups: Any, lr: float, habit: str) -> None:
+    def __init__(self, groups: Any, lr: float, habit: str | int) -> None:
         super().__init__(groups, lr)
         self.habit = habit
         self.count = 0
@@ -56,6 +56,8 @@ class Changed(torch.optim.SGD):
                 parameter.add_(torch.rand(parameter.shape, dtype=torch.float32))
             if self.habit == "first element":
                 parameter.grad.add_(parameter.grad.flatten()[0].clone())
+            if self.habit in ("average", "a/b", 3):
+                self.state[parameter][self.habit] = parameter.clone()
             kinds = {
                 "doubles": lambda own: own.double(),
                 "a list": lambda own: [0.0],
@@ -80,10 +82,13 @@ class Changed(torch.optim.SGD):
         ("a list", "it keeps 'kept', a list"),
         ("its norm", "it keeps another 'kept' for each part of a tensor"),
         ("counts", r"it changes an attribute \('count'\), which nobody saves"),
+        ("average", "it keeps a tensor under the name 'average', which no checkpoint has"),
+        ("a/b", "it keeps a tensor under the name 'a/b'"),
+        (3, "it keeps a state under 3, which is no name"),
         ("an own dictionary", r"it changes an attribute \('own'\), which nobody saves"),
     ],
 )
-def test_habits_that_shards_cannot_follow(habit: str, reason: str) -> None:
+def test_habits_that_shards_cannot_follow(habit: str | int, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         probed(Changed, habit=habit)
     assert probed(Changed, habit="none")

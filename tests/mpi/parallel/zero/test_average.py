@@ -18,12 +18,12 @@ from tests.support.updates import (
 )
 from tests.support.user_modules import WAYS, made
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usual(2)]
 
 
 @pytest.mark.parametrize(("stage", "shared"), WAYS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_the_average_is_that_of_all_weights_so_far(
     world: World, stage: int, shared: bool, precision: str
 ) -> None:

@@ -25,11 +25,11 @@ from tests.support.updates import (
 )
 from tests.support.user_modules import ways
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usual(2)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_an_optimizer_steps_as_in_pytorch_and_alike_everywhere(
     world: World, name: str, everything: bool
 ) -> None:
@@ -45,7 +45,7 @@ def test_an_optimizer_steps_as_in_pytorch_and_alike_everywhere(
         assert_equal(first, other)
 
 
-@pytest.mark.parametrize("own_rates", [False, True])
+@pytest.mark.parametrize("own_rates", [True, False])
 @pytest.mark.parametrize("name", ["by the kernel", "SGD, nesterov and decay", "Adam, decay of L2"])
 @pytest.mark.few(2)
 def test_groups_have_options_and_rates_of_their_own(
@@ -73,9 +73,9 @@ def test_betas_and_eps_of_a_group_by_the_kernel(world: World) -> None:
     assert_equal(with_groups, by_hpczero(world, spec_of(1, False, **options)))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["SGD, momentum and dampening", "Adam", "a user's own"])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_all_stages_are_equal_to_the_bit_in_half_precision(
     world: World, name: str, precision: str, everything: bool
 ) -> None:
@@ -86,14 +86,17 @@ def test_all_stages_are_equal_to_the_bit_in_half_precision(
         by_hpczero(world, spec_of(stage, shared, lr, precision), **wanted)
         for stage, shared in ways(1, everything)
     )
+    assert first[0] == pytest.approx(by_pytorch(optimizer, options, lr)[0], rel=0.02)
     for other in others:
         assert_equal(first, other)
 
 
 @pytest.mark.parametrize("name", ["by the kernel", *OPTIMIZERS])
-@pytest.mark.few(4)
-def test_what_is_restored_goes_on_as_if_nothing_had_been(world: World, name: str) -> None:
-    """After 4 steps one layer has had no gradient yet."""
+@pytest.mark.few(2)
+def test_what_is_restored_goes_on_as_if_nothing_had_been(
+    world: World, name: str, everything: bool
+) -> None:
+    """After 4 steps one layer has had no gradient yet; what is restored replaces other states."""
     optimizer, options, _ = OPTIMIZERS.get(name, (None, {}, 0.0))
     wanted = {
         "optimizer": optimizer,
@@ -101,7 +104,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_been(world: World, name: str
         "groups": {"layers.1.*": {"lr": 5e-3}},
         "average": 0.8,
     }
-    for stage, shared in ((0, True), (2, False)):
+    for stage, shared in ((2, False), (0, True)) if everything else ((2, False),):
         with begun(world, stage, shared, 4, **wanted) as (engine, losses):
             state = saved(engine)
             everyones = world.all_gather_objects(state["facts"])
@@ -112,7 +115,7 @@ def test_what_is_restored_goes_on_as_if_nothing_had_been(world: World, name: str
             with engine.averaged():
                 whole = engine.full_state_dict()
             last = saved(engine)
-        with begun(world, stage, shared, 0, **wanted) as (engine, _):
+        with begun(world, stage, shared, 6, **wanted) as (engine, _):
             load(engine, state, 4)
             assert [one_step(engine, step) for step in range(4, STEPS)] == losses
             with engine.averaged():

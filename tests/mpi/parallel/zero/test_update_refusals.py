@@ -7,6 +7,7 @@ import pytest
 import hpczero
 from hpczero.comm.world import World
 from hpczero.errors import InputError
+from hpczero.parallel.zero.torch_update import TorchUpdate
 from hpczero.planner.memory import needs_of_nodes
 from tests.support.optimizers import OPTIMIZERS, Lamb, Wandering
 from tests.support.updates import (
@@ -18,7 +19,7 @@ from tests.support.updates import (
 )
 from tests.support.user_modules import made
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 3), pytest.mark.usual(2)]
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW, amsgrad", "a user's own"])
@@ -45,10 +46,14 @@ def test_memory_is_what_the_optimizer_keeps_and_what_is_counted_before(
         assert memory["moments"] == 4 * moments * sum(owned)
         assert memory["average"] == 4 * sum(owned)
         assert memory["gradient of a unit"] == 4 * max(owned)
-        for unit in units:  # what the optimizer works with is what a checkpoint finds
-            states = engine.engine.update.states(unit)
+        update = engine.engine.update
+        for unit in units:
+            states = update.states(unit)
             assert len(states) == moments + 1
-            assert any(state.any() for state in states.values())
+            assert any(state.any() for state in states.values()) or not unit.master.any()
+        assert isinstance(update, TorchUpdate)
+        for part, state, _ in update._all_parts():  # nothing is held a second time
+            assert all(state.get(name, view) is view for name, view in part.views.items())
 
 
 @pytest.mark.parametrize(
@@ -65,6 +70,8 @@ def test_memory_is_what_the_optimizer_keeps_and_what_is_counted_before(
         ({"groups": {"*": {"betas": 0.9}}}, "betas = 0.9 of .* must be two numbers"),
         ({"groups": {"*": {"eps": 0.0}}}, "eps = 0.0 of .* must be > 0"),
         ({"optimizer": "SGD", "groups": {"*": {"beta": 0.1}}}, "'beta' is no option of a group"),
+        ({"groups": {"*": 0.1}}, r"groups: '\*' has 0.1, not options: write them as"),
+        ({"average": "0.9"}, "average = '0.9': give a number between 0 and 1"),
         ({"average": 1.0}, "average = 1.0: give a number between 0 and 1"),
     ],
 )
