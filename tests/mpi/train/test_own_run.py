@@ -13,7 +13,7 @@ from hpczero.checkpoint import directory
 from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.save import SaveFailed
 from hpczero.comm.world import World
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.train import own_run, setup
 from tests.support.own_loops import STEPS, Loop, spec_of, started
 from tests.support.user_modules import WAYS, made
@@ -255,3 +255,77 @@ def test_two_engines_are_two_runs(world: World, shared_folder: str) -> None:
     for engine in (same, other, one):
         engine.close()
     assert directory.steps(Path(shared_folder) / "other" / "checkpoints").keys() == {1}
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW with an average": {"average": 0.9},
+    "SGD": {"optimizer": "SGD", "optimizer_options": {"momentum": 0.9}},
+    "amsgrad, an average": {
+        "optimizer": "Adam",
+        "optimizer_options": {"amsgrad": True},
+        "average": 0.9,
+    },
+    "NAdam": {"optimizer": "NAdam"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_goes_on_to_the_bit_and_on_another_layout(
+    world: World, shared_folder: str, name: str
+) -> None:
+    how = OPTIMIZERS[name]
+    spec = spec_of(shared_folder, 2, False, optimizer={"eps": 1e-8})
+    with started(world, spec, **how) as engine:
+        first = Loop(engine, world).run(4)
+        engine.save(wait=True)
+        whole = first.run()
+        expected = [*states_by_name(engine), engine.full_state_dict()]
+    with started(world, spec, **how) as engine:
+        assert engine.resume().step == 4
+        again = Loop(engine, world).run()
+        assert again.losses == {step: whole.losses[step] for step in range(5, STEPS + 1)}
+        found = [*states_by_name(engine), engine.full_state_dict()]
+        for one, other in zip(found, expected, strict=True):
+            assert all(torch.equal(one[key], other[key]) for key in one)
+    elsewhere = spec_of(f"{shared_folder}/elsewhere", 3, False, optimizer={"eps": 1e-8})
+    with started(world, elsewhere, **how) as engine:
+        assert engine.load(f"{shared_folder}/loop").step == 4
+        assert Loop(engine, world).run().losses == pytest.approx(again.losses, rel=1e-5)
+        if "average" in how:
+            with engine.averaged(), pytest.raises(HpczeroError, match="save: the weights are"):
+                engine.save()
+
+
+def states_by_name(engine: Any) -> list[dict[str, torch.Tensor]]:
+    inner = engine.engine
+    return [
+        {name: state.clone() for name, state in inner.update.states(unit).items()}
+        for unit in inner.units
+    ]
+
+
+def test_another_optimizer_is_refused_and_an_average_may_begin_or_end(
+    world: World, shared_folder: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = spec_of(shared_folder, optimizer={"eps": 1e-8})
+    with started(world, spec) as engine:
+        Loop(engine, world).run(2)
+        engine.save(wait=True)
+    with (
+        started(world, spec, optimizer="SGD", optimizer_options={"momentum": 0.9}) as engine,
+        pytest.raises(InputError, match=r"another optimizer \(moment1, moment2; here momentum"),
+    ):
+        engine.resume()
+    with started(world, spec, average=0.5) as engine:
+        assert engine.resume().step == 2
+        before = engine.full_state_dict()
+        with engine.averaged():
+            now = engine.full_state_dict()
+        assert all(torch.equal(now[name], tensor) for name, tensor in before.items())
+        Loop(engine, world).run(3)
+        engine.save(wait=True)
+    with started(world, spec) as engine:
+        assert engine.resume().step == 3
+    said = capfd.readouterr().err
+    for words in ("has no average of the weights: it begins", "which goes no further"):
+        assert (words in said) == (world.rank == 0)
