@@ -6,9 +6,9 @@ from hpczero import env, kernel_cache
 
 if TYPE_CHECKING:
     from hpczero.comm.world import World
-    from hpczero.train.initialize import initialize
+    from hpczero.train.initialize import Column, initialize
 
-__all__ = ["World", "__version__", "initialize"]
+__all__ = ["Column", "World", "__version__", "initialize"]
 __version__ = env.VERSION
 
 env.make_kernels_importable()
@@ -16,8 +16,8 @@ env.make_kernels_importable()
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch or MPI when it is first used."""
-    if name == "initialize":
-        return kernel_cache.load("hpczero.train.initialize").initialize
+    if name in ("initialize", "Column"):
+        return getattr(kernel_cache.load("hpczero.train.initialize"), name)
     if name == "World":
         from hpczero.comm.world import World
 

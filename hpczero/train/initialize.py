@@ -13,7 +13,9 @@ from hpczero import machine
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.parallelize import build_engine
+from hpczero.parallel.parallelize import CutModule, EngineContext, build_engine
+from hpczero.parallel.tensor.heads import Column
+from hpczero.parallel.tensor.user_plan import TensorPlan, cuts_of
 from hpczero.parallel.user_module import layers_of, refuse_modules_that_differ
 from hpczero.parallel.zero.engine import Engine, StepResult
 from hpczero.parallel.zero.weights import DTYPES
@@ -21,12 +23,15 @@ from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import setup
 
+__all__ = ["Column", "Training", "initialize"]
+
 
 def initialize(
     module: nn.Module,
     spec: Spec | str | Path | Mapping[str, Any],
     world: World | None = None,
     accumulates: bool = True,
+    tensor_plan: TensorPlan | None = None,
 ) -> "Training":
     """Hand a module's parameters to an engine. Collective: every rank passes the same module.
 
@@ -35,20 +40,31 @@ def initialize(
 
     Without `world`, MPI is started here and ended by `close`; a program started without mpirun has
     one rank. A `world` must have all ranks, and the watchdog watches it from now on.
-    `accumulates=False` saves memory where every step has one backward.
+    `accumulates=False` saves memory where every step has one backward. `tensor_plan`: the roles of
+    the modules that `parallel.tensor` ranks share (docs/tensor-plans.md).
     """
     started = world or World.start()
-    spec = _agreed(spec, started)
+    spec = _agreed(spec, started, tensor_plan is not None)
     created = None if world else setup.training_world(started, spec)
     if not started.is_watched:
         started.watch(spec.comm.timeout_s)
     inner = created or started
     spec, grid = setup.prepare(inner, spec)
-    layers = inner.run_on_all(lambda: [layer for _, layer in layers_of(module)])
+    layers = inner.run_on_all(lambda: layers_of(module))
     refuse_modules_that_differ(module, inner)
-    setup.fit_to_memory(inner, _counted(spec, inner.size, accumulates), layers, module)
-    engine = build_engine(module, spec, inner, grid, accumulates, setup.share_cores(inner))
-    return Training(engine, spec, (created, started) if created else ())
+    cuts = None
+    if tensor_plan is not None:
+        plan, parallel = tensor_plan, spec.parallel
+        _refuse_plans_that_differ(plan, inner)
+        cuts = inner.run_on_all(
+            lambda: cuts_of(module, plan, parallel.tensor, parallel.sequence_parallel)
+        )
+        layers = cuts.apply(layers)
+    counted = _counted(spec, grid.size("data"), accumulates)
+    setup.fit_to_memory(inner, counted, [layer for _, layer in layers], module)
+    context = EngineContext(spec, inner, grid, accumulates, setup.share_cores(inner))
+    engine, cut = build_engine(module, context, cuts)
+    return Training(engine, spec, (created, started) if created else (), cut)
 
 
 class Training:
@@ -60,7 +76,13 @@ class Training:
     parameters (the module's inputs must be on this device); `steps`: done so far.
     """
 
-    def __init__(self, engine: Engine, spec: Spec, worlds: tuple[World, ...]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        spec: Spec,
+        worlds: tuple[World, ...],
+        cut: CutModule | None = None,
+    ) -> None:
         """`worlds` are closed by `close`, in this order."""
         self.engine = engine
         self.spec = spec
@@ -71,6 +93,7 @@ class Training:
         self.device = engine.device.torch
         self.steps = 0
         self._worlds = worlds
+        self._cut = cut
         self._open = True
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -133,6 +156,8 @@ class Training:
         """
         if self._open:
             self._open = False
+            if self._cut:
+                self._cut.close()
             self.engine.close(machine.memory().usable)
             for world in self._worlds:
                 world.close()
@@ -161,7 +186,7 @@ class Training:
             self._worlds[-1].__exit__(kind, error, trace)
 
 
-def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
+def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World, has_plan: bool) -> Spec:
     """Return rank 0's spec; InputError on all ranks where a loop of one's own cannot follow it."""
 
     def read() -> Spec:
@@ -170,19 +195,28 @@ def _agreed(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
         return spec if isinstance(spec, Spec) else load(spec).spec
 
     agreed = setup.agree_on_spec(world, read)
-    if problems := _problems(agreed):
+    if problems := _problems(agreed, has_plan):
         raise InputError("; ".join(problems))
     return agreed
 
 
-def _problems(spec: Spec) -> list[str]:
+def _refuse_plans_that_differ(plan: TensorPlan, world: World) -> None:
+    """Raise InputError on all ranks unless they have the same plan. Collective."""
+    plans = world.all_gather_objects([[pattern, str(how)] for pattern, how in plan.items()])
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            raise InputError(f"tensor_plan is not the same on rank 0 and on rank {rank}")
+
+
+def _problems(spec: Spec, has_plan: bool) -> list[str]:
     family = 'with model.family = "package.module:factory"'
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
     problems = []
-    if tensor > 1:
+    if tensor > 1 and not has_plan:
         problems.append(
             f"parallel.tensor = {tensor}: nothing says how the layers of this module are "
-            "shared out; set it to 1"
+            "shared out; give hpczero.initialize a tensor_plan (docs/tensor-plans.md), or set it "
+            "to 1"
         )
     if pipeline > 1:
         problems.append(
@@ -201,8 +235,8 @@ def _problems(spec: Spec) -> list[str]:
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:
     """Return the spec by which memory is counted: nothing is known of the loop's data.
 
-    Its micro-batches stand for the backwards of a step, one or several, which decide what memory
-    the gradients take.
+    `ranks`: of the data axis. Its micro-batches stand for the backwards of a step, one or several,
+    which decide what memory the gradients take.
     """
     unknown = spec.model.model_copy(update={"family": "module:factory", "seq_len": 1})
     train = spec.train.model_copy(
