@@ -69,7 +69,10 @@ def _held_by_all(units: Sequence[Unit]) -> Iterator[tuple[str, torch.Tensor]]:
         first = unit.shard.start
         for slot, part in unit.layout.spans(first, unit.shard.stop):
             if not slot.is_split:
-                yield slot.parameter.name, unit.reduced_shard[part.start - first : part.stop - first]
+                yield (
+                    slot.parameter.name,
+                    unit.reduced_shard[part.start - first : part.stop - first],
+                )
 
 
 def _bits(gradient: torch.Tensor) -> torch.Tensor:

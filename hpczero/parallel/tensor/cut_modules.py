@@ -24,7 +24,8 @@ from hpczero.comm.group import Group
 from hpczero.errors import HpczeroError
 from hpczero.parallel.layout import shard_range
 from hpczero.parallel.tensor.heads import ColumnsOfParent
-from hpczero.parallel.tensor.linear import Residual, StreamLayout, sum_of_parts
+from hpczero.parallel.tensor.linear import Replicated, StreamLayout, sum_of_parts
+from hpczero.parallel.tensor.positions import EnterRows, GatherRows, Positions, replace_first_tensor
 from hpczero.parallel.tensor.random_streams import RandomStreams
 from hpczero.parallel.tensor.user_plan import Cuts, is_conv1d
 
@@ -32,18 +33,19 @@ from hpczero.parallel.tensor.user_plan import Cuts, is_conv1d
 class CutModules:
     """The modules of a plan on this rank, until `close`."""
 
-    def __init__(
-        self, module: nn.Module, cuts: Cuts, group: Group, device: torch.device
-    ) -> None:
+    def __init__(self, module: nn.Module, cuts: Cuts, group: Group, device: torch.device) -> None:
         self.cuts = cuts
         self.group = group
-        self.residual = Residual(group, False)
         self.random = RandomStreams(group, device)
+        self.positions = Positions(group, self.random)
         self.whole = False  # the planned modules run with whole parameters, as they were
         self._sizes: list[tuple[nn.Module, dict[str, int], dict[str, int]]] = []
         self._planned: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
         parts = dict(module.named_modules())
+        self.name_of = {part: name for name, part in parts.items()}
+        layers = [parts[name] for name in cuts.with_role("sequence")]
+        self._hooks += self.positions.hooks(layers)
         for parent, columns in cuts.columns.items():
             self._cut_parent(parts, parent, columns)
         for name in cuts.rows:
@@ -54,13 +56,11 @@ class CutModules:
             self._replace(parts[name], kind(parts[name], self))
         self._sum_gradients(module)
 
-    def _cut_parent(
-        self, parts: dict[str, nn.Module], name: str, columns: ColumnsOfParent
-    ) -> None:
+    def _cut_parent(self, parts: dict[str, nn.Module], name: str, columns: ColumnsOfParent) -> None:
         parent = parts[name]
-        entry = Entry(self)
+        entry = Entry(self, self.cuts.in_sequence(name))
         self._hooks += [
-            parent.register_forward_pre_hook(entry.begin),
+            parent.register_forward_pre_hook(entry.begin, with_kwargs=True),
             parent.register_forward_hook(entry.end, always_call=True),
         ]
         ranks, rank = self.group.size, self.group.rank
@@ -79,21 +79,13 @@ class CutModules:
 
     def _sum_gradients(self, module: nn.Module) -> None:
         """Let the gradients be summed of parameters that all ranks hold and use in part."""
-        summed = [*self.cuts.with_role("replicated"), *self.cuts.kept_whole]
-        parameters = dict.fromkeys(
-            parameter for name in summed for parameter in module.get_submodule(name).parameters()
-        )
-        for parameter in parameters:
+        for name in self.cuts.summed(module):
+            parameter = module.get_parameter(name)
             if parameter.is_floating_point():
                 trained = parameter.requires_grad
                 parameter.requires_grad_(True)
-                self._hooks.append(parameter.register_hook(self._sum))
+                self._hooks.append(parameter.register_hook(SummedGradient(name, self.group)))
                 parameter.requires_grad_(trained)
-
-    def _sum(self, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous().clone()
-        self.group.all_reduce(total)
-        return total
 
     @contextmanager
     def as_whole(self) -> Iterator[None]:
@@ -108,15 +100,6 @@ class CutModules:
             for parent, _, own in self._sizes:
                 vars(parent).update(own)
 
-    @contextmanager
-    def outside_of_layers(self) -> Iterator[None]:
-        """Run inside as if the positions were not cut."""
-        yield
-
-    def whole_inputs(self, given: Any, named: Any) -> tuple[Any, Any]:
-        """Return the inputs of a module as a whole, where the positions are cut."""
-        return given, named
-
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -126,31 +109,72 @@ class CutModules:
             vars(parent).update(whole)
 
 
+class SummedGradient:
+    """A hook that sums a parameter's gradient over the tensor ranks."""
+
+    def __init__(self, name: str, group: Group) -> None:
+        self._name = name
+        self._group = group
+        self._is_known = False  # to differ between the ranks
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous().clone()
+        if not self._is_known and total.numel():
+            bits = total.double().abs().sum().reshape(1)
+            sums = self._group.stack(bits).flatten().tolist()
+            if len(set(sums)) == 1 and sums[0] > 0:
+                raise HpczeroError(
+                    f"tensor_plan: {self._name} has the same gradient on all tensor ranks already:"
+                    ' it is used outside of cut regions, and the role "replicated" would sum it'
+                    " again; take it out of the plan"
+                )
+            self._is_known = any(sums)
+        self._group.all_reduce(total)
+        return total
+
+
 class Entry:
     """The way of a whole value into the columns of one parent: one sum in backward for all of them.
 
-    Columns that get the same tensor share it.
+    Columns that get the same tensor share it. Where positions are cut, the parent gets them whole.
     """
 
-    def __init__(self, cut: CutModules) -> None:
+    def __init__(self, cut: CutModules, in_sequence: bool) -> None:
         self._cut = cut
+        self._in_sequence = in_sequence
         self._known: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None  # whole, own positions
 
-    def begin(self, *_: object) -> None:
-        self._known = None
-        self._cut.random.forget()
+    def begin(self, _: nn.Module, given: Any, named: Any) -> tuple[Any, Any] | None:
+        self._known = self._gathered = None
+        if self._cut.positions.off:
+            return None
+        if not self._in_sequence:
+            self._cut.random.forget()
+            return None
+
+        def gather(own: torch.Tensor) -> torch.Tensor:
+            whole = self._cut.positions.gather(own)
+            self._gathered = whole, own
+            return whole
+
+        return replace_first_tensor(given, named, gather)
 
     def end(self, *_: object) -> None:
-        self._known = None
+        self._known = self._gathered = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         known = self._known
         present = (x._version, torch.is_grad_enabled())
         if known and known[0] is x and known[1:3] == present:
             return known[3]
-        whole: torch.Tensor = _Enter.apply(x, self._cut.residual.layout)
-        self._known = (x, *present, whole)
-        return whole
+        if self._gathered and self._gathered[0] is x and not x._version:
+            layout = self._cut.positions.of(x.shape[1])
+            entered: torch.Tensor = EnterRows.apply(self._gathered[1], x.detach(), layout)
+        else:
+            entered = Enter.apply(x, Replicated(self._cut.group))
+        self._known = (x, *present, entered)
+        return entered
 
 
 class Seen:
@@ -174,6 +198,7 @@ class _CutForward:
         self.cut = cut
         self.serial: Callable[..., torch.Tensor] = module.forward
         self.is_conv1d = is_conv1d(module)
+        self.in_sequence = cut.cuts.in_sequence(cut.name_of[module])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.serial(x) if self.cut.whole else self.part(x)
@@ -206,7 +231,7 @@ class _Column(_CutForward):
     def part(self, x: torch.Tensor) -> torch.Tensor:
         weight: Any = self.module.weight
         bias: Any = self.module.bias
-        if self.module.training:
+        if self.module.training and not self.in_sequence:
             self.cut.random.enter()
         whole = self._enter(x)
         if self._seen is None:
@@ -228,8 +253,12 @@ class _Row(_CutForward):
                 f" {x.shape[-1]}: what comes before it is no column of the plan, or was put"
                 " together again"
             )
-        y = sum_of_parts(self.product(x, weight, None), bias, self.cut.residual.layout)
-        self.cut.random.leave()
+        y = self.product(x, weight, None)
+        if self.in_sequence and not self.cut.positions.off:
+            return sum_of_parts(y, bias, self.cut.positions.of(y.shape[1]))
+        y = sum_of_parts(y, bias, Replicated(self.cut.group))
+        if not self.in_sequence:
+            self.cut.random.leave()
         return y
 
 
@@ -254,7 +283,7 @@ class _Lookup(_CutForward):
         here = (index >= 0) & (index < len(weight))
         found = functional.embedding(index.where(here, 0), weight, self._padding)
         found = found.masked_fill(~here.unsqueeze(-1), 0.0)
-        return sum_of_parts(found, None, self.cut.residual.layout)
+        return sum_of_parts(found, None, Replicated(self.cut.group))
 
 
 class _GatheredColumn(_CutForward):
@@ -263,7 +292,7 @@ class _GatheredColumn(_CutForward):
     def part(self, x: torch.Tensor) -> torch.Tensor:
         weight: Any = self.module.weight
         bias: Any = self.module.bias
-        entered = _Enter.apply(x, self.cut.residual.layout)
+        entered = Enter.apply(x, Replicated(self.cut.group))
         outputs: Any = self.module.out_features
         y: torch.Tensor = _Gather.apply(
             self.product(entered, weight, bias), outputs, self.cut.group
@@ -271,14 +300,13 @@ class _GatheredColumn(_CutForward):
         return y
 
 
-class _Enter(torch.autograd.Function):
-    """The whole stream for all ranks; its gradient is summed over them."""
+class Enter(torch.autograd.Function):
+    """A value that all ranks have, and use in part from here on: its gradient is summed."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, layout: StreamLayout) -> torch.Tensor:
         context.layout = layout
-        whole = layout.start_gather(x)()
-        return whole.view_as(whole) if whole is x else whole
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable

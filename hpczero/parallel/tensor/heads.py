@@ -127,9 +127,7 @@ def columns_of_parent(
             fine = head if queries > keys else None
             cuts[name] = Cut(width, queries // keys * head, fine, sections[name])
     if ranks <= keys:  # then keys and values are cut as well
-        cuts = {
-            name: Cut(cut.length, cut.grain, None, cut.sections) for name, cut in cuts.items()
-        }
+        cuts = {name: Cut(cut.length, cut.grain, None, cut.sections) for name, cut in cuts.items()}
     of_queries = next(cuts[name] for name, count in counts.items() if count == queries)
     outputs = Cut(of_queries.length, of_queries.grain, of_queries.fine_grain)
     return ColumnsOfParent(cuts, outputs, queries, keys, outputs.length // queries)

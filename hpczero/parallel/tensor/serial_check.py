@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from hpczero.errors import HpczeroError
 from hpczero.parallel.layout import ParameterSlot
 from hpczero.parallel.tensor.cut_modules import CutModules
+from hpczero.parallel.tensor.positions import replace_first_tensor
 from hpczero.parallel.zero.outside import undisturbed
 
 # of the largest numbers, what differently rounded sums may differ by
@@ -33,12 +34,11 @@ _MAY = (
 class SerialCheck:
     """Compares each region of a plan with itself as a whole, before its first run."""
 
-    def __init__(
-        self, module: nn.Module, cut: CutModules, slots: Sequence[ParameterSlot]
-    ) -> None:
+    def __init__(self, module: nn.Module, cut: CutModules, slots: Sequence[ParameterSlot]) -> None:
         self._cut = cut
         self._slots = {slot.parameter.name: slot for slot in slots if slot.is_split}
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+        named = module.named_parameters()
+        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
         self._busy = False
         self._hooks: dict[str, RemovableHandle] = {}
         for name in cut.cuts.regions:
@@ -58,16 +58,21 @@ class SerialCheck:
     @undisturbed
     def _compare(self, name: str, region: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         named = {key: None if key in _CACHES else value for key, value in named.items()}
-        given, named = self._cut.whole_inputs(given, named)
+        if self._cut.cuts.has_own_positions(name):
+            given, named = replace_first_tensor(given, named, self._cut.positions.gather)
         problem = ""
         self._busy = True
         try:
-            with torch.no_grad(), torch.random.fork_rng(), _evaluating(region):
-                with self._cut.outside_of_layers():
-                    try:
-                        ours = region.forward(*given, **named)
-                    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-                        ours, problem = None, f"it fails: {error}"
+            with (
+                torch.no_grad(),
+                torch.random.fork_rng(),
+                _evaluating(region),
+                self._cut.positions.whole(),
+            ):
+                try:
+                    ours = region.forward(*given, **named)
+                except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+                    ours, problem = None, f"it fails: {error}"
                 with self._cut.as_whole(), self._whole_parameters(region):
                     whole = region.forward(*given, **named)
             problem = problem or _difference(tree_leaves(ours), tree_leaves(whole))

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import nn
 
@@ -46,6 +47,33 @@ class Cuts:
     def with_role(self, role: str) -> list[str]:
         return [name for name, known in self.roles.items() if known == role]
 
+    def in_sequence(self, name: str) -> bool:
+        """Return True for a module in the layers between which positions are cut."""
+        return any(_is_inside(name, layer) for layer in self.with_role("sequence"))
+
+    def has_own_positions(self, name: str) -> bool:
+        """Return True for a module that works on this rank's positions alone.
+
+        One that has columns, and what is in it, gets all positions.
+        """
+        return self.in_sequence(name) and not any(map(partial(_is_inside, name), self.columns))
+
+    def summed(self, module: nn.Module) -> list[str]:
+        """Return the parameters that all ranks hold and use in part: their gradients are summed.
+
+        In the layers of the role "sequence" these are all that work on own positions: the bias of a
+        row has its whole gradient, and a module that has columns gets all positions.
+        """
+        found = []
+        for path, _ in module.named_parameters():
+            name = _parent(path)
+            in_role = any(map(partial(_is_inside, name), self.with_role("replicated")))
+            of_rows = name not in self.rows and self.has_own_positions(name)
+            is_cut = path in self.parameters and name not in self.kept_whole
+            if not is_cut and (in_role or of_rows or name in self.kept_whole):
+                found.append(path)
+        return found
+
     def apply(self, layers: Layers) -> Layers:
         """Return the layers of a module with their parameters cut."""
         return [
@@ -79,8 +107,7 @@ def cuts_of(module: nn.Module, plan: TensorPlan, ranks: int, sequence: bool = Fa
     _cut_columns(cuts, parts, chosen)
     _cut_rows(cuts, parts)
     for name in cuts.with_role("vocabulary"):
-        length = parts[name].weight.shape[0]
-        assert isinstance(length, int)
+        length = _lengths(parts[name])[0]
         if length < ranks:
             raise InputError(f"{name} has {length} tokens, fewer than the {ranks} tensor ranks")
         _cut_parameters(cuts, module, name, 0, Cut(length, 1))
@@ -150,6 +177,12 @@ def _refuse_unfit(parts: Mapping[str, nn.Module], name: str, role: str) -> None:
         )
 
 
+def _lengths(module: nn.Module) -> tuple[int, ...]:
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return tuple(weight.shape)
+
+
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
@@ -160,8 +193,7 @@ def _cut_columns(
     by_parent: dict[str, dict[str, tuple[int, Column]]] = {}
     for name in cuts.with_role("column"):
         how = chosen[name]
-        width = parts[name].weight.shape[1 if is_conv1d(parts[name]) else 0]
-        assert isinstance(width, int)
+        width = _lengths(parts[name])[1 if is_conv1d(parts[name]) else 0]
         as_column = how if isinstance(how, Column) else Column()
         by_parent.setdefault(_parent(name), {})[name] = width, as_column
     for parent, columns in by_parent.items():
@@ -177,7 +209,7 @@ def _cut_columns(
 def _cut_rows(cuts: Cuts, parts: Mapping[str, nn.Module]) -> None:
     """Cut each row as the columns before it; rows in small parts of the module choose first."""
     inputs = {
-        name: parts[name].weight.shape[0 if is_conv1d(parts[name]) else 1]
+        name: _lengths(parts[name])[0 if is_conv1d(parts[name]) else 1]
         for name in cuts.with_role("row")
     }
     free = dict(cuts.columns)
@@ -276,9 +308,16 @@ def _check_sequence(cuts: Cuts, parts: Mapping[str, nn.Module], sequence: bool) 
         raise InputError(
             f'tensor_plan: {first_few(named)}: "sequence" needs parallel.sequence_parallel = true'
         )
+    inside = [
+        name for name in cuts.with_role("vocabulary") for one in named if _is_inside(name, one)
+    ]
+    if inside:
+        raise InputError(
+            f'tensor_plan: {inside[0]} is "vocabulary" inside of a "sequence" layer: it works on'
+            " all positions, so it has to stand outside"
+        )
     if sequence and not named:
         raise InputError(
             "parallel.sequence_parallel = true needs the layers between which the positions are"
             ' shared out: tensor_plan = {..., "model.layers.*": "sequence"}'
         )
-

@@ -80,9 +80,7 @@ def from_state_dict(
         for unit in units
         for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
     }
-    shapes_of = {
-        name: ours.get(tensor, tuple(tensor.shape)) for name, tensor in expected.items()
-    }
+    shapes_of = {name: ours.get(tensor, tuple(tensor.shape)) for name, tensor in expected.items()}
     refuse_other_names(shapes_of, state, group)
     for name, tensor in expected.items():
         if tensor not in ours:
