@@ -25,7 +25,7 @@ from hpczero.errors import HpczeroError
 from hpczero.parallel.layout import shard_range
 from hpczero.parallel.tensor.heads import ColumnsOfParent
 from hpczero.parallel.tensor.linear import Replicated, StreamLayout, sum_of_parts
-from hpczero.parallel.tensor.positions import EnterRows, GatherRows, Positions, replace_first_tensor
+from hpczero.parallel.tensor.positions import EnterRows, Positions, replace_first_tensor
 from hpczero.parallel.tensor.random_streams import RandomStreams
 from hpczero.parallel.tensor.user_plan import Cuts, is_conv1d
 
