@@ -25,12 +25,17 @@ from hpczero.errors import HpczeroError
 from hpczero.parallel.layout import shard_range
 from hpczero.parallel.tensor.heads import ColumnsOfParent
 from hpczero.parallel.tensor.linear import Replicated, StreamLayout, sum_of_parts
-from hpczero.parallel.tensor.positions import EnterRows, Positions, replace_first_tensor
+from hpczero.parallel.tensor.positions import (
+    EnterRows,
+    NotCopied,
+    Positions,
+    replace_first_tensor,
+)
 from hpczero.parallel.tensor.random_streams import RandomStreams
 from hpczero.parallel.tensor.user_plan import Cuts, is_conv1d
 
 
-class CutModules:
+class CutModules(NotCopied):
     """The modules of a plan on this rank, until `close`."""
 
     def __init__(self, module: nn.Module, cuts: Cuts, group: Group, device: torch.device) -> None:
@@ -109,7 +114,7 @@ class CutModules:
             vars(parent).update(whole)
 
 
-class SummedGradient:
+class SummedGradient(NotCopied):
     """A hook that sums a parameter's gradient over the tensor ranks."""
 
     def __init__(self, name: str, group: Group) -> None:
@@ -133,7 +138,7 @@ class SummedGradient:
         return total
 
 
-class Entry:
+class Entry(NotCopied):
     """The way of a whole value into the columns of one parent: one sum in backward for all of them.
 
     Columns that get the same tensor share it. Where positions are cut, the parent gets them whole.
@@ -190,7 +195,7 @@ class Seen:
         return of_heads[..., self._heads, :].flatten(-2)
 
 
-class _CutForward:
+class _CutForward(NotCopied):
     """The forward of a planned module; `serial` is the one that it had."""
 
     def __init__(self, module: nn.Module, cut: CutModules) -> None:
@@ -213,13 +218,6 @@ class _CutForward:
             return functional.linear(x, weight, bias)
         y = torch.matmul(x, weight)
         return y if bias is None else y + bias
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: the module leads here when it is copied or pickled."""
-        raise HpczeroError(
-            "the module is copied or pickled, but its parameters are cut among the tensor ranks"
-            " (tensor_plan): take engine.full_state_dict()"
-        )
 
 
 class _Column(_CutForward):

@@ -22,7 +22,17 @@ from hpczero.parallel.tensor.linear import SequenceParts
 from hpczero.parallel.tensor.random_streams import RandomStreams
 
 
-class Positions:
+class NotCopied:
+    """What hooks and forwards of a cut module lead to when it is copied or pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise HpczeroError(
+            "the module is copied or pickled, but its parameters are cut among the tensor ranks"
+            " (tensor_plan): take engine.full_state_dict()"
+        )
+
+
+class Positions(NotCopied):
     """How the ranks share the positions of layers; `off`: a moment in which they do not."""
 
     def __init__(self, group: Group, random: RandomStreams) -> None:

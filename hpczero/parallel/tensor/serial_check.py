@@ -60,6 +60,7 @@ class SerialCheck:
         named = {key: None if key in _CACHES else value for key, value in named.items()}
         if self._cut.cuts.has_own_positions(name):
             given, named = replace_first_tensor(given, named, self._cut.positions.gather)
+        self._compare_inputs(name, tree_leaves((given, named)))
         problem = ""
         self._busy = True
         try:
@@ -84,6 +85,18 @@ class SerialCheck:
             raise HpczeroError(
                 f"tensor_plan: {name or 'the module'} ({kind}), cut as the plan says, does not"
                 f" compute what it computes whole: {problem or 'other ranks say how'}; {_MAY}"
+            )
+
+    def _compare_inputs(self, name: str, inputs: Sequence[Any]) -> None:
+        """Raise HpczeroError on all ranks unless they come here with the same numbers."""
+        tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
+        total = sum(float(one.detach().double().nan_to_num(0, 0, 0).sum()) for one in tensors)
+        own = torch.tensor([total], dtype=torch.float64)
+        if len(set(self._cut.group.stack(own).flatten().tolist())) > 1:
+            raise HpczeroError(
+                f"the ranks of a tensor group have different inputs of {name or 'the module'}: they"
+                " must get the same samples (those of engine.rank, not of the rank in MPI's world),"
+                " and draw the same random numbers before"
             )
 
     @contextmanager
