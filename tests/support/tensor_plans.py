@@ -42,7 +42,7 @@ BERT: Plan = {
     "*.intermediate.dense": "column",
     "*.output.dense": "row",
 }
-LAYERS = {"llama": "model.layers.?", "gpt2": "transformer.h.?", "bert": "bert.encoder.layer.?"}
+LAYERS = {"llama": "model.layers.*", "gpt2": "transformer.h.*", "bert": "bert.encoder.layer.*"}
 
 
 class Mlp(nn.Module):

@@ -137,9 +137,17 @@ def _chosen(parts: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, str |
             raise InputError(
                 f"tensor_plan: no module's name fits {pattern!r}{_nearest(pattern, parts)}"
             )
-        for name in fitting:
+        for name in _outermost(fitting) if how == "sequence" else fitting:
             chosen.setdefault(name, how)
     return chosen
+
+
+def _outermost(names: list[str]) -> list[str]:
+    return [
+        name
+        for name in names
+        if not any(_is_inside(name, other) for other in names if other != name)
+    ]
 
 
 def _nearest(pattern: str, parts: Collection[str]) -> str:

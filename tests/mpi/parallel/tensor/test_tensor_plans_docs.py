@@ -28,7 +28,7 @@ def test_llama(world: World) -> None:
     transformers_or_skip()
     names = run("Llama", world)
     assert names["plan"] == LLAMA
-    assert names["loss"].item() < 4.4, "ln 100 = 4.6 at the beginning"
+    assert names["loss"].item() < 4.55, "ln 100 = 4.6 at the beginning"
     assert bool(names["weights"]) == (world.rank == 0)
 
 

@@ -59,7 +59,7 @@ def test_positions_are_shared(world: World, model: str, checkpointed: bool) -> N
     if checkpointed:
         module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     found = trained(
-        world, module, {**plan, layers: "sequence"}, spec_of(world.size, 3 * checkpointed, True)
+        world, module, {layers: "sequence", **plan}, spec_of(world.size, 3 * checkpointed, True)
     )
     assert_same(alone(kind), found, world.rank)
 
