@@ -43,6 +43,7 @@ class CutModules(NotCopied):
         self.group = group
         self.random = RandomStreams(group, device)
         self.positions = Positions(group, self.random)
+        self.unproven = set(cuts.regions)  # that have not been compared with themselves as a whole
         self.whole = False  # the planned modules run with whole parameters, as they were
         self._sizes: list[tuple[nn.Module, dict[str, int], dict[str, int]]] = []
         self._planned: list[nn.Module] = []
@@ -244,6 +245,12 @@ class _Row(_CutForward):
     def part(self, x: torch.Tensor) -> torch.Tensor:
         weight: Any = self.module.weight
         bias: Any = self.module.bias
+        region = self.cut.cuts.region_of_row[self.cut.name_of[self.module]]
+        if region in self.cut.unproven and not self.cut.positions.off:
+            raise HpczeroError(
+                f"tensor_plan: {region or 'the module'} runs by its forward alone"
+                " (layer.forward(x)), past the hooks that compare it first: call it (layer(x))"
+            )
         inputs = weight.shape[0 if self.is_conv1d else 1]
         if x.shape[-1] != inputs:
             raise HpczeroError(

@@ -47,6 +47,7 @@ class SerialCheck:
             def before(part: nn.Module, given: Any, named: Any, name: str = name) -> None:
                 if not self._busy and not torch.jit.is_tracing():
                     self._compare(name, part, given, named)
+                    self._cut.unproven.discard(name)
                     self._hooks.pop(name).remove()
 
             self._hooks[name] = region.register_forward_pre_hook(before, with_kwargs=True)

@@ -41,6 +41,7 @@ class Cuts:
     columns: dict[str, ColumnsOfParent] = field(default_factory=dict)  # by name of the parent
     rows: dict[str, Cut] = field(default_factory=dict)
     regions: list[str] = field(default_factory=list)
+    region_of_row: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, tuple[int, Cut]] = field(default_factory=dict)  # dimension and cut
     kept_whole: list[str] = field(default_factory=list)
 
@@ -243,6 +244,7 @@ def _cut_rows(cuts: Cuts, parts: Mapping[str, nn.Module]) -> None:
                 )
             del waiting[name]
             cuts.rows[name] = free[inside[0]].outputs
+            cuts.region_of_row[name] = region
             cuts.regions += [region] if region not in cuts.regions else []
             for parent in inside:
                 del free[parent]

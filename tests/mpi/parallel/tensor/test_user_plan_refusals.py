@@ -116,6 +116,25 @@ def test_the_losses_of_a_group_are_compared(world: World) -> None:
             engine.backward(loss * (1 + world.rank))
 
 
+class Direct(Mlp):
+    """It runs its blocks past their hooks."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block.forward(x)
+        return functional.cross_entropy(self.last(x), y)
+
+
+def test_a_region_that_is_not_called_cannot_be_compared(world: World) -> None:
+    plan = MODELS["mlp"][1]
+    with (
+        hpczero.initialize(made(Direct), spec_of(world.size, 0), world, tensor_plan=plan) as engine,
+        pytest.raises(HpczeroError, match=r"blocks\.0 runs by its forward alone"),
+    ):
+        loss_of(engine, 0)
+
+
 class Scaled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
