@@ -34,16 +34,25 @@ class Parameter:
     grain: int = 1  # elements along `split` that stay together (the columns of a head)
     # the grain among more ranks than there are grains; 0: each of them holds the whole parameter
     fine_grain: int | None = None  # None: as ever, and some ranks have none
+    sections: int = 1  # equal parts along `split` of which each is cut (fused maps)
 
     @property
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def divided(self) -> tuple[int, ...]:
+        """The shape in which a tensor rank's part is one rectangle: sections have a dimension."""
+        if self.split is None or self.sections == 1:
+            return self.shape
+        length = self.shape[self.split] // self.sections
+        return (*self.shape[: self.split], self.sections, length, *self.shape[self.split + 1 :])
+
     def cut(self, ranks: int) -> tuple[int | None, int]:
         """Return the dimension that so many tensor ranks share, and its grain."""
         if self.split is None or self.fine_grain is None:
             return self.split, self.grain
-        if ranks <= -(-self.shape[self.split] // self.grain):
+        if ranks <= -(-self.shape[self.split] // self.sections // self.grain):
             return self.split, self.grain
         return (self.split, self.fine_grain) if self.fine_grain else (None, self.grain)
 

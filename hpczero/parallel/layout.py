@@ -8,6 +8,7 @@ Of a parameter that tensor parallelism cuts, the buffer has this tensor rank's p
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from hpczero.model.shapes import Layer, Parameter
@@ -21,8 +22,8 @@ Slices = tuple[slice, ...]
 class ParameterSlot:
     """A parameter in its unit, at elements offset .. stop - 1 of the buffer.
 
-    `held`: the rectangle of the logical tensor that this tensor rank holds. `is_split` is False
-    where each of them holds all.
+    `held`: the rectangle of the logical tensor, in its shape `divided`, that this tensor rank
+    holds. `is_split` is False where each of them holds all.
     """
 
     parameter: Parameter
@@ -32,7 +33,12 @@ class ParameterSlot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(part.stop - part.start for part in self.held)
+        lengths = tuple(part.stop - part.start for part in self.held)
+        if len(lengths) == len(self.parameter.shape):
+            return lengths
+        dim = self.parameter.split
+        assert dim is not None
+        return (*lengths[:dim], lengths[dim] * lengths[dim + 1], *lengths[dim + 2 :])
 
     @property
     def stop(self) -> int:
@@ -43,18 +49,23 @@ class ParameterSlot:
 
         Both are flattened; the spans come in order.
         """
-        return spans_of_part(self.parameter.shape, self.held, start, stop)
+        return spans_of_part(self.parameter.divided, self.held, start, stop)
 
     def rectangles(self, start: int, stop: int) -> Iterator[Slices]:
         """Yield the rectangles of the logical tensor at elements start .. stop - 1 of the buffer.
 
         All these elements are of this parameter; the rectangles come in their order.
         """
-        for inner in rectangles(self.shape, start - self.offset, stop - self.offset):
-            yield tuple(
+        lengths = tuple(part.stop - part.start for part in self.held)
+        for inner in rectangles(lengths, start - self.offset, stop - self.offset):
+            box = tuple(
                 slice(base.start + part.start, base.start + part.stop)
                 for base, part in zip(self.held, inner, strict=True)
             )
+            if len(box) == len(self.parameter.shape):
+                yield box
+            else:
+                yield from undivided(self.parameter, box)
 
 
 @dataclass(frozen=True)
@@ -95,12 +106,38 @@ def unit_layout(
 
 
 def tensor_part(parameter: Parameter, ranks: int, rank: int) -> Slices:
-    """Return the rectangle of a parameter that a tensor rank holds: all, unless it is split."""
-    held = [slice(0, length) for length in parameter.shape]
+    """Return the rectangle of a parameter that a tensor rank holds: all, unless it is split.
+
+    It is one of the shape `divided`, which is the parameter's own unless it has sections.
+    """
+    divided = parameter.divided
+    held = [slice(0, length) for length in divided]
     dim, grain = parameter.cut(ranks)
     if dim is not None:
-        held[dim] = shard_range(parameter.shape[dim], grain, ranks, rank)
+        dim += len(divided) - len(parameter.shape)
+        held[dim] = shard_range(divided[dim], grain, ranks, rank)
     return tuple(held)
+
+
+def undivided(parameter: Parameter, box: Slices) -> Iterator[Slices]:
+    """Yield a rectangle of a parameter's `divided` shape as rectangles of its own shape.
+
+    They come in the order of the rectangle's elements.
+    """
+    dim = parameter.split
+    assert dim is not None
+    length = parameter.divided[dim + 1]
+    outer, sections, inside, inner = box[:dim], box[dim], box[dim + 1], box[dim + 2 :]
+    if sections.stop - sections.start <= 1 or inside.stop - inside.start == length:
+        first = sections.start * length + inside.start
+        stop = max(first, (sections.stop - 1) * length + inside.stop)
+        yield (*outer, slice(first, stop), *inner)
+        return
+    for row in product(*(range(part.start, part.stop) for part in outer)):
+        for section in range(sections.start, sections.stop):
+            first = section * length
+            part = slice(first + inside.start, first + inside.stop)
+            yield (*(slice(index, index + 1) for index in row), part, *inner)
 
 
 def shard_range(length: int, grain: int, ranks: int, rank: int) -> slice:

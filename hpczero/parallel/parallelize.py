@@ -34,6 +34,7 @@ from hpczero.parallel.pipeline.partition import (
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
 from hpczero.parallel.tensor.attention_inputs import HeadsOfRank
+from hpczero.parallel.tensor.cut_modules import CutModules
 from hpczero.parallel.tensor.linear import (
     ColumnLinear,
     DropoutOnOwnRows,
@@ -41,6 +42,8 @@ from hpczero.parallel.tensor.linear import (
     Residual,
     RowLinear,
 )
+from hpczero.parallel.tensor.serial_check import SerialCheck
+from hpczero.parallel.tensor.user_plan import Cuts
 from hpczero.parallel.tensor.vocabulary import VocabularyCrossEntropy, VocabularyLookup
 from hpczero.parallel.user_module import Layers
 from hpczero.parallel.zero.data_axis import DataAxis, Messages
@@ -143,22 +146,41 @@ def assemble(
     return _user_stage(user_model.module, user_model.stage, context)
 
 
+class CutModule:
+    """An engine's module among tensor ranks, until `close`."""
+
+    def __init__(self, engine: Engine, cuts: Cuts, tensor: Group) -> None:
+        module = engine.module
+        self._modules = CutModules(module, cuts, tensor, engine.device.torch)
+        slots = [slot for unit in engine.units for slot in unit.layout.slots]
+        self._check = SerialCheck(module, self._modules, slots)
+
+    def close(self) -> None:
+        self._check.close()
+        self._modules.close()
+
+
 def build_engine(
-    module: nn.Module,
-    spec: Spec,
-    world: World,
-    grid: Grid,
-    accumulates: bool,
-    threads: int = 1,
-    update: UpdatePlan = PLAIN_ADAMW,
-) -> Engine:
+    module: nn.Module, context: EngineContext, cuts: Cuts | None = None
+) -> tuple[Engine, CutModule | None]:
     """Return the engine that trains a module of somebody else.
 
-    The module is the same on every rank but for its values, which become rank 0's.
+    The module is the same on every rank but for its values, which become rank 0's. `cuts`: of the
+    module among the tensor ranks; what carries them out is to be closed with the engine.
     """
-    return _train_user_module(
-        module, EngineContext(spec, world, grid, accumulates, threads, update)
-    )
+    tensor = context.group_if_cut("tensor")
+    if tensor is None or cuts is None:
+        return _train_user_module(module, context), None
+    layers = cuts.apply(context.world.run_on_all(lambda: user_module.layers_of(module)))
+    everyone = context.world.everyone
+    group = context.group("data")
+    axis = _axis_of_user_module(module, context, group, context.grid.nodes_cut_data_alike)
+    values = InitialValues(module, context.spec.seed, everyone)
+    names = [parameter.name for _, layer in layers for parameter in layer.parameters]
+    parts = ModelParts(module, layers, values, {}, names, everyone)
+    engine = Engine(parts, axis, context.settings(), tensor)
+    values.broadcast_rest(set(names), DTYPES[context.spec.train.precision])
+    return engine, CutModule(engine, cuts, tensor)
 
 
 def _own_model(context: EngineContext, bare: bool) -> StepRunner:
@@ -286,8 +308,10 @@ def _tie_groups(
     }
 
 
-def _axis_of_user_module(module: nn.Module, context: EngineContext, group: Group) -> DataAxis:
-    axis = data_axis(context.spec, context.world, group)
+def _axis_of_user_module(
+    module: nn.Module, context: EngineContext, group: Group, cut_alike: bool = True
+) -> DataAxis:
+    axis = data_axis(context.spec, context.world, group, cut_alike)
     if Sharded.at_stage(context.spec.zero.stage, axis.shared).parameters:
         context.world.run_on_all(lambda: user_module.refuse_compiled(module))
     return axis

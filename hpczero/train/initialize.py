@@ -16,7 +16,9 @@ from hpczero.model.shapes import Layer
 from hpczero.optim.elementwise import Make
 from hpczero.optim.groups import first_matches
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.parallelize import build_engine
+from hpczero.parallel.parallelize import CutModule, EngineContext, build_engine
+from hpczero.parallel.tensor.heads import Column
+from hpczero.parallel.tensor.user_plan import Cuts, TensorPlan, cuts_of
 from hpczero.parallel.user_module import layers_of, refuse_modules_that_differ
 from hpczero.parallel.zero.engine import Engine, StepResult
 from hpczero.parallel.zero.update_plan import NONE, UpdatePlan, UpdateWanted, plan_update
@@ -26,6 +28,8 @@ from hpczero.spec.schema import Spec
 from hpczero.train import setup
 from hpczero.train.own_run import OwnRun, Position
 from hpczero.train.rank_states import Generators
+
+__all__ = ["Column", "Training", "initialize"]
 
 
 def initialize(
@@ -37,6 +41,7 @@ def initialize(
     optimizer_options: Mapping[str, Any] = NONE,
     groups: Mapping[str, Mapping[str, Any]] = NONE,
     average: float | None = None,
+    tensor_plan: TensorPlan | None = None,
 ) -> "Training":
     """Hand a module's parameters to an engine. Collective: every rank passes the same module.
 
@@ -50,27 +55,31 @@ def initialize(
     `optimizer`: a class of torch.optim, its name, or a function (groups, lr=...) that makes one;
     `optimizer_options` are its arguments; None: AdamW as the spec says. `groups`: pattern of names
     -> options of these parameters, the first match counts. `average`: the decay of a moving average
-    of the weights.
+    of the weights. `tensor_plan`: the roles of the modules that `parallel.tensor` ranks share
+    (docs/tensor-plans.md).
     """
     wanted = UpdateWanted(optimizer, optimizer_options, groups, average)
     started = world or World.start()
     spec = spec_of_all(spec, started)
-    if problems := _problems(spec):
+    if problems := _problems(spec, tensor_plan is not None):
         raise InputError("; ".join(problems))
     created = None if world else setup.training_world(started, spec)
     if not started.is_watched:
         started.watch(spec.comm.timeout_s)
     inner = created or started
     spec, grid = setup.prepare(inner, spec)
-    layers = inner.run_on_all(lambda: [layer for _, layer in layers_of(module)])
+    layers = inner.run_on_all(lambda: layers_of(module))
     refuse_modules_that_differ(module, inner)
-    update = _planned(wanted, spec, layers, inner)
-    counted = _counted(spec, inner.size, accumulates)
-    setup.fit_to_memory(inner, counted, layers, module, update.memory)
-    threads = setup.share_cores(inner)
-    engine = build_engine(module, spec, inner, grid, accumulates, threads, update)
+    cuts = None if tensor_plan is None else _cuts(tensor_plan, module, spec, inner)
+    layers = cuts.apply(layers) if cuts else layers
+    described = [layer for _, layer in layers]
+    update = _planned(wanted, spec, described, inner)
+    counted = _counted(spec, grid.size("data"), accumulates)
+    setup.fit_to_memory(inner, counted, described, module, update.memory)
+    context = EngineContext(spec, inner, grid, accumulates, setup.share_cores(inner), update)
+    engine, cut = build_engine(module, context, cuts)
     run = OwnRun(spec, inner, grid, engine)
-    return Training(engine, run, (created, started) if created else ())
+    return Training(engine, run, (created, started) if created else (), cut)
 
 
 class Training:
@@ -82,7 +91,13 @@ class Training:
     parameters (the module's inputs must be on this device); `steps`: done so far.
     """
 
-    def __init__(self, engine: Engine, run: OwnRun, worlds: tuple[World, ...]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        run: OwnRun,
+        worlds: tuple[World, ...],
+        cut: CutModule | None = None,
+    ) -> None:
         """`worlds` are closed by `close`, in this order."""
         self.engine = engine
         self.spec = spec = run.spec
@@ -94,6 +109,7 @@ class Training:
         self.steps = 0
         self.run = run
         self._worlds = worlds
+        self._cut = cut
         self._open = True
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -252,6 +268,8 @@ class Training:
         if self._open:
             self._open = False
             self.run.end(self.steps, state, reason)
+            if self._cut:
+                self._cut.close()
             self.engine.close(machine.memory().usable)
             for world in self._worlds:
                 world.close()
@@ -295,14 +313,32 @@ def spec_of_all(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Sp
     return setup.agree_on_spec(world, read)
 
 
-def _problems(spec: Spec) -> list[str]:
+def _cuts(plan: TensorPlan, module: nn.Module, spec: Spec, world: World) -> Cuts:
+    """Return how the plan cuts the module; InputError on all ranks where it cannot. Collective."""
+    _refuse_plans_that_differ(plan, world)
+    parallel = spec.parallel
+    return world.run_on_all(
+        lambda: cuts_of(module, plan, parallel.tensor, parallel.sequence_parallel)
+    )
+
+
+def _refuse_plans_that_differ(plan: TensorPlan, world: World) -> None:
+    """Raise InputError on all ranks unless they have the same plan. Collective."""
+    plans = world.all_gather_objects([[pattern, str(how)] for pattern, how in plan.items()])
+    for rank, other in enumerate(plans):
+        if other != plans[0]:
+            raise InputError(f"tensor_plan is not the same on rank 0 and on rank {rank}")
+
+
+def _problems(spec: Spec, has_plan: bool) -> list[str]:
     family = 'with model.family = "package.module:factory"'
     tensor, pipeline = spec.parallel.tensor, spec.parallel.pipeline
     problems = []
-    if tensor > 1:
+    if tensor > 1 and not has_plan:
         problems.append(
             f"parallel.tensor = {tensor}: nothing says how the layers of this module are "
-            "shared out; set it to 1"
+            "shared out; give hpczero.initialize a tensor_plan (docs/tensor-plans.md), or set it "
+            "to 1"
         )
     if pipeline > 1:
         problems.append(
@@ -338,8 +374,8 @@ def _planned(wanted: UpdateWanted, spec: Spec, layers: Sequence[Layer], world: W
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:
     """Return the spec by which memory is counted: nothing is known of the loop's data.
 
-    Its micro-batches stand for the backwards of a step, one or several, which decide what memory
-    the gradients take.
+    `ranks`: of the data axis. Its micro-batches stand for the backwards of a step, one or several,
+    which decide what memory the gradients take.
     """
     unknown = spec.model.model_copy(update={"family": "module:factory", "seq_len": 1})
     train = spec.train.model_copy(

@@ -320,7 +320,7 @@ def _slots_to_read(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -
     there = {name: number for number, name in enumerate(checkpoint.slots)}
     if only_weights:
         return {0: SLOTS[0]}
-    if set(here) ^ set(there) - {AVERAGE}:
+    if (set(here) ^ set(there)) - {AVERAGE}:
         raise InputError(
             f"{checkpoint.folder} has the states of another optimizer "
             f"({_names_of(list(there))}; here {_names_of(here)}): take that one, or begin another "

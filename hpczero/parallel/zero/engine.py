@@ -13,7 +13,7 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
+from hpczero.parallel.tensor.agreement import TensorRanks
 from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.parameters import when_ready
@@ -102,6 +103,8 @@ class Engine(Weights):
         if self.gatherer:
             self.reduction.on_complete = self.gatherer.forget
         watches = not settings.own_model
+        compares = tensor is not None and watches
+        self.alike = TensorRanks(tensor, axis.group, axis.size) if compares and tensor else None
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
         kind = TorchUpdate if settings.update.optimizer else AdamWUpdate
         self.update: Update = kind(self, self.absent)
@@ -144,6 +147,8 @@ class Engine(Weights):
                 f"backward needs a loss of one element, and got one of shape {list(loss.shape)}:"
                 " give its sum or its mean"
             )
+        if self.alike:
+            self.alike.compare_losses(loss)
         loss = loss * self.loss_scale.value
         self.backward_of(None, loss, torch.ones_like(loss), last)
 
@@ -205,7 +210,7 @@ class Engine(Weights):
 
     def zero_grad(self) -> None:
         """Collective. Drop the gradients of this step, also after a backward that raised."""
-        assert not self._others, "other ranks have the rest"
+        assert self.is_whole, "other ranks have the rest"
         if not self._had_backward:
             return
         self.reduction.discard()
@@ -260,7 +265,7 @@ class Engine(Weights):
             self._start_arriving(unit)
         host_sync()
         (norm,) = read_norm()
-        finite = norm < float("inf")
+        finite = 0 <= norm < float("inf")
         self.loss_scale = self.loss_scale.after(overflow=not finite)
         self.updates += finite
         if finite:
@@ -268,6 +273,8 @@ class Engine(Weights):
             self.update.follow_average()
         self.absent.begin_step()
         self.outside.accept()
+        if self.alike and norm < 0:
+            self.alike.compare_gradients(self.units)
         return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
 
     def _norm(self) -> torch.Tensor:
@@ -281,10 +288,23 @@ class Engine(Weights):
         if self.tensor and self.tensor.rank:  # what all tensor ranks hold counts once
             shared = (unit.squares_held_by_all() for unit in counted)
             squares -= sum(shared, torch.zeros_like(squares))
+        if self.alike:
+            return self._norm_if_alike(squares, counted, self.alike)
         total = self.axis.group.stack(squares)[: self.axis.size].sum()  # one of each shard
         for group in self._others:
             total = group.stack(total).sum()
         return total.sqrt()
+
+    def _norm_if_alike(
+        self, squares: torch.Tensor, units: Sequence[Unit], alike: TensorRanks
+    ) -> torch.Tensor:
+        """Return the norm; -infinity where tensor ranks have other gradients of what all hold."""
+        own = torch.stack([squares, alike.checksum(units)])
+        of_rank = self.axis.group.stack(own)[: self.axis.size].sum(0)
+        of_ranks = alike.group.stack(of_rank)
+        differ = (of_ranks[:, 1] != of_ranks[0, 1]).any()
+        norm = of_ranks[:, 0].sum().sqrt()
+        return norm.where(~differ | ~norm.isfinite(), -torch.inf)
 
     # -- the average of the weights
 
@@ -369,7 +389,7 @@ class Engine(Weights):
         return self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size
 
     def close(self, room: int = 0) -> None:
-        if not self._others:
+        if self.is_whole:
             self.zero_grad()  # sums may be in flight, in memory that is given back
         self._end_averaged()
         super().close(room)

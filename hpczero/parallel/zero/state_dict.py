@@ -8,6 +8,7 @@ equal on every rank: a module's random numbers depend on the seed and its name.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from hpczero.comm.group import Group
 from hpczero.errors import InputError
 from hpczero.model import shapes
-from hpczero.parallel.layout import UnitLayout
+from hpczero.parallel.layout import ParameterSlot, UnitLayout, tensor_part
 from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.unit import Fill, Unit
 from hpczero.text import first_few
@@ -24,18 +25,22 @@ from hpczero_kernels.random import key_of
 _SEEDS = 1 << 63
 
 
-def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict[str, torch.Tensor]:
-    """Return the module's state_dict, the parameters in fp32, on data rank 0; {} elsewhere.
+def state_dict(
+    module: nn.Module, units: Sequence[Unit], axis: DataAxis, tensor: Group | None = None
+) -> dict[str, torch.Tensor]:
+    """Return the module's state_dict, the parameters in fp32, on the first rank; {} elsewhere.
 
-    Collective.
+    `tensor`: ranks that share the parameters. Collective.
     """
     masters: dict[torch.Tensor, torch.Tensor] = {}
     for unit in units:
         flat = _master_on_rank_0(unit, axis.group)
         if flat is not None:
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
-                masters[parameter] = unit.part(flat, slot).clone().cpu()
-    if axis.group.rank:
+                own = unit.part(flat, slot).clone().cpu()
+                is_cut = tensor and slot.is_split
+                masters[parameter] = _joined(own, slot, tensor) if tensor and is_cut else own
+    if axis.group.rank or (tensor and tensor.rank):
         return {}
     tensors = module.state_dict(keep_vars=True).items()
     return {
@@ -44,19 +49,41 @@ def state_dict(module: nn.Module, units: Sequence[Unit], axis: DataAxis) -> dict
     }
 
 
-def from_state_dict(
-    module: nn.Module, names: Sequence[str], state: Mapping[str, torch.Tensor], group: Group
-) -> Callable[[UnitLayout], Fill]:
-    """Load the buffers; return the values of the parameters `names`, for the engine. Collective.
+def _joined(own: torch.Tensor, slot: ParameterSlot, tensor: Group) -> torch.Tensor:
+    """Return a whole parameter on the first of the tensor ranks, each of which has a part."""
+    if tensor.rank:
+        tensor.send(own, 0)
+        return own
+    whole = torch.empty(slot.parameter.divided, dtype=own.dtype)
+    for rank in range(tensor.size):
+        held = tensor_part(slot.parameter, tensor.size, rank)
+        part = whole[held]
+        if rank:
+            received = torch.empty(part.shape, dtype=own.dtype)
+            tensor.receive(received, rank)
+            part.copy_(received)
+        else:
+            part.copy_(own.view(part.shape))
+    return whole.view(slot.parameter.shape)
 
-    `state` is data rank 0's.
+
+def from_state_dict(
+    module: nn.Module, units: Sequence[Unit], state: Mapping[str, torch.Tensor], group: Group
+) -> Callable[[UnitLayout], Fill]:
+    """Load the buffers; return the values of the units' parameters, for the engine. Collective.
+
+    `state` is that of the group's first rank.
     """
     expected = module.state_dict(keep_vars=True)
-    refuse_other_names(expected, state, group)
-    ours = set(names)
-    parameters = {tensor: name for name, tensor in module.named_parameters()}
+    ours = {
+        parameter: slot.parameter.shape
+        for unit in units
+        for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True)
+    }
+    shapes_of = {name: ours.get(tensor, tuple(tensor.shape)) for name, tensor in expected.items()}
+    refuse_other_names(shapes_of, state, group)
     for name, tensor in expected.items():
-        if parameters.get(tensor) not in ours:
+        if tensor not in ours:
             with torch.no_grad():
                 tensor.copy_(state[name] if group.rank == 0 else tensor)
             broadcast_tensor(tensor, group)
@@ -64,12 +91,16 @@ def from_state_dict(
 
 
 def broadcast_unit(layout: UnitLayout, values: Mapping[str, torch.Tensor], group: Group) -> Fill:
-    """Broadcast a unit's values from data rank 0. Collective."""
-    flat = torch.zeros(layout.size, dtype=torch.float32)
-    offset_of = {slot.parameter.name: slot.offset for slot in layout.slots}
+    """Broadcast whole parameters of a unit from the group's first rank. Collective."""
+    parameters = [slot.parameter for slot in layout.slots]
+    sizes = [parameter.size for parameter in parameters]
+    offset_of = dict(
+        zip((one.name for one in parameters), accumulate([0, *sizes[:-1]]), strict=True)
+    )
+    flat = torch.zeros(sum(sizes), dtype=torch.float32)
     if group.rank == 0:
-        for slot in layout.slots:
-            flat[slot.offset : slot.stop].view(slot.shape).copy_(values[slot.parameter.name])
+        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
+            part.view(parameter.shape).copy_(values[parameter.name])
     group.broadcast(flat)
 
     def fill(parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
@@ -104,9 +135,9 @@ def _master_on_rank_0(unit: Unit, group: Group) -> torch.Tensor | None:
 
 
 def refuse_other_names(
-    expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], group: Group
+    expected: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor], group: Group
 ) -> None:
-    """Raise InputError on all ranks unless data rank 0's `state` has these names and shapes."""
+    """Raise InputError on all ranks unless the first rank's `state` has these names and shapes."""
     problems = _problems(expected, state) if group.rank == 0 else []
     count = torch.tensor([len(problems)], dtype=torch.int64)
     group.broadcast(count)
@@ -115,13 +146,15 @@ def refuse_other_names(
         raise InputError(f"these are not the module's parameters and buffers: {what}")
 
 
-def _problems(expected: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> list[str]:
+def _problems(
+    expected: Mapping[str, tuple[int, ...]], state: Mapping[str, torch.Tensor]
+) -> list[str]:
     problems = [f"{name} is missing" for name in expected if name not in state]
     problems += [f"{name} is unknown" for name in state if name not in expected]
     problems += [
-        f"{name} has shape {list(state[name].shape)}, not {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in state and state[name].shape != tensor.shape
+        f"{name} has shape {list(state[name].shape)}, not {list(shape)}"
+        for name, shape in expected.items()
+        if name in state and state[name].shape != shape
     ]
     return problems
 

@@ -123,7 +123,7 @@ class TorchUpdate(Update):
 
     def begin(self, step: Step) -> None:
         (norm,) = step.read_norm()
-        self._step = step if norm < float("inf") else None
+        self._step = step if 0 <= norm < float("inf") else None
         clip = self.settings.train.grad_clip
         self._factor = (min(1.0, clip / (norm + 1e-6)) if clip else 1.0) / step.scale
 

@@ -43,6 +43,7 @@ class ModelParts:
     uses; one that holds none is no unit. `values`: a unit's initial values, asked for in one order
     on all ranks; None: hashes of the names. `names`: all parameters of the whole model, in its
     order. `ties`: parameters that several pipeline stages hold, each a unit, and these stages.
+    `everyone`: the ranks that hold a user's module together, where tensor ranks share it.
     """
 
     module: nn.Module
@@ -50,6 +51,7 @@ class ModelParts:
     values: Values | None
     ties: Mapping[str, Group]
     names: Sequence[str]
+    everyone: Group | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ class Weights:
         self.tensor = tensor
         self.pipeline = pipeline
         self._others = [group for group in (tensor, pipeline) if group]
+        self.everyone = parts.everyone or axis.group
+        # this rank and its neighbours have a whole model that can be asked for
+        self.is_whole = not self._others or parts.everyone is not None
         self.axis = axis
         self.settings = settings
         self.device = axis.device
@@ -234,21 +239,20 @@ class Weights:
     # -- parameters as a whole
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's state_dict, the parameters in fp32, on data rank 0; {} elsewhere.
+        """Return the module's state_dict, the parameters in fp32, on the first rank; {} elsewhere.
 
         Collective.
         """
-        assert not self._others, "other ranks have the rest"
-        return state_dict.state_dict(self.module, self.units, self.axis)
+        assert self.is_whole, "other ranks have the rest"
+        return state_dict.state_dict(self.module, self.units, self.axis, self.tensor)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take parameters and buffers, all of them, from data rank 0; the moments stay.
+        """Take parameters and buffers, all of them, from the first rank; the moments stay.
 
         Collective.
         """
-        assert not self._others, "parts of whole tensors are not loaded this way"
-        group = self.axis.group
-        values = state_dict.from_state_dict(self.module, self.names, state, group)
+        assert self.is_whole, "parts of whole tensors are not loaded this way"
+        values = state_dict.from_state_dict(self.module, self.units, state, self.everyone)
         self.renew(lambda unit: unit.fill_owned(values(unit.layout)))
 
     @contextmanager
@@ -259,9 +263,9 @@ class Weights:
         master weights, shards; what other ranks change is dropped. Everyone has a private copy
         inside, so that memory that ranks share is written by those who own it, at the end.
         """
-        assert not self._others, "parts of whole tensors are not gathered this way"
+        assert self.is_whole, "parts of whole tensors are not gathered this way"
         self.wait_for_weights()
-        wanted = {self.unit_of(parameter) for parameter in parameters}
+        wanted = {self._unit_of_whole(parameter) for parameter in parameters}
         self.outside.check()
         copied = [unit for unit in self.units if unit in wanted]
         if not modify and not self.sharded.parameters:
@@ -276,11 +280,31 @@ class Weights:
             for unit in copies:
                 self._hide(unit)
         if modify:
-            for copy in copies.values():
-                self.axis.group.broadcast(copy)
+            for unit, copy in copies.items():
+                self._agree_on(unit, copy)
             self._take_changes(copies)
         else:
             self.outside.check()
+
+    def _unit_of_whole(self, parameter: torch.Tensor) -> Unit:
+        """Return the unit of a parameter; HpczeroError if tensor ranks have parts of it."""
+        unit = self.unit_of(parameter)
+        for own, slot in zip(unit.parameters, unit.layout.slots, strict=True):
+            if own is parameter and slot.is_split:
+                raise HpczeroError(
+                    f"{slot.parameter.name} is cut among the tensor ranks (tensor_plan), and no"
+                    " rank gets it whole here: engine.full_state_dict() has it on rank 0, and"
+                    " engine.load_state_dict(state) sets it"
+                )
+        return unit
+
+    def _agree_on(self, unit: Unit, copy: torch.Tensor) -> None:
+        """Give all ranks the first rank's copy; tensor ranks what all of them hold."""
+        if self.tensor and self.axis.group.rank == 0:
+            for slot in unit.layout.slots:
+                if not slot.is_split:
+                    self.tensor.broadcast(copy[slot.offset : slot.stop])
+        self.axis.group.broadcast(copy)
 
     def _copy(self, unit: Unit) -> torch.Tensor:
         if not self.sharded.parameters:
@@ -346,7 +370,7 @@ class Weights:
         for unit in self.units:
             weights = unit.weights.clone() if has_values and self.axis.shared else unit.weights
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
-                if has_values:
+                if has_values and not (slot.is_split and self.tensor):
                     hand_back_parameter(parameter, unit.part(weights, slot))
                 else:
                     give_up_parameter(parameter, slot.parameter.name)
