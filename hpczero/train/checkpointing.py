@@ -312,7 +312,8 @@ class Checkpoints:
 def _described(layout: UnitLayout) -> list[Any]:
     """Return as plain data what `_layer` makes a layer of."""
     parameters = [slot.parameter for slot in layout.slots]
-    return [layout.name, [[p.name, p.shape, p.split, p.grain, p.fine_grain] for p in parameters]]
+    described = [[p.name, p.shape, p.split, p.grain, p.fine_grain, p.sections] for p in parameters]
+    return [layout.name, described]
 
 
 def _layer(name: str, parameters: list[list[Any]]) -> Layer:
