@@ -21,6 +21,7 @@ from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.parallel.zero.engine import Engine, StepResult
+from hpczero.parallel.zero.update import FACTS_OF_ADAMW
 from hpczero.spec.schema import Spec
 from hpczero.text import first_few
 from hpczero.train import process, rank_states, setup
@@ -30,9 +31,6 @@ from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators
 from hpczero.train.resume import AVERAGE, Loaded, look_ahead, other_tokens, states
 from hpczero.train.run_directory import RunDirectory
-
-ADAMW = {"optimizer": "adamw"}  # what `hpczero run` trains with
-
 
 @dataclass(frozen=True)
 class Position:
@@ -147,7 +145,7 @@ class OwnRun:
 
     def _follow(self, checkpoints: Checkpoints, loaded: Loaded, where: str) -> None:
         """Take over what the optimizer keeps besides its tensors, and begin or end an average."""
-        facts = loaded.loop.optimizer or ADAMW
+        facts = loaded.loop.optimizer or FACTS_OF_ADAMW
         self.world.run_on_all(lambda: self.engine.update.restore(facts))
         before, now = (AVERAGE in slots for slots in (loaded.content.slots, checkpoints.slots))
         if now and not before:

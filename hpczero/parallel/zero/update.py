@@ -24,6 +24,7 @@ from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw, scalars_of_
 from hpczero_kernels.dispatch import CUDA, choose
 
 _SWAPPED = 1 << 20  # elements that are exchanged at a time
+FACTS_OF_ADAMW = {"optimizer": "adamw"}
 _SCALARS = {"lr", "betas", "eps"}  # options that are scalars of the kernel
 
 
@@ -228,7 +229,7 @@ class AdamWUpdate(Update):
 
     def facts(self) -> dict[str, Any]:
         """Return the name alone: the engine has the counts of updates."""
-        return {"optimizer": "adamw"}
+        return dict(FACTS_OF_ADAMW)
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         self.refuse_other("adamw", facts)
