@@ -32,6 +32,7 @@ from hpczero.train.rank_states import Generators
 from hpczero.train.resume import AVERAGE, Loaded, look_ahead, other_tokens, states
 from hpczero.train.run_directory import RunDirectory
 
+
 @dataclass(frozen=True)
 class Position:
     """Where a loop goes on: after so many steps, with what was saved as `extra`.

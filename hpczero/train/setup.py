@@ -172,16 +172,20 @@ def use_kernels(world: World) -> None:
     world.run_on_all(force)
 
 
-def share_cores(world: World) -> int:
+def share_cores(world: World, alike: Sequence[int] = ()) -> int:
     """Let torch run as many threads as this rank's share of the cores, and return how many.
 
-    Where ranks are more than cores, those that wait leave them to the others.
+    Ranks `alike` (of a tensor group) run equally many, the fewest: what they compute in common is
+    equal to the bit, and a sum's last bits depend on the number of threads. Where ranks are more
+    than cores, those that wait leave them to the others.
     """
     ranks = _ranks_of_computer(world)
     usable = _all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
     cores = [set(usable[rank][0]) for rank in ranks]
     _, quota = usable[ranks[0]]
     threads = machine.threads_per_rank(cores, quota)[ranks.index(world.rank)]
+    of_ranks = _all_gather(world, threads)
+    threads = min((of_ranks[rank] for rank in alike), default=threads)
     world.progress.is_crowded = len(ranks) > min(len(set().union(*cores)), quota or math.inf)
     torch.set_num_threads(threads)
     return threads

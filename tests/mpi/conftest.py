@@ -213,12 +213,17 @@ def ranks_given(config: pytest.Config) -> int:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[World | None]:
-    """A world of the first so many ranks; None on the others, whose bodies are not run."""
+    """A world of the first so many ranks; None on the others, whose bodies are not run.
+
+    What the body makes of torch's threads ends with it: the others have theirs.
+    """
     whole = whole_of(request)
+    threads = torch.get_num_threads()
     part = whole.part(range(request.param)) if whole.rank < request.param else None
     yield part
     if part:
         part.close()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -57,3 +57,16 @@ def test_a_rank_that_waits_sleeps_where_ranks_are_more_than_cores(
     monkeypatch.undo()
     inner.close()
     torch.set_num_threads(1)
+
+
+def test_tensor_ranks_run_equally_many_threads(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what they compute in common would differ in its last bits."""
+    cores = set(range(100 * world.rank, 100 * world.rank + 1 + 2 * world.rank))
+    monkeypatch.setattr(machine, "usable_cores", lambda: cores)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+    assert share_cores(world) == 1 + 2 * world.rank
+    pair = [world.rank - world.rank % 2, world.rank + 1 - world.rank % 2]
+    alike = [rank for rank in pair if rank < world.size]
+    assert share_cores(world, alike) == torch.get_num_threads() == 1 + 2 * alike[0]
