@@ -60,6 +60,10 @@ class Grid:
     def coordinate(self, rank: int, axis: str) -> int:
         return self.place_of_rank[rank] // self._stride[axis] % self.size(axis)
 
+    def sharing_layers(self, rank: int) -> list[int]:
+        """Return the ranks that share each layer with this one: its tensor group."""
+        return list(self.ranks(rank, "tensor"))
+
     def ranks(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` along these axes only, innermost fastest."""
         steps = [self.coordinate(rank, axis) * self._stride[axis] for axis in axes]

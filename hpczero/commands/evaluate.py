@@ -185,7 +185,7 @@ def _load(world: World, checkpoint: Checkpoint, spec: Spec, options: argparse.Na
     process.keep_free_memory()
     spec = setup.select_device(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-    setup.share_cores(world, grid.ranks(world.rank, "tensor"))
+    setup.share_cores(world, grid.sharing_layers(world.rank))
     data = world.group("data", grid.ranks(world.rank, "data"))
     tensor = None
     if grid.size("tensor") > 1:

@@ -76,7 +76,7 @@ def initialize(
     update = _planned(wanted, spec, described, inner)
     counted = _counted(spec, grid.size("data"), accumulates)
     setup.fit_to_memory(inner, counted, described, module, update.memory)
-    threads = setup.share_cores(inner, grid.ranks(inner.rank, "tensor"))
+    threads = setup.share_cores(inner, grid.sharing_layers(inner.rank))
     context = EngineContext(spec, inner, grid, accumulates, threads, update)
     engine, cut = build_engine(module, context, cuts)
     run = OwnRun(spec, inner, grid, engine)

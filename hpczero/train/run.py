@@ -108,7 +108,7 @@ def _prepare(
         lambda: RunDirectory.claim(spec, options.resume, options.fresh) if first else None
     )
     started.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
-    threads = setup.share_cores(world, grid.ranks(world.rank, "tensor"))
+    threads = setup.share_cores(world, grid.sharing_layers(world.rank))
     waits = carried_out is not spec
     job = TrainingJob(carried_out, world, grid, source, threads, layers, user_model, waits)
     return job, directory
