@@ -154,7 +154,7 @@ class Training:
         they were saved; on the same grid of ranks they get their states back.
         """
         self._opened()
-        position = self.run.resume(random or {})
+        position = self.run.resume(_or_none(random))
         self.steps = position.step
         return position
 
@@ -166,7 +166,7 @@ class Training:
         With `weights_only` moments and counters begin anew; the step is 0.
         """
         self._opened()
-        position = self.run.load(_path(path), weights_only, random or {})
+        position = self.run.load(_path(path), weights_only, _or_none(random))
         self.steps = position.step
         return position
 
@@ -188,7 +188,7 @@ class Training:
         self._opened()
         where = None if folder is None else _path(folder)
         step = self.steps if step is None else step
-        self.run.save(step, extra or {}, random or {}, where, wait)
+        self.run.save(step, _or_none(extra), _or_none(random), where, wait)
 
     def is_due(self) -> bool:
         """Return True if `checkpoint.every` of the spec asks for a checkpoint of this step."""
@@ -214,7 +214,7 @@ class Training:
         reason = self.should_stop() or "the loop asked for it"
         self.run.finish_save()
         if self.run.saved != self.steps:
-            self.run.save(self.steps, extra or {}, random or {}, None, waits=True)
+            self.run.save(self.steps, _or_none(extra), _or_none(random), None, waits=True)
         saved = self.run.saved == self.steps
         self._close("stopped", reason)
         raise SystemExit(Stopped.exit_code if saved else HpczeroError.exit_code)
@@ -297,6 +297,10 @@ class Training:
             self.close()
         elif self._worlds and self._open:
             self._worlds[-1].__exit__(kind, error, trace)
+
+
+def _or_none(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    return {} if given is None else given
 
 
 def _path(path: str | Path) -> Path:

@@ -32,6 +32,8 @@ from hpczero.train.rank_states import Generators
 from hpczero.train.resume import AVERAGE, Loaded, look_ahead, other_tokens, states
 from hpczero.train.run_directory import RunDirectory
 
+_MOST_STEPS = 1 << 62
+
 
 @dataclass(frozen=True)
 class Position:
@@ -105,6 +107,8 @@ class OwnRun:
 
     def resume(self, generators: Generators) -> Position:
         """Load the checkpoint that the run goes on from, if there is one."""
+        _refuse_no_table("random", generators)
+        self.finish_save()
         checkpoints = self._checkpoints()
         resumed = checkpoints.resume()
         for warning in resumed.warnings:
@@ -122,6 +126,8 @@ class OwnRun:
 
     def load(self, path: Path, only_weights: bool, generators: Generators) -> Position:
         """Load a checkpoint of any run, or the newest of a run's directory."""
+        _refuse_no_table("random", generators)
+        self.finish_save()
         checkpoints = self._made(path, behind=False)
         loaded, at = checkpoints.load(path, only_weights)
         step = 0 if only_weights else loaded.content.state.step
@@ -207,6 +213,10 @@ class OwnRun:
     ) -> None:
         """Save a checkpoint of this step; behind the loop, unless it `waits`."""
         self.engine.refuse_averaged("save")
+        if type(step) is not int or not 0 <= step < _MOST_STEPS:
+            raise InputError(f"save: step = {step!r} must be a whole number from 0 to 2**62 - 1")
+        _refuse_no_table("extra", extra)
+        _refuse_no_table("random", generators)
         state = self._buffers(extra, generators)
         self.finish_save()
         if folder:
@@ -309,6 +319,13 @@ class OwnRun:
             self._directory.close()
             self._directory = None
         self._claimed = None
+
+
+def _refuse_no_table(what: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"{what} is a {type(given).__name__}: give a table of names, as {what}={{'name': ...}}"
+        )
 
 
 def _by_name(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:

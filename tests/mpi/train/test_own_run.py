@@ -329,3 +329,27 @@ def test_another_optimizer_is_refused_and_an_average_may_begin_or_end(
     said = capfd.readouterr().err
     for words in ("has no average of the weights: it begins", "which goes no further"):
         assert (words in said) == (world.rank == 0)
+
+
+def test_a_save_in_flight_ends_before_anything_is_read(world: World, shared_folder: str) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        loop = Loop(engine, world).run(1)
+        engine.save({"number": 1})
+        engine.save({"number": 2})
+        assert engine.resume().extra == {"number": 2}
+        loop.run(2)
+        engine.save({"number": 3})
+        assert engine.load(f"{shared_folder}/loop").extra == {"number": 3}
+
+
+def test_wrong_arguments_are_said_on_all_ranks(world: World, shared_folder: str) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"step": -1}, "step = -1 must be a whole number"),
+        ({"step": 1.5}, "step = 1.5 must be"),
+        ({"extra": [1]}, "extra is a list: give a table of names"),
+        ({"random": torch.Generator()}, "random is a Generator: give a table"),
+    ]
+    with started(world, spec_of(shared_folder)) as engine:
+        for how, said in wrong:
+            with pytest.raises(InputError, match=said):
+                engine.save(**how)
