@@ -18,7 +18,7 @@ SPEC = {
 
 
 class Scale(nn.Module):
-    """What is no module of PyTorch's says itself how it begins."""
+    """A module that is none of PyTorch's says itself how it begins."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a checkpoint can hold (pure).
+"""Limits of what a checkpoint can hold (pure).
 
 Asked before a run begins, by whoever writes, and by whoever reads what a stranger may have made.
 """

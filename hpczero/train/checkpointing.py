@@ -239,7 +239,7 @@ class Checkpoints:
                 restore(self.engine, checkpoint, only_weights)
                 self.identity.update(resumed_identity(checkpoint.identity, self.identity))
                 loop = LoopState.of(checkpoint.loop, str(path))
-                return "", Loaded(checkpoint.content, loop, checkpoint.identity)
+                return "", Loaded(checkpoint.content, loop, checkpoint.identity, only_weights)
         except Damaged as error:
             return str(error), None
 

@@ -268,12 +268,14 @@ class Training:
     def _close(self, state: str, reason: str = "") -> None:
         if self._open:
             self._open = False
-            self.run.end(self.steps, state, reason)
-            if self._cut:
-                self._cut.close()
-            self.engine.close(machine.memory().usable)
-            for world in self._worlds:
-                world.close()
+            try:
+                self.run.end(self.steps, state, reason)
+            finally:  # a save that failed did so on all ranks
+                if self._cut:
+                    self._cut.close()
+                self.engine.close(machine.memory().usable)
+                for world in self._worlds:
+                    world.close()
 
     def _opened(self) -> Engine:
         if not self._open:

@@ -30,7 +30,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class LoopState:
-    """What a checkpoint has of a loop.
+    """The part of a checkpoint that is a loop's.
 
     `extra`: the user's values. `generators`, `buffers`: name -> its state on each rank
     (`rank_states`). `optimizer`: what an optimizer keeps besides its tensors.
@@ -60,7 +60,11 @@ class LoopState:
             "buffers": list(self.buffers),
             "optimizer": self.optimizer,
         }
-        found[_STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        try:
+            text = json.dumps(state)
+        except ValueError as error:  # a whole number of thousands of digits
+            raise InputError(f"extra cannot be written as text: {error}") from error
+        found[_STATE] = np.frombuffer(text.encode(), np.uint8)
         return found
 
     @classmethod
@@ -103,7 +107,7 @@ def _without_tensors(value: Any, path: Path, tensors: list[tuple[Path, Any]]) ->
         return None
     if value is None or isinstance(value, str | bool | int | float):
         return value.item() if isinstance(value, np.generic) else value
-    if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
+    if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
         return value.item()
     if len(path) >= _DEEPEST:
         raise InputError(f"extra{_shown(path)}: more than {_DEEPEST} tables in each other")
@@ -128,7 +132,9 @@ def _stored(tensor: Any, path: Path) -> tuple[Array, tuple[str, bool]]:
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.kind not in _KINDS or not tensor.dtype.isnative:
             raise InputError(f"extra{_shown(path)} has numbers of type {tensor.dtype}")
-        return np.ascontiguousarray(tensor).reshape(tensor.shape), (tensor.dtype.name, True)
+        if isinstance(tensor, np.ma.MaskedArray):
+            raise InputError(f"extra{_shown(path)} has a mask: save numbers and mask apart")
+        return np.array(tensor, order="C"), (tensor.dtype.name, True)  # as it is now
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = "a tensor that is sparse, quantized or on meta: save a dense one"
         raise InputError(f"extra{_shown(path)} is {what}")

@@ -12,6 +12,7 @@ import torch
 
 from hpczero.data.dataset import open_source
 from hpczero.data.samples import Prefetcher
+from hpczero.errors import InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
@@ -48,6 +49,8 @@ def batches(
     steps and samples. With the split "validation" they are those of an evaluation
     (`train.eval_batches`), the same ones each time. Collective; every rank takes all of them.
     """
+    if split not in ("train", "validation"):
+        raise InputError(f'split = {split!r}: there are "train" and "validation"')
     run = engine.run
     agreed = spec_of_all(spec, run.world)
     first = run.world.rank == 0

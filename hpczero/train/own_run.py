@@ -23,7 +23,7 @@ from hpczero.errors import InputError
 from hpczero.parallel.zero.engine import Engine, StepResult
 from hpczero.parallel.zero.update import FACTS_OF_ADAMW
 from hpczero.spec.schema import Spec
-from hpczero.text import first_few
+from hpczero.text import first_few, printable
 from hpczero.train import process, rank_states, setup
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
@@ -142,8 +142,8 @@ class OwnRun:
         generators: Generators,
     ) -> Position:
         checkpoints.refresh_weights()
-        self._resumed = loaded.identity if step else {}
-        if step:
+        self._resumed = {} if loaded.weights_only else loaded.identity
+        if not loaded.weights_only:
             self._follow(checkpoints, loaded, str(path))
             self._set_states(loaded, generators, str(path))
         else:
@@ -152,8 +152,7 @@ class OwnRun:
 
     def _follow(self, checkpoints: Checkpoints, loaded: Loaded, where: str) -> None:
         """Take over what the optimizer keeps besides its tensors, and begin or end an average."""
-        facts = loaded.loop.optimizer or FACTS_OF_ADAMW
-        self.world.run_on_all(lambda: self.engine.update.restore(facts))
+        self.world.run_on_all(lambda: self._restore(loaded.loop.optimizer or FACTS_OF_ADAMW, where))
         before, now = (AVERAGE in slots for slots in (loaded.content.slots, checkpoints.slots))
         if now and not before:
             self.engine.update.begin_average()
@@ -164,11 +163,23 @@ class OwnRun:
         if before and not now:
             self._warn(f"{where} has an average of the weights, which goes no further")
 
+    def _restore(self, facts: Mapping[str, Any], where: str) -> None:
+        """InputError: they are another optimizer's, or nobody's, as a stranger may write them."""
+        try:
+            self.engine.update.restore(facts)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            what = f"what its optimizer keeps does not fit: {printable(str(error), 200)}"
+            raise InputError(f"{where}: {what}") from error
+
     def _set_states(self, loaded: Loaded, generators: Generators, where: str) -> None:
         """Give this rank what it had of its own, if the grid is the same; say so if not."""
         loop = loaded.loop
         known = loop.generators
         self.world.run_on_all(lambda: rank_states.refuse_unknown(generators, known, where))
+        if left := [name for name in known if name not in generators]:
+            self._warn(
+                f"{where} has states of generators that are not asked for: {first_few(left)}"
+            )
         grid = {axis: self.grid.size(axis) for axis in self.grid.axes}
         if loaded.content.grid == grid:
             self.world.run_on_all(lambda: self._set_own(loop, generators, where))
@@ -222,7 +233,7 @@ class OwnRun:
         if folder:
             elsewhere = self._made(folder / "checkpoints", behind=False)
             if self._attempt(lambda: elsewhere.begin(step, True, state)):
-                self._attempt(lambda: self._conclude(elsewhere))
+                self._attempt(lambda: self._note(elsewhere.saver.conclude()))  # all are kept there
             return
         checkpoints = self._checkpoints()
         self._attempt(lambda: checkpoints.begin(step, waits, state))
@@ -240,7 +251,7 @@ class OwnRun:
             if of_ranks is None:
                 return {}
             generators_of, buffers_of = zip(*of_ranks, strict=True)
-            states = _by_name(generators_of), _by_name(buffers_of)
+            states = _by_name("random", generators_of), _by_name("buffers", buffers_of)
             return LoopState(dict(extra), *states, facts).packed()
 
         return self.world.run_on_all(packed)
@@ -255,14 +266,16 @@ class OwnRun:
         directory = self._directory
         run_while_polling(self.world, lambda: directory.sync() if directory else None)
         saved, not_removed = checkpoints.conclude()
-        if checkpoints is self._claimed:
-            self.saved = saved.step
-        if self._deadline:
-            self._deadline.saved(saved.seconds)
+        self.saved = saved.step
         if not_removed:
             self._warn(not_removed)
-        if directory:
-            directory.event("save", **_facts(saved))
+        self._note(saved)
+
+    def _note(self, saved: Saved) -> None:
+        if self._deadline:
+            self._deadline.saved(saved.seconds)
+        if self._directory:
+            self._directory.event("save", **_facts(saved))
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Carry out a part of a save; a failure ends the loop, or is only said (on_error)."""
@@ -307,7 +320,15 @@ class OwnRun:
 
     def end(self, step: int, state: str, reason: str = "") -> None:
         """Write the run's last words; the directory is given back."""
-        self.finish_save()
+        try:
+            self.finish_save()
+        except SaveFailed as error:
+            state, reason = "failed", str(error)
+            raise
+        finally:
+            self._give_back(step, state, reason)
+
+    def _give_back(self, step: int, state: str, reason: str) -> None:
         if self._requests:
             self._requests.__exit__(None, None, None)
             self._requests = None
@@ -328,7 +349,12 @@ def _refuse_no_table(what: str, given: object) -> None:
         )
 
 
-def _by_name(of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+def _by_name(what: str, of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return name -> the states of the ranks; InputError: not all ranks have the same names."""
+    for rank, of_rank in enumerate(of_ranks):
+        if other := of_ranks[0].keys() ^ of_rank.keys():
+            names = first_few(sorted(map(str, other)))
+            raise InputError(f"{what}: {names} is on rank 0 or on rank {rank}, not on both")
     return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
 
 

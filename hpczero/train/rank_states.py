@@ -1,4 +1,4 @@
-"""What each rank has of its own, as text: random generators, and buffers that differ.
+"""The states that each rank has of its own, as text: random generators, and buffers that differ.
 
 Generators are torch's, numpy's and Python's; nothing is pickled. Buffers differ where each rank's
 module sees samples of its own, as the statistics of BatchNorm do.
@@ -63,7 +63,8 @@ def _state(name: str, generator: Any) -> str:
         return json.dumps(generator.bit_generator.state, default=_as_list)
     if generator is np.random or isinstance(generator, np.random.RandomState):
         return json.dumps(generator.get_state(legacy=False), default=_as_list)
-    if generator is random or isinstance(generator, random.Random):
+    is_known = generator is random or isinstance(generator, random.Random)
+    if is_known and not isinstance(generator, random.SystemRandom):
         return json.dumps(generator.getstate())
     raise InputError(
         f"random[{name!r}] is a {type(generator).__name__}: a generator is a torch.Generator (that"
@@ -107,6 +108,10 @@ def buffers_that_differ(module: nn.Module, world: World) -> dict[str, str]:
     raw = {name: _bytes_of(buffer) for name, buffer in persistent_buffers(module)}
     digests = {name: hashlib.sha256(values).hexdigest() for name, values in raw.items()}
     of_ranks = world.all_gather_objects(digests)
+    for rank, of_rank in enumerate(of_ranks):
+        if other := of_ranks[0].keys() ^ of_rank.keys():
+            names = first_few(sorted(other))
+            raise InputError(f"the buffers {names} are on rank 0 or on rank {rank}, not on both")
     alike = {name for name in raw if len({of_rank[name] for of_rank in of_ranks}) == 1}
     return {
         name: base64.b64encode(values).decode() for name, values in raw.items() if name not in alike

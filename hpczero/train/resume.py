@@ -67,11 +67,12 @@ class Resumed:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says besides the states that the engine has got from it."""
+    """The words of a checkpoint from which the engine has its states, or its weights alone."""
 
     content: Content
     loop: LoopState
     identity: Mapping[str, str]
+    weights_only: bool
 
 
 # -- which checkpoint ------------------------------------------------------------------------------

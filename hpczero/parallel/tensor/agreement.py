@@ -28,7 +28,7 @@ class TensorRanks:
         """Raise HpczeroError on all ranks unless they have the same loss. Collective."""
         own = loss.detach().reshape(1).double()
         losses = self.group.stack(own).flatten().tolist()
-        if any(other != losses[0] for other in losses if other == other):
+        if len(set(map(repr, losses))) > 1:  # as text: NaN is not equal to itself
             shown = ", ".join(f"{other!r}" for other in losses)
             raise HpczeroError(
                 f"the ranks of a tensor group have different losses ({shown}) and must have the"

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -353,3 +354,41 @@ def test_wrong_arguments_are_said_on_all_ranks(world: World, shared_folder: str)
         for how, said in wrong:
             with pytest.raises(InputError, match=said):
                 engine.save(**how)
+
+
+def test_a_checkpoint_of_step_0_is_a_whole_one(world: World, shared_folder: str) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        loop = Loop(engine, world).run(2)
+        engine.save({}, loop.random, step=0, wait=True)
+        expected = states(engine), torch.rand(2, generator=loop.own)
+    with started(world, spec_of(shared_folder)) as engine:
+        loop = Loop(engine, world)
+        assert engine.resume(loop.random).step == 0
+        assert all(map(torch.equal, states(engine), expected[0]))
+        assert torch.equal(torch.rand(2, generator=loop.own), expected[1])
+
+
+def test_values_are_those_of_the_moment_of_the_save(world: World, shared_folder: str) -> None:
+    array, tensor = np.zeros(1_000_000), torch.zeros(1_000_000)
+    with started(world, spec_of(shared_folder)) as engine:
+        engine.save({"array": array, "tensor": tensor})
+        array += 1
+        tensor += 1
+        extra = engine.resume().extra
+        assert not extra["array"].any()
+        assert not extra["tensor"].any()
+
+
+def test_other_names_on_other_ranks_are_said(world: World, shared_folder: str) -> None:
+    random = {"mine": torch.Generator()} if world.rank == 0 else {}
+    with started(world, spec_of(shared_folder)) as engine:
+        if world.size > 1:
+            with pytest.raises(InputError, match="random: mine is on rank 0 or"):
+                engine.save(random=random)
+
+
+def test_another_folder_keeps_all(world: World, shared_folder: str) -> None:
+    with started(world, spec_of(shared_folder, checkpoint={"keep": 1})) as engine:
+        for step in (1, 2, 3):
+            engine.save(folder=f"{shared_folder}/best", step=step)
+    assert list(directory.steps(Path(shared_folder) / "best" / "checkpoints")) == [3, 2, 1]
