@@ -251,7 +251,8 @@ class World(Nodes):
         self._communicator.Free()
         if self._finalizes:
             atexit.unregister(self._left)
-            sys.excepthook = self._hook
+            if sys.excepthook == self._uncaught:  # and nobody has set another one since
+                sys.excepthook = self._hook
             self._mpi.Finalize()
 
     def __enter__(self) -> "World":
@@ -279,6 +280,9 @@ class World(Nodes):
             self.fail(error, _place(trace))
         if isinstance(error, InputError):
             env.note_wrong_input()
+        if isinstance(error, HpczeroError) and not hasattr(sys, "ps1"):  # at no prompt of Python's
+            self._say(f"{error}{_place(trace)}")
+            raise SystemExit(error.exit_code)
         self._hook(kind, error, trace)
 
     def _left(self) -> None:

@@ -33,7 +33,7 @@ _CANNOT = "LBFGS, LAMB, Muon, Adafactor, SparseAdam"
 
 @dataclass(frozen=True)
 class Kept:
-    """What an optimizer keeps of a parameter.
+    """The state that an optimizer keeps of a parameter.
 
     `tensors`: names of fp32 tensors of its shape; `numbers`: name -> an example of what is one for
     all elements; `of_group`: numbers that it keeps in the parameter's group.

@@ -66,6 +66,15 @@ ROLES: dict[str, Callable[[nn.Module, Residual], nn.Module]] = {
 }
 
 
+_COMPILED_AT_STAGE_3 = (
+    "zero.stage = 3 gathers parameters layer by layer, as Python runs: leave it as it is there, or"
+    " take zero.stage = 2 (or zero.node_shared = true, with all ranks on one node)"
+)
+_COMPILED_AND_CUT = (
+    "a tensor plan gives the modules in it other forwards, as Python runs: leave it as it is"
+)
+
+
 @dataclass(frozen=True)
 class EngineContext:
     """A spec with the world and grid that it is trained on."""
@@ -142,7 +151,9 @@ def assemble(
         return _own_model(context, bare)
     user_model = user_model or make_user_model(spec, world, grid)
     if user_model.stage is None:
-        return SingleStage(_train_user_module(user_model.module, context))
+        module = user_model.module
+        layers = world.run_on_all(lambda: user_module.layers_of(module))
+        return SingleStage(_train_user_module(module, layers, context))
     return _user_stage(user_model.module, user_model.stage, context)
 
 
@@ -161,17 +172,18 @@ class CutModule:
 
 
 def build_engine(
-    module: nn.Module, context: EngineContext, cuts: Cuts | None = None
+    module: nn.Module, layers: Layers, context: EngineContext, cuts: Cuts | None = None
 ) -> tuple[Engine, CutModule | None]:
-    """Return the engine that trains a module of somebody else.
+    """Return the engine that trains a module of somebody else, in these layers of it.
 
     The module is the same on every rank but for its values, which become rank 0's. `cuts`: of the
-    module among the tensor ranks; what carries them out is to be closed with the engine.
+    module, and of the layers, among the tensor ranks; what carries them out is to be closed with
+    the engine.
     """
     tensor = context.group_if_cut("tensor")
     if tensor is None or cuts is None:
-        return _train_user_module(module, context), None
-    layers = cuts.apply(context.world.run_on_all(lambda: user_module.layers_of(module)))
+        return _train_user_module(module, layers, context), None
+    context.world.run_on_all(lambda: user_module.refuse_compiled(module, _COMPILED_AND_CUT))
     everyone = context.world.everyone
     group = context.group("data")
     axis = _axis_of_user_module(module, context, group, context.grid.nodes_cut_data_alike)
@@ -262,8 +274,7 @@ def _user_stage(
     return PipelineStage(engine, _pipeline(spec, pipeline, None), chunks, stage.calls)
 
 
-def _train_user_module(module: nn.Module, context: EngineContext) -> Engine:
-    layers = context.world.run_on_all(lambda: user_module.layers_of(module))
+def _train_user_module(module: nn.Module, layers: Layers, context: EngineContext) -> Engine:
     group = context.group("data")
     axis = _axis_of_user_module(module, context, group)
     values = InitialValues(module, context.spec.seed, group)
@@ -313,7 +324,7 @@ def _axis_of_user_module(
 ) -> DataAxis:
     axis = data_axis(context.spec, context.world, group, cut_alike)
     if Sharded.at_stage(context.spec.zero.stage, axis.shared).parameters:
-        context.world.run_on_all(lambda: user_module.refuse_compiled(module))
+        context.world.run_on_all(lambda: user_module.refuse_compiled(module, _COMPILED_AT_STAGE_3))
     return axis
 
 

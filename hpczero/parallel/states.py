@@ -45,7 +45,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class UpdateMemory:
-    """What an update keeps, in fp32.
+    """The fp32 states that an update keeps.
 
     `moments`: values of each owned element, besides the master weight; `average`: one more, the
     average of the weights. `by_torch`: PyTorch's optimizer gets the gradient of one unit at a time.

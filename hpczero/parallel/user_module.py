@@ -108,6 +108,12 @@ def _problem(part: nn.Module) -> str:
             "is a DistributedDataParallel, which sums gradients itself: hand over what it wraps"
             " (.module)"
         )
+    buffers = part._buffers.items()
+    if name := next((name for name, own in buffers if own is not None and _is_odd(own)), ""):
+        return (
+            f"has the buffer {name}, which is sparse or quantized and cannot be sent or saved: hand"
+            " it to the forward, or keep its indices and values as two buffers"
+        )
     foreign = [type(own).__name__ for own in part.parameters(recurse=False)]
     other = next((kind for kind in foreign if kind in _OF_OTHERS), "")
     if other or type(part).__name__ in _OF_OTHERS:
@@ -118,15 +124,15 @@ def _problem(part: nn.Module) -> str:
     return ""
 
 
-def refuse_compiled(module: nn.Module) -> None:
-    """Raise InputError for compiled modules: a compiler sees no parameters that come and go."""
+def _is_odd(buffer: Tensor) -> bool:
+    return buffer.layout != torch.strided or buffer.is_quantized
+
+
+def refuse_compiled(module: nn.Module, why: str) -> None:
+    """Raise InputError for compiled modules, with the reason."""
     for name, part in module.named_modules():
         if part._compiled_call_impl is not None or hasattr(part, "_orig_mod"):
-            raise InputError(
-                f"{name or type(part).__name__} is compiled, and zero.stage = 3 gathers parameters"
-                " layer by layer, as Python runs: leave it as it is there, or take zero.stage = 2"
-                " (or zero.node_shared = true, with all ranks on one node)"
-            )
+            raise InputError(f"{name or type(part).__name__} is compiled, and {why}")
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -62,8 +62,9 @@ class Checkpoints:
         identity: Mapping[str, str] | None = None,
         path: Path | None = None,
         behind: bool | None = None,
+        saves: bool | None = None,
     ) -> None:
-        """`path`, `behind`: where, and if from copies, in place of what the spec says."""
+        """In place of what the spec says: `path` where, `behind` if from copies, `saves` if any."""
         self.spec = spec
         self.world = world
         self.grid = grid
@@ -83,8 +84,9 @@ class Checkpoints:
                 for name, buffer in self._persistent_buffers()
             }
         )
-        if spec.checkpoint.every >= 0:
-            world.run_on_all(self.refuse_what_cannot_be_saved)
+        self._saves = spec.checkpoint.every >= 0 if saves is None else saves
+        if self._saves:
+            world.run_on_all(self._refuse_what_cannot_be_saved)
         job = SaveJob(
             self.path,
             spec.model_dump(mode="json"),
@@ -172,13 +174,13 @@ class Checkpoints:
                 step = 0 if only_weights else content.state.step
                 changed = tuple(differences(content, self.spec, "changeable"))
                 warnings = [f"passed over a damaged checkpoint: {problem}" for problem in damaged]
-                warnings += self._make_way(step, path) + other_data(content, self.spec, step)
+                warnings += self.make_way(step, path) + other_data(content, self.spec, step)
                 return Resumed(step, path, changed, tuple(warnings), loaded)
         if damaged:
             problems = "".join(f"\n  {problem}" for problem in damaged)
             advice = "--fresh starts the run anew"
             raise InputError(f"no checkpoint of this run can be read:{problems}\n{advice}")
-        return Resumed(0, warnings=tuple(self._make_way(0, None)))
+        return Resumed(0, warnings=tuple(self.make_way(0, None)))
 
     def load(self, path: Path, only_weights: bool) -> tuple[Loaded, Path]:
         """Load this checkpoint, or the newest of this run; InputError if it is damaged."""
@@ -192,9 +194,9 @@ class Checkpoints:
         """Make the weights from the states, after `resume` or `load`."""
         self.engine.renew(lambda unit: unit.weights_from_master())
 
-    def _make_way(self, step: int, origin: Path | None) -> list[str]:
-        """Set newer checkpoints aside, unless checkpoints are disabled; return what was moved."""
-        if self.spec.checkpoint.every < 0:
+    def make_way(self, step: int, origin: Path | None) -> list[str]:
+        """Set newer checkpoints aside, unless none are saved; return warnings."""
+        if not self._saves:
             return []
         moved = self._on_first_rank(
             lambda: [str(path) for path in directory.make_way(self.path, step, origin)]
@@ -283,7 +285,7 @@ class Checkpoints:
         layers = [layer for stage, _ in self._stages for layer in stage]
         return {p.name: p.shape for layer in layers for p in layer.parameters}
 
-    def refuse_what_cannot_be_saved(self) -> None:
+    def _refuse_what_cannot_be_saved(self) -> None:
         problem = limits.problem(self._tensor_shapes(), self._buffer_types)
         if problem := problem or limits.slots_problem(self.slots):
             advice = (

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from hpczero import env, machine
+from hpczero import machine
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError, Stopped
 from hpczero.model.shapes import Layer
@@ -18,14 +18,15 @@ from hpczero.optim.groups import first_matches
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.parallelize import CutModule, EngineContext, build_engine
 from hpczero.parallel.tensor.heads import Column
-from hpczero.parallel.tensor.user_plan import Cuts, TensorPlan, cuts_of
+from hpczero.parallel.tensor.user_plan import Cuts, TensorPlan, cuts_of, described
 from hpczero.parallel.user_module import layers_of, refuse_modules_that_differ
 from hpczero.parallel.zero.engine import Engine, StepResult
-from hpczero.parallel.zero.update_plan import NONE, UpdatePlan, UpdateWanted, plan_update
+from hpczero.parallel.zero.update_plan import EMPTY, UpdatePlan, UpdateWanted, plan_update
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import setup
+from hpczero.train.arguments import refuse_what_differs
 from hpczero.train.own_run import OwnRun, Position
 from hpczero.train.rank_states import Generators
 
@@ -38,8 +39,8 @@ def initialize(
     world: World | None = None,
     accumulates: bool = True,
     optimizer: str | Make | None = None,
-    optimizer_options: Mapping[str, Any] = NONE,
-    groups: Mapping[str, Mapping[str, Any]] = NONE,
+    optimizer_options: Mapping[str, Any] = EMPTY,
+    groups: Mapping[str, Mapping[str, Any]] = EMPTY,
     average: float | None = None,
     tensor_plan: TensorPlan | None = None,
 ) -> "Training":
@@ -58,9 +59,10 @@ def initialize(
     of the weights. `tensor_plan`: the roles of the modules that `parallel.tensor` ranks share
     (docs/tensor-plans.md).
     """
-    wanted = UpdateWanted(optimizer, optimizer_options, groups, average)
     started = world or World.start()
     spec = spec_of_all(spec, started)
+    wanted = started.run_on_all(lambda: UpdateWanted(optimizer, optimizer_options, groups, average))
+    _refuse_what_differs(started, wanted, accumulates, tensor_plan)
     if problems := _problems(spec, tensor_plan is not None):
         raise InputError("; ".join(problems))
     created = None if world else setup.training_world(started, spec)
@@ -72,13 +74,13 @@ def initialize(
     refuse_modules_that_differ(module, inner)
     cuts = None if tensor_plan is None else _cuts(tensor_plan, module, spec, inner)
     layers = cuts.apply(layers) if cuts else layers
-    described = [layer for _, layer in layers]
-    update = _planned(wanted, spec, described, inner)
+    parameters = [layer for _, layer in layers]
+    update = _planned(wanted, spec, parameters, inner)
     counted = _counted(spec, grid.size("data"), accumulates)
-    setup.fit_to_memory(inner, counted, described, module, update.memory)
+    setup.fit_to_memory(inner, counted, parameters, module, update.memory)
     threads = setup.share_cores(inner, grid.sharing_layers(inner.rank))
     context = EngineContext(spec, inner, grid, accumulates, threads, update)
-    engine, cut = build_engine(module, context, cuts)
+    engine, cut = build_engine(module, layers, context, cuts)
     run = OwnRun(spec, inner, grid, engine)
     return Training(engine, run, (created, started) if created else (), cut)
 
@@ -88,7 +90,8 @@ class Training:
 
     All methods are collective: every rank calls the same.
 
-    `rank` and `size`: of this process among those that train together; `dtype` and `device`: of the
+    `rank` and `size`: of this process among those that have samples of their own (a group of tensor
+    ranks has one number); `is_first`: on one process of all. `dtype` and `device`: of the
     parameters (the module's inputs must be on this device); `steps`: done so far.
     """
 
@@ -105,6 +108,7 @@ class Training:
         self.module = engine.module
         self.rank = engine.axis.rank
         self.size = engine.axis.size
+        self.is_first = run.world.rank == 0
         self.dtype = DTYPES[spec.train.precision]
         self.device = engine.device.torch
         self.steps = 0
@@ -132,7 +136,7 @@ class Training:
         A step whose gradient is not finite updates nothing: the result says where it was.
         """
         engine = self._opened()
-        own_lr: Mapping[str, float] = NONE
+        own_lr: Mapping[str, float] = EMPTY
         if isinstance(lr, Mapping):
             matches = first_matches(lr, engine.names, "step(lr=...)")
             own_lr = {name: float(lr[pattern]) for name, pattern in matches.items()}
@@ -154,7 +158,7 @@ class Training:
         they were saved; on the same grid of ranks they get their states back.
         """
         self._opened()
-        position = self.run.resume(_or_none(random))
+        position = self.run.resume(random)
         self.steps = position.step
         return position
 
@@ -163,10 +167,11 @@ class Training:
     ) -> Position:
         """Load a checkpoint, of any grid, or the newest one in a run's directory.
 
-        With `weights_only` moments and counters begin anew; the step is 0.
+        With `weights_only` moments and counters begin anew; the step is 0. After an error the
+        engine's states are undefined: load another one, or end.
         """
         self._opened()
-        position = self.run.load(_path(path), weights_only, _or_none(random))
+        position = self.run.load(path, weights_only, random)
         self.steps = position.step
         return position
 
@@ -186,9 +191,7 @@ class Training:
         another `folder`, it returns when all is on the disk.
         """
         self._opened()
-        where = None if folder is None else _path(folder)
-        step = self.steps if step is None else step
-        self.run.save(step, _or_none(extra), _or_none(random), where, wait)
+        self.run.save(self.steps if step is None else step, extra, random, folder, wait)
 
     def is_due(self) -> bool:
         """Return True if `checkpoint.every` of the spec asks for a checkpoint of this step."""
@@ -207,17 +210,17 @@ class Training:
     def stop(
         self, extra: Mapping[str, Any] | None = None, random: Generators | None = None
     ) -> NoReturn:
-        """Save a checkpoint, unless there is one of this step, close, and leave the program.
+        """Save a checkpoint, unless there is one of this step and values, close, and leave.
 
-        Its exit code is 75: a job that is to be continued.
+        The program's exit code is 75: a job that is to be continued. Where the checkpoint could not
+        be saved (checkpoint.on_error = "continue") it ends with an HpczeroError.
         """
         reason = self.should_stop() or "the loop asked for it"
-        self.run.finish_save()
-        if self.run.saved != self.steps:
-            self.run.save(self.steps, _or_none(extra), _or_none(random), None, waits=True)
-        saved = self.run.saved == self.steps
-        self._close("stopped", reason)
-        raise SystemExit(Stopped.exit_code if saved else HpczeroError.exit_code)
+        is_saved = self.run.save_at_end(self.steps, extra, random)
+        self._close("stopped" if is_saved else "failed", reason)
+        if not is_saved:
+            raise HpczeroError(f"no checkpoint of step {self.steps} could be saved at the end")
+        raise SystemExit(Stopped.exit_code)
 
     def zero_grad(self) -> None:
         """Drop the gradients that the backwards since the last step have added, on all ranks.
@@ -227,7 +230,7 @@ class Training:
         self._opened().zero_grad()
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's state_dict on rank 0: whole tensors, parameters in fp32.
+        """Return the module's state_dict where `is_first`: whole tensors, parameters in fp32.
 
         It is empty on the other ranks.
         """
@@ -277,9 +280,13 @@ class Training:
                 for world in self._worlds:
                     world.close()
 
-    def _opened(self) -> Engine:
+    def refuse_closed(self) -> None:
+        """Raise HpczeroError if the engine is closed."""
         if not self._open:
             raise HpczeroError("this engine is closed: call its methods before close()")
+
+    def _opened(self) -> Engine:
+        self.refuse_closed()
         return self.engine
 
     def __enter__(self) -> "Training":
@@ -301,14 +308,6 @@ class Training:
             self._worlds[-1].__exit__(kind, error, trace)
 
 
-def _or_none(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return {} if given is None else given
-
-
-def _path(path: str | Path) -> Path:
-    return Path(env.expand(str(path))).absolute()
-
-
 def spec_of_all(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:
     """Return rank 0's spec, on all ranks. Collective."""
 
@@ -320,21 +319,20 @@ def spec_of_all(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Sp
     return setup.agree_on_spec(world, read)
 
 
+def _refuse_what_differs(
+    world: World, wanted: UpdateWanted, accumulates: bool, plan: TensorPlan | None
+) -> None:
+    words = world.run_on_all(lambda: "None" if plan is None else described(plan))
+    given = {"accumulates": str(accumulates), "tensor_plan": words} | wanted.described()
+    refuse_what_differs(world, "hpczero.initialize", given)
+
+
 def _cuts(plan: TensorPlan, module: nn.Module, spec: Spec, world: World) -> Cuts:
     """Return how the plan cuts the module; InputError on all ranks where it cannot. Collective."""
-    _refuse_plans_that_differ(plan, world)
     parallel = spec.parallel
     return world.run_on_all(
         lambda: cuts_of(module, plan, parallel.tensor, parallel.sequence_parallel)
     )
-
-
-def _refuse_plans_that_differ(plan: TensorPlan, world: World) -> None:
-    """Raise InputError on all ranks unless they have the same plan. Collective."""
-    plans = world.all_gather_objects([[pattern, str(how)] for pattern, how in plan.items()])
-    for rank, other in enumerate(plans):
-        if other != plans[0]:
-            raise InputError(f"tensor_plan is not the same on rank 0 and on rank {rank}")
 
 
 def _problems(spec: Spec, has_plan: bool) -> list[str]:
@@ -362,20 +360,10 @@ def _problems(spec: Spec, has_plan: bool) -> list[str]:
 
 
 def _planned(wanted: UpdateWanted, spec: Spec, layers: Sequence[Layer], world: World) -> UpdatePlan:
-    """Plan the update. InputError on all ranks where it cannot be, or is not the same on all."""
-    described = wanted.described()
-    of_ranks = world.all_gather_objects(described)
-
-    def plan() -> UpdatePlan:
-        for rank, theirs in enumerate(of_ranks):
-            for argument, value in theirs.items():
-                if value != of_ranks[0][argument]:
-                    first = of_ranks[0][argument]
-                    raise InputError(f"{argument} is {first} on rank 0 and {value} on rank {rank}")
-        names = [parameter.name for layer in layers for parameter in layer.parameters]
-        return plan_update(wanted, spec.optimizer, names, world.device.torch)
-
-    return world.run_on_all(plan)
+    """Plan the update; InputError on all ranks where it cannot be. Collective."""
+    names = [parameter.name for layer in layers for parameter in layer.parameters]
+    device = world.device.torch
+    return world.run_on_all(lambda: plan_update(wanted, spec.optimizer, names, device))
 
 
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:

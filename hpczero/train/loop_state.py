@@ -25,7 +25,7 @@ _DEEPEST = 50  # tables in tables
 _WIDENED = {"bfloat16": "float32"}
 _KINDS = "iufb"  # of numpy's numbers: what a checkpoint's buffers can be
 
-Path = tuple[str | int, ...]
+Keys = tuple[str | int, ...]  # the way to a value in tables and lists
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class LoopState:
 
     def packed(self) -> dict[str, Array]:
         """Return the buffers that hold it; InputError where that cannot be."""
-        tensors: list[tuple[Path, Any]] = []
+        tensors: list[tuple[Keys, Any]] = []
         values = _without_tensors(self.extra, (), tensors)
         described = []
         found: dict[str, Array] = {}
-        for number, (path, tensor) in enumerate(tensors):
-            found[f"{LOOP}tensors/{number}"], kind = _stored(tensor, path)
-            described.append([list(path), *kind])
+        for number, (keys, tensor) in enumerate(tensors):
+            found[f"{LOOP}tensors/{number}"], kind = _stored(tensor, keys)
+            described.append([list(keys), *kind])
         of_ranks = [*self.generators.values(), *self.buffers.values()]
         for number, states in enumerate(of_ranks):
             found[f"{LOOP}ranks/{number}"] = _padded(states)
@@ -78,12 +78,12 @@ class LoopState:
         try:
             state = json.loads(buffers[_STATE].tobytes())
             extra = state["extra"]
-            for number, (path, dtype, is_numpy) in enumerate(state["tensors"]):
+            for number, (keys, dtype, is_numpy) in enumerate(state["tensors"]):
                 stored = buffers[f"{LOOP}tensors/{number}"]
-                _put(extra, path, _restored(stored, dtype, is_numpy))
+                _put(extra, keys, _restored(stored, dtype, is_numpy))
             names = [*state["generators"], *state["buffers"]]
             of_ranks = [
-                [row.tobytes().decode("ascii") for row in buffers[f"{LOOP}ranks/{number}"]]
+                [row.tobytes().decode("ascii").rstrip() for row in buffers[f"{LOOP}ranks/{number}"]]
                 for number in range(len(names))
             ]
             generators = dict(zip(state["generators"], of_ranks, strict=False))
@@ -100,44 +100,44 @@ class LoopState:
 # -- values and tensors ----------------------------------------------------------------------------
 
 
-def _without_tensors(value: Any, path: Path, tensors: list[tuple[Path, Any]]) -> Any:
+def _without_tensors(value: Any, keys: Keys, tensors: list[tuple[Keys, Any]]) -> Any:
     """Return the value as JSON has it; tensors are taken out of it, and leave None."""
     if isinstance(value, torch.Tensor | np.ndarray):
-        tensors.append((path, value))
+        tensors.append((keys, value))
         return None
     if value is None or isinstance(value, str | bool | int | float):
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
         return value.item()
-    if len(path) >= _DEEPEST:
-        raise InputError(f"extra{_shown(path)}: more than {_DEEPEST} tables in each other")
+    if len(keys) >= _DEEPEST:
+        raise InputError(f"extra{_shown(keys)}: more than {_DEEPEST} tables in each other")
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
                 raise InputError(
-                    f"extra{_shown(path)} has the key {key!r}: a checkpoint's keys are text "
+                    f"extra{_shown(keys)} has the key {key!r}: a checkpoint's keys are text "
                     "(str(key) when it is saved, and back when it is loaded)"
                 )
-        return {key: _without_tensors(item, (*path, key), tensors) for key, item in value.items()}
+        return {key: _without_tensors(item, (*keys, key), tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_tensors(item, (*path, at), tensors) for at, item in enumerate(value)]
+        return [_without_tensors(item, (*keys, at), tensors) for at, item in enumerate(value)]
     raise InputError(
-        f"extra{_shown(path)} is a {type(value).__name__}: a checkpoint takes numbers, text, None, "
+        f"extra{_shown(keys)} is a {type(value).__name__}: a checkpoint takes numbers, text, None, "
         "tensors, and lists and tables of them (nothing is pickled); save what it is made of"
     )
 
 
-def _stored(tensor: Any, path: Path) -> tuple[Array, tuple[str, bool]]:
+def _stored(tensor: Any, keys: Keys) -> tuple[Array, tuple[str, bool]]:
     """Return a tensor as a buffer, and what `_restored` needs: its dtype, and if it is numpy's."""
     if isinstance(tensor, np.ndarray):
         if tensor.dtype.kind not in _KINDS or not tensor.dtype.isnative:
-            raise InputError(f"extra{_shown(path)} has numbers of type {tensor.dtype}")
+            raise InputError(f"extra{_shown(keys)} has numbers of type {tensor.dtype}")
         if isinstance(tensor, np.ma.MaskedArray):
-            raise InputError(f"extra{_shown(path)} has a mask: save numbers and mask apart")
+            raise InputError(f"extra{_shown(keys)} has a mask: save numbers and mask apart")
         return np.array(tensor, order="C"), (tensor.dtype.name, True)  # as it is now
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         what = "a tensor that is sparse, quantized or on meta: save a dense one"
-        raise InputError(f"extra{_shown(path)} is {what}")
+        raise InputError(f"extra{_shown(keys)} is {what}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     on_host = tensor.detach().cpu()
     if dtype in _WIDENED:
@@ -148,7 +148,7 @@ def _stored(tensor: Any, path: Path) -> tuple[Array, tuple[str, bool]]:
         values = np.empty(0, np.complex64)
     if values.dtype.kind not in _KINDS:
         raise InputError(
-            f"extra{_shown(path)} has numbers of type {dtype}, which no checkpoint has"
+            f"extra{_shown(keys)} has numbers of type {dtype}, which no checkpoint has"
         )
     return values, (dtype, False)
 
@@ -162,9 +162,9 @@ def _restored(stored: Array, dtype: str, is_numpy: bool) -> Any:
     return values.bfloat16() if dtype == "bfloat16" else values
 
 
-def _put(extra: Any, path: list[str | int], tensor: Any) -> None:
+def _put(extra: Any, keys: list[str | int], tensor: Any) -> None:
     """Put a tensor in its place, which is None now."""
-    *outer, last = path
+    *outer, last = keys
     for key in outer:
         extra = extra[key]
     if extra[last] is not None:
@@ -179,5 +179,5 @@ def _padded(states: Sequence[str]) -> Array:
     return np.stack(rows)
 
 
-def _shown(path: Path) -> str:
-    return "".join(f"[{key!r}]" for key in path)
+def _shown(keys: Keys) -> str:
+    return "".join(f"[{key!r}]" for key in keys)

@@ -12,7 +12,7 @@ import torch
 
 from hpczero.data.dataset import open_source
 from hpczero.data.samples import Prefetcher
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
@@ -51,6 +51,7 @@ def batches(
     """
     if split not in ("train", "validation"):
         raise InputError(f'split = {split!r}: there are "train" and "validation"')
+    engine.refuse_closed()
     run = engine.run
     agreed = spec_of_all(spec, run.world)
     first = run.world.rank == 0
@@ -66,9 +67,16 @@ def _training(of_rank: Batches, engine: Training) -> Iterator[GlobalBatch]:
     spec = of_rank.spec
     first = engine.steps
     last = spec.train.steps - 1
+    jumps = engine.run.jumps
     prefetcher = Prefetcher(of_rank.training, first, last, spec.data.prefetch)
     try:
         for _ in range(first, last + 1):
+            engine.refuse_closed()
+            if engine.run.jumps != jumps:
+                raise HpczeroError(
+                    "a checkpoint was loaded while the batches of other steps were taken: call"
+                    f" hpczero.data.batches again, for those from step {engine.steps} on"
+                )
             micro_batches, _ = prefetcher.next()
             yield _on_device(micro_batches, engine)
     finally:

@@ -4,32 +4,36 @@ The directory is claimed when the loop first asks for something that lies there.
 behind the loop is brought to its end at the first step boundary after all ranks have written.
 """
 
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpczero import env
 from hpczero.checkpoint.save import Saved, SaveFailed
-from hpczero.checkpoint.shard_file import WIDTH, Damaged
+from hpczero.checkpoint.shard_file import WIDTH, Array
 from hpczero.comm.grid import Grid
 from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.parallel.zero.engine import Engine, StepResult
-from hpczero.parallel.zero.update import FACTS_OF_ADAMW
 from hpczero.spec.schema import Spec
-from hpczero.text import first_few, printable
+from hpczero.text import first_few
 from hpczero.train import process, rank_states, setup
+from hpczero.train.arguments import refuse_what_differs, table
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators
-from hpczero.train.resume import AVERAGE, Loaded, look_ahead, other_tokens, states
+from hpczero.train.restored_loop import RestoredLoop
+from hpczero.train.resume import Loaded, look_ahead, other_tokens, states
 from hpczero.train.run_directory import RunDirectory
 
 _MOST_STEPS = 1 << 62
@@ -37,7 +41,7 @@ _MOST_STEPS = 1 << 62
 
 @dataclass(frozen=True)
 class Position:
-    """Where a loop goes on: after so many steps, with what was saved as `extra`.
+    """The place where a loop goes on: after so many steps, with what was saved as `extra`.
 
     `path`: the checkpoint; None: there is none, and the loop begins.
     """
@@ -55,13 +59,18 @@ class OwnRun:
         self.world = world
         self.grid = grid
         self.engine = engine
-        self.saved = -1  # the step of the newest checkpoint of this run that is known
+        self._saved = -1, b""  # step of the last save of this run, and a digest of its values
+        self._begins: tuple[int, Path | None] | None = (0, None)  # until the first save, at most
+        self._trims = True  # the next step's metrics go behind those of the steps before it
+        self._saving = b""  # the digest of the save in flight
         self._read: dict[str, str] = {}  # what data the loop reads, as a run's identity
         self._resumed: Mapping[str, str] = {}  # what data the loop had read before
         self._directory: RunDirectory | None = None  # rank 0's, once it is claimed
         self._claimed: Checkpoints | None = None
         self._requests: StopRequests | None = None
+        self._listening = ExitStack()  # to requests
         self._deadline: Deadline | None = None
+        self.jumps = 0  # loads so far: what was read ahead for the steps before is of no use
         self._began = time.monotonic()
         self._stepped = time.monotonic()
 
@@ -74,28 +83,28 @@ class OwnRun:
             spec = self.spec
             self.world.run_on_all(lambda: look_ahead(spec) if first else None)
             self._directory = self.world.run_on_all(
-                lambda: RunDirectory.claim(spec, False, False) if first else None
+                lambda: RunDirectory.claim(spec, resume=False, fresh=False) if first else None
             )
             ranks = setup.places_of_ranks(self.world)
             if self._directory:
                 packages = setup.packages()
                 git = setup.git_state()
                 self._directory.event("start", ranks=ranks, packages=packages, git=git, loop="own")
-            self._claimed = self._made(None, spec.checkpoint.asynchronous)
+            kept = len(states(self.engine, self.engine.units[0]))
+            copies = WIDTH * kept * self.engine.owned_elements
+            behind = spec.checkpoint.asynchronous
+            if behind and not setup.has_room(self.world, copies):
+                behind = False
+                self._warn(
+                    "no room for a copy of the states: the loop waits while a checkpoint is saved"
+                )
+            self._claimed = self._in_folder(None, behind)
         return self._claimed
 
-    def _made(self, path: Path | None, behind: bool) -> Checkpoints:
+    def _in_folder(self, path: Path | None, behind: bool = False) -> Checkpoints:
         """Return the checkpoints in this folder (None: the run's); `behind`: saved from copies."""
-        kept = len(states(self.engine, self.engine.units[0]))
-        copies = WIDTH * kept * self.engine.owned_elements
-        if behind and not setup.has_room(self.world, copies):
-            behind = False
-            self._warn(
-                "no room for a copy of the states: the loop waits while a checkpoint is saved"
-            )
-        made = Checkpoints(self.spec, self.world, self.grid, self.engine, self._read, path, behind)
-        self.world.run_on_all(made.refuse_what_cannot_be_saved)
-        return made
+        engine, read = self.engine, self._read
+        return Checkpoints(self.spec, self.world, self.grid, engine, read, path, behind, True)
 
     def _warn(self, what: str) -> None:
         if self.world.rank == 0:
@@ -105,17 +114,17 @@ class OwnRun:
 
     # -- begin -----------------------------------------------------------------------------------
 
-    def resume(self, generators: Generators) -> Position:
+    def resume(self, random: Generators | None) -> Position:
         """Load the checkpoint that the run goes on from, if there is one."""
-        _refuse_no_table("random", generators)
+        generators = self.world.run_on_all(lambda: table("random", random))
         self.finish_save()
         checkpoints = self._checkpoints()
         resumed = checkpoints.resume()
         for warning in resumed.warnings:
             self._warn(warning)
-        if self._directory:
-            self._directory.keep_metrics_before(resumed.step + 1)
-        self.saved = resumed.step if resumed.path else -1
+        self._begins = None
+        self._trims = True
+        self._saved = -1, b""
         if resumed.path is None or resumed.loaded is None:
             return Position()
         if self._directory:
@@ -124,13 +133,19 @@ class OwnRun:
             self._directory.event("resume", step=resumed.step, path=path, **changed)
         return self._taken(checkpoints, resumed.loaded, resumed.step, resumed.path, generators)
 
-    def load(self, path: Path, only_weights: bool, generators: Generators) -> Position:
+    def load(self, path: str | Path, only_weights: bool, random: Generators | None) -> Position:
         """Load a checkpoint of any run, or the newest of a run's directory."""
-        _refuse_no_table("random", generators)
+        generators = self.world.run_on_all(lambda: table("random", random))
+        given = {"path": str(path), "weights_only": str(only_weights)}
+        refuse_what_differs(self.world, "engine.load", given)
         self.finish_save()
-        checkpoints = self._made(path, behind=False)
-        loaded, at = checkpoints.load(path, only_weights)
+        folder = _path(path)
+        checkpoints = self._in_folder(folder)
+        loaded, at = checkpoints.load(folder, only_weights)
         step = 0 if only_weights else loaded.content.state.step
+        self._begins = step, at
+        self._trims = True
+        self._saved = -1, b""
         return self._taken(checkpoints, loaded, step, at, generators)
 
     def _taken(
@@ -141,68 +156,13 @@ class OwnRun:
         path: Path,
         generators: Generators,
     ) -> Position:
-        checkpoints.refresh_weights()
+        self.jumps += 1
         self._resumed = {} if loaded.weights_only else loaded.identity
-        if not loaded.weights_only:
-            self._follow(checkpoints, loaded, str(path))
-            self._set_states(loaded, generators, str(path))
-        else:
-            self.engine.begin_anew()
+        checkpoints.refresh_weights()
+        restored = RestoredLoop(checkpoints, loaded, str(path))
+        for warning in restored.take_over(generators):
+            self._warn(warning)
         return Position(step, loaded.loop.extra, path)
-
-    def _follow(self, checkpoints: Checkpoints, loaded: Loaded, where: str) -> None:
-        """Take over what the optimizer keeps besides its tensors, and begin or end an average."""
-        self.world.run_on_all(lambda: self._restore(loaded.loop.optimizer or FACTS_OF_ADAMW, where))
-        before, now = (AVERAGE in slots for slots in (loaded.content.slots, checkpoints.slots))
-        if now and not before:
-            self.engine.update.begin_average()
-            self._warn(
-                f"{where} has no average of the weights: it begins with those of step "
-                f"{loaded.content.state.step}"
-            )
-        if before and not now:
-            self._warn(f"{where} has an average of the weights, which goes no further")
-
-    def _restore(self, facts: Mapping[str, Any], where: str) -> None:
-        """InputError: they are another optimizer's, or nobody's, as a stranger may write them."""
-        try:
-            self.engine.update.restore(facts)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            what = f"what its optimizer keeps does not fit: {printable(str(error), 200)}"
-            raise InputError(f"{where}: {what}") from error
-
-    def _set_states(self, loaded: Loaded, generators: Generators, where: str) -> None:
-        """Give this rank what it had of its own, if the grid is the same; say so if not."""
-        loop = loaded.loop
-        known = loop.generators
-        self.world.run_on_all(lambda: rank_states.refuse_unknown(generators, known, where))
-        if left := [name for name in known if name not in generators]:
-            self._warn(
-                f"{where} has states of generators that are not asked for: {first_few(left)}"
-            )
-        grid = {axis: self.grid.size(axis) for axis in self.grid.axes}
-        if loaded.content.grid == grid:
-            self.world.run_on_all(lambda: self._set_own(loop, generators, where))
-            return
-        kept = []
-        if generators:
-            kept.append("generators stay as this job has seeded them")
-        if loop.buffers:
-            kept.append(f"{first_few(list(loop.buffers))} becomes rank 0's on all ranks")
-        if kept:
-            grids = f"{_shown(loaded.content.grid)}; here {_shown(grid)}"
-            self._warn(f"{where} was saved on another grid ({grids}): {'; '.join(kept)}")
-
-    def _set_own(self, loop: LoopState, generators: Generators, where: str) -> None:
-        """InputError: what is there is no state of such a generator or buffer."""
-        rank = self.world.rank
-        try:
-            saved = {name: loop.generators[name][rank] for name in generators}
-            rank_states.set_states(generators, saved)
-            buffers = {name: states[rank] for name, states in loop.buffers.items()}
-            rank_states.set_buffers(self.engine.module, buffers)
-        except (Damaged, IndexError) as error:
-            raise InputError(f"{where}: {error}") from error
 
     def reads(self, identity: Mapping[str, str]) -> None:
         """Note what data the loop reads; InputError if it goes on from a run on others."""
@@ -217,42 +177,64 @@ class OwnRun:
     def save(
         self,
         step: int,
-        extra: Mapping[str, Any],
-        generators: Generators,
-        folder: Path | None,
-        waits: bool,
+        extra: Mapping[str, Any] | None,
+        random: Generators | None,
+        folder: str | Path | None = None,
+        waits: bool = False,
     ) -> None:
         """Save a checkpoint of this step; behind the loop, unless it `waits`."""
-        self.engine.refuse_averaged("save")
-        if type(step) is not int or not 0 <= step < _MOST_STEPS:
-            raise InputError(f"save: step = {step!r} must be a whole number from 0 to 2**62 - 1")
-        _refuse_no_table("extra", extra)
-        _refuse_no_table("random", generators)
-        state = self._buffers(extra, generators)
+        self.world.run_on_all(lambda: _refuse_step(step))
+        given = {"step": str(step), "folder": str(folder), "wait": str(waits)}
+        refuse_what_differs(self.world, "engine.save", given)
         self.finish_save()
-        if folder:
-            elsewhere = self._made(folder / "checkpoints", behind=False)
-            if self._attempt(lambda: elsewhere.begin(step, True, state)):
-                self._attempt(lambda: self._note(elsewhere.saver.conclude()))  # all are kept there
+        if folder is None:
+            self._save(self._checkpoints(), step, self._state(extra, random), waits)
             return
+        elsewhere = self._in_folder(_path(folder) / "checkpoints")
+        state = self._state(extra, random)
+        if self._attempt(lambda: elsewhere.begin(step, True, state)):
+            self._attempt(lambda: self._note(elsewhere.saver.conclude()))  # all are kept there
+
+    def save_at_end(
+        self, step: int, extra: Mapping[str, Any] | None, random: Generators | None
+    ) -> bool:
+        """Save this step, unless it is saved with these values; return True if it is saved."""
+        self.finish_save()
         checkpoints = self._checkpoints()
+        state = self._state(extra, random)
+        is_saved = self._saved == (step, _digest(state))
+        if not self.world.broadcast_object(is_saved):
+            self._save(checkpoints, step, state, waits=True)
+        return self._saved[0] == step
+
+    def _save(
+        self, checkpoints: Checkpoints, step: int, state: Mapping[str, Array], waits: bool
+    ) -> None:
+        if self._begins:
+            for warning in checkpoints.make_way(*self._begins):
+                self._warn(warning)
+            self._begins = None
+        self._saving = _digest(state)
         self._attempt(lambda: checkpoints.begin(step, waits, state))
         if waits or not checkpoints.asynchronous:
             self.finish_save()
 
-    def _buffers(self, extra: Mapping[str, Any], generators: Generators) -> dict[str, Any]:
+    def _state(
+        self, extra: Mapping[str, Any] | None, random: Generators | None
+    ) -> dict[str, Array]:
         """Return the loop's state as rank 0's buffers; InputError on all ranks."""
-        own = self.world.run_on_all(lambda: rank_states.states_of(generators))
+        self.engine.refuse_averaged("save")
+        own = self.world.run_on_all(lambda: rank_states.states_of(table("random", random)))
         buffers = rank_states.buffers_that_differ(self.engine.module, self.world)
         facts = self.engine.update.facts()
         of_ranks = self.world.gather_objects([own, buffers])
 
-        def packed() -> dict[str, Any]:
+        def packed() -> dict[str, Array]:
             if of_ranks is None:
                 return {}
             generators_of, buffers_of = zip(*of_ranks, strict=True)
             states = _by_name("random", generators_of), _by_name("buffers", buffers_of)
-            return LoopState(dict(extra), *states, facts).packed()
+            return LoopState(dict(table("extra", extra)), *states, facts).packed()
 
         return self.world.run_on_all(packed)
 
@@ -266,7 +248,7 @@ class OwnRun:
         directory = self._directory
         run_while_polling(self.world, lambda: directory.sync() if directory else None)
         saved, not_removed = checkpoints.conclude()
-        self.saved = saved.step
+        self._saved = saved.step, self._saving
         if not_removed:
             self._warn(not_removed)
         self._note(saved)
@@ -292,15 +274,17 @@ class OwnRun:
 
     def stepped(self, step: int, lr: float, result: StepResult) -> None:
         """Note a step that is done, and bring a save to its end that all ranks have written."""
+        now = time.monotonic()
+        seconds, self._stepped = now - self._stepped, now
         if self._claimed is None:
             return
-        now = time.monotonic()
         if self._directory:
+            if self._trims:
+                self._directory.keep_metrics_before(step)
             skipped = {"skipped": True} if result.bad else {}
             values = {"step": step, "grad_norm": result.grad_norm, "lr": lr}
-            values["step_seconds"] = now - self._stepped
-            self._directory.metrics(values | skipped)
-        self._stepped = now
+            self._directory.metrics(values | {"step_seconds": seconds} | skipped)
+        self._trims = False
         if self._claimed.saver.in_flight:
             writing = torch.tensor([not self._claimed.saver.written], dtype=torch.float64)
             self.world.everyone.all_reduce(writing)
@@ -312,10 +296,13 @@ class OwnRun:
         if self._requests is None:
             self._checkpoints()
             if self._directory:
-                estimate = process.seconds_of_save(self.world, self.engine.owned_elements)
+                kept = len(states(self.engine, self.engine.units[0]))
+                owned = self.engine.owned_elements
+                estimate = process.seconds_of_save(self.world, owned, kept)
                 self._deadline = Deadline(env.deadline(), estimate)
             folder = self._directory.path if self._directory else None
-            self._requests = StopRequests(folder, self._deadline).__enter__()
+            self._requests = StopRequests(folder, self._deadline)
+            self._listening.enter_context(self._requests)
         return process.agreed_reason(self.world, self._requests)
 
     def end(self, step: int, state: str, reason: str = "") -> None:
@@ -329,9 +316,8 @@ class OwnRun:
             self._give_back(step, state, reason)
 
     def _give_back(self, step: int, state: str, reason: str) -> None:
-        if self._requests:
-            self._requests.__exit__(None, None, None)
-            self._requests = None
+        self._listening.close()
+        self._requests = None
         if self._directory:
             seconds = time.monotonic() - self._began
             summary = {"state": state, "reason": reason, "steps": step, "final_loss": None}
@@ -342,11 +328,22 @@ class OwnRun:
         self._claimed = None
 
 
-def _refuse_no_table(what: str, given: object) -> None:
-    if not isinstance(given, Mapping):
-        raise InputError(
-            f"{what} is a {type(given).__name__}: give a table of names, as {what}={{'name': ...}}"
-        )
+def _path(path: str | Path) -> Path:
+    return Path(env.expand(str(path))).absolute()
+
+
+def _refuse_step(step: object) -> None:
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise InputError(f"save: step = {step!r} must be a whole number from 0 to 2**62 - 1")
+
+
+def _digest(state: Mapping[str, Array]) -> bytes:
+    """Return what differs where the buffers do."""
+    digest = hashlib.sha256()
+    for name, values in state.items():
+        digest.update(f"{name} {values.dtype} {values.shape}".encode())
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.digest()
 
 
 def _by_name(what: str, of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -365,7 +362,3 @@ def _facts(saved: Saved) -> dict[str, Any]:
         "bytes": saved.size,
         "seconds": saved.seconds,
     }
-
-
-def _shown(grid: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis} {size}" for axis, size in grid.items())

@@ -128,9 +128,9 @@ def first_reason(counts: Sequence[float]) -> str:
     return next((reason for reason, count in zip(REASONS, counts, strict=True) if count), "")
 
 
-def seconds_of_save(world: World, elements: int) -> float:
-    """Return an estimate: this rank's node writes three fp32 numbers for each owned element."""
-    return 12 * elements * world.local_size / _WRITTEN
+def seconds_of_save(world: World, elements: int, kept: int = 3) -> float:
+    """Return an estimate: this rank's node writes `kept` fp32 numbers for each owned element."""
+    return 4 * kept * elements * world.local_size / _WRITTEN
 
 
 # -- memory that the process takes

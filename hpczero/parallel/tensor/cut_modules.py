@@ -10,6 +10,7 @@ them: a value in it is a part, or a summand, of one; outside every rank has the 
     replicated   as it is; the gradients of its parameters are summed
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ class CutModules(NotCopied):
         self.positions = Positions(group, self.random)
         self.unproven = set(cuts.regions)  # that have not been compared with themselves as a whole
         self.whole = False  # the planned modules run with whole parameters, as they were
+        self.before_message: Callable[[], None] = lambda: None  # of a forward
         self._sizes: list[tuple[nn.Module, dict[str, int], dict[str, int]]] = []
         self._planned: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
@@ -209,8 +211,15 @@ class _CutForward(NotCopied):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.serial(x) if self.cut.whole else self.part(x)
 
+    @abstractmethod
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """Return this rank's output, or the one that all ranks have together."""
+
+    def summed(
+        self, y: torch.Tensor, bias: torch.Tensor | None, layout: StreamLayout
+    ) -> torch.Tensor:
+        self.cut.before_message()
+        return sum_of_parts(y, bias, layout)
 
     def product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -260,8 +269,8 @@ class _Row(_CutForward):
             )
         y = self.product(x, weight, None)
         if self.in_sequence and not self.cut.positions.off:
-            return sum_of_parts(y, bias, self.cut.positions.of(y.shape[1]))
-        y = sum_of_parts(y, bias, Replicated(self.cut.group))
+            return self.summed(y, bias, self.cut.positions.of(y.shape[1]))
+        y = self.summed(y, bias, Replicated(self.cut.group))
         if not self.in_sequence:
             self.cut.random.leave()
         return y
@@ -288,7 +297,7 @@ class _Lookup(_CutForward):
         here = (index >= 0) & (index < len(weight))
         found = functional.embedding(index.where(here, 0), weight, self._padding)
         found = found.masked_fill(~here.unsqueeze(-1), 0.0)
-        return sum_of_parts(found, None, Replicated(self.cut.group))
+        return self.summed(found, None, Replicated(self.cut.group))
 
 
 class _GatheredColumn(_CutForward):
@@ -299,9 +308,9 @@ class _GatheredColumn(_CutForward):
         bias: Any = self.module.bias
         entered = Enter.apply(x, Replicated(self.cut.group))
         outputs: Any = self.module.out_features
-        y: torch.Tensor = _Gather.apply(
-            self.product(entered, weight, bias), outputs, self.cut.group
-        )
+        own = self.product(entered, weight, bias)
+        self.cut.before_message()
+        y: torch.Tensor = _Gather.apply(own, outputs, self.cut.group)
         return y
 
 

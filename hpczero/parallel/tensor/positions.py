@@ -23,7 +23,7 @@ from hpczero.parallel.tensor.random_streams import RandomStreams
 
 
 class NotCopied:
-    """What hooks and forwards of a cut module lead to when it is copied or pickled."""
+    """Hooks and forwards of a cut module: a copy or pickle of the module comes here."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise HpczeroError(

@@ -5,10 +5,13 @@ a slope for each head), and give wrong numbers without an error. So when a regio
 for the first time, it runs twice more, in evaluation mode and without gradients: once cut, and once
 with whole parameters, which are gathered for this alone. Results that differ are an error on all
 ranks.
+
+The cut forward may fail on some ranks only, and the others wait for its sums: so before each of
+them, and at the end, all ranks say that they have come so far.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -29,6 +32,10 @@ _MAY = (
     "it may count with a number of heads or a width that is fixed, or have parameters or buffers of"
     " single heads that the plan does not name: such a module cannot be cut as this plan says"
 )
+
+
+class _OthersFailed(Exception):
+    """The cut forward failed on other ranks."""
 
 
 class SerialCheck:
@@ -62,7 +69,6 @@ class SerialCheck:
         if self._cut.cuts.has_own_positions(name):
             given, named = replace_first_tensor(given, named, self._cut.positions.gather)
         self._compare_inputs(name, tree_leaves((given, named)))
-        problem = ""
         self._busy = True
         try:
             with (
@@ -71,10 +77,7 @@ class SerialCheck:
                 _evaluating(region),
                 self._cut.positions.whole(),
             ):
-                try:
-                    ours = region.forward(*given, **named)
-                except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-                    ours, problem = None, f"it fails: {error}"
+                ours, problem = self._cut_forward(region, given, named)
                 with self._cut.as_whole(), self._whole_parameters(region):
                     whole = region.forward(*given, **named)
             problem = problem or _difference(tree_leaves(ours), tree_leaves(whole))
@@ -87,6 +90,30 @@ class SerialCheck:
                 f"tensor_plan: {name or 'the module'} ({kind}), cut as the plan says, does not"
                 f" compute what it computes whole: {problem or 'other ranks say how'}; {_MAY}"
             )
+
+    def _cut_forward(
+        self, region: nn.Module, given: Any, named: Mapping[str, Any]
+    ) -> tuple[Any, str]:
+        """Return the result of the cut region, and how it failed; it does on all ranks or none."""
+        self._cut.before_message = self._meet
+        try:
+            result = region.forward(*given, **named)
+            self._meet()
+        except _OthersFailed:
+            return None, "it fails on other ranks"
+        except Exception as error:
+            with suppress(_OthersFailed):
+                self._meet(failed=True)
+            return None, f"it fails: {error}"
+        finally:
+            self._cut.before_message = lambda: None
+        return result, ""
+
+    def _meet(self, failed: bool = False) -> None:
+        """Go on when all ranks have come so far; _OthersFailed where one has not."""
+        own = torch.tensor([failed], dtype=torch.uint8)
+        if self._cut.group.stack(own).any():
+            raise _OthersFailed
 
     def _compare_inputs(self, name: str, inputs: Sequence[Any]) -> None:
         """Raise HpczeroError on all ranks unless they come here with the same numbers."""

@@ -117,6 +117,14 @@ def cuts_of(module: nn.Module, plan: TensorPlan, ranks: int, sequence: bool = Fa
     return cuts
 
 
+def described(plan: TensorPlan) -> str:
+    """Return the plan in words that are equal for equal plans; InputError: it is none."""
+    if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan):
+        example = '{"model.layers.*.mlp.up": "column"}'
+        raise InputError(f"tensor_plan = {plan!r}: give a table of patterns and roles: {example}")
+    return str(dict(plan))
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Return True for the linear map of `transformers` whose weight is [inputs, outputs]."""
     weight = module._parameters.get("weight")
@@ -138,8 +146,14 @@ def _chosen(parts: Mapping[str, nn.Module], plan: TensorPlan) -> dict[str, str |
             raise InputError(
                 f"tensor_plan: no module's name fits {pattern!r}{_nearest(pattern, parts)}"
             )
-        for name in _outermost(fitting) if how == "sequence" else fitting:
-            chosen.setdefault(name, how)
+        taken = _outermost(fitting) if how == "sequence" else fitting
+        new = [name for name in taken if name not in chosen]
+        if not new:
+            raise InputError(
+                f"tensor_plan: {pattern!r} has no effect, as the first match counts, and a pattern"
+                f" before it has {first_few(taken)}: put it first"
+            )
+        chosen |= dict.fromkeys(new, how)
     return chosen
 
 

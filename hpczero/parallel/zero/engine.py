@@ -13,7 +13,7 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
-from hpczero.parallel.tensor.agreement import TensorRanks
+from hpczero.parallel.zero.agreement import Agreement, checksum_of_rates
 from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
 from hpczero.parallel.zero.parameters import when_ready
@@ -30,7 +30,7 @@ from hpczero.parallel.zero.reduce import BadGradient, Reduction
 from hpczero.parallel.zero.torch_update import TorchUpdate
 from hpczero.parallel.zero.unit import Unit, take_gradient_slots
 from hpczero.parallel.zero.update import AdamWUpdate, Step, Update
-from hpczero.parallel.zero.update_plan import NONE
+from hpczero.parallel.zero.update_plan import EMPTY
 from hpczero.parallel.zero.weight_gradients import (
     DirectGradients,
     StrayGradients,
@@ -103,8 +103,7 @@ class Engine(Weights):
         if self.gatherer:
             self.reduction.on_complete = self.gatherer.forget
         watches = not settings.own_model
-        compares = tensor is not None and watches
-        self.alike = TensorRanks(tensor, axis.group, axis.size) if compares and tensor else None
+        self.alike = Agreement(axis, tensor, pipeline) if watches else None
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
         kind = TorchUpdate if settings.update.optimizer else AdamWUpdate
         self.update: Update = kind(self, self.absent)
@@ -236,7 +235,7 @@ class Engine(Weights):
 
     # -- step pass
 
-    def finish_step(self, lr: float, own_lr: Mapping[str, float] = NONE) -> StepResult:
+    def finish_step(self, lr: float, own_lr: Mapping[str, float] = EMPTY) -> StepResult:
         """Complete the gradient's sum and step. Collective.
 
         `own_lr`: parameter -> learning rate that it has in this step in place of `lr`.
@@ -253,7 +252,8 @@ class Engine(Weights):
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
         scale = self.loss_scale.value
-        grad_norm = self._norm() / scale
+        rates = checksum_of_rates(lr, own_lr)
+        grad_norm = self._norm(rates) / scale
         read_norm = self.device.later(grad_norm.view(1))
         host_sync = self.axis.group.connection.progress.snapshot()
         self.wait_for_weights()  # of layers that did not run since the last step
@@ -274,13 +274,14 @@ class Engine(Weights):
         self.absent.begin_step()
         self.outside.accept()
         if self.alike and norm < 0:
-            self.alike.compare_gradients(self.units)
+            self.alike.refuse(self.units, lr, rates)
         return StepResult(norm, scale, None if finite else self.reduction.first_bad(self._others))
 
-    def _norm(self) -> torch.Tensor:
+    def _norm(self, rates: int) -> torch.Tensor:
         """Return the norm of the loss-scaled gradient.
 
         Blocks, then shards, are added in a fixed order: the same on every rank and at every stage.
+        It is -infinity where ranks differ in what they must have in common.
         """
         counted = [unit for unit in self.units if unit not in self.counted_elsewhere]
         zero = torch.zeros((), dtype=torch.float64, device=self.device.torch)
@@ -289,22 +290,11 @@ class Engine(Weights):
             shared = (unit.squares_held_by_all() for unit in counted)
             squares -= sum(shared, torch.zeros_like(squares))
         if self.alike:
-            return self._norm_if_alike(squares, counted, self.alike)
+            return self.alike.norm(squares, counted, rates)
         total = self.axis.group.stack(squares)[: self.axis.size].sum()  # one of each shard
         for group in self._others:
             total = group.stack(total).sum()
         return total.sqrt()
-
-    def _norm_if_alike(
-        self, squares: torch.Tensor, units: Sequence[Unit], alike: TensorRanks
-    ) -> torch.Tensor:
-        """Return the norm; -infinity where tensor ranks have other gradients of what all hold."""
-        own = torch.stack([squares, alike.checksum(units)])
-        of_rank = self.axis.group.stack(own)[: self.axis.size].sum(0)
-        of_ranks = alike.group.stack(of_rank)
-        differ = (of_ranks[:, 1] != of_ranks[0, 1]).any()
-        norm = of_ranks[:, 0].sum().sqrt()
-        return norm.where(~differ | ~norm.isfinite(), -torch.inf)
 
     # -- the average of the weights
 

@@ -32,7 +32,7 @@ _TAKEN = "_hpczero_engine_has_it"  # an attribute of parameters
 
 
 class Unit:
-    """States of one unit; AdamW adds its moments.
+    """States of one unit.
 
     `owned`: the elements that this rank steps, which are its shard, or all of them where optimizer
     states are not sharded. `weights`, `master`: their values in the model's precision and in fp32.
@@ -44,9 +44,6 @@ class Unit:
     `reduced_shard` is the gradient over all ranks for the shard, `squares` its sums of squares in
     blocks.
     """
-
-    moment1: torch.Tensor
-    moment2: torch.Tensor
 
     def __init__(
         self,

@@ -151,10 +151,9 @@ class AdamWUpdate(Update):
         super().__init__(weights, absent)
         self._device = weights.device
         self._pool = weights.pool
-        for unit in self.units:
-            unit.moment1 = take_zeros(weights.arena, "moments", unit)
-        for unit in self.units:
-            unit.moment2 = take_zeros(weights.arena, "moments", unit)
+        arena = weights.arena
+        self.moment1 = {unit: take_zeros(arena, "moments", unit) for unit in self.units}
+        self.moment2 = {unit: take_zeros(arena, "moments", unit) for unit in self.units}
         options = self.settings.update.options.items()
         self._in_groups = [name for name, of_group in options if _SCALARS & of_group.keys()]
         # of the last step, with the parameters that it left out
@@ -215,8 +214,8 @@ class AdamWUpdate(Update):
             elements = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
             state = AdamWBuffers(
                 unit.master[elements],
-                unit.moment1[elements],
-                unit.moment2[elements],
+                self.moment1[unit][elements],
+                self.moment2[unit][elements],
                 unit.gradient_to_step[elements],
                 weights,
             )
@@ -225,7 +224,8 @@ class AdamWUpdate(Update):
             yield StepSpan(state, of_group.get("weight_decay", decay), parameter.name)
 
     def states(self, unit: Unit) -> dict[str, Tensor]:
-        return {"moment1": unit.moment1, "moment2": unit.moment2} | super().states(unit)
+        moments = {"moment1": self.moment1[unit], "moment2": self.moment2[unit]}
+        return moments | super().states(unit)
 
     def facts(self) -> dict[str, Any]:
         """Return the name alone: the engine has the counts of updates."""

@@ -14,7 +14,7 @@ from hpczero.parallel.states import UpdateMemory
 from hpczero.spec.schema import Optimizer
 from hpczero.text import join_words
 
-NONE: Mapping[str, Any] = MappingProxyType({})
+EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 _OF_ADAMW = ("lr", "weight_decay", "betas", "eps")  # keys of a group
 _OF_CLASS = ("betas", "eps", "weight_decay")  # keys of the spec that are its AdamW's
@@ -30,8 +30,12 @@ class UpdateWanted:
     average: float | None = None
 
     def __post_init__(self) -> None:
+        for argument in ("optimizer_options", "groups"):
+            given = getattr(self, argument)
+            if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+                raise InputError(f"{argument} = {given!r}: give a table with text for keys")
         for pattern, options in self.groups.items():
-            if not isinstance(options, Mapping):
+            if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
                 example = '{"*.bias": {"weight_decay": 0.0}}'
                 raise InputError(
                     f"groups: {pattern!r} has {options!r}, not options: write them as {example}"
@@ -55,7 +59,7 @@ class UpdateWanted:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What is wanted, for the parameters that there are.
+    """The update that is wanted, for the parameters that there are.
 
     `options`: parameter -> those of its group. `optimizer`: one of PyTorch's, else the kernel's
     AdamW; `kept`: what it keeps of each parameter.

@@ -26,6 +26,7 @@ from hpczero.model.families import layers
 from hpczero.parallel.zero.engine import Engine
 from hpczero.parallel.zero.unit import Unit
 from hpczero.spec.schema import Spec
+from hpczero.train.resume import states
 from tests.support.checkpoints import seal
 from tests.support.saving import GRIDS, divided, engine_on, spec_of
 
@@ -38,11 +39,11 @@ def truth(name: str, slot: int, shape: tuple[int, ...]) -> torch.Tensor:
     )
 
 
-def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
+def stretches(engine: Engine, unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
     """Yield, of all states, what this rank steps and what it ought to be."""
     for place, part in unit.layout.spans(unit.owned.start, unit.owned.stop):
         here = slice(part.start - unit.owned.start, part.stop - unit.owned.start)
-        for slot, state in enumerate((unit.master, unit.moment1, unit.moment2)):
+        for slot, state in enumerate(states(engine, unit).values()):
             whole = truth(place.parameter.name, slot, place.parameter.shape)[place.held].reshape(-1)
             yield (
                 state[here],
@@ -54,7 +55,7 @@ def stretches(unit: Unit) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
 def save(world: World, spec: Spec) -> None:
     with engine_on(world, spec) as (engine, checkpoints):
         for unit in engine.units:
-            for own, values, _ in stretches(unit):
+            for own, values, _ in stretches(engine, unit):
                 own.copy_(values)
         checkpoints.begin(7, ends=False)
         for unit in engine.units:  # whatever happens to the states now is not saved
@@ -129,13 +130,13 @@ def test_any_grid_reads_what_any_grid_saved(
             with engine_on(part, spec_of(shared_folder, reader)) as (engine, checkpoints):
                 for writer in writers:
                     for unit in engine.units:
-                        for state in (unit.master, unit.moment1, unit.moment2):
+                        for state in states(engine, unit).values():
                             state.fill_(float("nan"))
                     checkpoints.spec = spec_of(f"{shared_folder}/{writer}", reader)
                     checkpoints.path = Path(shared_folder) / writer / "run" / "checkpoints"
                     assert checkpoints.resume().step == 7
                     for unit in engine.units:
-                        for own, values, name in stretches(unit):
+                        for own, values, name in stretches(engine, unit):
                             assert torch.equal(own, values), (writer, reader, name)
                 checkpoints.refresh_weights()
                 assert_weights(engine)

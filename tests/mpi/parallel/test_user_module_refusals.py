@@ -92,9 +92,12 @@ def test_modules_of_other_engines_are_refused(whole: World) -> None:
 def test_parameters_that_cannot_be_trained_are_named(whole: World) -> None:
     complex_one = nn.Linear(2, 2)
     complex_one.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
+    with_buffer = nn.Linear(2, 2)
+    with_buffer.register_buffer("edges", torch.eye(2).to_sparse(), persistent=False)
     for module, what in [
         (nn.Sequential(nn.LazyLinear(3)), r"0\.weight has no shape yet: run the module once"),
         (complex_one, r"weight is torch\.complex64: hpczero trains real"),
+        (with_buffer, "Linear has the buffer edges, which is sparse or quantized"),
         (nn.ReLU(), "ReLU has no parameters of a floating-point type"),
     ]:
         with pytest.raises(InputError, match=what):

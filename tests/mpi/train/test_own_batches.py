@@ -13,7 +13,7 @@ from torch.nn import functional
 import hpczero
 from hpczero.comm.world import World
 from hpczero.data.dataset import SyntheticSource
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from tests.support.own_loops import spec_of
@@ -123,3 +123,20 @@ def test_a_loop_does_not_go_on_with_other_data(world: World, shared_folder: str)
         assert len(list(hpczero.data.batches(spec, engine))) == 3
         with pytest.raises(InputError, match="is a checkpoint of a run on other data"):
             hpczero.data.batches(spec | {"seed": 2}, engine)
+
+
+def test_batches_are_of_the_steps_that_the_loop_is_at(world: World, shared_folder: str) -> None:
+    spec = SPEC | {"output": shared_folder}
+    with hpczero.initialize(made(Bigrams), spec, world) as engine:
+        engine.save()
+        steps = hpczero.data.batches(spec, engine)
+        next(steps)
+        assert engine.resume().step == 0
+        with pytest.raises(HpczeroError, match="a checkpoint was loaded while the batches of"):
+            next(steps)
+        steps = hpczero.data.batches(spec, engine)
+        next(steps)
+    with pytest.raises(HpczeroError, match="this engine is closed"):
+        next(steps)
+    with pytest.raises(HpczeroError, match="this engine is closed"):
+        hpczero.data.batches(spec, engine)

@@ -11,11 +11,9 @@ from torch import nn
 
 import hpczero
 from hpczero.checkpoint import directory
-from hpczero.checkpoint.load import Checkpoint
-from hpczero.checkpoint.save import SaveFailed
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
-from hpczero.train import own_run, setup
+from hpczero.train import resume
 from tests.support.own_loops import STEPS, Loop, spec_of, started
 from tests.support.user_modules import WAYS, made
 
@@ -24,8 +22,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 def states(engine: Any) -> list[torch.Tensor]:
     """Everything that a step changes on this rank."""
-    units = engine.engine.units
-    return [state.clone() for unit in units for state in (unit.master, unit.moment1, unit.moment2)]
+    own = engine.engine
+    return [state.clone() for unit in own.units for state in resume.states(own, unit).values()]
 
 
 @pytest.mark.parametrize("behind", [True, False])
@@ -158,33 +156,6 @@ def test_the_spec_says_when_and_how_many(world: World, shared_folder: str) -> No
         assert not (run / "lock").exists()
 
 
-def test_another_folder_has_a_copy_that_is_complete_at_once(
-    world: World, shared_folder: str
-) -> None:
-    with started(world, spec_of(shared_folder)) as engine:
-        Loop(engine, world).run(1)
-        engine.save({"note": "kept"}, folder=f"{shared_folder}/aside", step=77)
-        path = Path(shared_folder) / "aside" / "checkpoints" / "step-00000077"
-        with Checkpoint.open(path) as checkpoint:
-            assert checkpoint.step == 77
-            assert checkpoint.buffers.keys() == {"seen"}
-        assert not (Path(shared_folder) / "loop").exists()
-
-
-def test_what_a_checkpoint_cannot_keep_is_refused_on_all_ranks(
-    world: World, shared_folder: str
-) -> None:
-    with started(world, spec_of(shared_folder)) as engine:
-        Loop(engine, world).run(1)
-        with pytest.raises(InputError, match=r"extra\['model'\] is a Small"):
-            engine.save({"model": made(lambda: engine.module)})
-        with pytest.raises(InputError, match=r"random\['data'\] is a int"):
-            engine.save(random={"data": 3})
-        engine.save(wait=True)
-        with pytest.raises(InputError, match="has no state of the generator 'own'"):
-            engine.resume({"own": torch.Generator()})
-
-
 def test_another_module_is_refused(world: World, shared_folder: str) -> None:
     with started(world, spec_of(shared_folder)) as engine:
         Loop(engine, world).run(1)
@@ -194,68 +165,6 @@ def test_another_module_is_refused(world: World, shared_folder: str) -> None:
         pytest.raises(InputError, match="does not have this model's tensors"),
     ):
         engine.resume()
-
-
-def test_a_save_that_fails_ends_the_loop_or_is_said(
-    world: World,
-    shared_folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with started(world, spec_of(shared_folder)) as engine:
-        Loop(engine, world).run(1)
-        engine.save(wait=True)
-        checkpoints = Path(shared_folder) / "loop" / "checkpoints"
-        world.everyone.barrier()
-        if world.rank == 0:
-            checkpoints.rename(checkpoints.with_name("moved"))
-            checkpoints.write_text("a file in its place")
-        world.everyone.barrier()
-        with pytest.raises(SaveFailed, match="the checkpoint could not be saved: rank 0"):
-            engine.save(wait=True, step=2)
-        monkeypatch.setattr(
-            engine.run,
-            "spec",
-            engine.spec.model_copy(
-                update={
-                    "checkpoint": engine.spec.checkpoint.model_copy(update={"on_error": "continue"})
-                }
-            ),
-        )
-        engine.save(wait=True, step=2)
-        Loop(engine, world).run(2)
-    said = capfd.readouterr().err
-    assert ("hpczero: WARN the checkpoint could not be saved" in said) == (world.rank == 0)
-
-
-def test_without_room_for_a_copy_it_waits(
-    world: World,
-    shared_folder: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(setup, "has_room", lambda world, wanted: wanted == 0)
-    with started(world, spec_of(shared_folder)) as engine:
-        Loop(engine, world).run(1)
-        engine.save()
-        assert not engine.run._claimed.saver.in_flight
-        assert engine.run._claimed.saver.copy_bytes == 0
-    assert ("no room for a copy" in capfd.readouterr().err) == (world.rank == 0)
-    assert own_run.setup is setup
-
-
-def test_two_engines_are_two_runs(world: World, shared_folder: str) -> None:
-    one = started(world, spec_of(shared_folder))
-    other = started(world, spec_of(shared_folder) | {"name": "other"})
-    for engine in (one, other):
-        Loop(engine, world).run(1)
-        engine.save()
-    same = started(world, spec_of(shared_folder))
-    with pytest.raises(InputError, match=r"loop is in use by|is held by"):
-        same.save()
-    for engine in (same, other, one):
-        engine.close()
-    assert directory.steps(Path(shared_folder) / "other" / "checkpoints").keys() == {1}
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -332,30 +241,6 @@ def test_another_optimizer_is_refused_and_an_average_may_begin_or_end(
         assert (words in said) == (world.rank == 0)
 
 
-def test_a_save_in_flight_ends_before_anything_is_read(world: World, shared_folder: str) -> None:
-    with started(world, spec_of(shared_folder)) as engine:
-        loop = Loop(engine, world).run(1)
-        engine.save({"number": 1})
-        engine.save({"number": 2})
-        assert engine.resume().extra == {"number": 2}
-        loop.run(2)
-        engine.save({"number": 3})
-        assert engine.load(f"{shared_folder}/loop").extra == {"number": 3}
-
-
-def test_wrong_arguments_are_said_on_all_ranks(world: World, shared_folder: str) -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"step": -1}, "step = -1 must be a whole number"),
-        ({"step": 1.5}, "step = 1.5 must be"),
-        ({"extra": [1]}, "extra is a list: give a table of names"),
-        ({"random": torch.Generator()}, "random is a Generator: give a table"),
-    ]
-    with started(world, spec_of(shared_folder)) as engine:
-        for how, said in wrong:
-            with pytest.raises(InputError, match=said):
-                engine.save(**how)
-
-
 def test_a_checkpoint_of_step_0_is_a_whole_one(world: World, shared_folder: str) -> None:
     with started(world, spec_of(shared_folder)) as engine:
         loop = Loop(engine, world).run(2)
@@ -377,18 +262,3 @@ def test_values_are_those_of_the_moment_of_the_save(world: World, shared_folder:
         extra = engine.resume().extra
         assert not extra["array"].any()
         assert not extra["tensor"].any()
-
-
-def test_other_names_on_other_ranks_are_said(world: World, shared_folder: str) -> None:
-    random = {"mine": torch.Generator()} if world.rank == 0 else {}
-    with started(world, spec_of(shared_folder)) as engine:
-        if world.size > 1:
-            with pytest.raises(InputError, match="random: mine is on rank 0 or"):
-                engine.save(random=random)
-
-
-def test_another_folder_keeps_all(world: World, shared_folder: str) -> None:
-    with started(world, spec_of(shared_folder, checkpoint={"keep": 1})) as engine:
-        for step in (1, 2, 3):
-            engine.save(folder=f"{shared_folder}/best", step=step)
-    assert list(directory.steps(Path(shared_folder) / "best" / "checkpoints")) == [3, 2, 1]

@@ -1,4 +1,4 @@
-"""What is planned of what was asked for, and the memory that follows."""
+"""The plan of an update follows the arguments, and the memory follows the plan."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a loop of one's own, without pickle."""
+"""A checkpoint keeps values and states of a loop of one's own, without pickle."""
 
 import json
 import random

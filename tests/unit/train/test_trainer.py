@@ -1,4 +1,4 @@
-"""What the loop makes of the result of a step."""
+"""The loop judges the result of a step."""
 
 import pytest
 

@@ -1,12 +1,13 @@
-"""What the update keeps in memory, and what it refuses."""
+"""The memory of an update, and what it refuses."""
 
 from typing import Any
 
 import pytest
+import torch
 
 import hpczero
 from hpczero.comm.world import World
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.zero.torch_update import TorchUpdate
 from hpczero.planner.memory import needs_of_nodes
 from tests.support.optimizers import OPTIMIZERS, Lamb, Wandering
@@ -91,13 +92,17 @@ def test_keys_of_the_spec_that_nobody_would_follow_are_refused(world: World) -> 
 @pytest.mark.ranks(2, 3)
 def test_ranks_that_want_different_updates_are_refused(world: World) -> None:
     last = world.rank == world.size - 1
-    for wanted, what in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"average": 0.5 if last else 0.9}, "average is 0.9 on rank 0 and 0.5 on rank"),
         ({"groups": {"*": {"lr": float(last)}}}, "groups is .* on rank 0 and .* on rank"),
         ({"optimizer": Wandering if last else "SGD"}, "optimizer is 'SGD' on rank 0 and Wandering"),
-    ):
+        ({"accumulates": last}, "accumulates is False on rank 0 and True on rank"),
+        ({"tensor_plan": {"a": "row"} if last else None}, "tensor_plan is None on rank 0 and"),
+        ({"groups": 3 if last else {}}, r"rank \d on .*: groups = 3: give a table with text for"),
+    ]
+    for wanted, what in cases:
         with pytest.raises(InputError, match=what):
-            hpczero.initialize(made(Chain), spec_of(1, False), world, **wanted)  # type: ignore[arg-type]
+            hpczero.initialize(made(Chain), spec_of(1, False), world, **wanted)
 
 
 def test_a_rate_for_parameters_that_there_are_not(world: World) -> None:
@@ -106,3 +111,24 @@ def test_a_rate_for_parameters_that_there_are_not(world: World) -> None:
         with pytest.raises(InputError, match=r"step\(lr=...\): 'head.\*' matches no parameter"):
             engine.step(lr={"head.*": 1e-3})
         engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.ranks(2, 3)
+def test_rates_that_differ_change_nothing(world: World, stage: int) -> None:
+    """A schedule that follows each rank's own loss would give them."""
+    last = world.rank == world.size - 1
+    with begun(world, stage, False, 1) as (engine, _):
+        one_step(engine, 0)
+        before = engine.full_state_dict()
+        own: list[Any] = [0.1 if last else 0.2, {"*": 0.1 if last else 0.2}]
+        for lr in own:
+            engine.backward(engine(samples(slice(0, 2)), {0}))
+            with pytest.raises(HpczeroError, match=r"give different learning rates \(lr = "):
+                engine.step(lr=lr)
+            after = engine.full_state_dict()
+            assert all(torch.equal(before[name], after[name]) for name in before)
+        one_step(engine, 1)
+        after = engine.full_state_dict()
+        changed = [name for name in before if not torch.equal(before[name], after[name])]
+        assert bool(changed) == engine.is_first

@@ -141,7 +141,7 @@ def test_every_tensor_of_a_step_is_on_the_device(
         for tensor in (
             unit.weights,
             unit.master,
-            unit.moment1,
+            engine.update.moment1[unit],
             unit.squares,
             unit.reduced_shard,
             *unit.parameters,

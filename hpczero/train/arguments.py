@@ -1,0 +1,34 @@
+"""The arguments of collective calls of a loop of one's own: every rank gives the same."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpczero.comm.world import World
+from hpczero.errors import InputError
+
+
+def refuse_what_differs(world: World, call: str, given: Mapping[str, str]) -> None:
+    """Raise InputError on all ranks unless all give the same. Collective.
+
+    `given`: argument -> words that are equal where the same is meant.
+    """
+    of_ranks = world.all_gather_objects(dict(given))
+    for rank, theirs in enumerate(of_ranks):
+        for argument, value in theirs.items():
+            first = of_ranks[0][argument]
+            if value != first:
+                raise InputError(
+                    f"{call}: {argument} is {first} on rank 0 and {value} on rank {rank}"
+                )
+
+
+def table(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return a table of names, empty for None; InputError: it is none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise InputError(f"{name} is a {kind}: give a table of names, as {name}={{'name': ...}}")
+    if wrong := [key for key in given if not isinstance(key, str)]:
+        raise InputError(f"{name} has the key {wrong[0]!r}: names are text")
+    return given
