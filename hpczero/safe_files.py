@@ -14,6 +14,7 @@ guessed. Hence four rules:
 """
 
 import contextlib
+import ctypes
 import errno
 import os
 import pwd
@@ -29,6 +30,7 @@ from hpczero.errors import InputError, escaped
 
 Identity = tuple[int, int]  # device and inode
 _NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _REFUSED = {errno.ELOOP: "it is a link", errno.ENXIO: "it is no plain file"}
 
 
@@ -214,6 +216,18 @@ def copy(source: Path, target: Path) -> None:
 def rename(source: Path, target: Path) -> None:
     """Give a file or folder another name; a file that has that name is replaced."""
     os.replace(source, target)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Give two folders each other's name: at one moment, where the file system can (Linux)."""
+    at_once = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    if at_once and at_once(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0:
+        return
+    aside = other.with_name(f"{other.name}.old")
+    rename(other, aside)
+    rename(one, other)
+    rename(aside, one)
 
 
 def sync(folder: Path) -> None:

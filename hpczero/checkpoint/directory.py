@@ -7,19 +7,18 @@ end, and one with a longer name was set aside. A folder whose name is not the on
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpczero.checkpoint import manifest
-from hpczero.checkpoint.manifest import INDEX, Content
-from hpczero.checkpoint.shard_file import Damaged, Newer, Unreadable, not_read
+from hpczero.checkpoint.shard_file import Damaged, Unreadable, not_read
 from hpczero.errors import InputError
 from hpczero.safe_files import (
     Identity,
     OpenFolder,
+    exchange,
     identity,
     make_folder,
     make_own_folder,
@@ -29,6 +28,7 @@ from hpczero.safe_files import (
 from hpczero.text import printable
 
 _NAME = re.compile(r"(step-(\d{8,18}))(\.\d{8}T\d{6}(-\d+)?)?")
+_NEW = ".new"  # behind the name of a save that is to replace a checkpoint
 _FILES = re.compile(r"(shard-\d{5,9}\.h5|index\.h5|MANIFEST\.json)(\.new)?")
 
 
@@ -112,7 +112,7 @@ def aside(checkpoints: Path) -> list[Path]:
     return [path for name, path in folders if name.is_aside and name.is_canonical]
 
 
-def _oddly_named(checkpoints: Path) -> list[Path]:
+def oddly_named(checkpoints: Path) -> list[Path]:
     """Return those with a step in the name, written as no save writes it."""
     folders = _folders(checkpoints)
     return [path for name, path in folders if not name.is_aside and not name.is_canonical]
@@ -123,15 +123,34 @@ def holds_any(checkpoints: Path) -> bool:
 
 
 def begin(checkpoints: Path, step: int) -> Path:
-    """Make a new folder, on the disk. What has its name is removed or set aside."""
+    """Make a new folder, on the disk.
+
+    A checkpoint that has the step's name stays what it is until the new one is whole
+    (`put_in_place`); anything else of that name is removed or set aside.
+    """
     refuse_another_runs(checkpoints)
     if make_own_folder(checkpoints):
         sync(checkpoints.parent)
     path = checkpoints / name_of(step)
+    if (path / manifest.NAME).is_file():
+        path = path.with_name(f"{path.name}{_NEW}")
     _clear(path)
     make_folder(path)
     sync(checkpoints)
     return path
+
+
+def in_place(path: Path) -> Path:
+    """Return the name that the folder of a save has in the end."""
+    return path.with_name(path.name.removesuffix(_NEW))
+
+
+def put_in_place(path: Path) -> None:
+    """Give the folder of a save that is whole its name; what has it is set aside."""
+    if path.name.endswith(_NEW):
+        exchange(path, in_place(path))
+        rename(path, _name_aside(in_place(path)))
+        sync(path.parent)
 
 
 def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:
@@ -142,6 +161,7 @@ def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:
     """
     refuse_another_runs(checkpoints)
     left = [path for path in incomplete(checkpoints) if not path.is_symlink()]
+    left += sorted(checkpoints.glob(f"step-*{_NEW}"))
     newer = [path for at, path in steps(checkpoints).items() if at >= step]
     others = [path for path in newer if not (origin and path.samefile(origin))]
     moved = [aside for path in left + others if (aside := _clear(path))]
@@ -162,12 +182,18 @@ def _clear(path: Path) -> Path | None:
 
 
 def _set_aside(path: Path) -> Path:
+    aside = _name_aside(in_place(path))
+    rename(path, aside)
+    return aside
+
+
+def _name_aside(path: Path) -> Path:
+    """Return a free name for what is to be set aside."""
     stamped = f"{path.name}.{datetime.now(UTC).strftime('%Y%m%dT%H%M%S')}"
     aside, number = path.with_name(stamped), 0
     while os.path.lexists(aside):
         number += 1
         aside = path.with_name(f"{stamped}-{number}")
-    rename(path, aside)
     return aside
 
 
@@ -226,104 +252,6 @@ def to_prune(
         else:
             old.append(step)
     return old
-
-
-# -- what checkpoints there are, from manifests and file sizes: fast, without a look at the data -
-
-COMPLETE, DAMAGED, INCOMPLETE, ASIDE = "complete", "damaged", "incomplete", "set aside"
-NEWER, UNREADABLE, MISNAMED, LINKED = "newer", "unreadable", "misnamed", "linked"
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A checkpoint's folder in one of these states.
-
-    complete; damaged: `problem` says how; incomplete: a save that did not come to its end, or has
-    not yet; set aside; newer: of a format that this version does not know; unreadable: it may be
-    good; misnamed: its name is not the one that its step gets; linked: a link, and what it leads to
-    may be another run's. `identity`: of the folder that was looked at.
-    """
-
-    path: Path
-    step: int
-    state: str
-    problem: str
-    size: int  # bytes of the files that are there
-    created: str | None = None
-    ranks: int | None = None
-    grid: dict[str, int] | None = None
-    identity: Identity | None = None
-
-    @property
-    def run(self) -> Path:
-        return self.path.absolute().parent.parent
-
-    def as_data(self) -> dict[str, Any]:
-        facts = vars(self) | {"path": str(self.path), "run": str(self.run)}
-        return {key: value for key, value in facts.items() if key != "identity"}
-
-
-def listed(checkpoints: Path) -> Iterator[Listed]:
-    """Yield those in a folder of checkpoints, by step."""
-    try:
-        paths = [*steps(checkpoints).values(), *incomplete(checkpoints), *aside(checkpoints)]
-        paths += _oddly_named(checkpoints)
-    except OSError as error:
-        raise not_read(Path(error.filename or checkpoints), error) from error
-    return map(_look_at, sorted(paths, key=lambda path: (step_of(path) or 0, path.name)))
-
-
-def _look_at(path: Path) -> Listed:
-    step = step_of(path) or 0
-    try:
-        before = identity(path)
-        if path.is_symlink():
-            return Listed(path, step, LINKED, f"it is a link to {os.readlink(path)}", 0)
-        return replace(_look_into(path, step), identity=before)
-    except OSError as error:  # or removed since it was listed
-        return Listed(path, step, UNREADABLE, f"{error.filename or path}: {error.strerror}", 0)
-
-
-def _look_into(path: Path, step: int) -> Listed:
-    size = 0
-    name = path.absolute().name
-    try:
-        size = sum(entry.lstat().st_size for entry in path.iterdir())
-        if not (path / manifest.NAME).exists():
-            if name != name_of(step) and "." not in name:
-                return Listed(path, step, MISNAMED, f"no save writes step {step} so", size)
-            return Listed(path, step, INCOMPLETE, f"it has no {manifest.NAME}", size)
-        content = manifest.read(path)
-        problem = _missing(path, content)
-    except OSError as error:  # or removed since it was listed
-        return Listed(path, step, UNREADABLE, f"{error.filename or path}: {error.strerror}", size)
-    except Damaged as error:
-        return Listed(path, step, DAMAGED, str(error), size)
-    except Unreadable as error:
-        state = NEWER if isinstance(error, Newer) else UNREADABLE
-        return Listed(path, step, state, str(error), size)
-    saved = content.state.step
-    if name.partition(".")[0] != name_of(saved):
-        problem = f"it is of step {saved}, which is {name_of(saved)}"
-        state = MISNAMED
-    elif problem:
-        state = DAMAGED
-    else:
-        state = COMPLETE if name == name_of(step) else ASIDE
-    return Listed(path, saved, state, problem, size, content.created, content.ranks, content.grid)
-
-
-def _missing(path: Path, content: Content) -> str:
-    """Return which file is not there, or not as long as it was; empty if all are."""
-    written = {INDEX: content.index.size} | {shard.file: shard.size for shard in content.shards}
-    for name, size in written.items():
-        try:
-            size_now = (path / name).lstat().st_size
-        except FileNotFoundError as error:
-            return f"{name}: {error.strerror}"
-        if size_now != size:
-            return f"{name} has {size_now:,} bytes, and {size:,} were written"
-    return ""
 
 
 # -- which checkpoint a path means: a checkpoint's folder, a run's directory, or its checkpoints -

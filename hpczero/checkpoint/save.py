@@ -202,7 +202,8 @@ class Saver:
         finished = self._run_on_all(lambda: self._finish_file(save), save.path)
         shards = [ShardFile.model_validate_json(text) for text in finished if text]
         size = self._run_on_all(lambda: self._commit(save, shards), save.path)[0]
-        return Saved(save.state.step, save.path, size, time.monotonic() - save.begun)
+        path = directory.in_place(save.path)
+        return Saved(save.state.step, path, size, time.monotonic() - save.begun)
 
     def _write(
         self,
@@ -254,7 +255,9 @@ class Saver:
         assert save.index is not None
         rename(save.path / f"{INDEX}.new", save.path / INDEX)
         job = self.job
-        return manifest.commit(save.path, save.state, job.spec, job.grid, save.index, shards).size
+        size = manifest.commit(save.path, save.state, job.spec, job.grid, save.index, shards).size
+        directory.put_in_place(save.path)
+        return size
 
     def _run_on_all(
         self,
@@ -267,9 +270,11 @@ class Saver:
         text = ""
         try:
             result = run_while_polling(self.world, action, meanwhile)
-        except (OSError, RuntimeError, MemoryError, HpczeroError) as error:  # RuntimeError: HDF5
+        except Exception as error:  # whatever it is, the other ranks wait for word of it
             where = getattr(error, "filename", None) or path or self.job.checkpoints
             why = getattr(error, "strerror", None) or error
+            if not isinstance(error, OSError | RuntimeError | MemoryError | HpczeroError):
+                why = f"{type(error).__name__}: {error}"
             text = f"{where}: {why} ({_free(Path(where))})"
         gathered = self._gathered([result, text])
         self._agree([text for _, text in gathered], path)

@@ -5,11 +5,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 from hpczero import env, machine
 from hpczero.comm import mpi_library
@@ -41,6 +41,8 @@ class World(Nodes):
     job (`fail`).
     """
 
+    _hook: ClassVar[Callable[..., Any]] = sys.excepthook  # that it was before the first one
+
     def __init__(
         self,
         mpi: Any,
@@ -56,8 +58,6 @@ class World(Nodes):
         """
         super().__init__(mpi, communicator, ranks_per_node, whole, origin)
         self._limits = limits or Limits()
-        self._finalizes = False
-        self._hook = sys.excepthook  # that it was before this world
         self._groups: dict[tuple[str, tuple[int, ...], str], Group] = {}
         self.device: Device = whole.device if whole else CPU
         self.backend: str = whole.backend if whole else "mpi"
@@ -74,12 +74,13 @@ class World(Nodes):
         """Start MPI. `ranks_per_node` overrides the nodes found: so many neighbours are a node."""
         mpi, starts = start_mpi()
         world = cls(mpi, mpi.COMM_WORLD.Dup(), ranks_per_node, limits)
-        world._finalizes = starts
         if starts:
-            world._hook = sys.excepthook
-            sys.excepthook = world._uncaught
-            if world.size > 1:
-                atexit.register(world._left)
+            _OPEN.clear()
+            cls._hook = sys.excepthook
+            sys.excepthook = _uncaught
+            atexit.register(_left)
+        if starts or _OPEN:  # MPI is ended with the last of those
+            _OPEN.append(world)
         return world
 
     def part(
@@ -220,12 +221,12 @@ class World(Nodes):
         if not isinstance(error, HpczeroError):
             traceback.print_exception(error)
         kind = "" if isinstance(error, HpczeroError) else f"{type(error).__name__}: "
-        self._say(f"{kind}{error}{place}")
+        self.say(f"{kind}{error}{place}")
         if isinstance(error, InputError):
             env.note_wrong_input()
         self.abort(error.exit_code if isinstance(error, HpczeroError) else 1)
 
-    def _say(self, words: str) -> None:
+    def say(self, words: str) -> None:
         print(f"hpczero: rank {self.rank} on {self.hosts[self.rank]}: {words}", file=sys.stderr)
 
     def close(self) -> None:
@@ -249,11 +250,13 @@ class World(Nodes):
                 self.unshare_memory(group.window.shared, group.ranks)
         self.status.leave(self._entry)
         self._communicator.Free()
-        if self._finalizes:
-            atexit.unregister(self._left)
-            if sys.excepthook == self._uncaught:  # and nobody has set another one since
-                sys.excepthook = self._hook
-            self._mpi.Finalize()
+        if self in _OPEN:
+            _OPEN.remove(self)
+            if not _OPEN:
+                atexit.unregister(_left)
+                if sys.excepthook is _uncaught:  # and nobody has set another one since
+                    sys.excepthook = World._hook
+                self._mpi.Finalize()
 
     def __enter__(self) -> "World":
         return self
@@ -264,35 +267,57 @@ class World(Nodes):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None or isinstance(error, Stopped) or _is_stop(error):
+        if error is None or isinstance(error, Stopped) or is_stop(error):
             self.close()
             return
         self.status.last_words()
         if self.size > 1:
             self.fail(error)
 
-    def _uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        """End the job for an error that nobody has caught: the others may wait for this rank."""
-        if self.size > 1 and isinstance(error, Exception):
-            self.status.last_words()
-            self.fail(error, _place(trace))
-        if isinstance(error, InputError):
-            env.note_wrong_input()
-        if isinstance(error, HpczeroError) and not hasattr(sys, "ps1"):  # at no prompt of Python's
-            self._say(f"{error}{_place(trace)}")
-            raise SystemExit(error.exit_code)
-        self._hook(kind, error, trace)
 
-    def _left(self) -> None:
-        """End the job with a process that has not closed its world.
+_OPEN: list[World] = []  # started here, the oldest first
 
-        Some launchers take such an end for a success of all.
-        """
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """End the job for an error that nobody has caught: the others may wait for this rank."""
+    if not _OPEN:
+        World._hook(kind, error, trace)
+        return
+    world = _OPEN[0]
+    if world.size > 1 and isinstance(error, Exception):
+        world.status.last_words()
+        world.fail(error, _place(trace))
+    if isinstance(error, InputError):
+        env.note_wrong_input()
+    if isinstance(error, HpczeroError) and not hasattr(sys, "ps1"):  # at no prompt of Python's
+        world.say(f"{error}{_place(trace)}")
+        raise SystemExit(error.exit_code)
+    World._hook(kind, error, trace)
+
+
+def leave() -> NoReturn:
+    """Leave the program with the exit code of a stopped job, on all ranks together."""
+    if _OPEN:
+        atexit.unregister(_left)
+        atexit.register(_close_all)
+    raise SystemExit(Stopped.exit_code)
+
+
+def _close_all() -> None:
+    for world in list(_OPEN):
+        world.close()
+
+
+def _left() -> None:
+    """End the job with a process that has not closed its worlds.
+
+    Some launchers take such an end for a success of all.
+    """
+    world = _OPEN[0]
+    if world.size > 1:
         closing = "(close(), or a `with` block)"
-        self._say(f"ends without having closed its world {closing}, and others may wait for it")
-        self.abort()
+        world.say(f"ends without having closed its world {closing}, and others may wait for it")
+        world.abort()
 
 
 def _place(trace: TracebackType | None) -> str:
@@ -301,6 +326,6 @@ def _place(trace: TracebackType | None) -> str:
     return f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
 
 
-def _is_stop(error: BaseException) -> bool:
+def is_stop(error: BaseException) -> bool:
     """Return True where all ranks leave a program that saved a checkpoint."""
     return isinstance(error, SystemExit) and error.code == Stopped.exit_code

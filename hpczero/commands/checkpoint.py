@@ -11,13 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hpczero.checkpoint.directory import (
-    COMPLETE,
-    Listed,
-    checkpoint_at,
-    folders_of_checkpoints,
-    listed,
-)
+from hpczero.checkpoint.directory import checkpoint_at, folders_of_checkpoints
+from hpczero.checkpoint.listing import COMPLETE, Listed, listed
 from hpczero.checkpoint.load import Checkpoint, Difference, Statistics
 from hpczero.checkpoint.piece_table import Tensor
 from hpczero.checkpoint.shard_file import SLOTS, WIDTH, bar

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from hpczero import env
 from hpczero.checkpoint import directory, manifest
-from hpczero.checkpoint.directory import (
+from hpczero.checkpoint.directory import checkpoint_at, checkpoints_of
+from hpczero.checkpoint.listing import (
     ASIDE,
     COMPLETE,
     DAMAGED,
     INCOMPLETE,
+    LINKED,
+    MISNAMED,
     Listed,
-    checkpoint_at,
-    checkpoints_of,
     listed,
 )
 from hpczero.checkpoint.shard_file import Damaged, Unreadable, bar
@@ -61,7 +62,7 @@ def prune(options: Namespace) -> int:
                 _remove(one)
             print(f"{verb} {printable(str(one.path))} ({one.state}, {format_bytes(one.size)})")
     for one in present:
-        if one.state in (directory.MISNAMED, directory.LINKED):
+        if one.state in (MISNAMED, LINKED):
             print(f"left {printable(str(one.path))} ({one.state}: {printable(one.problem)})")
     size = format_bytes(sum(one.size for one in unwanted))
     print(f"{len(unwanted)} of {len(present)} checkpoints, {size}")

@@ -1,10 +1,14 @@
 """The arguments of collective calls of a loop of one's own: every rank gives the same."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from hpczero import env
 from hpczero.comm.world import World
 from hpczero.errors import InputError
+
+_MOST_STEPS = 1 << 62
 
 
 def refuse_what_differs(world: World, call: str, given: Mapping[str, str]) -> None:
@@ -32,3 +36,15 @@ def table(name: str, given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if wrong := [key for key in given if not isinstance(key, str)]:
         raise InputError(f"{name} has the key {wrong[0]!r}: names are text")
     return given
+
+
+def folder_path(name: str, given: str | Path) -> Path:
+    """Return an absolute path; InputError: it is none."""
+    if not isinstance(given, str | Path) or not str(given) or "\0" in str(given):
+        raise InputError(f"{name} = {given!r}: give the path of a folder")
+    return Path(env.expand(str(given))).absolute()
+
+
+def refuse_step(step: object) -> None:
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise InputError(f"save: step = {step!r} must be a whole number from 0 to 2**62 - 1")

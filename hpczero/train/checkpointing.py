@@ -153,9 +153,10 @@ class Checkpoints:
 
     # -- loading -----------------------------------------------------------------------------------
 
-    def resume(self) -> Resumed:
+    def resume(self, check: Callable[[LoopState], None] = lambda _: None) -> Resumed:
         """Load the checkpoint that the run begins from (`resume.candidates`), if there is one.
 
+        `check` is called before anything is restored, and raises InputError to prevent it.
         A checkpoint of this run that any rank finds damaged is passed over. Newer ones of this run
         are set aside: the run goes on without them.
         """
@@ -164,7 +165,7 @@ class Checkpoints:
         damaged: list[str] = []
         for path in map(Path, named.paths):
             try:
-                loaded = self._load(path, only_weights)
+                loaded = self._load(path, only_weights, check)
             except Damaged as error:
                 if not named.of_this_run:
                     raise InputError(f"checkpoint.resume: {error}") from error
@@ -182,11 +183,13 @@ class Checkpoints:
             raise InputError(f"no checkpoint of this run can be read:{problems}\n{advice}")
         return Resumed(0, warnings=tuple(self.make_way(0, None)))
 
-    def load(self, path: Path, only_weights: bool) -> tuple[Loaded, Path]:
+    def load(
+        self, path: Path, only_weights: bool, check: Callable[[LoopState], None]
+    ) -> tuple[Loaded, Path]:
         """Load this checkpoint, or the newest of this run; InputError if it is damaged."""
         at = Path(self._on_first_rank(lambda: str(checkpoint_at(path))))
         try:
-            return self._load(at, only_weights), at
+            return self._load(at, only_weights, check), at
         except Damaged as error:
             raise InputError(str(error)) from error
 
@@ -198,9 +201,15 @@ class Checkpoints:
         """Set newer checkpoints aside, unless none are saved; return warnings."""
         if not self._saves:
             return []
-        moved = self._on_first_rank(
-            lambda: [str(path) for path in directory.make_way(self.path, step, origin)]
-        )
+
+        def set_aside() -> list[str]:
+            try:
+                return list(map(str, directory.make_way(self.path, step, origin)))
+            except OSError as error:
+                where = error.filename or self.path
+                raise InputError(f"cannot set aside {where}: {error.strerror}") from error
+
+        moved = self._on_first_rank(set_aside)
         return [f"set aside, as the run goes on from step {step}: {path}" for path in moved]
 
     def _on_first_rank(self, action: Callable[[], Any]) -> Any:
@@ -215,19 +224,21 @@ class Checkpoints:
             lambda: run_while_polling(self.world, lambda: readable(action))
         )
 
-    def _load(self, path: Path, only_weights: bool) -> Loaded:
+    def _load(self, path: Path, only_weights: bool, check: Callable[[LoopState], None]) -> Loaded:
         """Load this checkpoint; Damaged on all ranks if it is for any.
 
         The engine's states are then undefined.
         """
-        problem, loaded = self._reading(lambda: self._read(path, only_weights))
+        problem, loaded = self._reading(lambda: self._read(path, only_weights, check))
         problems = self.world.all_gather_objects(problem)
         if first := next(filter(None, problems), None):
             raise Damaged(first)
         assert loaded
         return loaded
 
-    def _read(self, path: Path, only_weights: bool) -> tuple[str, Loaded | None]:
+    def _read(
+        self, path: Path, only_weights: bool, check: Callable[[LoopState], None]
+    ) -> tuple[str, Loaded | None]:
         """Return how the checkpoint is damaged ("" if it is not), and what it says."""
         try:
             with Checkpoint.open(path) as checkpoint:
@@ -238,9 +249,10 @@ class Checkpoints:
                 shapes = {name: tuple(shape) for name, (_, shape) in self._buffer_types.items()}
                 buffers = shapes if self.world.rank == 0 else None
                 refuse_another_model(checkpoint, self._tensor_shapes(), buffers)
+                loop = LoopState.of(checkpoint.loop, str(path))
+                check(loop)
                 restore(self.engine, checkpoint, only_weights)
                 self.identity.update(resumed_identity(checkpoint.identity, self.identity))
-                loop = LoopState.of(checkpoint.loop, str(path))
                 return "", Loaded(checkpoint.content, loop, checkpoint.identity, only_weights)
         except Damaged as error:
             return str(error), None

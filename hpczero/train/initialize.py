@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hpczero import machine
-from hpczero.comm.world import World
-from hpczero.errors import HpczeroError, InputError, Stopped
+from hpczero.comm.world import World, is_stop, leave
+from hpczero.errors import HpczeroError, InputError
 from hpczero.model.shapes import Layer
 from hpczero.optim.elementwise import Make
 from hpczero.optim.groups import first_matches
@@ -139,12 +139,14 @@ class Training:
         own_lr: Mapping[str, float] = EMPTY
         if isinstance(lr, Mapping):
             matches = first_matches(lr, engine.names, "step(lr=...)")
-            own_lr = {name: float(lr[pattern]) for name, pattern in matches.items()}
+            own_lr = {name: _rate(lr[pattern]) for name, pattern in matches.items()}
         if lr is None or isinstance(lr, Mapping):
             lr = learning_rate(self.spec, self.steps)
+        lr = _rate(lr)
         result = engine.finish_step(lr, own_lr)
         engine.wait_for_weights()
         self.steps += 1
+        self.run.changes += 1
         self.run.stepped(self.steps, lr, result)
         return result
 
@@ -216,11 +218,12 @@ class Training:
         be saved (checkpoint.on_error = "continue") it ends with an HpczeroError.
         """
         reason = self.should_stop() or "the loop asked for it"
-        is_saved = self.run.save_at_end(self.steps, extra, random)
-        self._close("stopped" if is_saved else "failed", reason)
-        if not is_saved:
-            raise HpczeroError(f"no checkpoint of step {self.steps} could be saved at the end")
-        raise SystemExit(Stopped.exit_code)
+        if not self.run.save_at_end(self.steps, extra, random):
+            problem = f"no checkpoint of step {self.steps} could be saved at the end ({reason})"
+            self.run.end(self.steps, "failed", problem)
+            raise HpczeroError(problem)
+        self._close("stopped", reason)
+        leave()
 
     def zero_grad(self) -> None:
         """Drop the gradients that the backwards since the last step have added, on all ranks.
@@ -241,6 +244,7 @@ class Training:
 
         The optimizer's moments stay as they are; an average of the weights begins anew.
         """
+        self.run.changes += 1
         self._opened().load_state_dict(state)
 
     def gathered(
@@ -250,6 +254,7 @@ class Training:
 
         With `modify`, all ranks get rank 0's changes at the end; other ranks' changes are dropped.
         """
+        self.run.changes += modify
         return self._opened().gathered(parameters, modify)
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -302,10 +307,21 @@ class Training:
 
         Other ranks may be waiting for this one.
         """
-        if error is None:
-            self.close()
+        if error is None or is_stop(error):
+            self._close("finished" if error is None else "stopped")
         elif self._worlds and self._open:
             self._worlds[-1].__exit__(kind, error, trace)
+
+
+def _rate(given: Any) -> float:
+    """Return a learning rate as the number that it is; InputError: it is none."""
+    try:
+        rate = float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"step(lr={given!r}): a learning rate is a number") from error
+    if not 0 <= rate < float("inf"):
+        raise InputError(f"step(lr={rate!r}): a learning rate is a finite number, 0 or more")
+    return rate
 
 
 def spec_of_all(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:

@@ -15,6 +15,7 @@ from hpczero.data.samples import Prefetcher
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.batch import MicroBatch
 from hpczero.spec.schema import Spec
+from hpczero.train.arguments import refuse_what_differs
 from hpczero.train.batches import Batches
 from hpczero.train.initialize import Training, spec_of_all
 from hpczero.train.resume import identity_of
@@ -49,10 +50,11 @@ def batches(
     steps and samples. With the split "validation" they are those of an evaluation
     (`train.eval_batches`), the same ones each time. Collective; every rank takes all of them.
     """
-    if split not in ("train", "validation"):
-        raise InputError(f'split = {split!r}: there are "train" and "validation"')
     engine.refuse_closed()
     run = engine.run
+    refuse_what_differs(run.world, "hpczero.data.batches", {"split": repr(split)})
+    if split not in ("train", "validation"):
+        raise InputError(f'split = {split!r}: there are "train" and "validation"')
     agreed = spec_of_all(spec, run.world)
     first = run.world.rank == 0
     source = run.world.run_on_all(lambda: open_source(agreed, run.world.broadcast_object, first))

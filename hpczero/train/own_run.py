@@ -5,10 +5,8 @@ behind the loop is brought to its end at the first step boundary after all ranks
 """
 
 import hashlib
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,21 +20,31 @@ from hpczero.checkpoint.shard_file import WIDTH, Array
 from hpczero.comm.grid import Grid
 from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
-from hpczero.errors import InputError
+from hpczero.errors import HpczeroError, InputError
 from hpczero.parallel.zero.engine import Engine, StepResult
 from hpczero.spec.schema import Spec
-from hpczero.text import first_few
-from hpczero.train import process, rank_states, setup
-from hpczero.train.arguments import refuse_what_differs, table
+from hpczero.train import process, rank_states, run_directory, setup
+from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differs, table
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
+from hpczero.train.own_log import OwnLog
 from hpczero.train.process import Deadline, StopRequests
-from hpczero.train.rank_states import Generators
+from hpczero.train.rank_states import Generators, by_name, refuse_unknown
 from hpczero.train.restored_loop import RestoredLoop
 from hpczero.train.resume import Loaded, look_ahead, other_tokens, states
 from hpczero.train.run_directory import RunDirectory
 
-_MOST_STEPS = 1 << 62
+
+@dataclass(frozen=True)
+class _Values:
+    """The values of a save: equal ones need no second save. The digest is rank 0's."""
+
+    step: int
+    digest: bytes
+    changes: int
+
+
+_NOTHING = _Values(-1, b"", 0)
 
 
 @dataclass(frozen=True)
@@ -59,20 +67,19 @@ class OwnRun:
         self.world = world
         self.grid = grid
         self.engine = engine
-        self._saved = -1, b""  # step of the last save of this run, and a digest of its values
+        self._saved = _NOTHING  # by the last save of this run, or loaded since
         self._begins: tuple[int, Path | None] | None = (0, None)  # until the first save, at most
-        self._trims = True  # the next step's metrics go behind those of the steps before it
-        self._saving = b""  # the digest of the save in flight
+        self._saving = _NOTHING
+        self._whole = True  # no load has failed since the last one that did not
         self._read: dict[str, str] = {}  # what data the loop reads, as a run's identity
         self._resumed: Mapping[str, str] = {}  # what data the loop had read before
-        self._directory: RunDirectory | None = None  # rank 0's, once it is claimed
+        self._log = OwnLog(world.rank == 0, spec.checkpoint.on_error == "continue")
         self._claimed: Checkpoints | None = None
         self._requests: StopRequests | None = None
         self._listening = ExitStack()  # to requests
         self._deadline: Deadline | None = None
         self.jumps = 0  # loads so far: what was read ahead for the steps before is of no use
-        self._began = time.monotonic()
-        self._stepped = time.monotonic()
+        self.changes = 0  # of the weights so far
 
     # -- the directory ---------------------------------------------------------------------------
 
@@ -82,20 +89,20 @@ class OwnRun:
             first = self.world.rank == 0
             spec = self.spec
             self.world.run_on_all(lambda: look_ahead(spec) if first else None)
-            self._directory = self.world.run_on_all(
+            self._log.directory = self.world.run_on_all(
                 lambda: RunDirectory.claim(spec, resume=False, fresh=False) if first else None
             )
             ranks = setup.places_of_ranks(self.world)
-            if self._directory:
+            if first:
                 packages = setup.packages()
                 git = setup.git_state()
-                self._directory.event("start", ranks=ranks, packages=packages, git=git, loop="own")
+                self._log.event("start", ranks=ranks, packages=packages, git=git, loop="own")
             kept = len(states(self.engine, self.engine.units[0]))
             copies = WIDTH * kept * self.engine.owned_elements
             behind = spec.checkpoint.asynchronous
             if behind and not setup.has_room(self.world, copies):
                 behind = False
-                self._warn(
+                self._log.warn(
                     "no room for a copy of the states: the loop waits while a checkpoint is saved"
                 )
             self._claimed = self._in_folder(None, behind)
@@ -106,47 +113,61 @@ class OwnRun:
         engine, read = self.engine, self._read
         return Checkpoints(self.spec, self.world, self.grid, engine, read, path, behind, True)
 
-    def _warn(self, what: str) -> None:
-        if self.world.rank == 0:
-            print(f"hpczero: WARN {what}", file=sys.stderr, flush=True)
-        if self._directory:
-            self._directory.event("WARN", what=what)
-
     # -- begin -----------------------------------------------------------------------------------
 
     def resume(self, random: Generators | None) -> Position:
         """Load the checkpoint that the run goes on from, if there is one."""
-        generators = self.world.run_on_all(lambda: table("random", random))
-        self.finish_save()
+        generators = self._begin_load("resume", random)
         checkpoints = self._checkpoints()
-        resumed = checkpoints.resume()
+        with self._told_of_a_failure():
+            resumed = checkpoints.resume(lambda loop: self._restore_follows(loop, generators))
         for warning in resumed.warnings:
-            self._warn(warning)
+            self._log.warn(warning)
         self._begins = None
-        self._trims = True
-        self._saved = -1, b""
         if resumed.path is None or resumed.loaded is None:
             return Position()
-        if self._directory:
-            path = str(resumed.path)
-            changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
-            self._directory.event("resume", step=resumed.step, path=path, **changed)
+        changed = {"changed": "; ".join(resumed.changed)} if resumed.changed else {}
+        self._log.event("resume", step=resumed.step, path=str(resumed.path), **changed)
         return self._taken(checkpoints, resumed.loaded, resumed.step, resumed.path, generators)
 
     def load(self, path: str | Path, only_weights: bool, random: Generators | None) -> Position:
         """Load a checkpoint of any run, or the newest of a run's directory."""
-        generators = self.world.run_on_all(lambda: table("random", random))
+        generators = self._begin_load("load", random)
+        folder = self.world.run_on_all(lambda: folder_path("path", path))
         given = {"path": str(path), "weights_only": str(only_weights)}
         refuse_what_differs(self.world, "engine.load", given)
-        self.finish_save()
-        folder = _path(path)
         checkpoints = self._in_folder(folder)
-        loaded, at = checkpoints.load(folder, only_weights)
+        wanted = {} if only_weights else generators
+        with self._told_of_a_failure():
+            loaded, at = checkpoints.load(
+                folder, only_weights, lambda loop: self._restore_follows(loop, wanted)
+            )
         step = 0 if only_weights else loaded.content.state.step
-        self._begins = step, at
-        self._trims = True
-        self._saved = -1, b""
+        self._begins = step, None if only_weights else at
         return self._taken(checkpoints, loaded, step, at, generators)
+
+    def _begin_load(self, call: str, random: Generators | None) -> Generators:
+        """Return the generators; InputError on all ranks if they are none."""
+        self.engine.refuse_averaged(call)
+        generators = self.world.run_on_all(lambda: table("random", random))
+        self.world.run_on_all(lambda: rank_states.states_of(generators))
+        self.finish_save()
+        self._log.go_on_from_another_step()
+        return generators
+
+    def _restore_follows(self, loop: LoopState, generators: Generators) -> None:
+        refuse_unknown(generators, loop.generators)
+        self._saved = _NOTHING
+        self._whole = False
+
+    @contextmanager
+    def _told_of_a_failure(self) -> Iterator[None]:
+        """Let all ranks know if a load that fails on all has changed the states of any."""
+        try:
+            yield
+        except InputError:
+            self._whole = all(self.world.all_gather_objects(self._whole))
+            raise
 
     def _taken(
         self,
@@ -157,11 +178,15 @@ class OwnRun:
         generators: Generators,
     ) -> Position:
         self.jumps += 1
+        self.changes += 1
         self._resumed = {} if loaded.weights_only else loaded.identity
         checkpoints.refresh_weights()
         restored = RestoredLoop(checkpoints, loaded, str(path))
         for warning in restored.take_over(generators):
-            self._warn(warning)
+            self._log.warn(warning)
+        self._whole = True
+        if path.parent == self._folder and not loaded.weights_only:
+            self._saved = self._values(step, loaded.loop.packed())
         return Position(step, loaded.loop.extra, path)
 
     def reads(self, identity: Mapping[str, str]) -> None:
@@ -183,14 +208,14 @@ class OwnRun:
         waits: bool = False,
     ) -> None:
         """Save a checkpoint of this step; behind the loop, unless it `waits`."""
-        self.world.run_on_all(lambda: _refuse_step(step))
+        self.world.run_on_all(lambda: refuse_step(step))
         given = {"step": str(step), "folder": str(folder), "wait": str(waits)}
         refuse_what_differs(self.world, "engine.save", given)
         self.finish_save()
         if folder is None:
             self._save(self._checkpoints(), step, self._state(extra, random), waits)
             return
-        elsewhere = self._in_folder(_path(folder) / "checkpoints")
+        elsewhere = self._in_folder(self.world.run_on_all(lambda: self._elsewhere(folder)))
         state = self._state(extra, random)
         if self._attempt(lambda: elsewhere.begin(step, True, state)):
             self._attempt(lambda: self._note(elsewhere.saver.conclude()))  # all are kept there
@@ -201,29 +226,72 @@ class OwnRun:
         """Save this step, unless it is saved with these values; return True if it is saved."""
         self.finish_save()
         checkpoints = self._checkpoints()
-        state = self._state(extra, random)
-        is_saved = self._saved == (step, _digest(state))
-        if not self.world.broadcast_object(is_saved):
-            self._save(checkpoints, step, state, waits=True)
-        return self._saved[0] == step
+        values = self._save(checkpoints, step, self._state(extra, random), waits=True)
+        return self._is_saved(values)
 
     def _save(
         self, checkpoints: Checkpoints, step: int, state: Mapping[str, Array], waits: bool
-    ) -> None:
-        if self._begins:
-            for warning in checkpoints.make_way(*self._begins):
-                self._warn(warning)
-            self._begins = None
-        self._saving = _digest(state)
-        self._attempt(lambda: checkpoints.begin(step, waits, state))
+    ) -> _Values:
+        """Save these values, unless they are saved; behind the loop, unless it `waits`."""
+        values = self._values(step, state)
+        if self._is_saved(values):
+            return values
+        if step < self._saved.step:
+            self._begins = step, None  # the loop goes back by numbers of its own
+        self._saving = values
+        self._attempt(lambda: self._begin_save(checkpoints, step, waits, state))
         if waits or not checkpoints.asynchronous:
             self.finish_save()
+        return values
+
+    def _begin_save(
+        self, checkpoints: Checkpoints, step: int, waits: bool, state: Mapping[str, Array]
+    ) -> None:
+        if self._begins:
+            try:
+                aside = checkpoints.make_way(*self._begins)
+            except InputError as error:
+                raise SaveFailed(f"the checkpoint could not be saved: {error}") from error
+            for warning in aside:
+                self._log.warn(warning)
+            self._begins = None
+        checkpoints.begin(step, waits, state)
+
+    def _values(self, step: int, state: Mapping[str, Array]) -> _Values:
+        digest = hashlib.sha256(rank_states.digest_of_buffers(self.engine.module))
+        for name, values in state.items() if self.world.rank == 0 else ():
+            digest.update(f"{name} {values.dtype} {values.shape}".encode())
+            digest.update(np.ascontiguousarray(values).data)
+        return _Values(step, digest.digest(), self.changes)
+
+    def _is_saved(self, values: _Values) -> bool:
+        saved: bool = self.world.broadcast_object(values == self._saved)
+        return saved
+
+    @property
+    def _folder(self) -> Path:
+        return run_directory.path_of(self.spec).absolute() / "checkpoints"
+
+    def _elsewhere(self, folder: str | Path) -> Path:
+        """Return the folder for checkpoints in a folder that is no run's; InputError if it is."""
+        path = folder_path("folder", folder)
+        if (path / "spec.toml").exists():
+            raise InputError(
+                f"folder = {str(folder)!r} is the directory of a run, which saves there itself:"
+                " give one of its own, or leave it out"
+            )
+        return path / "checkpoints"
 
     def _state(
         self, extra: Mapping[str, Any] | None, random: Generators | None
     ) -> dict[str, Array]:
         """Return the loop's state as rank 0's buffers; InputError on all ranks."""
         self.engine.refuse_averaged("save")
+        if not self._whole:
+            raise HpczeroError(
+                "save: the last load or resume failed, and the states may be of two checkpoints:"
+                " load another one"
+            )
         own = self.world.run_on_all(lambda: rank_states.states_of(table("random", random)))
         buffers = rank_states.buffers_that_differ(self.engine.module, self.world)
         facts = self.engine.update.facts()
@@ -233,7 +301,7 @@ class OwnRun:
             if of_ranks is None:
                 return {}
             generators_of, buffers_of = zip(*of_ranks, strict=True)
-            states = _by_name("random", generators_of), _by_name("buffers", buffers_of)
+            states = by_name("random", generators_of), by_name("buffers", buffers_of)
             return LoopState(dict(table("extra", extra)), *states, facts).packed()
 
         return self.world.run_on_all(packed)
@@ -245,19 +313,17 @@ class OwnRun:
             self._attempt(lambda: self._conclude(checkpoints))
 
     def _conclude(self, checkpoints: Checkpoints) -> None:
-        directory = self._directory
-        run_while_polling(self.world, lambda: directory.sync() if directory else None)
+        run_while_polling(self.world, self._log.sync)
         saved, not_removed = checkpoints.conclude()
-        self._saved = saved.step, self._saving
+        self._saved = self._saving
         if not_removed:
-            self._warn(not_removed)
+            self._log.warn(not_removed)
         self._note(saved)
 
     def _note(self, saved: Saved) -> None:
         if self._deadline:
             self._deadline.saved(saved.seconds)
-        if self._directory:
-            self._directory.event("save", **_facts(saved))
+        self._log.saved(saved)
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Carry out a part of a save; a failure ends the loop, or is only said (on_error)."""
@@ -266,7 +332,7 @@ class OwnRun:
         except SaveFailed as error:
             if self.spec.checkpoint.on_error == "stop":
                 raise
-            self._warn(str(error))
+            self._log.warn(str(error))
             return False
         return True
 
@@ -274,17 +340,11 @@ class OwnRun:
 
     def stepped(self, step: int, lr: float, result: StepResult) -> None:
         """Note a step that is done, and bring a save to its end that all ranks have written."""
-        now = time.monotonic()
-        seconds, self._stepped = now - self._stepped, now
+        skipped = {"skipped": True} if result.bad else {}
+        values = {"grad_norm": result.grad_norm, "lr": lr}
+        self._log.step(step, values | skipped, self._claimed is not None)
         if self._claimed is None:
             return
-        if self._directory:
-            if self._trims:
-                self._directory.keep_metrics_before(step)
-            skipped = {"skipped": True} if result.bad else {}
-            values = {"step": step, "grad_norm": result.grad_norm, "lr": lr}
-            self._directory.metrics(values | {"step_seconds": seconds} | skipped)
-        self._trims = False
         if self._claimed.saver.in_flight:
             writing = torch.tensor([not self._claimed.saver.written], dtype=torch.float64)
             self.world.everyone.all_reduce(writing)
@@ -295,13 +355,12 @@ class OwnRun:
         """Return why the loop is to end here, on all ranks alike; "" if it is not."""
         if self._requests is None:
             self._checkpoints()
-            if self._directory:
+            if self._log.path:
                 kept = len(states(self.engine, self.engine.units[0]))
                 owned = self.engine.owned_elements
                 estimate = process.seconds_of_save(self.world, owned, kept)
                 self._deadline = Deadline(env.deadline(), estimate)
-            folder = self._directory.path if self._directory else None
-            self._requests = StopRequests(folder, self._deadline)
+            self._requests = StopRequests(self._log.path, self._deadline)
             self._listening.enter_context(self._requests)
         return process.agreed_reason(self.world, self._requests)
 
@@ -313,52 +372,7 @@ class OwnRun:
             state, reason = "failed", str(error)
             raise
         finally:
-            self._give_back(step, state, reason)
-
-    def _give_back(self, step: int, state: str, reason: str) -> None:
-        self._listening.close()
-        self._requests = None
-        if self._directory:
-            seconds = time.monotonic() - self._began
-            summary = {"state": state, "reason": reason, "steps": step, "final_loss": None}
-            self._directory.summary(summary | {"ranks": self.world.size, "wall_seconds": seconds})
-            self._directory.event("stop", state=state, step=step, reason=reason)
-            self._directory.close()
-            self._directory = None
-        self._claimed = None
-
-
-def _path(path: str | Path) -> Path:
-    return Path(env.expand(str(path))).absolute()
-
-
-def _refuse_step(step: object) -> None:
-    if type(step) is not int or not 0 <= step < _MOST_STEPS:
-        raise InputError(f"save: step = {step!r} must be a whole number from 0 to 2**62 - 1")
-
-
-def _digest(state: Mapping[str, Array]) -> bytes:
-    """Return what differs where the buffers do."""
-    digest = hashlib.sha256()
-    for name, values in state.items():
-        digest.update(f"{name} {values.dtype} {values.shape}".encode())
-        digest.update(np.ascontiguousarray(values).data)
-    return digest.digest()
-
-
-def _by_name(what: str, of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return name -> the states of the ranks; InputError: not all ranks have the same names."""
-    for rank, of_rank in enumerate(of_ranks):
-        if other := of_ranks[0].keys() ^ of_rank.keys():
-            names = first_few(sorted(map(str, other)))
-            raise InputError(f"{what}: {names} is on rank 0 or on rank {rank}, not on both")
-    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
-
-
-def _facts(saved: Saved) -> dict[str, Any]:
-    return {
-        "step": saved.step,
-        "path": str(saved.path),
-        "bytes": saved.size,
-        "seconds": saved.seconds,
-    }
+            self._listening.close()
+            self._requests = None
+            self._claimed = None
+            self._log.end(step, state, reason, self.world.size)

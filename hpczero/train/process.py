@@ -72,23 +72,29 @@ class Deadline:
         return self.at is not None and now + self.needed >= self.at
 
 
+_LISTENING: "list[StopRequests]" = []
+_BEFORE: dict[signal.Signals, Any] = {}  # handlers that were there before the first one listened
+
+
 class StopRequests:
     """Collects requests inside `with StopRequests(run_directory, deadline) as requests:`.
 
-    Both arguments are None on the ranks that do not watch them.
+    Both arguments are None on the ranks that do not watch them. Several may listen, to the same
+    signals.
     """
 
     def __init__(self, run_directory: Path | None, deadline: Deadline | None = None) -> None:
         self._deadline = deadline
         self._file = run_directory / "stop" if run_directory else None
         self._seen = [False] * len(REASONS)
-        self._before: dict[signal.Signals, Any] = {}
         self._looked = 0.0
 
     def __enter__(self) -> "StopRequests":
-        for name in REASONS[:3]:
-            number = signal.Signals[name]
-            self._before[number] = signal.signal(number, self._note)
+        if not _LISTENING:
+            for name in REASONS[:3]:
+                number = signal.Signals[name]
+                _BEFORE[number] = signal.signal(number, _note)
+        _LISTENING.append(self)
         return self
 
     def __exit__(
@@ -97,8 +103,10 @@ class StopRequests:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        _LISTENING.remove(self)
+        if not _LISTENING:
+            for number, handler in _BEFORE.items():
+                signal.signal(number, handler)
 
     def pending(self) -> list[bool]:
         """Return for each of REASONS whether it has been seen so far."""
@@ -109,11 +117,17 @@ class StopRequests:
             self._seen[4] = True
         return list(self._seen)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int) -> None:
+        """Note a signal; KeyboardInterrupt: it is the second SIGINT."""
         index = REASONS.index(signal.Signals(number).name)
         if number == signal.SIGINT and self._seen[index]:
             raise KeyboardInterrupt
         self._seen[index] = True
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    for requests in _LISTENING:
+        requests.note(number)
 
 
 def agreed_reason(world: World, requests: StopRequests) -> str:

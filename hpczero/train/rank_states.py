@@ -8,7 +8,7 @@ import base64
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,15 @@ from hpczero.errors import InputError
 from hpczero.text import first_few, printable
 
 Generators = Mapping[str, Any]  # by the user's names
+
+
+def by_name(what: str, of_ranks: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Return name -> the states of the ranks; InputError: not all ranks have the same names."""
+    for rank, of_rank in enumerate(of_ranks):
+        if other := of_ranks[0].keys() ^ of_rank.keys():
+            names = first_few(sorted(map(str, other)))
+            raise InputError(f"{what}: {names} is on rank 0 or on rank {rank}, not on both")
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in of_ranks[0]}
 
 
 # -- random generators
@@ -44,15 +53,14 @@ def set_states(generators: Generators, states: Mapping[str, str]) -> None:
             ) from error
 
 
-def refuse_unknown(generators: Generators, saved: Mapping[str, object], where: str) -> None:
-    """Raise InputError unless the checkpoint has a state for each of these generators."""
-    states_of(generators)  # of a kind that is known
+def refuse_unknown(generators: Generators, saved: Mapping[str, object]) -> None:
+    """Raise InputError unless a checkpoint has a state for each of these generators."""
     lacking = [repr(name) for name in generators if name not in saved]
     if lacking:
         there = first_few(list(map(repr, saved))) if saved else "none"
         raise InputError(
-            f"{where} has no state of the generator {first_few(lacking)}, and of others: {there};"
-            " leave it out of `random`"
+            f"the checkpoint has no state of the generator {first_few(lacking)}, and of others:"
+            f" {there}; leave it out of `random`"
         )
 
 
@@ -116,6 +124,15 @@ def buffers_that_differ(module: nn.Module, world: World) -> dict[str, str]:
     return {
         name: base64.b64encode(values).decode() for name, values in raw.items() if name not in alike
     }
+
+
+def digest_of_buffers(module: nn.Module) -> bytes:
+    """Return what differs where this rank's buffers do."""
+    digest = hashlib.sha256()
+    for name, buffer in persistent_buffers(module):
+        digest.update(name.encode())
+        digest.update(_bytes_of(buffer))
+    return digest.digest()
 
 
 def set_buffers(module: nn.Module, states: Mapping[str, str]) -> None:

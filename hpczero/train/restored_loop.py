@@ -61,7 +61,6 @@ class RestoredLoop:
         """Give this rank what it had of its own, if the grid is the same; say so if not."""
         loop = self._loaded.loop
         known, where = loop.generators, self._where
-        self._world.run_on_all(lambda: rank_states.refuse_unknown(generators, known, where))
         warnings = []
         if left := [name for name in known if name not in generators]:
             names = first_few(left)

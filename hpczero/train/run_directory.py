@@ -103,6 +103,7 @@ class RunDirectory:
 
     def keep_metrics_before(self, step: int) -> Earlier:
         """Drop the lines of steps that are computed again; return what the other lines say."""
+        self._restore_if_removed()
         self._metrics.close()
         path = self.path / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)

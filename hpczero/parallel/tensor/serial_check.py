@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from hpczero.errors import HpczeroError
@@ -30,12 +30,13 @@ _ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "kv_cache")
 _MAY = (
     "it may count with a number of heads or a width that is fixed, or have parameters or buffers of"
-    " single heads that the plan does not name: such a module cannot be cut as this plan says"
+    " single heads that the plan does not name, or compute something else in each call: such a"
+    " module cannot be cut as this plan says"
 )
 
 
-class _OthersFailed(Exception):
-    """The cut forward failed on other ranks."""
+class _OthersFailed(BaseException):
+    """The cut forward failed on other ranks. No Exception, which a forward may catch."""
 
 
 class SerialCheck:
@@ -79,6 +80,7 @@ class SerialCheck:
             ):
                 ours, problem = self._cut_forward(region, given, named)
                 with self._cut.as_whole(), self._whole_parameters(region):
+                    given, named = _copies((given, named))
                     whole = region.forward(*given, **named)
             problem = problem or _difference(tree_leaves(ours), tree_leaves(whole))
         finally:
@@ -97,6 +99,7 @@ class SerialCheck:
         """Return the result of the cut region, and how it failed; it does on all ranks or none."""
         self._cut.before_message = self._meet
         try:
+            given, named = _copies((given, named))
             result = region.forward(*given, **named)
             self._meet()
         except _OthersFailed:
@@ -154,6 +157,11 @@ class SerialCheck:
         whole[slot.held] = parameter.detach().reshape(whole[slot.held].shape)
         self._cut.group.all_reduce(whole)
         return whole.view(slot.parameter.shape)
+
+
+def _copies(arguments: Any) -> Any:
+    """Return the same arguments; a forward may write to its input."""
+    return tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else one, arguments)
 
 
 @contextmanager

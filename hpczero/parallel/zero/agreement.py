@@ -75,15 +75,18 @@ class Agreement:
             total += _bits(gradient)
         return total.remainder(_BITS).double()
 
-    def refuse(self, units: Sequence[Unit], lr: float, rates: int) -> NoReturn:
+    def refuse(self, units: Sequence[Unit], lr: float, checksum: int) -> NoReturn:
         """Raise HpczeroError on all ranks: the norm was -infinity. Collective."""
-        of_ranks = self._data.stack(torch.tensor([lr, rates], dtype=torch.float64))
+        of_ranks = self._data.stack(torch.tensor([lr, checksum], dtype=torch.float64))
         for group in self._others:
             of_ranks = group.stack(of_ranks).flatten(0, 1)
         if len(set(of_ranks[:, 1].tolist())) > 1:
-            shown = ", ".join(f"{other:g}" for other in of_ranks[:, 0].tolist())
+            rates = of_ranks[:, 0].tolist()
+            shown = "lr = " + ", ".join(f"{other:.9g}" for other in rates)
+            if len(set(rates)) == 1:
+                shown = "those of single parameters"
             raise HpczeroError(
-                f"step(lr=...): the ranks give different learning rates (lr = {shown}), and the"
+                f"step(lr=...): the ranks give different learning rates ({shown}), and the"
                 " step was left out: a schedule that follows a loss must follow one that all ranks"
                 " have, not each its own"
             )

@@ -266,7 +266,8 @@ class Engine(Weights):
         host_sync()
         (norm,) = read_norm()
         finite = 0 <= norm < float("inf")
-        self.loss_scale = self.loss_scale.after(overflow=not finite)
+        if not norm < 0:  # all ranks are at one
+            self.loss_scale = self.loss_scale.after(overflow=not finite)
         self.updates += finite
         if finite:
             self.absent.updated()

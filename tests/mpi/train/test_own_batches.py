@@ -136,6 +136,12 @@ def test_batches_are_of_the_steps_that_the_loop_is_at(world: World, shared_folde
             next(steps)
         steps = hpczero.data.batches(spec, engine)
         next(steps)
+        with pytest.raises(InputError, match="split = 'test': there are"):
+            hpczero.data.batches(spec, engine, "test")  # type: ignore[arg-type]
+        if world.size > 1:
+            split: Any = "validation" if world.rank else "train"
+            with pytest.raises(InputError, match="split is 'train' on rank 0 and 'valid"):
+                hpczero.data.batches(spec, engine, split)
     with pytest.raises(HpczeroError, match="this engine is closed"):
         next(steps)
     with pytest.raises(HpczeroError, match="this engine is closed"):

@@ -1,6 +1,7 @@
 """Calls of loops of one's own: their arguments, several of them, going back, the end."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hpczero.checkpoint.save import SaveFailed
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
 from hpczero.train import own_run, setup
-from tests.support.own_loops import Loop, spec_of, started
+from tests.support.own_loops import Loop, spec_of, started, states
 from tests.support.user_modules import made
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
@@ -238,3 +239,114 @@ def test_another_folder_keeps_all(world: World, shared_folder: str) -> None:
         for step in (1, 2, 3):
             engine.save(folder=f"{shared_folder}/best", step=step)
     assert list(directory.steps(Path(shared_folder) / "best" / "checkpoints")) == [3, 2, 1]
+
+
+def test_a_step_that_is_saved_again_is_never_away(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second save of it fails at its end: the first one is what it was."""
+    spec = spec_of(shared_folder, checkpoint={"on_error": "continue"})
+    with started(world, spec) as engine:
+        Loop(engine, world).run(2)
+        engine.save({"number": 1}, wait=True)
+
+        def fails(*_: Any) -> None:
+            raise OSError(28, "No space left on device", "here")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("hpczero.checkpoint.manifest.commit", fails)
+            engine.save({"number": 2}, wait=True)
+        assert steps_of(world, shared_folder) == [2]
+        assert engine.load(f"{shared_folder}/loop").extra == {"number": 1}
+        engine.save({"number": 3}, wait=True)
+        engine.save({"number": 3}, wait=True)  # is saved
+        assert steps_of(world, shared_folder) == [2]
+    folder = Path(shared_folder) / "loop" / "checkpoints"
+    assert len(directory.aside(folder)) == 1
+    assert not list(folder.glob("*.new"))
+    with started(world, spec) as engine:
+        assert engine.resume().extra == {"number": 3}
+        with pytest.raises(SystemExit):
+            engine.stop({"number": 3})
+    assert len(directory.aside(folder)) == 1
+
+
+@pytest.mark.parametrize("numbers", [(5, 6, 2), (0, 3, 1)])
+def test_the_newest_is_what_was_saved_last(
+    world: World, shared_folder: str, numbers: tuple[int, ...]
+) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        for number in numbers:
+            engine.save({"number": number}, step=number, wait=True)
+        assert engine.resume().extra == {"number": numbers[-1]}
+        Loop(engine, world).run(4)
+        engine.save({"number": 4}, wait=True)
+        engine.load(f"{shared_folder}/loop", weights_only=True)
+        Loop(engine, world).run(1)
+        engine.save({"number": "anew"}, wait=True)
+        assert engine.resume().extra == {"number": "anew"}
+
+
+def test_a_refused_load_changes_nothing_and_a_failed_one_is_not_saved(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        Loop(engine, world).run(2)
+        engine.save(wait=True)
+        Loop(engine, world).run(3)
+        before = states(engine)
+        with pytest.raises(InputError, match="has no state of the generator 'x', and of others"):
+            engine.load(f"{shared_folder}/loop", random={"x": torch.Generator()})
+        assert all(map(torch.equal, states(engine), before))
+        engine.save()
+
+        def fails(*_: Any) -> None:
+            raise InputError("in the middle of it")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("hpczero.train.checkpointing.restore", fails)
+            with pytest.raises(InputError, match="in the middle of it"):
+                engine.load(f"{shared_folder}/loop")
+        with pytest.raises(HpczeroError, match="the last load or resume failed"):
+            engine.save()
+        assert engine.resume().step == 3
+        engine.save()
+
+
+def test_inside_averaged_nothing_is_loaded(world: World, shared_folder: str) -> None:
+    with started(world, spec_of(shared_folder), average=0.5) as engine:
+        Loop(engine, world).run(2)
+        engine.save(wait=True)
+        for call in (engine.resume, lambda: engine.load(f"{shared_folder}/loop")):
+            with (
+                pytest.raises(HpczeroError, match="the weights are their average"),
+                engine.averaged(),
+            ):
+                call()
+            with engine.averaged():
+                pass
+
+
+@pytest.mark.parametrize("folder", ["", "a\0b", 5, None])
+def test_folders_that_are_none_are_refused(world: World, shared_folder: str, folder: Any) -> None:
+    with started(world, spec_of(shared_folder)) as engine:
+        with pytest.raises(InputError, match="give the path of a folder"):
+            engine.load(folder)
+        if folder is not None:
+            with pytest.raises(InputError, match="give the path of a folder"):
+                engine.save(folder=folder)
+        engine.save(wait=True)
+        with pytest.raises(InputError, match="is the directory of a run, which saves there"):
+            engine.save(folder=f"{shared_folder}/loop")
+
+
+def test_all_engines_hear_of_a_signal(world: World, shared_folder: str) -> None:
+    one = started(world, spec_of(shared_folder))
+    other = started(world, spec_of(shared_folder) | {"name": "other"})
+    assert [one.should_stop(), other.should_stop()] == ["", ""]
+    one.close()
+    if world.rank == world.size - 1:
+        signal.raise_signal(signal.SIGTERM)
+    assert other.should_stop() == "SIGTERM"
+    other.close()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

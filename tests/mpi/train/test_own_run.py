@@ -13,17 +13,10 @@ import hpczero
 from hpczero.checkpoint import directory
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
-from hpczero.train import resume
-from tests.support.own_loops import STEPS, Loop, spec_of, started
+from tests.support.own_loops import STEPS, Loop, spec_of, started, states
 from tests.support.user_modules import WAYS, made
 
 pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
-
-
-def states(engine: Any) -> list[torch.Tensor]:
-    """Everything that a step changes on this rank."""
-    own = engine.engine
-    return [state.clone() for unit in own.units for state in resume.states(own, unit).values()]
 
 
 @pytest.mark.parametrize("behind", [True, False])

@@ -190,3 +190,40 @@ def test_the_lock_and_wrong_input(folder: Path) -> None:
         assert wrong.err.count("unknown key") == 1
         assert "Traceback" not in wrong.err
         assert "train.py, line 11)" in wrong.err
+
+
+TWO = """
+import sys
+
+import torch
+from torch import nn
+
+import hpczero
+
+one, other = (
+    hpczero.initialize(nn.Linear(4, 4), {"name": name, "train": {"precision": "fp32"}})
+    for name in ("one", "other")
+)
+one.backward(one(torch.ones(2, 4)).sum())
+one.step()
+if sys.argv[1] == "stop":
+    one.stop()
+one.close()
+other.backward(other(torch.ones(2, 4)).sum())
+print("norm", other.step().grad_norm)
+if sys.argv[1] == "left open":
+    sys.exit()
+other.close()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("closed", 0), ("stop", 75), ("left open", 1)])
+@pytest.mark.few(2)
+def test_two_engines_that_nobody_gave_a_world(tmp_path: Path, how: str, code: int) -> None:
+    """MPI ends with the last of them."""
+    (tmp_path / "two.py").write_text(TWO)
+    done = launch([*mpirun(2), sys.executable, "two.py", how], 120, tmp_path)
+    assert done.code == code, done
+    assert ("norm" in done.out) == (how != "stop")
+    assert ("ends without having closed its world" in done.err) == (how == "left open")
+    assert "Traceback" not in done.err

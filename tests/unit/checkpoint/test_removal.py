@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpczero.checkpoint import directory
-from hpczero.checkpoint.directory import listed
+from hpczero.checkpoint.listing import listed
 from hpczero.cli import main
 from hpczero.errors import InputError
 from tests.support.checkpoints import Wanted, make

@@ -148,7 +148,7 @@ def test_what_is_no_generator_or_no_state_is_said() -> None:
     with pytest.raises(InputError, match=r"random\['x'\] is a int: a generator is a torch"):
         rank_states.states_of({"x": 3})
     with pytest.raises(InputError, match="has no state of the generator 'x'"):
-        rank_states.refuse_unknown({"x": random.Random()}, {"y": []}, "it")
+        rank_states.refuse_unknown({"x": random.Random()}, {"y": []})
     for name, generator in made(1).items():
         for wrong in ("", "[]", "{}", "AAAA", '{"bit_generator": "PCG64", "state": 3}'):
             with pytest.raises(Damaged, match="is none of its kind"):

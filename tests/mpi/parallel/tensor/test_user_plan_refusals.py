@@ -140,6 +140,30 @@ def test_a_region_that_is_not_called_cannot_be_compared(world: World) -> None:
         loss_of(engine, 0)
 
 
+class InPlace(nn.Module):
+    """It changes its input, as some feed-forward parts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 37), nn.Linear(37, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x.mul_(0.5)).relu())
+
+
+def test_a_region_may_change_its_input(world: World) -> None:
+    def with_habit() -> nn.Module:
+        module = Mlp()
+        module.blocks = nn.ModuleList([InPlace()])
+        return module
+
+    expected = loss_of(made(with_habit), 0).item()
+    plan = {"blocks.0.up": "column", "blocks.0.down": "row"}
+    spec = spec_of(world.size, 0)
+    with hpczero.initialize(made(with_habit), spec, world, tensor_plan=plan) as engine:
+        assert loss_of(engine, 0).item() == pytest.approx(expected, rel=1e-6)
+
+
 class Scaled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)

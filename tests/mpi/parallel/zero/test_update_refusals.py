@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,10 +122,14 @@ def test_rates_that_differ_change_nothing(world: World, stage: int) -> None:
     with begun(world, stage, False, 1) as (engine, _):
         one_step(engine, 0)
         before = engine.full_state_dict()
-        own: list[Any] = [0.1 if last else 0.2, {"*": 0.1 if last else 0.2}]
-        for lr in own:
+        own: list[tuple[Any, str]] = [
+            (0.1 if last else 0.2, "lr = 0.2"),
+            (torch.tensor(0.01 if last else 0.0100001), "lr = 0.0100001"),
+            ({"*": 0.1 if last else 0.2}, "those of single parameters"),
+        ]
+        for lr, what in own:
             engine.backward(engine(samples(slice(0, 2)), {0}))
-            with pytest.raises(HpczeroError, match=r"give different learning rates \(lr = "):
+            with pytest.raises(HpczeroError, match=rf"give different learning rates \({what}"):
                 engine.step(lr=lr)
             after = engine.full_state_dict()
             assert all(torch.equal(before[name], after[name]) for name in before)
@@ -132,3 +137,32 @@ def test_rates_that_differ_change_nothing(world: World, stage: int) -> None:
         after = engine.full_state_dict()
         changed = [name for name in before if not torch.equal(before[name], after[name])]
         assert bool(changed) == engine.is_first
+
+
+@pytest.mark.ranks(2)
+def test_a_rate_is_a_number_of_any_kind(world: World) -> None:
+    """Equal ones may be of different kinds."""
+    first = world.rank == 0
+    with begun(world, 1, False, 1) as (engine, _):
+        for lr in (
+            np.float64(0.01) if first else 0.01,
+            0 if first else 0.0,
+            torch.tensor(0.5) if first else np.float32(0.5),
+        ):
+            engine.backward(engine(samples(slice(0, 2)), {0}))
+            engine.step(lr=lr)
+        for wrong in (float("nan"), float("inf"), -1.0, "much", [1, 2], {"*": -1.0}):
+            with pytest.raises(InputError, match="a learning rate is a"):
+                engine.step(lr=wrong)
+
+
+@pytest.mark.ranks(2)
+def test_rates_that_differ_are_no_overflow(world: World) -> None:
+    spec = spec_of(1, False)
+    spec["train"] = {**spec["train"], "precision": "fp16"}
+    with hpczero.initialize(made(Chain), spec, world) as engine:
+        scale = engine.engine.loss_scale
+        engine.backward(engine(samples(slice(0, 2)).to(engine.dtype), {0}) / scale.value)
+        with pytest.raises(HpczeroError, match="give different learning rates"):
+            engine.step(lr=0.1 if world.rank else 0.2)
+        assert engine.engine.loss_scale == scale
