@@ -98,7 +98,8 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
     norms = 4 / ranks if part.sequence else 4
     kept = element * (4 * hidden + 4 * inner + 2 * wide) + FP32 * (model.heads / ranks + norms)
     product = element * model.hidden * max(wide, 3 * inner)
-    block = BlockBytes(kept, element * 2 * wide, product)
+    cheap = element * (2 * hidden + wide) + FP32 * norms
+    block = BlockBytes(kept, cheap, element * 2 * wide, product)
     return of_decoder(model, tokens, element, part, block)
 
 
@@ -123,4 +124,5 @@ GPT = Family(
         "blocks.*.*.dropout": "dropout of rows",
         "head.norm": NORM_OF_ROWS,
     },
+    cheap={"blocks.*.*.norm": "layer_norm", "blocks.*.feed_forward": "gelu"},
 )

@@ -131,13 +131,17 @@ def _activations(model: Model, tokens: int, element: int, part: ChunkLayout) -> 
         elements += inner + of_keys
         norms += own_heads + own_keys
         normed += inner + of_keys
-    if model.attention_cap or model.heads != kv_heads(model):
-        elements += inner  # keys and values are not shared among heads where PyTorch computes
+    if model.attention_cap and own_heads > 1:
+        elements += inner  # a second copy of attention's result
     kept = element * elements + FP32 * (own_heads + norms)
     if "rms_norm" not in part.kernels:
         kept += (2 * FP32 - element) * normed
     product = element * model.hidden * max(2 * wide, inner + 2 * of_keys)
-    block = BlockBytes(kept, element * 4 * wide, product)
+    # of norms their inputs stay, of the gated part gates and values
+    cheap = FP32 * norms + element * (2 * hidden + (stored - 2) * wide)
+    if "rms_norm" not in part.kernels:
+        cheap += (2 * FP32 - element) * normed
+    block = BlockBytes(kept, cheap, element * 4 * wide, product)
     return of_decoder(model, tokens, element, part, block)
 
 
@@ -164,5 +168,12 @@ LLAMA = Family(
         "blocks.*.*.post_norm": NORM_OF_ROWS,
         "blocks.*.*.dropout": "dropout of rows",
         "head.norm": NORM_OF_ROWS,
+    },
+    cheap={
+        "blocks.*.*.norm": "rms_norm",
+        "blocks.*.*.post_norm": "rms_norm",
+        "blocks.*.attention.query_norm": "rms_norm",
+        "blocks.*.attention.key_norm": "rms_norm",
+        "blocks.*.feed_forward": "glu",
     },
 )

@@ -37,6 +37,7 @@ class BlockBytes:
     """The bytes that one block of a decoder keeps and makes."""
 
     kept: float  # from a token, until its backward
+    cheap: float  # of these, results of cheap operations
     wide: float  # inside the feed-forward part, of a token on its way through backward
     product: float  # of the largest gradient of a weight
 
@@ -52,7 +53,18 @@ def of_decoder(
     """
     hidden = model.hidden / part.tensor if part.sequence else model.hidden
     vocab = model.vocab / part.tensor
-    kept = part.layers["blocks"] * block.kept * tokens
+    again = part.recomputed
+    kept_whole = part.layers["blocks"] - again["block"]
+    kept = tokens * (
+        kept_whole * block.kept
+        + again["block"] * element * hidden
+        - again["selective"] * block.cheap
+    )
+    made_again = 0.0  # of a block at a time
+    if again["block"]:
+        made_again = block.kept * tokens
+    elif again["selective"]:
+        made_again = block.cheap * tokens
     if part.sends and "embedding" in part.layers:
         kept += element * hidden * tokens
     sent = hidden if part.sends else 0
@@ -62,7 +74,7 @@ def of_decoder(
     # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
     of_head = 0.0
-    forward = [kept]
+    forward = [kept + (block.wide * tokens if again["block"] else 0.0)]
     backward = [kept]
     if "head" in part.layers:
         of_head, loss = of_loss(part, tokens, element, hidden, vocab)
@@ -75,7 +87,7 @@ def of_decoder(
     if "blocks" in part.layers:
         masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps
         of_block = (element * 2 * hidden + block.wide + masking) * tokens
-        backward.append(kept + of_block + block.product + waiting)
+        backward.append(kept + made_again + of_block + block.product + waiting)
     if "embedding" in part.layers:
         backward.append(embedding + 2 * waiting + element * 2 * hidden * tokens)
     return Moments(kept + of_head, max(forward) + in_flight, max(backward) + in_flight)

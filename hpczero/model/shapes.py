@@ -6,7 +6,7 @@ sharded over tensor-parallel ranks (None: each of them holds the whole parameter
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -149,6 +149,7 @@ class ChunkLayout:
     sequence: bool  # sequence parallelism: activations between the products are sharded too
     sends: bool  # the pipeline has other stages
     kernels: frozenset[str] = frozenset()  # `Platform.kernels`
+    recomputed: Counter[str] = field(default_factory=Counter)  # "block" -> so many blocks
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,8 @@ class Family:
     tensor_sums: Mapping[str, tuple[int, int]]
     tensor_plan: Mapping[str, str]
     sequence_plan: Mapping[str, str]  # with sequence parallelism, too
+    # module -> its cheap operation, of which results need not be kept (memory.recompute)
+    cheap: Mapping[str, str]
 
 
 # roles of modules whose parameters every rank holds: it has some rows, or some heads, and the

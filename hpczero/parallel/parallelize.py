@@ -21,6 +21,9 @@ from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.model.shapes import NORM_OF_HEADS, NORM_OF_ROWS, Family, Layer, role_of
 from hpczero.parallel import user_module
+from hpczero.parallel.activations import choice
+from hpczero.parallel.activations.recipes import Recipes
+from hpczero.parallel.activations.recompute import AsTheyAre, Keeper, recomputed
 from hpczero.parallel.pipeline import user_stages
 from hpczero.parallel.pipeline.executor import Pipeline
 from hpczero.parallel.pipeline.partition import (
@@ -32,7 +35,7 @@ from hpczero.parallel.pipeline.partition import (
     stages_of_ties,
 )
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
+from hpczero.parallel.step import Call, PipelineStage, SingleStage, StepRunner
 from hpczero.parallel.tensor.attention_inputs import HeadsOfRank
 from hpczero.parallel.tensor.cut_modules import CutModules
 from hpczero.parallel.tensor.linear import (
@@ -198,6 +201,9 @@ def build_engine(
 def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     spec = context.spec
     module = build.on_meta(spec.model)
+    recipes = Recipes()
+    if spec.memory.recompute == "selective":
+        _use_recipes(module, families.family(spec.model).cheap, recipes)
     layers = list(zip(module.layers(), families.layers(spec.model), strict=True))
     tensor = context.group_if_cut("tensor")
     pipeline = context.group_if_cut("pipeline")
@@ -213,8 +219,10 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     parts = ModelParts(module, _joined(chunks), no_values if bare else None, ties, names)
     axis = data_axis(spec, context.world, context.group("data"), context.grid.nodes_cut_data_alike)
     engine = Engine(parts, axis, context.settings(own_model=True), tensor, pipeline)
+    keeper = engine.gatherer or AsTheyAre()
+    calls = [_calls(spec, chunk, recipes, keeper) for chunk in chunks]
     if pipeline is None:
-        return SingleStage(engine)
+        return SingleStage(engine, calls[0])
     tensor_rank = tensor.rank if tensor else 0
 
     def shape_of(batch: MicroBatch) -> tuple[int, ...]:
@@ -222,8 +230,29 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
         return samples, *handed_on(spec, tensor_rank, seq_len)
 
     executor = _pipeline(spec, pipeline, shape_of)
-    calls = [[module for module, layer in chunk if not isinstance(layer, Tied)] for chunk in chunks]
     return PipelineStage(engine, executor, chunks, calls)
+
+
+def _calls(spec: Spec, chunk: Layers, recipes: Recipes, keeper: Keeper) -> list[Call]:
+    """Return the layers of a chunk as functions, which keep what the spec says for backward."""
+    ways: dict[str, Callable[[Call], Call]] = {
+        "none": lambda layer: layer,
+        "selective": lambda layer: recipes.used_in(layer, keeper),
+        "block": lambda layer: recomputed(layer, keeper),
+    }
+    return [
+        ways[choice.recomputed(spec.memory, layer)](module)
+        for module, layer in chunk
+        if not isinstance(layer, Tied)
+    ]
+
+
+def _use_recipes(module: nn.Module, cheap: Mapping[str, str], recipes: Recipes) -> None:
+    """Let the cheap operations of the model's modules leave recipes."""
+    for name, part in module.named_modules():
+        operation = role_of(cheap, name)
+        if operation and not isinstance(part, nn.Identity):  # a norm that this model lacks
+            setattr(part, operation, recipes.cheap(getattr(part, operation)))
 
 
 def apply_plan(

@@ -20,8 +20,10 @@ Later = Callable[[], float]  # reads a number that the device may not have made 
 class SingleStage:
     """The whole model on this rank."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, calls: Sequence[Call] | None = None) -> None:
+        """`calls`: the layers as functions, in order; None: the module is one."""
         self.engine = engine
+        self._calls = calls
 
     def train(self, batches: Sequence[MicroBatch], weight: float, trace: Trace) -> Later:
         """Run forward and backward of the step's batches; return a function that reads the loss.
@@ -34,7 +36,7 @@ class SingleStage:
         # Empty batches run too: their collectives are also the other ranks'.
         for number, batch in enumerate(batches):
             with trace.span("forward", number):
-                loss = self.engine(batch)
+                loss = self._forward(batch)
             with trace.span("backward", number):
                 self.engine.backward(loss / weight, last=number + 1 == len(batches))
             losses.append(loss.detach())
@@ -43,8 +45,18 @@ class SingleStage:
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[list[float]]:
         """Return the losses of each batch: a single one, or with `by_sample` one per sample."""
         return _read_all(
-            [self.engine(batch) for batch in _on_device(batches, self.engine)], self.engine
+            [self._forward(batch) for batch in _on_device(batches, self.engine)], self.engine
         )
+
+    def _forward(self, batch: MicroBatch) -> Tensor:
+        if self._calls is None:
+            loss: Tensor = self.engine(batch)
+            return loss
+        with self.engine.running():
+            x = batch.tokens
+            for call in self._calls:
+                x = call(x, batch)
+        return x
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds from step to step, by kind."""

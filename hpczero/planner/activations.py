@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from hpczero.model.families import family, layers
 from hpczero.model.shapes import ChunkLayout, Layer, Moments
+from hpczero.parallel.activations.choice import recomputed
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
@@ -99,17 +100,27 @@ def activations(
 
     `chunks` are the stage's; by default the whole model.
     """
+    held = chunks or [layers(spec.model)]
+    moments = [moments_of(spec, samples, chunk, kernels) for chunk in held]
+    return int(peak(spec.parallel, moments, stage, micro_batches))
+
+
+def moments_of(
+    spec: Spec, samples: int, chunk: Sequence[Layer], kernels: frozenset[str]
+) -> Moments:
+    """Return the bytes of a micro-batch of so many samples in one chunk of the model."""
     parallel = spec.parallel
-    element = element_bytes(spec)
-    sequence = parallel.sequence_parallel and parallel.tensor > 1
-    moments = []
-    for chunk in chunks or [layers(spec.model)]:
-        kinds = Counter(layer.kind for layer in layers_that_run([chunk]))
-        sends = parallel.pipeline > 1
-        part = ChunkLayout(kinds, parallel.tensor, sequence, sends, kernels)
-        tokens = samples * spec.seq_len
-        moments.append(family(spec.model).activations(spec.model, tokens, element, part))
-    return int(peak(parallel, moments, stage, micro_batches))
+    running = layers_that_run([chunk])
+    part = ChunkLayout(
+        Counter(layer.kind for layer in running),
+        parallel.tensor,
+        parallel.sequence_parallel and parallel.tensor > 1,
+        parallel.pipeline > 1,
+        kernels,
+        Counter(recomputed(spec.memory, layer) for layer in running),
+    )
+    tokens = samples * spec.seq_len
+    return family(spec.model).activations(spec.model, tokens, element_bytes(spec), part)
 
 
 # All-gathers of units in a step where parameters are sharded (ZeRO-3), by the rules of

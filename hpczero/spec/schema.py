@@ -172,6 +172,20 @@ class Zero(Table):
     )
 
 
+class Memory(Table):
+    """Activations: what is kept from forward to backward, and what is computed again."""
+
+    recompute: Literal["none", "selective", "block"] = key(
+        "none",
+        "site",
+        "activations that are computed again in backward, not kept; selective: results of norms "
+        "and activation functions; block: all of a block but its input",
+    )
+    recompute_every: int = key(
+        1, "site", "2: in every second block alone, and so on", ge=1, le=1_000_000
+    )
+
+
 class Comm(Table):
     """The communication between ranks."""
 
@@ -344,6 +358,7 @@ class Spec(Table):
     schedule: Schedule = Schedule()
     parallel: Parallel = Parallel()
     zero: Zero = Zero()
+    memory: Memory = Memory()
     comm: Comm = Comm()
     checkpoint: Checkpoint = Checkpoint()
     paths: Paths = Paths()

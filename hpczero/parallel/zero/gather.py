@@ -151,7 +151,7 @@ class Gatherer:
         self._seen = []
         with (
             self._in_pass("forward"),
-            torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack),
+            torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack),
             explain_missing_hooks(),
         ):
             yield
@@ -338,7 +338,7 @@ class Gatherer:
             give_values(parameter, unit.nan.expand(slot.shape))
             parameter.released_as = slot.parameter.name
 
-    def _pack(self, tensor: Tensor) -> Tensor | Saved:
+    def pack(self, tensor: Tensor) -> Tensor | Saved:
         unit = self._unit_under(tensor)
         if unit is None and self._outdated:
             self._refuse_outdated(tensor)
@@ -358,7 +358,7 @@ class Gatherer:
             )
 
     @undisturbed
-    def _unpack(self, saved: Tensor | Saved) -> Tensor:
+    def unpack(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if saved.version != self._version[saved.unit]:
