@@ -82,7 +82,12 @@ _PROPERTIES_WITHOUT_VALUES = {
     "_python_dispatch",
 }
 # Modules whose hooks for saved tensors give back the values that a parameter had.
-_KEEP_VALUES = {"hpczero.parallel.zero.gather", "torch.utils.checkpoint"}
+_KEEP_VALUES = {
+    "hpczero.parallel.zero.gather",
+    "hpczero.parallel.activations.recipes",
+    "hpczero.parallel.activations.recompute",
+    "torch.utils.checkpoint",
+}
 
 
 class Owner:
