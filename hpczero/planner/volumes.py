@@ -21,6 +21,7 @@ tensor    for every micro-batch: a block has two pairs of a column- and a row-pa
           sequence padded to a multiple of N). Backward has one more all_gather for each
           column-parallel layer, which keeps only its own part of the sequence, and an all_reduce
           of the gradients of each norm's parameters.
+          A block that is recomputed has the sums of its forward twice.
 pipeline  for every micro-batch: S at each boundary of chunks forward, and backward (with
           sequence_parallel the rank's part of it). A tied parameter: the stages that hold it have
           an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
@@ -42,6 +43,7 @@ from hpczero.data.samples import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
 from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_role
+from hpczero.parallel.activations.choice import recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers_in_step
@@ -324,6 +326,8 @@ class Volumes:
             sum(sums[kind][column] * count for kind, count in kinds.items()) * times
             for column in range(2)
         )
+        again = sum(recomputed(self.spec.memory, layer) == "block" for layer in running)
+        forward += again * sums["blocks"][0] * times
         for kind, layer in one_of_kind.items():
             for size in sizes_summed(layer, family(model).tensor_plan, ranks):
                 yield "all_reduce", 2 * size * self._width, kinds[kind] * times

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpczero.comm.world import World
 from hpczero.spec.rules import AXES, contradictions
-from hpczero.spec.schema import Data, Model, Parallel, Spec, Train, Zero
+from hpczero.spec.schema import Data, Memory, Model, Parallel, Spec, Train, Zero
 
 MODEL = Model(layers=7, hidden=24, heads=6, seq_len=17, vocab=61)
 
@@ -26,6 +26,7 @@ def job(
     precision: Any = "bf16",
     tied: bool = True,
     zero: Any = None,
+    memory: Any = None,
     **parallel: Any,
 ) -> Spec:
     return Spec(
@@ -39,6 +40,7 @@ def job(
             eval_batches=0,
         ),
         zero=Zero(**(zero or {})),
+        memory=Memory(**(memory or {})),
         parallel=Parallel(**parallel),
     )
 
@@ -66,6 +68,10 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
         schedule=schedule,
         chunks=chunks,
         order=choice.choice(["auto", *map(",".join, permutations(AXES))]),
+        memory={
+            "recompute": choice.choice(["none", "selective", "block", "block"]),
+            "recompute_every": choice.choice([1, 1, 2, 3]),
+        },
     )
     assert not contradictions(spec), contradictions(spec)
     return spec
