@@ -266,7 +266,8 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
     if known(spec.model) and not spec.batch.command:
         on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
         limits = fit.NodeLimits.planned(on_nodes, node, platform)
-        if refusal := fit.final_refusal(spec, layers(spec.model), limits):
+        _, refusal = fit.as_it_fits(spec, layers(spec.model), limits)
+        if refusal:
             yield refusal
 
 

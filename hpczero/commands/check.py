@@ -116,6 +116,7 @@ class Layout:
     sent: dict[str, dict[str, Any]] | None  # axis -> operation -> bytes in a step
     memory: dict[str, Any] | None  # `planner.forecast`
     sharing_left_out: str  # why the ranks of a node do not share states where they could; or ""
+    recompute: str  # memory.recompute, decided if it is "auto"
     refusal: str  # why it does not fit the nodes, as far as they are known; empty: it does
 
 
@@ -157,11 +158,11 @@ def _layout(spec: Spec, node_of_rank: list[int], node: "Hardware", platform: "Pl
     refusal = ""
     if known(spec.model):
         model = layers(spec.model)
-        job = forecast.Forecast(spec, grid, node, platform)
+        job, refusal = forecast.Forecast(spec, grid, node, platform).as_it_fits(model)
+        spec = job.spec
         stages = forecast.stages(spec, model)
         sent = forecast.sent(spec, model, grid)
         memory = job.memory(model)
-        refusal = job.refusal(model)
     return Layout(
         grid=grid.describe(),
         ranks=len(node_of_rank),
@@ -177,6 +178,7 @@ def _layout(spec: Spec, node_of_rank: list[int], node: "Hardware", platform: "Pl
         memory=memory,
         sharing_left_out=forecast.sharing_left_out(spec.zero, grid),
         refusal=refusal,
+        recompute=spec.memory.recompute,
     )
 
 
@@ -195,6 +197,8 @@ def _layout_notes(spec: Spec, layout: Layout | None) -> list[str]:
         return []
     batch = spec.train.global_batch
     notes = [layout.sharing_left_out] if layout.sharing_left_out else []
+    if spec.memory.recompute == "auto":
+        notes.append(f'memory.recompute = "auto" becomes "{layout.recompute}" here')
     if batch >= layout.data_ranks:
         return notes
     idle = f"{layout.data_ranks - batch:,} of the {layout.data_ranks:,} data ranks"

@@ -4,11 +4,12 @@ The ZeRO engine uses it to write weight gradients straight into its buffers
 (`parallel.zero.weight_gradients`). In other models it must intercept every torch operation.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,6 +18,9 @@ class LinearMaps(Protocol):
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def embedding(self, input: Tensor, weight: Tensor) -> Tensor: ...
+
+    def gradient_of(self, weight: Tensor, into: Callable[[Tensor], None]) -> Tensor | None:
+        """Return the gradient of a weight for autograd; `into` writes it. None: not known."""
 
 
 _redirected: ContextVar[LinearMaps | None] = ContextVar("redirected", default=None)
@@ -30,6 +34,20 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def embedding(tokens: Tensor, vectors: Tensor) -> Tensor:
     maps = _redirected.get()
     return maps.embedding(tokens, vectors) if maps else functional.embedding(tokens, vectors)
+
+
+def redirected() -> LinearMaps | None:
+    """Return what carries out the maps here."""
+    return _redirected.get()
+
+
+def gradient_of(maps: LinearMaps | None, weight: Tensor, into: Callable[[Tensor], None]) -> Tensor:
+    """Return the gradient of a weight, as autograd takes it in a backward; `into` writes it."""
+    found = maps.gradient_of(weight, into) if maps else None
+    if found is None:
+        found = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        into(found)
+    return found
 
 
 def of_positions(vectors: Tensor, seq_len: int, positions: Tensor | None) -> Tensor:

@@ -12,24 +12,31 @@ _LOGITS_BLOCK = 1 << 18  # logits that tensor ranks have in fp32 at a time, twic
 
 
 def of_loss(
-    part: ChunkLayout, tokens: int, element: int, hidden: float, vocab: float
-) -> tuple[float, float]:
-    """Return the bytes that the head keeps, and those of its loss at the widest moment.
+    part: ChunkLayout, tokens: int, element: int, hidden: float, vocab: float, caps: bool
+) -> Moments:
+    """Return the bytes of the head: those that it keeps, and those at its widest moments.
 
     PyTorch's cross-entropy goes from logits over fp32 ones to their log-softmax, which it keeps;
     its backward holds three fp32 tensors of that size. hpczero's kernel, and tensor ranks, keep the
-    logits and write the gradient over them; the kernel also keeps two numbers a token.
+    logits and write the gradient over them; the kernel also keeps two numbers a token. By pieces
+    nothing but the input is kept, and logits are made in backward.
     """
     by_kernel = "cross_entropy" in part.kernels
-    over_logits = by_kernel or part.tensor > 1
-    logits = element * vocab * tokens
-    kept = element * hidden * tokens + (logits if over_logits else FP32 * vocab * tokens)
-    in_fp32 = 3 * vocab * tokens
+    over_logits = by_kernel or part.tensor > 1 or part.loss_rows > 0
+    rows = min(part.loss_rows, tokens) if part.loss_rows else tokens
+    logits = element * vocab * rows
+    capped = 2 * logits if caps else 0
+    in_fp32 = 3 * vocab * rows
     if by_kernel:
-        in_fp32 = 2 * tokens
+        in_fp32 = 2 * rows
     elif over_logits:
-        in_fp32 = 2 * min(_LOGITS_BLOCK, vocab * tokens)
-    return kept, 2 * element * hidden * tokens + (logits if over_logits else 0) + FP32 * in_fp32
+        in_fp32 = 2 * min(_LOGITS_BLOCK, vocab * rows)
+    stream = element * hidden * tokens
+    widest = 2 * stream + (logits if over_logits else 0) + FP32 * in_fp32 + capped
+    if part.loss_rows:
+        return Moments(stream, stream, widest)
+    kept = stream + (logits if over_logits else FP32 * vocab * tokens) + capped
+    return Moments(kept, widest, widest)
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,11 @@ def of_decoder(
     forward = [kept + (block.wide * tokens if again["block"] else 0.0)]
     backward = [kept]
     if "head" in part.layers:
-        of_head, loss = of_loss(part, tokens, element, hidden, vocab)
-        logits = element * vocab * tokens
-        capped = 2 * logits if model.logit_cap else 0
-        of_head += capped
-        forward.append(kept + loss + capped)
-        backward += [kept + loss + capped]
+        head = of_loss(part, tokens, element, hidden, vocab, bool(model.logit_cap))
+        of_head = head.kept
+        forward.append(kept + head.forward)
+        logits = element * vocab * (part.loss_rows or tokens)
+        backward += [kept + head.backward]
         backward += [kept + 2 * element * hidden * tokens + logits + embedding]
     if "blocks" in part.layers:
         masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps

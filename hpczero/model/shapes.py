@@ -150,6 +150,7 @@ class ChunkLayout:
     sends: bool  # the pipeline has other stages
     kernels: frozenset[str] = frozenset()  # `Platform.kernels`
     recomputed: Counter[str] = field(default_factory=Counter)  # "block" -> so many blocks
+    loss_rows: int = 0  # positions whose logits exist at a time; 0: all
 
 
 @dataclass(frozen=True)

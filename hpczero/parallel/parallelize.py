@@ -10,6 +10,7 @@ role; `apply_plan` replaces them.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -22,6 +23,7 @@ from hpczero.model.batch import MicroBatch
 from hpczero.model.shapes import NORM_OF_HEADS, NORM_OF_ROWS, Family, Layer, role_of
 from hpczero.parallel import user_module
 from hpczero.parallel.activations import choice
+from hpczero.parallel.activations.loss_by_pieces import Pieces, head_by_pieces
 from hpczero.parallel.activations.recipes import Recipes
 from hpczero.parallel.activations.recompute import AsTheyAre, Keeper, recomputed
 from hpczero.parallel.pipeline import user_stages
@@ -207,9 +209,11 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     layers = list(zip(module.layers(), families.layers(spec.model), strict=True))
     tensor = context.group_if_cut("tensor")
     pipeline = context.group_if_cut("pipeline")
+    residual = None
     if tensor:
         residual = Residual(tensor, spec.parallel.sequence_parallel)
         apply_plan(layers, families.family(spec.model), residual)
+    _cut_loss(module.head, spec, residual)
     described = [layer for _, layer in layers]
     stages = chunks_of_stages(spec, described)
     held = stages[pipeline.rank if pipeline else 0]
@@ -245,6 +249,16 @@ def _calls(spec: Spec, chunk: Layers, recipes: Recipes, keeper: Keeper) -> list[
         for module, layer in chunk
         if not isinstance(layer, Tied)
     ]
+
+
+def _cut_loss(head: Any, spec: Spec, residual: Residual | None) -> None:
+    """Let a head make its loss by pieces of the micro-batch, where the spec says so."""
+    rows = choice.loss_rows(spec)
+    if rows:
+        group = residual.group if residual else None
+        layout = (lambda: residual.layout) if residual else None
+        cap = spec.model.logit_cap
+        head.forward = head_by_pieces(head, Pieces(rows, spec.model.vocab, cap, layout, group))
 
 
 def _use_recipes(module: nn.Module, cheap: Mapping[str, str], recipes: Recipes) -> None:

@@ -23,6 +23,7 @@ from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
 from hpczero.text import format_count, format_memory
 
+RECOMPUTE = ("none", "selective", "block")  # the fastest first
 _MOST_NODES = 64  # times as many as there are: more help nobody
 _WORTH_SAYING = 50_000  # bytes of a kind that a message names
 _GB = 10**9
@@ -118,12 +119,27 @@ def refusal(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> str | No
     return f"{_complaint(spec, layers, limits, heaviest)}; {way_out}"
 
 
-def final_refusal(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> str | None:
-    """Return the `refusal` of a run that saves without a copy, while training waits, if it must."""
-    refused = refusal(spec, layers, limits)
-    if refused and saves_behind(spec):
-        return refusal(_with(spec, "checkpoint", asynchronous=False), layers, limits)
-    return refused
+def ways_to_run(spec: Spec) -> Iterator[Spec]:
+    """Yield what a spec leaves to be decided, as it may be decided, the fastest way first.
+
+    A run may save without a copy of the states, while training waits; with memory.recompute =
+    "auto" it may compute activations again.
+    """
+    decided = spec.memory.recompute
+    for recompute in RECOMPUTE if decided == "auto" else (decided,):
+        way = _with(spec, "memory", recompute=recompute)
+        yield way
+        if saves_behind(way):
+            yield _with(way, "checkpoint", asynchronous=False)
+
+
+def as_it_fits(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> tuple[Spec, str | None]:
+    """Return the first of the `ways_to_run` that fits, or the last one and why it does not."""
+    for way in ways_to_run(spec):
+        refused = refusal(way, layers, limits)
+        if refused is None:
+            break
+    return way, refused
 
 
 def kinds_in_words(sizes: Mapping[str, int]) -> str:
@@ -181,6 +197,7 @@ def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Laye
 
 def _sharding(spec: Spec, limits: NodeLimits) -> Iterator[Iterator[Alternative]]:
     yield _sharing(spec, limits)
+    yield _recomputing(spec, limits)
     for stage in range(spec.zero.stage, 4):
         yield _at_stage(spec, limits, stage)
 
@@ -254,6 +271,13 @@ def _sharing(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
         shared = not any(place.shared for place in places)
         changed = _with(spec, "zero", node_shared=shared)
         yield Alternative(f"zero.node_shared = {str(shared).lower()}", changed, limits)
+
+
+def _recomputing(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
+    if known(spec.model):
+        for recompute in RECOMPUTE[RECOMPUTE.index(spec.memory.recompute) + 1 :]:
+            changed = _with(spec, "memory", recompute=recompute)
+            yield Alternative(f'memory.recompute = "{recompute}"', changed, limits)
 
 
 def _at_stage(spec: Spec, limits: NodeLimits, stage: int) -> Iterator[Alternative]:

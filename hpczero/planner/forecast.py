@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +11,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
-from hpczero.planner.fit import NodeLimits, final_refusal, kinds_in_words
+from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words
 from hpczero.planner.memory import Hardware, NodeNeed, Platform, needs_on_grid, of_account
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.rules import AXES
@@ -59,10 +59,15 @@ class Forecast:
             memory["kernels"] = bool(self.platform.kernels)
         return memory
 
-    def refusal(self, layers: Sequence[Layer]) -> str:
-        """Return why the job does not fit into the known sizes of the nodes; "" if it does."""
+    def as_it_fits(self, layers: Sequence[Layer]) -> "tuple[Forecast, str]":
+        """Return the job with its memory.recompute decided, and why it does not fit.
+
+        The latter is "" if it does, or if the sizes of the nodes are not known.
+        """
         limits = NodeLimits.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
-        return final_refusal(self.spec, layers, limits) or ""
+        way, refusal = as_it_fits(self.spec, layers, limits)
+        spec = self.spec.model_copy(update={"memory": way.memory})
+        return replace(self, spec=spec), refusal or ""
 
     def _accounts(self, needs: list[NodeNeed], fullest: NodeNeed) -> dict[str, Any]:
         of_devices = [need.fullest("device") for need in needs]

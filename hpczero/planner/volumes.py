@@ -15,18 +15,16 @@ data      for every unit of U bytes (a layer of the stage, its tensor shard, pad
           of R of every shard of another node (reduce_scatter), and M - 1 times the rank's own
           shard (all_gather); stage 3 as stage 2.
 tensor    for every micro-batch: a block has two pairs of a column- and a row-parallel layer, each
-          with an all_reduce S in forward and one in backward; the embedding has one in forward,
-          the head one in backward; the loss an all_reduce of 4 and one of 8 bytes a token.
-          sequence_parallel: each all_reduce S becomes a reduce_scatter and an all_gather (the
-          sequence padded to a multiple of N). Backward has one more all_gather for each
-          column-parallel layer, which keeps only its own part of the sequence, and an all_reduce
-          of the gradients of each norm's parameters.
-          A block that is recomputed has the sums of its forward twice.
+          with an all_reduce S in forward (twice if it is recomputed) and one in backward; the
+          embedding has one in forward, the head one in backward; the loss an all_reduce of 4 and
+          one of 8 bytes a token. sequence_parallel: each all_reduce S becomes a reduce_scatter and
+          an all_gather (the sequence padded to a multiple of N). Backward gathers once more for
+          each column-parallel layer (not for a head by pieces), and sums norms' gradients.
 pipeline  for every micro-batch: S at each boundary of chunks forward, and backward (with
           sequence_parallel the rank's part of it). A tied parameter: the stages that hold it have
           an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
-world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to stop.
-All axes but world: an all_gather of 8 N, the norm.
+world     an all_reduce of 56 bytes: the loss, an unfinished save, requests to stop. On all other
+          axes an all_gather of 8 N: the norm.
 """
 
 from collections import Counter
@@ -43,7 +41,7 @@ from hpczero.data.samples import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
 from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_role
-from hpczero.parallel.activations.choice import recomputed
+from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers_in_step
@@ -52,12 +50,9 @@ from hpczero.spec.schema import Parallel, Spec
 
 _NORM = 8
 _AGREEMENT = 56
-# fp32 numbers of each token that tensor ranks reduce: the largest logit; the sum of exponentials
-# together with the target's logit.
-_LOSS = (1, 2)
+_LOSS = (1, 2)  # fp32 numbers of each token: the largest logit; two sums
 
-# Micro-batches of a data rank: (samples in it, number of such micro-batches).
-Batches = tuple[tuple[int, int], ...]
+Batches = tuple[tuple[int, int], ...]  # (samples, number of micro-batches with so many)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,33 +311,35 @@ class Volumes:
         """
         model = self.spec.model
         ranks = self.spec.parallel.tensor
-        seq_len = self.spec.seq_len
-        tokens = samples * seq_len
+        tokens = samples * self.spec.seq_len
         running = partition.layers_that_run(self.chunks[stage])
         one_of_kind = {layer.kind: layer for layer in running}
         kinds = Counter(layer.kind for layer in running)
-        sums = family(model).tensor_sums
+        plans = family(model)
         forward, backward = (
-            sum(sums[kind][column] * count for kind, count in kinds.items()) * times
+            sum(plans.tensor_sums[kind][column] * count for kind, count in kinds.items()) * times
             for column in range(2)
         )
-        again = sum(recomputed(self.spec.memory, layer) == "block" for layer in running)
-        forward += again * sums["blocks"][0] * times
+        again = Counter(recomputed(self.spec.memory, layer) for layer in running)["block"]
+        forward += again * plans.tensor_sums["blocks"][0] * times
         for kind, layer in one_of_kind.items():
-            for size in sizes_summed(layer, family(model).tensor_plan, ranks):
+            for size in sizes_summed(layer, plans.tensor_plan, ranks):
                 yield "all_reduce", 2 * size * self._width, kinds[kind] * times
         if self.spec.parallel.sequence_parallel:
-            padded = samples * -(-seq_len // ranks) * ranks * model.hidden * self._width
+            padded = samples * -(-self.spec.seq_len // ranks) * ranks * model.hidden * self._width
             yield "reduce_scatter", padded, forward + backward
-            yield "all_gather", padded, forward + 2 * backward
+            ahead = times if "head" in kinds and loss_rows(self.spec) else 0  # its forward's
+            yield "all_gather", padded, forward + 2 * backward - ahead
             for kind, layer in one_of_kind.items():
-                for size in sizes_with_role(layer, family(model).sequence_plan, NORM_OF_ROWS):
+                for size in sizes_with_role(layer, plans.sequence_plan, NORM_OF_ROWS):
                     yield "all_reduce", 2 * size * self._width, kinds[kind] * times
         else:
             yield "all_reduce", 2 * tokens * model.hidden * self._width, forward + backward
         if "head" in kinds:
-            for numbers in _LOSS:
-                yield "all_reduce", 2 * numbers * 4 * tokens, times
+            piece = loss_rows(self.spec) or max(tokens, 1)
+            for rows, count in ((piece, tokens // piece), (tokens % piece, 1)):
+                for numbers in _LOSS:
+                    yield "all_reduce", 2 * numbers * 4 * rows, times * count
 
     def _pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]

@@ -51,6 +51,12 @@ def without_effect(spec: Spec) -> list[str]:
             "parallel.sequence_parallel = true has no effect with parallel.tensor = 1: "
             "there is nobody to share the sequence with"
         )
+    memory = spec.memory
+    if memory.recompute_every > 1 and memory.recompute == "none":
+        notes.append(
+            f"memory.recompute_every = {memory.recompute_every} has no effect with "
+            'memory.recompute = "none"'
+        )
     if parallel.schedule != type(parallel)().schedule and parallel.pipeline == 1:
         notes.append(
             f"parallel.schedule = {toml_repr(parallel.schedule)} has no effect with "
@@ -333,6 +339,17 @@ def _device(spec: Spec) -> Iterator[Contradiction]:
         )
 
 
+def _memory(spec: Spec) -> Iterator[Contradiction]:
+    recompute = spec.memory.recompute
+    if recompute != "none" and not known(spec.model):
+        yield Contradiction(
+            ("memory.recompute", "model.family"),
+            f"memory.recompute = {toml_repr(recompute)} is for hpczero's own families, and "
+            f'model.family = {toml_repr(spec.model.family)}: set it to "none", and call the '
+            "module's parts by torch.utils.checkpoint (use_reentrant=False)",
+        )
+
+
 _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
     *(
         _schedule,
@@ -345,5 +362,6 @@ _RULES: tuple[Callable[[Spec], Iterator[Contradiction]], ...] = (
         _pipeline,
         _checkpoint,
         _device,
+        _memory,
     ),
 )

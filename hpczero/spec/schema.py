@@ -175,14 +175,23 @@ class Zero(Table):
 class Memory(Table):
     """Activations: what is kept from forward to backward, and what is computed again."""
 
-    recompute: Literal["none", "selective", "block"] = key(
+    recompute: Literal["none", "selective", "block", "auto"] = key(
         "none",
         "site",
         "activations that are computed again in backward, not kept; selective: results of norms "
-        "and activation functions; block: all of a block but its input",
+        "and activation functions; block: all of a block but its input; auto: the first of these "
+        "that fits into the memory",
     )
     recompute_every: int = key(
         1, "site", "2: in every second block alone, and so on", ge=1, le=1_000_000
+    )
+    loss_chunk: int = key(
+        0,
+        "site",
+        "positions of a micro-batch whose logits exist at a time; 0: all of them where they take "
+        "less than 64 MB, else an eighth or more",
+        ge=0,
+        le=LARGEST,
     )
 
 

@@ -1,6 +1,6 @@
 """`hpczero.initialize`: training of any module, in a training loop of the user's own."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hpczero import machine
 from hpczero.comm.world import World, is_stop, leave
@@ -119,6 +120,15 @@ class Training:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._opened()(*arguments, **named)
+
+    def checkpoint(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Call a function of the module, whose activations are computed again in backward.
+
+        Its inputs alone are kept. Random numbers are drawn alike (dropout); it must compute the
+        same both times.
+        """
+        self._opened()
+        return checkpoint(function, *arguments, use_reentrant=False, **named)
 
     def backward(self, loss: torch.Tensor, last: bool = False) -> None:
         """Add the gradient of this rank's `loss`.
@@ -366,6 +376,11 @@ def _problems(spec: Spec, has_plan: bool) -> list[str]:
             f"parallel.pipeline = {pipeline}: a loop of your own runs the whole module, not the "
             "stages of a pipeline; set it to 1, or "
             f"train by `hpczero run` {family} (docs/any-model.md)"
+        )
+    if spec.memory.recompute != "none":
+        problems.append(
+            f'memory.recompute = "{spec.memory.recompute}": nothing is known of the blocks of this '
+            'module; set it to "none", and run parts of it by engine.checkpoint'
         )
     if spec.train.trace:
         problems.append(

@@ -53,13 +53,13 @@ class TrainingJob:
     """The facts that all ranks have agreed on before anything is written."""
 
     spec: Spec
+    asked: Spec  # in which some keys leave to the run what `spec` has
     world: World
     grid: Grid
     source: TokenSource
     threads: int
     layers: list[Layer] | None  # of the whole model; None: not known
     user_model: UserModel | None  # made by model.family = "package.module:factory"
-    no_room_for_copy: bool  # of the states: training waits while a checkpoint is saved
 
 
 def run(options: argparse.Namespace) -> int:
@@ -109,8 +109,7 @@ def _prepare(
     )
     started.watch(spec.comm.timeout_s, run_directory.path_of(spec) / "watch")
     threads = setup.share_cores(world, grid.sharing_layers(world.rank))
-    waits = carried_out is not spec
-    job = TrainingJob(carried_out, world, grid, source, threads, layers, user_model, waits)
+    job = TrainingJob(carried_out, spec, world, grid, source, threads, layers, user_model)
     return job, directory
 
 
@@ -288,9 +287,11 @@ def _report_start(job: TrainingJob, reporter: Reporter | None) -> None:
         reporter.event("WARN", what=what)
     for what in filter(None, [sharing_left_out(job.spec.zero, job.grid), *site_profile.unusable()]):
         reporter.event("WARN", what=what)
-    if job.no_room_for_copy:
+    if job.asked.checkpoint.asynchronous > job.spec.checkpoint.asynchronous:
         what = "no room for a copy of the states: training waits while a checkpoint is saved"
         reporter.event("WARN", what=what)
+    if job.asked.memory.recompute == "auto":
+        reporter.event("memory", recompute=job.spec.memory.recompute, decided="auto")
 
 
 def _report_layout(reporter: Reporter, job: TrainingJob, batches: Batches, parameters: int) -> None:

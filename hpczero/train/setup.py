@@ -26,8 +26,8 @@ from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
 from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.planner.fit import Bound, NodeLimits, refusal
-from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes, saves_behind
+from hpczero.planner.fit import Bound, NodeLimits, refusal, ways_to_run
+from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.text import format_bytes, format_count
@@ -256,20 +256,17 @@ def fit_to_memory(
 ) -> Spec:
     """Check that a model of these layers fits into every node, cgroup, GPU and /dev/shm.
 
-    Collective; InputError on all ranks where it does not. If only the copy of the states does not
-    fit, from which checkpoints are saved while training goes on, return the spec without it.
-    `module`: what this rank has built already; its memory is freed as the engine's states come.
+    Collective; InputError on all ranks where it does not. Return the spec with all that it leaves
+    to be decided (`fit.ways_to_run`). `module`: what this rank has built already; its memory is
+    freed as the engine's states come.
     """
     parameters = () if module is None else module.parameters()
     built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
-    problem = _problem(world, spec, layers, built, update)
-    if problem and saves_behind(spec):
-        waits = spec.checkpoint.model_copy(update={"asynchronous": False})
-        spec = spec.model_copy(update={"checkpoint": waits})
-        problem = _problem(world, spec, layers, built, update)
-    if problem:
-        raise InputError(problem)
-    return spec
+    for way in ways_to_run(spec):
+        problem = _problem(world, way, layers, built, update)
+        if not problem:
+            return way
+    raise InputError(problem)
 
 
 def has_room(world: World, wanted: int) -> bool:

@@ -15,7 +15,7 @@ from hpczero.device import CPU
 from hpczero.model import families
 from hpczero.model.shapes import ZEROS
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.spec.schema import Data, Model, Optimizer, Parallel, Spec, Train, Zero
+from hpczero.spec.schema import Data, Memory, Model, Optimizer, Parallel, Spec, Train, Zero
 from tests.support.covering import Case, covering
 from tests.support.training import Record, assert_same, train
 
@@ -175,7 +175,11 @@ class Serial:
 
     def __call__(self, world: World, spec: Spec) -> Record:
         spec = spec.model_copy(
-            update={"parallel": Parallel(), "zero": Zero(stage=0, node_shared=False)}
+            update={
+                "parallel": Parallel(),
+                "zero": Zero(stage=0, node_shared=False),
+                "memory": Memory(),
+            }
         )
         name = spec.model_dump_json()
         if name not in self._records:

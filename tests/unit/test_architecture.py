@@ -38,7 +38,7 @@ ALLOWED = {
     "model": {"hpczero_kernels", "spec", "errors", "device"},
     "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "data.samples"}
     | {"model.shapes", "model.families"}
-    | {"parallel.layout", "parallel.states"}
+    | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"},
     "parallel": {"model", "comm", "optim", "spec", "text"}
     | {"hpczero_kernels", "errors", "device"},

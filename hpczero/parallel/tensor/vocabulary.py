@@ -88,7 +88,7 @@ class VocabularyCrossEntropy(nn.Module):
         row_weights = None if weights is None else weights.flatten()
         if not by_sample:
             return _CrossEntropy.apply(rows, row_targets, row_weights, first, self._group)
-        statistics = _of_whole_vocabulary(rows, row_targets, first, self._group)
+        statistics = of_whole_vocabulary(rows, row_targets, first, self._group)
         return losses(*statistics, row_targets, row_weights).unflatten(0, targets.shape).sum(1)
 
 
@@ -124,7 +124,7 @@ def part_of_lookup(tokens: torch.Tensor, vectors: torch.Tensor, first: int) -> t
     return looked_up.masked_fill(~here.unsqueeze(-1), 0.0)
 
 
-def _of_whole_vocabulary(
+def of_whole_vocabulary(
     logits: torch.Tensor, targets: torch.Tensor, first: int, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's largest logit, sum of exp(logit - largest) and logit of its target.
@@ -150,7 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
         first: int,
         group: Group,
     ) -> torch.Tensor:
-        most, sums, of_targets = _of_whole_vocabulary(logits, targets, first, group)
+        most, sums, of_targets = of_whole_vocabulary(logits, targets, first, group)
         context.save_for_backward(logits, targets, weights, most, sums)
         context.first = first
         return losses(most, sums, of_targets, targets, weights).sum()

@@ -122,6 +122,13 @@ class DirectGradients:
             )
         return _Embedding.apply(input, weight, self)
 
+    def gradient_of(self, weight: Tensor, into: Callable[[Tensor], None]) -> Tensor | None:
+        """Let `into` write a weight's gradient in backward; return what autograd gets of it."""
+        own = self._parameter(weight)
+        if own is None or not self.is_own():
+            return None
+        return _gradient(own, into, self.sums)
+
     def backward(self, output: Tensor, gradient: Tensor) -> None:
         """Run output.backward(gradient) without leaving modes, which that would do.
 

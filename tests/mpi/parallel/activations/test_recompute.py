@@ -5,9 +5,14 @@ import pytest
 from hpczero.comm.world import World
 from hpczero.spec.schema import Memory, Spec
 from tests.support.covering import Case, covering
-from tests.support.grids import bitwise, factors, on_grid, possible, spec_of
+from tests.support.grids import Serial, assert_agrees, bitwise, factors, on_grid, possible, spec_of
 
 pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def serial() -> Serial:
+    return Serial()
 
 
 def with_memory(spec: Spec, **how: object) -> Spec:
@@ -26,3 +31,17 @@ def test_it_changes_no_number(world: World, case: Case) -> None:
     kept = on_grid(world, case, spec)
     again = with_memory(spec, recompute=case["recompute"], recompute_every=case["every"])
     assert bitwise(kept, on_grid(world, case, again))
+
+
+def with_pieces(ranks: int, everything: bool = False) -> list[Case]:
+    chosen = factors(ranks) | {"rows": [1, 7, 40], "recompute": ["none", "selective", "block"]}
+    chosen["precision"] = ["fp32"]
+    return covering(chosen, (), possible)
+
+
+@pytest.mark.cases(of=with_pieces)
+@pytest.mark.few(6)
+def test_a_loss_by_pieces_equals_the_serial_one(world: World, case: Case, serial: Serial) -> None:
+    spec = spec_of(case)
+    pieces = with_memory(spec, recompute=case["recompute"], loss_chunk=case["rows"])
+    assert_agrees(on_grid(world, case, pieces), serial, world, spec)
