@@ -253,7 +253,7 @@ def _calls(spec: Spec, chunk: Layers, recipes: Recipes, keeper: Keeper) -> list[
 
 def _cut_loss(head: Any, spec: Spec, residual: Residual | None) -> None:
     """Let a head make its loss by pieces of the micro-batch, where the spec says so."""
-    rows = choice.loss_rows(spec)
+    rows = spec.memory.loss_chunk
     if rows:
         group = residual.group if residual else None
         layout = (lambda: residual.layout) if residual else None

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from hpczero.model.families import family, layers
 from hpczero.model.shapes import ChunkLayout, Layer, Moments
-from hpczero.parallel.activations.choice import loss_rows, recomputed
+from hpczero.parallel.activations.choice import recomputed
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
@@ -118,7 +118,7 @@ def moments_of(
         parallel.pipeline > 1,
         kernels,
         Counter(recomputed(spec.memory, layer) for layer in running),
-        loss_rows(spec),
+        spec.memory.loss_chunk,
     )
     tokens = samples * spec.seq_len
     return family(spec.model).activations(spec.model, tokens, element_bytes(spec), part)

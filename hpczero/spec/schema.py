@@ -188,8 +188,7 @@ class Memory(Table):
     loss_chunk: int = key(
         0,
         "site",
-        "positions of a micro-batch whose logits exist at a time; 0: all of them where they take "
-        "less than 64 MB, else an eighth or more",
+        "positions of a micro-batch whose logits exist at a time; 0: all of them",
         ge=0,
         le=LARGEST,
     )

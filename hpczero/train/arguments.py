@@ -48,3 +48,14 @@ def folder_path(name: str, given: str | Path) -> Path:
 def refuse_step(step: object) -> None:
     if type(step) is not int or not 0 <= step < _MOST_STEPS:
         raise InputError(f"save: step = {step!r} must be a whole number from 0 to 2**62 - 1")
+
+
+def rate_of(given: Any) -> float:
+    """Return a learning rate as the number that it is; InputError: it is none."""
+    try:
+        rate = float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"step(lr={given!r}): a learning rate is a number") from error
+    if not 0 <= rate < float("inf"):
+        raise InputError(f"step(lr={rate!r}): a learning rate is a finite number, 0 or more")
+    return rate

@@ -27,7 +27,7 @@ from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
 from hpczero.train import setup
-from hpczero.train.arguments import refuse_what_differs
+from hpczero.train.arguments import rate_of, refuse_what_differs
 from hpczero.train.own_run import OwnRun, Position
 from hpczero.train.rank_states import Generators
 
@@ -149,10 +149,10 @@ class Training:
         own_lr: Mapping[str, float] = EMPTY
         if isinstance(lr, Mapping):
             matches = first_matches(lr, engine.names, "step(lr=...)")
-            own_lr = {name: _rate(lr[pattern]) for name, pattern in matches.items()}
+            own_lr = {name: rate_of(lr[pattern]) for name, pattern in matches.items()}
         if lr is None or isinstance(lr, Mapping):
             lr = learning_rate(self.spec, self.steps)
-        lr = _rate(lr)
+        lr = rate_of(lr)
         result = engine.finish_step(lr, own_lr)
         engine.wait_for_weights()
         self.steps += 1
@@ -321,17 +321,6 @@ class Training:
             self._close("finished" if error is None else "stopped")
         elif self._worlds and self._open:
             self._worlds[-1].__exit__(kind, error, trace)
-
-
-def _rate(given: Any) -> float:
-    """Return a learning rate as the number that it is; InputError: it is none."""
-    try:
-        rate = float(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"step(lr={given!r}): a learning rate is a number") from error
-    if not 0 <= rate < float("inf"):
-        raise InputError(f"step(lr={rate!r}): a learning rate is a finite number, 0 or more")
-    return rate
 
 
 def spec_of_all(spec: Spec | str | Path | Mapping[str, Any], world: World) -> Spec:

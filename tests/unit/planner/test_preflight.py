@@ -11,8 +11,8 @@ import pytest
 
 from hpczero.model import families
 from hpczero.parallel.states import UpdateMemory
-from hpczero.planner.fit import refusal
-from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
+from hpczero.planner.fit import as_it_fits, refusal
+from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train, Zero
 
 pytest.importorskip("torch", reason="preflight asks a World")
 
@@ -158,6 +158,25 @@ def test_a_smaller_micro_batch_is_offered() -> None:
     assert offered, text
     smaller = job.model_copy(update={"train": Train(micro_batch=int(offered[1]), global_batch=256)})
     assert judged(smaller, *[rank()] * 4) is None
+
+
+def test_recomputation_is_offered_and_chosen() -> None:
+    """The first of none, selective and block that fits."""
+    job = spec(stage=3)
+    train, model = Train(micro_batch=64, global_batch=256), HALF_BILLION
+    model = model.model_copy(update={"vocab": 1000})
+    job = job.model_copy(update={"train": train, "model": model})
+    text = judged(job, *[rank()] * 4)
+    recompute = re.search(r'would fit: memory\.recompute = "(\w+)"', str(text))
+    assert recompute, text
+    again = job.model_copy(update={"memory": Memory.model_validate({"recompute": recompute[1]})})
+    assert judged(again, *[rank()] * 4) is None
+    for available in (500.0, 24.0):
+        limits = limits_from_ranks([rank(available=available)] * 4)
+        auto = job.model_copy(update={"memory": Memory(recompute="auto")})
+        chosen, refused = as_it_fits(auto, families.layers(job.model), limits)
+        assert refused is None
+        assert chosen.memory.recompute == ("none" if available == 500.0 else recompute[1])
 
 
 def test_more_nodes_are_offered_where_states_are_sharded() -> None:
