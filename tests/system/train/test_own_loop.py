@@ -217,8 +217,8 @@ other.close()
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("closed", 0), ("stop", 75), ("left open", 1)])
-@pytest.mark.few(2)
+@pytest.mark.parametrize(("how", "code"), [("stop", 75), ("closed", 0), ("left open", 1)])
+@pytest.mark.few(1)
 def test_two_engines_that_nobody_gave_a_world(tmp_path: Path, how: str, code: int) -> None:
     """MPI ends with the last of them."""
     (tmp_path / "two.py").write_text(TWO)

@@ -14,7 +14,7 @@ from hpczero.planner.volumes import resolved
 from hpczero.spec.load import from_dict
 from hpczero.train.batches import Batches
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2), pytest.mark.usual(2)]
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::linear", "aten::matmul")
 ATTENTION = ("aten::_scaled_dot_product_flash_attention_for_cpu",)

@@ -18,7 +18,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches
 from tests.support.kept_bytes import Born
 
-pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4)]
+pytestmark = [pytest.mark.mpi, pytest.mark.ranks(1, 2, 4), pytest.mark.usual(2)]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt", "dropout": 0.1},

@@ -25,7 +25,7 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=selection)
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 def test_it_changes_no_number(world: World, case: Case) -> None:
     spec = spec_of(case)
     kept = on_grid(world, case, spec)
@@ -40,7 +40,7 @@ def with_pieces(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=with_pieces)
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_a_loss_by_pieces_equals_the_serial_one(world: World, case: Case, serial: Serial) -> None:
     spec = spec_of(case)
     pieces = with_memory(spec, recompute=case["recompute"], loss_chunk=case["rows"])
