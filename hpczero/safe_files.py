@@ -218,16 +218,11 @@ def rename(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
-def exchange(one: Path, other: Path) -> None:
-    """Give two folders each other's name: at one moment, where the file system can (Linux)."""
+def exchange(one: Path, other: Path) -> bool:
+    """Give two folders each other's name, at one moment; False: the file system cannot (Linux)."""
     at_once = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
-    if at_once and at_once(_HERE, names[0], _HERE, names[1], _EXCHANGE) == 0:
-        return
-    aside = other.with_name(f"{other.name}.old")
-    rename(other, aside)
-    rename(one, other)
-    rename(aside, one)
+    return at_once is not None and not at_once(_HERE, names[0], _HERE, names[1], _EXCHANGE)
 
 
 def sync(folder: Path) -> None:

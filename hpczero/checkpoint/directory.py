@@ -146,11 +146,19 @@ def in_place(path: Path) -> Path:
 
 
 def put_in_place(path: Path) -> None:
-    """Give the folder of a save that is whole its name; what has it is set aside."""
-    if path.name.endswith(_NEW):
-        exchange(path, in_place(path))
-        rename(path, _name_aside(in_place(path)))
-        sync(path.parent)
+    """Give the folder of a save that is whole its name; what has it is set aside.
+
+    Where two names cannot be exchanged there is a moment in which nothing has the name.
+    """
+    if not path.name.endswith(_NEW):
+        return
+    final = in_place(path)
+    if exchange(path, final):
+        rename(path, _name_aside(final))
+    else:
+        rename(final, _name_aside(final))
+        rename(path, final)
+    sync(path.parent)
 
 
 def make_way(checkpoints: Path, step: int, origin: Path | None) -> list[Path]:

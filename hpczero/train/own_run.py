@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hpczero import env
+from hpczero.checkpoint import directory
 from hpczero.checkpoint.save import Saved, SaveFailed
 from hpczero.checkpoint.shard_file import WIDTH, Array
 from hpczero.comm.grid import Grid
@@ -265,7 +266,9 @@ class OwnRun:
         return _Values(step, digest.digest(), self.changes)
 
     def _is_saved(self, values: _Values) -> bool:
-        saved: bool = self.world.broadcast_object(values == self._saved)
+        """Return True if they are, and the checkpoint is still there."""
+        is_there = values == self._saved and values.step in directory.steps(self._folder)
+        saved: bool = self.world.broadcast_object(is_there)
         return saved
 
     @property
