@@ -1,4 +1,6 @@
-"""The only module that opens files for writing, and makes, renames and removes files and folders.
+"""The module that opens files for writing, and makes, renames and removes files and folders.
+
+No other does, but for `checkpoint/open_folder.py`, which removes.
 
 Other users may be able to write where runs, token files and caches lie, and the names there can be
 guessed. Hence four rules:
@@ -7,7 +9,7 @@ guessed. Hence four rules:
 2. A new file is new (O_EXCL): a file or link with a predictable temporary name is removed, never
    written to.
 3. A folder that exists where one would be made belongs to this user, or is refused.
-4. The files in a folder are removed through a descriptor of that folder: a folder that is put in
+4. The files in a checkpoint are removed through a descriptor of its folder: a folder that is put in
    its place meanwhile is left alone.
 
 `open_to_read` is here too, for files that a stranger names: a pipe or a device does not hang it.
@@ -22,13 +24,12 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from hpczero.errors import InputError, escaped
 
-Identity = tuple[int, int]  # device and inode
 _NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _REFUSED = {errno.ELOOP: "it is a link", errno.ENXIO: "it is no plain file"}
@@ -197,6 +198,31 @@ def create_nameless(folder: Path) -> int | None:
         raise
 
 
+def create_for_scratch(folder: Path, size: int) -> int:
+    """Return a descriptor of a new file of so many zeros, which disappears with its process.
+
+    Its room is taken at once: OSError if there is not enough.
+    """
+    file = create_nameless(folder)
+    if file is None:
+        path = folder / f".hpczero-{secrets.token_hex(8)}"
+        file = open_for_writing(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        remove(path)
+    try:
+        os.posix_fallocate(file, 0, size)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def open_past_cache(file: int) -> int | None:
+    """Open an open file once more, past the page cache (direct I/O); None where that cannot be."""
+    with contextlib.suppress(OSError):
+        return os.open(proc_path(file), os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    return None
+
+
 def give_name(file: int, path: Path) -> None:
     """Give a nameless file its name; FileExistsError if the name is taken."""
     os.link(proc_path(file), path, src_dir_fd=file, follow_symlinks=True)
@@ -330,56 +356,18 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def identity(path: Path) -> Identity:
-    """Return the identity of a file, folder or link: another one of the same name differs."""
-    facts = os.lstat(path)
-    return facts.st_dev, facts.st_ino
-
-
-class OpenFolder:
-    """A folder held by a descriptor: another folder that gets its name is not read or changed."""
-
-    def __init__(self, path: Path, known_as: Identity | None = None) -> None:
-        """Open the folder; OSError if it is a link, no folder, or not the one of this identity."""
-        self.path = path
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags)
-        facts = os.fstat(self._descriptor)
-        if known_as not in (None, (facts.st_dev, facts.st_ino)):
-            os.close(self._descriptor)
-            raise OSError(errno.ESTALE, "another folder has got its name meanwhile", str(path))
-
-    def holds(self, name: str) -> bool:
-        """Return True if a file, folder or link in it has this name."""
-        try:
-            os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def remove_files(self, first: str, is_known: Callable[[str], object]) -> None:
-        """Remove `first`, durably, then the files of known names, then the folder if empty."""
-        if self.holds(first):
-            os.unlink(first, dir_fd=self._descriptor)
-            os.fsync(self._descriptor)
-        for name in os.listdir(self._descriptor):
-            if is_known(name):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=self._descriptor)
-        with contextlib.suppress(OSError):
-            os.rmdir(self.path)
-
-    def __enter__(self) -> "OpenFolder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.close(self._descriptor)
-
-
 def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def write_at(file: int, content: memoryview, offset: int) -> None:
+    """Write all these bytes at this place of a file."""
+    while content:
+        count = os.pwrite(file, content, offset)
+        content = content[count:]
+        offset += count
 
 
 def read_at(file: int, room: memoryview, offset: int) -> int:

@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpczero.checkpoint import manifest
+from hpczero.checkpoint.open_folder import Identity, OpenFolder, identity
 from hpczero.checkpoint.shard_file import Damaged, Unreadable, not_read
 from hpczero.errors import InputError
-from hpczero.safe_files import (
-    Identity,
-    OpenFolder,
-    exchange,
-    identity,
-    make_folder,
-    make_own_folder,
-    rename,
-    sync,
-)
+from hpczero.safe_files import exchange, make_folder, make_own_folder, rename, sync
 from hpczero.text import printable
 
 _NAME = re.compile(r"(step-(\d{8,18}))(\.\d{8}T\d{6}(-\d+)?)?")

@@ -8,8 +8,8 @@ from typing import Any
 
 from hpczero.checkpoint import directory, manifest
 from hpczero.checkpoint.manifest import INDEX, Content
+from hpczero.checkpoint.open_folder import Identity, identity
 from hpczero.checkpoint.shard_file import Damaged, Newer, Unreadable, not_read
-from hpczero.safe_files import Identity, identity
 
 COMPLETE, DAMAGED, INCOMPLETE, ASIDE = "complete", "damaged", "incomplete", "set aside"
 NEWER, UNREADABLE, MISNAMED, LINKED = "newer", "unreadable", "misnamed", "linked"

@@ -10,6 +10,7 @@ from hpczero.model.families import known, layer_count
 from hpczero.model.shapes import Layer
 from hpczero.planner.memory import (
     CPUS,
+    FILES,
     Hardware,
     NodeNeed,
     Platform,
@@ -33,7 +34,8 @@ _GB = 10**9
 class Bound:
     """`free` bytes for some ranks of some nodes together (node -> number of its ranks).
 
-    `windows`: only their shared windows count. `memory`: only that of the "host" or "device" does.
+    `windows`: only their shared windows count. `memory`: only that of the "host" or "device" does,
+    or only "files": the states that zero.offload puts there.
     """
 
     ranks: Mapping[int, int]
@@ -159,10 +161,9 @@ def _heaviest(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> Load:
 
 
 def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
-    return sum(
-        needs[node].windows if bound.windows else needs[node].of(count, bound.memory)
-        for node, count in bound.ranks.items()
-    )
+    if bound.windows:
+        return sum(needs[node].windows for node in bound.ranks)
+    return sum(needs[node].of(count, bound.memory) for node, count in bound.ranks.items())
 
 
 def _complaint(spec: Spec, layers: Sequence[Layer], limits: NodeLimits, load: Load) -> str:
@@ -177,6 +178,8 @@ def _complaint(spec: Spec, layers: Sequence[Layer], limits: NodeLimits, load: Lo
         remount = f"mount -o remount,size={gib}g /dev/shm"
         larger = f"make it larger (docker: --shm-size={gib}g; else {remount})"
         return f"zero.node_shared {needed}: {larger}"
+    if bound.memory == FILES:
+        return f"zero.offload {needed}: name a folder with more room, or free some"
     node = next(iter(bound.ranks))
     needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
     kinds = kinds_in_words(needs[node].fullest(bound.memory))
@@ -198,6 +201,7 @@ def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Laye
 def _sharding(spec: Spec, limits: NodeLimits) -> Iterator[Iterator[Alternative]]:
     yield _sharing(spec, limits)
     yield _recomputing(spec, limits)
+    yield _offloading(spec, limits)
     for stage in range(spec.zero.stage, 4):
         yield _at_stage(spec, limits, stage)
 
@@ -278,6 +282,12 @@ def _recomputing(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
         for recompute in RECOMPUTE[RECOMPUTE.index(spec.memory.recompute) + 1 :]:
             changed = _with(spec, "memory", recompute=recompute)
             yield Alternative(f'memory.recompute = "{recompute}"', changed, limits)
+
+
+def _offloading(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
+    if not limits.platform.on_gpus and spec.zero.offload == "none":
+        words = 'zero.offload = "nvme:FOLDER", master weights and moments in files'
+        yield Alternative(words, _with(spec, "zero", offload="nvme:FOLDER"), limits)
 
 
 def _at_stage(spec: Spec, limits: NodeLimits, stage: int) -> Iterator[Alternative]:

@@ -26,6 +26,7 @@ from hpczero.text import (
     toml_repr,
 )
 
+_SPEEDS = (0.5, 2, 6)  # GB/s of storage: of a disk, one NVMe drive, several
 _SHOWN = 8  # lines of a list before it is cut short
 _CALLED = {"pipeline": "stage"}  # a coordinate along an axis, if not by the name of the axis
 
@@ -54,6 +55,9 @@ class Forecast:
             "windows": fullest.windows,
             "on": self.platform.device,
         }
+        if fullest.files:
+            most = max(part.files for part in fullest.parts)
+            memory["files"] = {"rank": most, "node": fullest.files}
         if self.platform.on_gpus:
             memory |= self._accounts(list(needs), fullest)
             memory["kernels"] = bool(self.platform.kernels)
@@ -88,6 +92,23 @@ class Forecast:
 
 def in_lines(memory: dict[str, Any]) -> list[str]:
     """Return the lines that tell what `Forecast.memory` returned."""
+    return _memory_in_lines(memory) + _files_in_lines(memory.get("files"))
+
+
+def _files_in_lines(files: dict[str, int] | None) -> list[str]:
+    """Return the lines about states in files, and what they cost."""
+    if files is None:
+        return []
+    moved = 2 * files["node"]
+    seconds = ", ".join(f"{moved / speed / 1e9:.3g} s at {speed:g} GB/s" for speed in _SPEEDS)
+    return [
+        f"in files of zero.offload {format_memory(files['node'])} on a node,"
+        f" {format_memory(files['rank'])} a rank;",
+        f"a step reads and writes all of them, {format_memory(moved)} on a node: {seconds}",
+    ]
+
+
+def _memory_in_lines(memory: dict[str, Any]) -> list[str]:
     ranks = format_count(memory["ranks_on_node"], "rank")
     if memory["on"] == "cpu":
         of_node, of_rank = (format_memory(sum(memory[part].values())) for part in ("node", "rank"))

@@ -10,6 +10,8 @@ besides the slots for gradients, or weights, in flight. If the R data ranks of a
 weights, their 2 becomes 2/R, at stage 3 too. Counted are the layers of the rank's pipeline stage,
 and of these the shard of its tensor rank.
 
+Where zero.offload names a folder, master weights and moments (the 12) are in files there.
+
 Buffers for communication and for messages from other stages are upper bounds. The other kinds are
 estimates: activations (of hpczero's own models), batches read ahead, Python with its libraries.
 """
@@ -27,11 +29,13 @@ from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import LayoutCache, Tied, chunks_of_stages, handed_on
 from hpczero.parallel.states import (
     ADAMW,
+    KINDS_ON_HOST,
+    Offload,
     Precision,
     Sharded,
     UpdateMemory,
+    bytes_in_places,
     shares_nodes,
-    state_bytes,
 )
 from hpczero.planner.activations import activations, arrived, element_bytes
 from hpczero.planner.volumes import resolved
@@ -43,7 +47,8 @@ BLOCK = 4096  # elements: sums are made in whole blocks
 # Open MPI, 1 to 4 ranks on a node.
 RUNTIME = 250_000_000
 # Kinds that stay in the computer's memory when the others are on a GPU.
-ON_HOST = ("checkpoint copy", "data", "runtime")
+ON_HOST = ("checkpoint copy", "data", "runtime", *KINDS_ON_HOST)
+FILES = "files"  # an account: of states that are in files
 _TOKEN = 8
 
 
@@ -128,6 +133,7 @@ class Need:
     each: dict[str, int]  # private to each of these ranks
     together: dict[str, int]  # held once for all of them
     windows: int  # of all this, in shared windows
+    files: int = 0  # not in memory: of each of these ranks, in the folder of zero.offload
 
     @property
     def rank(self) -> dict[str, int]:
@@ -167,6 +173,10 @@ class NodeNeed:
     def windows(self) -> int:
         return sum(part.windows for part in self.parts)
 
+    @property
+    def files(self) -> int:
+        return sum(part.files * part.ranks for part in self.parts)
+
     def fullest(self, account: str) -> dict[str, int]:
         """Return the bytes of the rank with the most in this account ("all", "host", "device")."""
         counts = [of_account(part.rank, account) for part in self.parts]
@@ -178,6 +188,8 @@ class NodeNeed:
         All ranks share the computer's memory, so each counts as the mean. Few share a GPU: they may
         be the ones that need the most.
         """
+        if account == FILES:
+            return self.files * ranks // self.ranks
         if account != "device":
             return sum(of_account(self.node, account).values()) * ranks // self.ranks
         total = 0
@@ -293,12 +305,17 @@ class _Parts:
         around = [layer for layer in held if layer.around]
         around_size = sum(unit.size for unit in self.units.of(around, placement.tensor_rank))
         update = self.platform.update
-        states = state_bytes(units, sharded, precision, placement.shared, around_size, update)
+        offload = Offload(
+            self.platform.on_gpus and spec.zero.offload != "none", bool(spec.zero.folder)
+        )
+        kept, files = bytes_in_places(
+            units, sharded, precision, placement.shared, around_size, update, offload
+        )
         together = {}
         windows = 0
         if placement.shared:
-            together = {"weights": states["weights"]}
-            windows = states["weights"] + states[sharded.read_by_others] * placement.on_node
+            together = {"weights": kept["weights"]}
+            windows = kept["weights"] + kept[sharded.read_by_others] * placement.on_node
         message = (
             samples * prod(handed_on(spec, placement.tensor_rank, spec.seq_len)) * precision.weight
         )
@@ -316,8 +333,8 @@ class _Parts:
         }
         if temporary := update.temporary(units, sharded):
             estimates["update"] = temporary
-        private = states | dict.fromkeys(together, 0) | estimates
-        return Need(placement.on_node, private, together, windows)
+        private = kept | dict.fromkeys(together, 0) | estimates
+        return Need(placement.on_node, private, together, windows, sum(files.values()))
 
     def _buffers(self, placement: Placement, units: Sequence[UnitLayout], samples: int) -> int:
         """Return the most bytes of communication buffers.

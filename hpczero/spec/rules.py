@@ -51,6 +51,11 @@ def without_effect(spec: Spec) -> list[str]:
             "parallel.sequence_parallel = true has no effect with parallel.tensor = 1: "
             "there is nobody to share the sequence with"
         )
+    if spec.zero.offload == "cpu" and train.device == "cpu":
+        notes.append(
+            'zero.offload = "cpu" has no effect with train.device = "cpu": the states are in the '
+            'computer\'s memory; "nvme:FOLDER" puts them in files'
+        )
     memory = spec.memory
     if memory.recompute_every > 1 and memory.recompute == "none":
         notes.append(

@@ -9,12 +9,14 @@ from typing import Literal
 
 from pydantic import StrictBool
 
+from hpczero import env
 from hpczero.spec.model import Model
 from hpczero.spec.table import (
     CONTAINER,
     LARGEST,
     MEMORY,
     NAME,
+    OFFLOAD,
     WALLTIME,
     WORD,
     Decay,
@@ -170,6 +172,19 @@ class Zero(Table):
     node_shared: Literal["auto", True, False] = key(
         "auto", "site", "the data ranks of a node keep one copy of the parameters together"
     )
+    offload: str = key(
+        "none",
+        "site",
+        "master weights and moments lie elsewhere: cpu: a GPU's in the computer's memory, where "
+        "the CPU steps them; nvme: each rank's in a file in this folder, which $VARIABLES may name",
+        pattern=OFFLOAD,
+    )
+
+    @property
+    def folder(self) -> str:
+        """The folder in which states lie; "" if there is none."""
+        kind, _, folder = self.offload.partition(":")
+        return env.expand(folder) if kind == "nvme" else ""
 
 
 class Memory(Table):

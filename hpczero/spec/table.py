@@ -18,6 +18,7 @@ WALLTIME = (
 MEMORY = r"^([1-9][0-9]{0,8}[MGT])?$"
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"
 DIRECTIVE = r"^-{1,2}[A-Za-z][^\x00-\x1f\x7f-\x9f]{0,999}$"
+OFFLOAD = r"^(none|cpu|nvme:[^\x00-\x1f\x7f-\x9f]{1,4000})$"
 CONTAINER = r"^((apptainer|shifter):[^\x00-\x1f\x7f-\x9f]{1,4000})?$"
 # Bound of the counts that have no natural one: their sums and products stay exact everywhere.
 LARGEST = 10**15
@@ -32,6 +33,7 @@ PATTERNS = {
     MEMORY: 'as in "500G"',
     VARIABLE: "name of an environment variable",
     DIRECTIVE: 'as in "--network=disable_rdzv_get", one line',
+    OFFLOAD: '"none", "cpu" or a folder as in "nvme:/local/scratch"',
     CONTAINER: 'as in "apptainer:/path/image.sif" or "shifter:docker:group/image:tag"',
 }
 

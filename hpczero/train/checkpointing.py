@@ -107,7 +107,8 @@ class Checkpoints:
     def begin(self, step: int, ends: bool, more: Mapping[str, Array] | None = None) -> None:
         """Begin a save; SaveFailed, on all ranks alike. `more`: rank 0's further buffers."""
         engine = self.engine
-        scale = self.engine.loss_scale
+        engine.wait_for_weights()  # and so for all steps
+        scale = engine.loss_scale
         state = TrainingState(
             step=step,
             updates=engine.updates,

@@ -26,7 +26,7 @@ from hpczero.parallel.zero.update_plan import EMPTY, UpdatePlan, UpdateWanted, p
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.load import from_dict, load
 from hpczero.spec.schema import Spec
-from hpczero.train import setup
+from hpczero.train import preflight, setup
 from hpczero.train.arguments import rate_of, refuse_what_differs
 from hpczero.train.own_run import OwnRun, Position
 from hpczero.train.rank_states import Generators
@@ -78,7 +78,7 @@ def initialize(
     parameters = [layer for _, layer in layers]
     update = _planned(wanted, spec, parameters, inner)
     counted = _counted(spec, grid.size("data"), accumulates)
-    setup.fit_to_memory(inner, counted, parameters, module, update.memory)
+    preflight.fit_to_memory(inner, counted, parameters, module, update.memory)
     threads = setup.share_cores(inner, grid.sharing_layers(inner.rank))
     context = EngineContext(spec, inner, grid, accumulates, threads, update)
     engine, cut = build_engine(module, layers, context, cuts)

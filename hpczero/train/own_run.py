@@ -22,9 +22,10 @@ from hpczero.comm.grid import Grid
 from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
-from hpczero.parallel.zero.engine import Engine, StepResult
+from hpczero.parallel.zero.engine import Engine
+from hpczero.parallel.zero.update import StepResult
 from hpczero.spec.schema import Spec
-from hpczero.train import process, rank_states, run_directory, setup
+from hpczero.train import preflight, process, rank_states, run_directory, setup
 from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differs, table
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
@@ -101,7 +102,7 @@ class OwnRun:
             kept = len(states(self.engine, self.engine.units[0]))
             copies = WIDTH * kept * self.engine.owned_elements
             behind = spec.checkpoint.asynchronous
-            if behind and not setup.has_room(self.world, copies):
+            if behind and not preflight.has_room(self.world, copies):
                 behind = False
                 self._log.warn(
                     "no room for a copy of the states: the loop waits while a checkpoint is saved"

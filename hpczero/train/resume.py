@@ -281,6 +281,7 @@ def restore(engine: Engine, checkpoint: Checkpoint, only_weights: bool) -> None:
 
     Slot after slot, as a rank's data lies: with the same layout, it is read from front to back.
     """
+    engine.wait_for_weights()  # and so for steps that are still written
     units = [(unit, checkpoint.runs(_wanted(unit))) for unit in engine.units]
     slots = _slots_to_read(engine, checkpoint, only_weights)
     for slot, name in slots.items():

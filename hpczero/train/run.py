@@ -28,7 +28,7 @@ from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
 from hpczero.spec.schema import Spec
 from hpczero.text import format_loss, format_span
-from hpczero.train import process, run_directory, setup
+from hpczero.train import preflight, process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
@@ -101,7 +101,7 @@ def _prepare(
     carried_out = spec
     if layers:
         module = user_model.module if user_model else None
-        carried_out = setup.fit_to_memory(world, spec, layers, module)
+        carried_out = preflight.fit_to_memory(world, spec, layers, module)
     identity = identity_of(source.describe()["fingerprint"])
     world.run_on_all(lambda: look_ahead(spec, identity) if first else None)
     directory = world.run_on_all(
@@ -241,7 +241,7 @@ class _Meter:
         spec = job.spec
         self._world = job.world
         self._placement = placement(spec, job.grid, self._world.rank)
-        platform = setup.platform_of(self._world, spec)
+        platform = preflight.platform_of(self._world, spec)
         self._predicted = (
             need(spec, job.layers, self._placement, platform).rank if job.layers else {}
         )

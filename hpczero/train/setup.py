@@ -1,7 +1,7 @@
-"""The start that `hpczero run` and `hpczero.initialize` share: spec, device, kernels, memory.
+"""The start that `hpczero run` and `hpczero.initialize` share: spec, device, kernels.
 
 All ranks decide together: what is wrong on one of them is an InputError on all. Nothing is
-allocated before `fit_to_memory` has found that there is room for it.
+allocated before `preflight.fit_to_memory` has found that there is room for it.
 """
 
 import math
@@ -9,13 +9,10 @@ import os
 import socket
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from hpczero import device, env, kernel_cache, machine
 from hpczero.comm.grid import Grid
@@ -23,11 +20,7 @@ from hpczero.comm.progress import Limits
 from hpczero.comm.world import World
 from hpczero.device import CPU, Cuda, Device
 from hpczero.errors import InputError
-from hpczero.model.shapes import Layer
-from hpczero.parallel.states import ADAMW, UpdateMemory
-from hpczero.parallel.zero.weights import DTYPES
-from hpczero.planner.fit import Bound, NodeLimits, refusal, ways_to_run
-from hpczero.planner.memory import RUNTIME, Platform, as_run, bucket_bytes
+from hpczero.planner.memory import as_run, bucket_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.text import format_bytes, format_count
@@ -72,7 +65,7 @@ def select_device(world: World, spec: Spec) -> Spec:
     Return the spec that is carried out: on GPUs nothing lies in a node's shared memory.
     """
     chosen = _device(world, spec.train.device)
-    gpus = _all_gather(world, [_computer(world), chosen.identity]) if chosen.kind == "cuda" else []
+    gpus = all_gather(world, [computer_of(world), chosen.identity]) if chosen.kind == "cuda" else []
     shared = len(set(gpus)) < len(gpus)
     available = _available(spec.comm.backend, chosen)
     backend = collective_backend(spec.comm.backend, chosen.kind, world.size, shared, available)
@@ -116,9 +109,9 @@ def collective_backend(
 def _device(world: World, wanted: str) -> Device:
     if wanted == "cpu":
         return CPU
-    if wanted == "auto" and not any(_all_gather(world, machine.gpu_driver())):
+    if wanted == "auto" and not any(all_gather(world, machine.gpu_driver())):
         return CPU
-    kind = device.choose_kind(wanted, _all_gather(world, device.visible()), world.hosts)
+    kind = device.choose_kind(wanted, all_gather(world, device.visible()), world.hosts)
     ranks = _ranks_of_computer(world)
     position = ranks.index(world.rank)
     return world.run_on_all(lambda: device.device_of_rank(kind, position, len(ranks)))
@@ -136,19 +129,19 @@ def _available(wanted: str, chosen: Device) -> Collection[str]:
     return [name for name, is_available in asked.items() if is_available()]
 
 
-def _computer(world: World) -> str:
+def computer_of(world: World) -> str:
     """Return what tells computers apart: `comm.ranks_per_node` can make several nodes of one."""
     return machine.boot_identity() or world.hosts[world.rank]
 
 
 def _ranks_of_computer(world: World) -> list[int]:
     """Return the ranks on this rank's computer. Collective."""
-    mine = _computer(world)
-    computers = enumerate(_all_gather(world, mine))
+    mine = computer_of(world)
+    computers = enumerate(all_gather(world, mine))
     return [rank for rank, computer in computers if computer == mine]
 
 
-def _all_gather(world: World, value: object) -> list[Any]:
+def all_gather(world: World, value: object) -> list[Any]:
     """Return every rank's value, in rank order; a list becomes a tuple. Collective."""
     return [tuple(one) if isinstance(one, list) else one for one in world.all_gather_objects(value)]
 
@@ -158,7 +151,7 @@ def _all_gather(world: World, value: object) -> list[Any]:
 
 def use_kernels(world: World) -> None:
     """Use the kernels that HPCZERO_KERNELS names. Collective; it must be the same on all ranks."""
-    asked = list(dict.fromkeys(_all_gather(world, env.forced_kernels())))
+    asked = list(dict.fromkeys(all_gather(world, env.forced_kernels())))
 
     def force() -> None:
         if len(asked) > 1:
@@ -180,11 +173,11 @@ def share_cores(world: World, alike: Sequence[int] = ()) -> int:
     than cores, those that wait leave them to the others.
     """
     ranks = _ranks_of_computer(world)
-    usable = _all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
+    usable = all_gather(world, [sorted(machine.usable_cores()), machine.cpu_quota()])
     cores = [set(usable[rank][0]) for rank in ranks]
     _, quota = usable[ranks[0]]
     threads = machine.threads_per_rank(cores, quota)[ranks.index(world.rank)]
-    of_ranks = _all_gather(world, threads)
+    of_ranks = all_gather(world, threads)
     threads = min((of_ranks[rank] for rank in alike), default=threads)
     world.progress.is_crowded = len(ranks) > min(len(set().union(*cores)), quota or math.inf)
     torch.set_num_threads(threads)
@@ -242,143 +235,3 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-# -- memory preflight ------------------------------------------------------------------------------
-
-
-def fit_to_memory(
-    world: World,
-    spec: Spec,
-    layers: Sequence[Layer],
-    module: nn.Module | None,
-    update: UpdateMemory = ADAMW,
-) -> Spec:
-    """Check that a model of these layers fits into every node, cgroup, GPU and /dev/shm.
-
-    Collective; InputError on all ranks where it does not. Return the spec with all that it leaves
-    to be decided (`fit.ways_to_run`). `module`: what this rank has built already; its memory is
-    freed as the engine's states come.
-    """
-    parameters = () if module is None else module.parameters()
-    built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
-    for way in ways_to_run(spec):
-        problem = _problem(world, way, layers, built, update)
-        if not problem:
-            return way
-    raise InputError(problem)
-
-
-def has_room(world: World, wanted: int) -> bool:
-    """Return True if every rank can take so many bytes of its computer's memory. Collective."""
-    seen = _all_gather(world, [_computer(world), wanted, machine.memory().usable])
-    asked = Counter[str]()
-    for computer, of_rank, _ in seen:
-        asked[computer] += of_rank
-    return all(asked[computer] <= usable for computer, _, usable in seen)
-
-
-def _problem(
-    world: World, spec: Spec, layers: Sequence[Layer], built: int, update: UpdateMemory
-) -> str | None:
-    """Return on all ranks what rank 0 says against it, from what every rank sees. Collective."""
-    seen = world.gather_objects(_seen(world, spec, built))
-    limits = limits_from_ranks(seen, update) if seen else None
-    return world.broadcast_object(limits and refusal(spec, layers, limits))
-
-
-def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
-    """Return what this rank knows of its node, as plain data.
-
-    What it holds itself already (`held`) is a part of its need.
-    """
-    shm = machine.shared_memory()
-    platform = platform_of(world, spec)
-    return {
-        "node": world.node,
-        "host": world.hosts[world.rank],
-        "computer": _computer(world),
-        "available": machine.memory().available,
-        "limits": {str(limit.folder): limit.free for limit in machine.memory_limits()},
-        "shm": shm.free if shm else 0,
-        "held": min(process.held(), RUNTIME + built),
-        "gpu": _gpu(world.device),
-        "kernels": sorted(platform.kernels),
-        "native": platform.native,
-    }
-
-
-def platform_of(world: World, spec: Spec) -> Platform:
-    """Return what this rank runs on."""
-    kernels: frozenset[str] = frozenset()
-    if spec.model.kernels != "torch":
-        kernels = dispatch.kernel_operations(world.device.kind, DTYPES[spec.train.precision])
-    return Platform(world.device.kind, kernels, native=world.backend != "mpi")
-
-
-def _gpu(device: Device) -> dict[str, Any] | None:
-    memory = device.memory()
-    if memory is None:
-        return None
-    return {
-        "identity": device.identity,
-        "name": device.name,
-        "free": memory.free,
-        "held": memory.held,
-    }
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A rank's promise to stay within `free` bytes.
-
-    It keeps it together with all ranks of its computer that name the same thing.
-    """
-
-    rank: Mapping[str, Any]  # as `_seen` describes it
-    what: str
-    free: int
-    place: str
-    windows: bool = False
-    memory: str = "all"
-
-
-def limits_from_ranks(
-    seen: Sequence[Mapping[str, Any]], update: UpdateMemory = ADAMW
-) -> NodeLimits:
-    """Return the bounds that the ranks must keep together, from what each has seen (pure)."""
-    groups: dict[tuple[str, str], list[Claim]] = {}
-    for rank in seen:
-        for claim in _claims(rank):
-            groups.setdefault((rank["computer"], claim.what), []).append(claim)
-    bounds = tuple(map(_bound, groups.values()))
-    on_gpus = any(rank.get("gpu") for rank in seen)
-    kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
-    native = all(rank.get("native", False) for rank in seen)
-    platform = Platform("cuda" if on_gpus else "cpu", kernels, native, update)
-    return NodeLimits(Counter(rank["node"] for rank in seen), bounds, platform)
-
-
-def _claims(rank: Mapping[str, Any]) -> Iterator[Claim]:
-    host, gpu = rank["host"], rank.get("gpu")
-    memory = "host" if gpu else "all"
-    if rank["available"]:
-        yield Claim(rank, "memory", rank["available"], f"on {host}", memory=memory)
-    for folder, free in rank["limits"].items():
-        yield Claim(rank, folder, free, f"in the cgroup {folder} on {host}", memory=memory)
-    if gpu:
-        place = f"on {gpu['name']} of {host}"
-        yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, memory="device")
-    yield Claim(rank, "shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
-
-
-def _bound(claims: Sequence[Claim]) -> Bound:
-    first = claims[0]
-    free = min(claim.free for claim in claims)
-    if not first.windows:  # then what the ranks hold already counts as free
-        holders = (
-            claim.rank["gpu"] if first.memory == "device" else claim.rank for claim in claims
-        )
-        free += sum(holder["held"] for holder in holders)
-    nodes = Counter(claim.rank["node"] for claim in claims)
-    return Bound(nodes, free, first.place, first.windows, first.memory)

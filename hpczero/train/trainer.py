@@ -24,7 +24,7 @@ from hpczero.data.samples import Prefetcher
 from hpczero.model.batch import MicroBatch
 from hpczero.optim.learning_rate import learning_rate
 from hpczero.parallel.step import StepRunner
-from hpczero.parallel.zero.engine import StepResult
+from hpczero.parallel.zero.update import StepResult
 from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches, Tally, Validation
 from hpczero.train.checkpointing import Checkpoints

@@ -2,6 +2,7 @@
 early, or without having waited, reads garbage.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,6 +35,7 @@ class QueuedQueue(Queue):
     """
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()  # a stream may be used by several threads
         self.asked = self.carried_out = 0
         self._waiting: deque[Callable[[], object]] = deque()
 
@@ -46,16 +48,18 @@ class QueuedQueue(Queue):
         yield
 
     def copy(self, output: Tensor, tensor: Tensor) -> None:
-        self.asked += 1
-        self._waiting.append(lambda: output.copy_(tensor))
+        with self._lock:
+            self.asked += 1
+            self._waiting.append(lambda: output.copy_(tensor))
 
     def mark(self) -> Mark:
         return QueuedMark(self)
 
     def catch_up(self, place: int) -> None:
-        while self.carried_out < place:
-            self._waiting.popleft()()
-            self.carried_out += 1
+        with self._lock:
+            while self.carried_out < place:
+                self._waiting.popleft()()
+                self.carried_out += 1
 
 
 class Queued(Device):

@@ -42,6 +42,8 @@ ALLOWED = {
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"},
     "parallel": {"model", "comm", "optim", "spec", "text"}
     | {"hpczero_kernels", "errors", "device"},
+    "parallel.offload": {"model", "comm", "parallel", "spec", "text"}
+    | {"hpczero_kernels", "errors", "device", "safe_files"},
     "optim": {"spec", "hpczero_kernels", "errors"},
     "huggingface": {"errors", "safe_files", "spec", "text", "model.shapes", "model.families"}
     | {"checkpoint", "data"},

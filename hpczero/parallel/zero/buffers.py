@@ -8,11 +8,13 @@ node) only then. A region has constant size, whatever the size of the model.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import torch
 
 from hpczero.device import CPU
 from hpczero.parallel.layout import Gaps
+from hpczero.parallel.states import PAGE
 
 _ALIGNMENT = 64  # bytes
 
@@ -25,10 +27,15 @@ class Arena:
         sizes: Mapping[str, int],
         blocks: Mapping[str, torch.Tensor] | None = None,
         device: torch.device = CPU.torch,
+        in_file: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """`blocks`: memory from elsewhere (a node's shared window); the rest is allocated."""
+        """`blocks`: memory from elsewhere (a node's shared window); the rest is allocated.
+
+        `in_file`: blocks of a new file, full of zeros; what is taken of them begins at whole pages.
+        """
         self.sizes = dict(sizes)
-        self._blocks = dict(blocks or {})
+        self._blocks = {**(blocks or {}), **in_file}
+        self.of_zeros = in_file.keys()
         for kind, size in sizes.items():
             if kind not in self._blocks:
                 self._blocks[kind] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -42,7 +49,8 @@ class Arena:
             f"the arena's block for {kind} has {self.sizes[kind]} bytes,"
             f" {start} are taken, {size} are asked for"
         )
-        self._taken[kind] = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        alignment = PAGE if kind in self.of_zeros else _ALIGNMENT
+        self._taken[kind] = start + -(-size // alignment) * alignment
         return self._blocks[kind][start : start + size].view(dtype).view(shape)
 
 

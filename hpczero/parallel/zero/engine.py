@@ -13,23 +13,24 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
+from hpczero.parallel.offload.offloaded_adamw import OffloadedAdamW
 from hpczero.parallel.zero.agreement import Agreement, checksum_of_rates
 from hpczero.parallel.zero.data_axis import AbsentGradients, DataAxis
 from hpczero.parallel.zero.gather import Gatherer
+from hpczero.parallel.zero.loss_scale import LossScale
 from hpczero.parallel.zero.parameters import when_ready
-from hpczero.parallel.zero.reduce import BadGradient, Reduction
+from hpczero.parallel.zero.reduce import Reduction
 from hpczero.parallel.zero.torch_update import TorchUpdate
 from hpczero.parallel.zero.unit import Unit, take_gradient_slots
-from hpczero.parallel.zero.update import AdamWUpdate, Step, Update
+from hpczero.parallel.zero.update import AdamWUpdate, Step, StepResult, Update
 from hpczero.parallel.zero.update_plan import EMPTY
 from hpczero.parallel.zero.weight_gradients import (
     DirectGradients,
@@ -37,45 +38,6 @@ from hpczero.parallel.zero.weight_gradients import (
     no_torch_overrides,
 )
 from hpczero.parallel.zero.weights import EngineSettings, ModelParts, Weights
-from hpczero.spec.schema import Train
-
-_GROWTH_INTERVAL = 1000  # steps without overflow after which the scale doubles
-_LARGEST = 2.0**24
-_SMALLEST = 2.0**-14
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """Dynamic loss scaling for fp16 (Micikevicius et al. 2018); bf16 and fp32 keep scale 1.
-
-    A large scale keeps small gradients from vanishing. A step that overflows is skipped and halves
-    it. `good_steps`: steps since it last changed.
-    """
-
-    value: float
-    dynamic: bool
-    good_steps: int = 0
-
-    @classmethod
-    def first(cls, train: Train) -> "LossScale":
-        fp16 = train.precision == "fp16"
-        return cls(train.loss_scale if fp16 else 1.0, dynamic=fp16)
-
-    def after(self, overflow: bool) -> "LossScale":
-        if not self.dynamic:
-            return self
-        if overflow:
-            return replace(self, value=max(_SMALLEST, self.value / 2), good_steps=0)
-        if self.good_steps + 1 == _GROWTH_INTERVAL:
-            return replace(self, value=min(_LARGEST, self.value * 2), good_steps=0)
-        return replace(self, good_steps=self.good_steps + 1)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    grad_norm: float
-    loss_scale: float
-    bad: BadGradient | None = None
 
 
 class Engine(Weights):
@@ -105,16 +67,28 @@ class Engine(Weights):
         watches = not settings.own_model
         self.alike = Agreement(axis, tensor, pipeline) if watches else None
         self.absent = AbsentGradients(self.units, axis, agrees=watches)
-        kind = TorchUpdate if settings.update.optimizer else AdamWUpdate
-        self.update: Update = kind(self, self.absent)
+        self.update = self._made_update()
         self._averaged = False  # the weights are the average
         self._had_backward: set[Unit] = set()  # in this step
+        self._is_last = False  # the backward that runs, or ran last, is the last of the step
         self._stray = StrayGradients(self.reduction.name_of, says=axis.group.rank == 0)
         self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
         self._direct = DirectGradients(self._unit_of, self.reduction, watches)
         self._hooks += [when_ready(parameter, self.gradient_ready) for parameter in self._unit_of]
+        self._behind: list[Unit] = []  # whose steps are carried out later, in order
         self.fill(parts.values)
         self.update.start()
+
+    def _made_update(self) -> Update:
+        if self.settings.update.optimizer:
+            return TorchUpdate(self, self.absent)
+        if self.file or self.from_device:
+            self.reduction.on_summed = self._summed
+            return OffloadedAdamW(self, self.absent, self.file)
+        return AdamWUpdate(self, self.absent)
+
+    def memory(self) -> dict[str, int]:
+        return super().memory() | self.update.memory()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         with self.running():
@@ -135,7 +109,35 @@ class Engine(Weights):
     def start_gather(self, unit: Unit, whole: torch.Tensor) -> Work:
         if self.reduction.is_open:
             self._gathers.append(unit)
+        self.update.complete(unit)
         return super().start_gather(unit, whole)
+
+    # -- steps that are carried out later
+
+    def _start_arriving(self, unit: Unit) -> None:
+        if not self.update.is_behind:
+            super()._start_arriving(unit)
+            return
+        self._behind.append(unit)
+        if self.gatherer:
+            self.gatherer.changed(unit)
+
+    def _wait_before(self, units: Sequence[Unit], *_: object) -> None:
+        """Wait for these units' new weights.
+
+        Those of the units before them, and of the next one, are sent first: so all ranks send in
+        one order, and the next one's are on their way while a layer runs.
+        """
+        if self._behind:
+            last = max(
+                (self._behind.index(one) for one in units if one in self._behind), default=-2
+            )
+            ready, self._behind = self._behind[: last + 2], self._behind[last + 2 :]
+            for unit in ready:
+                self.update.complete(unit)
+                if not self.gatherer:
+                    super()._start_arriving(unit)
+        super()._wait_before(units)
 
     # -- reduce pass
 
@@ -175,6 +177,7 @@ class Engine(Weights):
                 " without (accumulates=False)"
             )
         self._gathers.clear()
+        self._is_last = last
         self.reduction.begin(last, units)
         self.outside.owner.keeps_gradients = True
         self._had_backward.update(chosen)
@@ -191,6 +194,10 @@ class Engine(Weights):
         except BaseException:
             self.reduction.fail()
             raise
+
+    def _summed(self, unit: Unit) -> None:
+        """Hand on the sum of a unit's gradient; at stage 0 ranks have parts of it so far."""
+        self.update.take_gradient(unit, self._is_last and self.sharded.optimizer)
 
     def _in_this_thread(self) -> AbstractContextManager[object]:
         """Keep a GPU's backward in this thread: only here modes hold, and MPI may be called."""
@@ -213,6 +220,7 @@ class Engine(Weights):
         if not self._had_backward:
             return
         self.reduction.discard()
+        self.update.drop_gradients()
         self.outside.owner.keeps_gradients = False
         self._had_backward.clear()
         if self.gatherer:
@@ -248,6 +256,7 @@ class Engine(Weights):
         self.reduction.refuse_after_failure()
         self.outside.check()
         self.outside.owner.keeps_gradients = False
+        self.wait_for_weights()  # of layers that did not run since the last step
         self.reduction.finish()
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
@@ -256,10 +265,10 @@ class Engine(Weights):
         grad_norm = self._norm(rates) / scale
         read_norm = self.device.later(grad_norm.view(1))
         host_sync = self.axis.group.connection.progress.snapshot()
-        self.wait_for_weights()  # of layers that did not run since the last step
         if self.update.reads_on_host():
             host_sync()
-        self.update.begin(Step(self.updates + 1, lr, own_lr, grad_norm, read_norm, scale))
+        changed = list(self.reduction.tied)
+        self.update.begin(Step(self.updates + 1, lr, own_lr, grad_norm, read_norm, scale, changed))
         for unit in self.units:
             self.update.step(unit)
             self._start_arriving(unit)
@@ -349,6 +358,7 @@ class Engine(Weights):
 
     def begin_anew(self) -> None:
         """Forget all steps: the present weights are the first ones of a training."""
+        self.wait_for_weights()
         for unit in self.units:
             for state in self.update.states(unit).values():
                 state.zero_()
@@ -383,4 +393,6 @@ class Engine(Weights):
         if self.is_whole:
             self.zero_grad()  # sums may be in flight, in memory that is given back
         self._end_averaged()
+        self.wait_for_weights()
+        self.update.close()
         super().close(room)

@@ -72,6 +72,7 @@ class Reduction:
         self.pool = pool
         self.checks_on_host = not axis.device.has_queues  # else the host would wait for sums
         self.on_complete: Callable[[Unit], None] = lambda unit: None  # told of complete units
+        self.on_summed: Callable[[Unit], None] = lambda unit: None  # told when a sum is done
         self._gradient_slots = gradient_slots
         self._gradient_slot_of: dict[Unit, int] = {}
         self._units = list(reversed(units))  # in the order in which they start
@@ -346,6 +347,7 @@ class Reduction:
             if self.sharded.gradients:
                 del self._gradient_slot_of[unit]
                 unit.buffer = None
+            self.on_summed(unit)
 
     def _keep_order(self, completed: list[Unit]) -> None:
         """Start units from now on in the order in which they were complete on the first rank.

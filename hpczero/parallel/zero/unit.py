@@ -35,7 +35,8 @@ class Unit:
     """States of one unit.
 
     `owned`: the elements that this rank steps, which are its shard, or all of them where optimizer
-    states are not sharded. `weights`, `master`: their values in the model's precision and in fp32.
+    states are not sharded. `weights`, `master`: their values in the model's precision and in fp32,
+    which may be the same memory (`has_separate_master`).
 
     The gradient of a backward pass gathers in `buffer`, which is sent as `send_buffer`, in the
     weights' precision. Without sharded gradients both are the unit's own memory. With them
@@ -67,8 +68,8 @@ class Unit:
         count = self.owned.stop - self.owned.start
         self._first = self.owned.start if sharded.parameters else 0  # element of weights[0]
         self.weights = arena.take("weights", count if sharded.parameters else layout.size, dtype)
-        self._separate = arena.sizes["master"] > 0
-        if self._separate:
+        self.has_separate_master = arena.sizes["master"] > 0
+        if self.has_separate_master:
             self.master = arena.take("master", count, torch.float32)
         else:
             self.master = self._weights_at(self.owned)
@@ -153,7 +154,7 @@ class Unit:
             (written.start, written.stop),
             (written.stop, owned.stop),
         ):
-            writes = self._separate and begin == written.start
+            writes = self.has_separate_master and begin == written.start
             for slot, part in self.layout.spans(begin, end):
                 yield slot, part, self._weights_at(part) if writes else None
 
@@ -173,7 +174,7 @@ class Unit:
 
     def weights_from_master(self) -> None:
         """Round the master weights to those weights that this rank writes."""
-        if self._separate:
+        if self.has_separate_master:
             first = self.owned.start
             written = self.written
             master = self.master[written.start - first : written.stop - first]
@@ -186,8 +187,10 @@ class Unit:
 
     def take_changes(self, whole: torch.Tensor, changed: torch.Tensor) -> None:
         """Take changed elements from `whole`; the other master weights keep their precision."""
-        torch.where(changed, whole[self.owned].float(), self.master, out=self.master)
-        if self._separate:
+        there = self.master.device  # which may be another than that of the weights
+        values = whole[self.owned].float().to(there)
+        torch.where(changed.to(there), values, self.master, out=self.master)
+        if self.has_separate_master:
             self._weights_at(self.written).copy_(whole[self.written])
 
     def squares_held_by_all(self) -> torch.Tensor:

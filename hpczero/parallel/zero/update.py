@@ -1,23 +1,26 @@
 """The update: new master weights, and the weights that follow, once the gradient is summed.
 
-`start` comes when the first weights are there. A step is `begin`, then `step` for every unit. What
-an update keeps of the owned elements besides the master weights are flat fp32 tensors (`states`);
-the rest is data (`facts`). `AdamWUpdate` is the kernel: the gradient's norm stays on the device,
-and where it is not finite the step changes nothing. `torch_update.TorchUpdate` is an optimizer of
-PyTorch.
+`start` comes when the first weights are there. A step is `begin`, then `step` for every unit, which
+may be carried out later: `complete` waits for it. What an update keeps of the owned elements
+besides the master weights are flat fp32 tensors (`states`); the rest is data (`facts`).
+`AdamWUpdate` is the kernel: the gradient's norm stays on the device, and where it is not finite the
+step changes nothing. `torch_update.TorchUpdate` is an optimizer of PyTorch,
+`offload.offloaded_adamw.OffloadedAdamW` the kernel on states that lie elsewhere.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hpczero.device import Device
 from hpczero.errors import InputError
 from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.data_axis import AbsentGradients
+from hpczero.parallel.zero.reduce import BadGradient
 from hpczero.parallel.zero.unit import Unit
 from hpczero.parallel.zero.weights import Weights
 from hpczero_kernels.adamw import AdamWBuffers, AdamWScalars, adamw, scalars_of_step
@@ -35,6 +38,7 @@ class Step:
     `number`: of updates, from 1. `lr`: the schedule's learning rate; `own_lr`: parameter -> the
     rate that it has in this step. `norm`: the gradient's true norm, one fp64 number on the device;
     `read_norm` waits for it. The gradients are `scale` times too large.
+    `changed`: units whose gradients are not those of `take_gradient` any more.
     """
 
     number: int
@@ -43,6 +47,14 @@ class Step:
     norm: Tensor
     read_norm: Callable[[], list[float]]
     scale: float
+    changed: Sequence[Unit]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    grad_norm: float
+    loss_scale: float
+    bad: BadGradient | None = None
 
 
 class Update(ABC):
@@ -70,6 +82,20 @@ class Update(ABC):
     def step(self, unit: Unit) -> None:
         """Step a unit's owned elements; the weights that this rank writes follow."""
 
+    def take_gradient(self, unit: Unit, is_last: bool) -> None:  # noqa: B027
+        """Begin to use a unit's sum of gradients, unless another one of this step comes."""
+
+    def drop_gradients(self) -> None:  # noqa: B027
+        """Forget what was taken in this step."""
+
+    @property
+    def is_behind(self) -> bool:
+        """True while steps that have been asked for go on."""
+        return False
+
+    def complete(self, unit: Unit) -> None:  # noqa: B027
+        """Return once the unit's step is carried out; StorageFailed: it never will be."""
+
     def states(self, unit: Unit) -> dict[str, Tensor]:
         """Return what is kept of the unit's owned elements besides the master weights, by name."""
         return {"average": self.average[unit]} if self.average else {}
@@ -81,6 +107,13 @@ class Update(ABC):
     @abstractmethod
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over `facts`, after the `states` have been filled."""
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of memory that it has besides the arena's, by kind."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027
+        """End its threads."""
 
     def refuse_other(self, name: str, facts: Mapping[str, Any]) -> None:
         """Raise InputError if the facts are another optimizer's."""
@@ -131,6 +164,7 @@ class Update(ABC):
 class StepSpan:
     """Consecutive owned elements of one parameter, stepped in one go."""
 
+    elements: slice  # of the unit's owned ones
     state: AdamWBuffers
     decay: float
     name: str  # of the parameter
@@ -143,13 +177,15 @@ class AdamWUpdate(Update):
     hpczero's own models all do; only those of groups, or that have missed updates, have others.
     """
 
-    def __init__(self, weights: Weights, absent: AbsentGradients) -> None:
+    def __init__(
+        self, weights: Weights, absent: AbsentGradients, device: Device | None = None
+    ) -> None:
         """Take the first moments of all units, then the second ones.
 
-        So a checkpoint copies few long spans.
+        So a checkpoint copies few long spans. `device`: that computes, if it is not the weights'.
         """
         super().__init__(weights, absent)
-        self._device = weights.device
+        self._device = device or weights.device
         self._pool = weights.pool
         arena = weights.arena
         self.moment1 = {unit: take_zeros(arena, "moments", unit) for unit in self.units}
@@ -193,11 +229,14 @@ class AdamWUpdate(Update):
         return on_device
 
     def step(self, unit: Unit) -> None:
-        common, scalars = self._common, self._scalars
-        for span in self._spans_to_step(unit, self.absent.of(unit)):
-            adamw(span.state, span.decay, scalars.get(span.name, common), self._pool)
+        for span in self.spans_to_step(unit, self.absent.of(unit)):
+            self.step_span(span)
 
-    def _spans_to_step(self, unit: Unit, absent: frozenset[int]) -> list[StepSpan]:
+    def step_span(self, span: StepSpan) -> None:
+        scalars = self._scalars.get(span.name, self._common)
+        adamw(span.state, span.decay, scalars, self._pool)
+
+    def spans_to_step(self, unit: Unit, absent: frozenset[int]) -> list[StepSpan]:
         """Return the owned elements, without those of the `absent` parameters."""
         left_out, spans = self._spans.get(unit, (None, []))
         if left_out != absent:
@@ -221,7 +260,7 @@ class AdamWUpdate(Update):
             )
             decay = self.settings.optimizer.weight_decay if parameter.decays else 0.0
             of_group = self.settings.update.options.get(parameter.name, {})
-            yield StepSpan(state, of_group.get("weight_decay", decay), parameter.name)
+            yield StepSpan(elements, state, of_group.get("weight_decay", decay), parameter.name)
 
     def states(self, unit: Unit) -> dict[str, Tensor]:
         moments = {"moment1": self.moment1[unit], "moment2": self.moment2[unit]}
@@ -237,4 +276,5 @@ class AdamWUpdate(Update):
 
 def take_zeros(arena: Arena, kind: str, unit: Unit) -> Tensor:
     """Take an fp32 tensor of zeros for the unit's owned elements."""
-    return arena.take(kind, unit.master.numel(), torch.float32).zero_()
+    values = arena.take(kind, unit.master.numel(), torch.float32)
+    return values if kind in arena.of_zeros else values.zero_()

@@ -18,7 +18,9 @@ from hpczero.comm.group import Group, Work
 from hpczero.errors import HpczeroError
 from hpczero.model import build, shapes
 from hpczero.parallel.layout import UnitLayout, unit_layout
-from hpczero.parallel.states import Precision, Sharded, state_bytes
+from hpczero.parallel.offload.placement import leaves_device, place_states
+from hpczero.parallel.offload.state_file import StateFile
+from hpczero.parallel.states import Precision, Sharded, named_by_place, state_bytes
 from hpczero.parallel.zero import state_dict
 from hpczero.parallel.zero.buffers import Arena
 from hpczero.parallel.zero.data_axis import DataAxis
@@ -102,6 +104,8 @@ class Weights:
         self.sharded = Sharded.at_stage(settings.zero.stage, axis.shared)
         self.pool = Pool(settings.threads)
         around = used_around_others(parts.layers)
+        self.from_device = leaves_device(axis, settings.zero)
+        self.file: StateFile | None = None
         self.arena, self.units = self._allocated([layer for _, layer in parts.layers], around)
         module_parameters = dict(self.module.named_parameters())
         for unit in self.units:
@@ -136,10 +140,11 @@ class Weights:
         precision = Precision(dtype.itemsize, self.settings.accumulates)
         around_size = sum(unit.size for unit in layouts if unit.name in around)
         update = self.settings.update.memory
-        sizes = state_bytes(layouts, sharded, precision, axis.shared, around_size, update)
-        seen = sharded.read_by_others
-        blocks = axis.allocate(once={"weights": sizes["weights"]}, each={seen: sizes[seen]})
-        arena = Arena(sizes, blocks, self.device.torch)
+        sizes = state_bytes(
+            layouts, sharded, precision, axis.shared, around_size, update, self.from_device
+        )
+        zero = self.settings.zero
+        arena, self.file = place_states(axis, layouts, sharded, sizes, update, zero)
         dtypes = dtype, torch.float32 if self.settings.accumulates else dtype
         units = []
         for layout in layouts:
@@ -169,6 +174,7 @@ class Weights:
             unit.fill_owned(values(unit.layout) if values else self.initial_values)
             self._start_arriving(unit)
         self.wait_for_weights()
+        self._let_pages_go()
         self.outside.accept()
 
     def initial_values(self, parameter: shapes.Parameter, first: int, out: torch.Tensor) -> None:
@@ -194,8 +200,10 @@ class Weights:
         return sum(unit.owned.stop - unit.owned.start for unit in self.units)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the model's states on this rank, by kind."""
-        return dict(self.arena.sizes)
+        """Bytes of the model's states in this rank's memory, by kind."""
+        sizes = self.arena.sizes
+        in_memory = {kind: size for kind, size in sizes.items() if kind not in self.arena.of_zeros}
+        return named_by_place(in_memory, self.from_device)
 
     # -- new weights of owned elements travel to the other ranks
 
@@ -234,7 +242,12 @@ class Weights:
             change(unit)
             self._start_arriving(unit)
         self.wait_for_weights()
+        self._let_pages_go()
         self.outside.accept()
+
+    def _let_pages_go(self) -> None:
+        if self.file:
+            self.file.let_pages_go()
 
     # -- parameters as a whole
 
@@ -244,6 +257,7 @@ class Weights:
         Collective.
         """
         assert self.is_whole, "other ranks have the rest"
+        self.wait_for_weights()
         return state_dict.state_dict(self.module, self.units, self.axis, self.tensor)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -355,6 +369,8 @@ class Weights:
             unit.give_up()
         self.pool.close()
         self.axis.close()
+        if self.file:
+            self.file.close()
 
     def _hand_back(self, room: int) -> None:
         """Make the parameters ordinary ones again, or ones that refuse to be read.

@@ -1,9 +1,15 @@
-"""Fixture: memory of gathered weights that shows every use after its release."""
+"""Fixtures: memory of gathered weights that shows every use after its release; a device."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from hpczero import device
+from hpczero.comm.world import World
+from hpczero.device import device_of_rank
 from hpczero.parallel.zero.buffers import Region
+from tests.support.queued import Queued
 
 
 @pytest.fixture
@@ -16,3 +22,19 @@ def poisoned_regions(monkeypatch: pytest.MonkeyPatch) -> None:
         give_back(region, part)
 
     monkeypatch.setattr(Region, "give_back", poisoned)
+
+
+@pytest.fixture
+def there(world: World) -> Iterator[World | None]:
+    """The same ranks, whose tensors are on a device."""
+    part = world.part(range(world.size)) if world else None
+    if part:
+        part.use(
+            device_of_rank("cuda", part.local_rank, part.local_size)
+            if device.visible()
+            else Queued(),
+            "mpi",
+        )
+    yield part
+    if part:
+        part.close()

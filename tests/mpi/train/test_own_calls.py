@@ -13,7 +13,7 @@ from hpczero.checkpoint.load import Checkpoint
 from hpczero.checkpoint.save import SaveFailed
 from hpczero.comm.world import World
 from hpczero.errors import HpczeroError, InputError
-from hpczero.train import own_run, setup
+from hpczero.train import own_run, preflight, setup
 from tests.support.own_loops import Loop, spec_of, started, states
 from tests.support.user_modules import made
 
@@ -85,7 +85,7 @@ def test_without_room_for_a_copy_it_waits(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(setup, "has_room", lambda world, wanted: wanted == 0)
+    monkeypatch.setattr(preflight, "has_room", lambda world, wanted: wanted == 0)
     with started(world, spec_of(shared_folder)) as engine:
         Loop(engine, world).run(1)
         engine.save()

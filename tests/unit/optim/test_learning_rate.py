@@ -3,7 +3,7 @@
 import pytest
 
 from hpczero.optim.learning_rate import learning_rate
-from hpczero.parallel.zero.engine import LossScale
+from hpczero.parallel.zero.loss_scale import LossScale
 from hpczero.spec.schema import Optimizer, Schedule, Spec, Train
 
 

@@ -4,6 +4,7 @@ autograd really keeps.
 
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hpczero.planner.memory import (
     Platform,
     need,
     needs_of_nodes,
+    of_account,
 )
 from hpczero.spec.schema import Data, Model, Spec, Train, Zero
 
@@ -185,8 +187,13 @@ class Alone:
     def __post_init__(self) -> None:
         from hpczero.device import CPU
 
-        self.device = CPU
-        self.group = self
+        self.device = self.device or CPU
+        self.group = self.connection = self.progress = self
+
+    def advance(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
 
     def allocate(self, once: object, each: object) -> dict[str, Any]:
         return {}
@@ -232,6 +239,43 @@ def test_what_is_predicted_is_allocated(stage: int, precision: str, accumulates:
         assert set(STATES) <= set(allocated)
         assert {kind: block.numel() for kind, block in engine.arena._blocks.items()} == allocated
         assert all(block.dtype is torch.uint8 for block in engine.arena._blocks.values())
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("to_files", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_offloaded_states_are_predicted(
+    stage: int, precision: str, to_files: bool, device: str, tmp_path: Path
+) -> None:
+    """In memory and in files; those of a device in the computer's memory."""
+    pytest.importorskip("torch")
+    from hpczero.model import build
+    from hpczero.parallel.zero.engine import Engine
+    from hpczero.parallel.zero.weights import EngineSettings, ModelParts
+    from tests.support.queued import Queued
+
+    spec = job(ODD, stage, precision, accumulates=bool(stage % 2))
+    zero = spec.zero.model_copy(update={"offload": f"nvme:{tmp_path}" if to_files else "cpu"})
+    spec = spec.model_copy(update={"zero": zero})
+    on = Queued() if device == "cuda" else None
+    module = build.on_meta(ODD)
+    layers = list(zip(module.layers(), families.layers(ODD), strict=True))  # type: ignore[operator]
+    settings = EngineSettings(spec.train, spec.optimizer, zero, spec.seed, bool(stage % 2))
+    parts = ModelParts(module, layers, None, {}, names(layers))
+    engine = Engine(parts, Alone(1, 3, device=on), settings)  # type: ignore[arg-type]
+    needed = need(spec, families.layers(ODD), Placement(3, 1, False), Platform(device))
+    allocated = {kind: size for kind, size in engine.memory().items() if size}
+    expected = {kind: size for kind, size in needed.rank.items() if size}
+    assert allocated == {kind: expected[kind] for kind in allocated}
+    of_states = expected.keys() - {"activations", "data", "runtime", "communication"}
+    assert allocated.keys() == of_states - {"checkpoint copy", "pipeline"}
+    assert needed.files == (engine.file.size if engine.file else 0)
+    assert (needed.files > 0) == to_files
+    moved = {kind for kind in allocated if kind.endswith("on the host")}
+    assert bool(moved) == (device == "cuda")
+    assert set(of_account(needed.rank, "device")).isdisjoint(moved)
+    engine.close()
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -17,7 +17,7 @@ from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train, Zero
 pytest.importorskip("torch", reason="preflight asks a World")
 
 from hpczero.train import process
-from hpczero.train.setup import limits_from_ranks
+from hpczero.train.preflight import limits_from_ranks
 
 GB = 10**9
 HALF_BILLION = Model(layers=36, hidden=1024, heads=16, vocab=32_000, seq_len=128)

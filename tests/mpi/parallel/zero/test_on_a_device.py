@@ -3,7 +3,7 @@ else one that is late in the computer's own.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -20,7 +20,6 @@ from hpczero.device import CPU, Device, device_of_rank
 from tests.support.collectives import assert_same, everyones, reduced, values
 from tests.support.covering import Case
 from tests.support.grids import PLAIN, Serial, assert_agrees, spec_of
-from tests.support.queued import Queued
 from tests.support.training import train
 
 pytestmark = pytest.mark.mpi
@@ -28,22 +27,6 @@ pytestmark = pytest.mark.mpi
 LENGTHS = (0, 1, 301, 300_001)
 LONG = 3_000_000  # elements: several pieces of pinned memory
 GRIDS = {1: [(1, 1)], 2: [(1, 1), (2, 1), (1, 2)], 3: [(1, 1)], 4: [(2, 2)]}
-
-
-@pytest.fixture
-def there(world: World) -> Iterator[World | None]:
-    """The same ranks, whose tensors are on a device."""
-    part = world.part(range(world.size)) if world else None
-    if part:
-        part.use(
-            device_of_rank("cuda", part.local_rank, part.local_size)
-            if device.visible()
-            else Queued(),
-            "mpi",
-        )
-    yield part
-    if part:
-        part.close()
 
 
 def put(own: Device, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""States in files: the same numbers to the bit, on every grid, and what is read and written."""
+
+import errno
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from hpczero import safe_files
+from hpczero.comm.world import World
+from hpczero.parallel.offload import offloaded_adamw
+from hpczero.parallel.offload.state_file import StorageFailed
+from hpczero.parallel.zero.engine import Engine
+from hpczero.spec.schema import Spec
+from tests.support.covering import Case, covering
+from tests.support.grids import bitwise, factors, on_grid, possible, spec_of
+from tests.support.updates import GROUPS, assert_equal, by_hpczero
+from tests.support.updates import spec_of as spec_of_update
+
+pytestmark = pytest.mark.mpi
+SMALL = 1024  # elements of a piece: several to a unit
+
+
+def in_files(spec: Spec, folder: str) -> Spec:
+    zero = spec.zero.model_copy(update={"offload": f"nvme:{folder}"})
+    return spec.model_copy(update={"zero": zero})
+
+
+def selection(ranks: int, everything: bool = False) -> list[Case]:
+    chosen = factors(ranks) | {"piece": [SMALL, offloaded_adamw.PIECE]}
+    chosen["family"] = ["gpt", "relative"]
+    return covering(chosen, (), possible)
+
+
+@pytest.mark.cases(of=selection)
+@pytest.mark.few(6)
+def test_it_changes_no_number(
+    world: World, case: Case, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = spec_of(case)
+    kept = on_grid(world, case, spec)
+    monkeypatch.setattr(offloaded_adamw, "PIECE", case["piece"])
+    assert bitwise(kept, on_grid(world, case, in_files(spec, shared_folder)))
+    assert not os.listdir(shared_folder)  # files without names
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.Adagrad], ids=["AdamW", "of PyTorch"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.few(3)
+def test_modules_of_ones_own(world: World, optimizer: Any, stage: int, shared_folder: str) -> None:
+    """With groups, parameters that steps leave out, and an average; an optimizer of PyTorch
+    reads and writes through the map.
+    """
+    spec = spec_of_update(stage, False, 1e-2)
+    wanted = {"optimizer": optimizer, "average": 0.9}
+    wanted |= {} if optimizer else {"groups": GROUPS}
+    kept = by_hpczero(world, spec, **wanted)
+    spec["zero"] |= {"offload": f"nvme:{shared_folder}"}
+    assert_equal(kept, by_hpczero(world, spec, **wanted))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_reads_and_writes_each_state_once(
+    world: World, precision: str, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = []
+    init = Engine.__init__
+
+    def noted(engine: Engine, *arguments: Any, **named: Any) -> None:
+        init(engine, *arguments, **named)
+        engines.append(engine)
+
+    monkeypatch.setattr(Engine, "__init__", noted)
+    case = {"grid": (1, 1), "schedule": "1f1b", "sequence": False, "stage": 1, "shared": False}
+    case |= {"precision": precision, "tied": True, "dropout": 0.0, "batch": (world.size, 1)}
+    spec = spec_of(case, steps=5)
+    on_grid(world, case, in_files(spec, shared_folder))
+    (engine,) = engines
+    file = engine.file
+    assert file
+    states = 2 + (precision == "bf16")
+    pages = sum(-(-4 * unit.layout.shard_size // 4096) for unit in engine.units)
+    assert file.bytes_read == file.bytes_written == 5 * states * pages * 4096
+    assert file.size == states * pages * 4096
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("failing", ["read", "write"])
+def test_storage_that_fails_ends_the_run(
+    world: World, failing: str, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the path and the bytes."""
+    name = f"{failing}_at"
+    intact = getattr(safe_files, name)
+    calls = []
+
+    def broken(file: int, content: memoryview, place: int) -> int:
+        calls.append(place)
+        if len(calls) > 40:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return int(intact(file, content, place) or 0)
+
+    monkeypatch.setattr(safe_files, name, broken)
+    case = {"grid": (1, 1), "schedule": "1f1b", "sequence": False, "stage": 1, "shared": False}
+    case |= {"precision": "bf16", "tied": True, "dropout": 0.0, "batch": (1, 1)}
+    with pytest.raises(StorageFailed) as failure:
+        on_grid(world, case, in_files(spec_of(case, steps=9), shared_folder))
+    done = "read" if failing == "read" else "written"
+    text = str(failure.value)
+    assert f"of this rank's states in {shared_folder} could not be {done}" in text
+    assert "bytes at " in text
+    assert "Input/output error" in text
