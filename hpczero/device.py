@@ -12,6 +12,7 @@ same: `Test()` moves what can move. A message goes in pieces of constant size, t
 one is sent the next is copied. MPI is given nothing before the queue has come to it.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,8 @@ from torch import Tensor
 from hpczero import machine
 from hpczero.errors import InputError
 
+_NAP = 0.0001  # seconds between two looks at a mark
+
 
 class Mark:
     """A point in a queue, as an event in a CUDA stream."""
@@ -34,6 +37,11 @@ class Mark:
 
     def order(self) -> None:
         """Let all work submitted to the device from now on wait for this point."""
+
+    def wait_on_host(self) -> None:
+        """Return once the device has come to this point."""
+        while not self.Test():
+            time.sleep(_NAP)
 
 
 class Queue:

@@ -62,18 +62,19 @@ def of_decoder(
     vocab = model.vocab / part.tensor
     again = part.recomputed
     kept_whole = part.layers["blocks"] - again["block"]
-    kept = tokens * (
-        kept_whole * block.kept
-        + again["block"] * element * hidden
-        - again["selective"] * block.cheap
-    )
+    stream = element * hidden * tokens
+    of_input = stream / part.tensor if part.partitioned else stream
+    kept = tokens * (kept_whole * block.kept - again["selective"] * block.cheap)
+    kept += again["block"] * of_input
+    if part.on_host and part.layers["blocks"]:
+        kept *= min(2 / part.layers["blocks"], 1)
     made_again = 0.0  # of a block at a time
     if again["block"]:
-        made_again = block.kept * tokens
+        made_again = block.kept * tokens + 2 * stream * part.partitioned
     elif again["selective"]:
         made_again = block.cheap * tokens
     if part.sends and "embedding" in part.layers:
-        kept += element * hidden * tokens
+        kept += stream
     sent = hidden if part.sends else 0
     gathered = 2 * model.hidden if part.sequence else 0
     in_flight = element * tokens * (sent + gathered)

@@ -151,6 +151,8 @@ class ChunkLayout:
     kernels: frozenset[str] = frozenset()  # `Platform.kernels`
     recomputed: Counter[str] = field(default_factory=Counter)  # "block" -> so many blocks
     loss_rows: int = 0  # positions whose logits exist at a time; 0: all
+    partitioned: bool = False  # inputs of recomputed blocks are cut over the tensor ranks
+    on_host: bool = False  # what blocks keep is on the host, but for two of them
 
 
 @dataclass(frozen=True)

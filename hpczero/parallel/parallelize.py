@@ -22,10 +22,9 @@ from hpczero.model import build, families
 from hpczero.model.batch import MicroBatch
 from hpczero.model.shapes import NORM_OF_HEADS, NORM_OF_ROWS, Family, Layer, role_of
 from hpczero.parallel import user_module
-from hpczero.parallel.activations import choice
+from hpczero.parallel.activations.calls import Ways, calls_of, use_recipes
 from hpczero.parallel.activations.loss_by_pieces import Pieces, head_by_pieces
 from hpczero.parallel.activations.recipes import Recipes
-from hpczero.parallel.activations.recompute import AsTheyAre, Keeper, recomputed
 from hpczero.parallel.pipeline import user_stages
 from hpczero.parallel.pipeline.executor import Pipeline
 from hpczero.parallel.pipeline.partition import (
@@ -37,7 +36,7 @@ from hpczero.parallel.pipeline.partition import (
     stages_of_ties,
 )
 from hpczero.parallel.states import Sharded, shares_nodes
-from hpczero.parallel.step import Call, PipelineStage, SingleStage, StepRunner
+from hpczero.parallel.step import PipelineStage, SingleStage, StepRunner
 from hpczero.parallel.tensor.attention_inputs import HeadsOfRank
 from hpczero.parallel.tensor.cut_modules import CutModules
 from hpczero.parallel.tensor.linear import (
@@ -205,7 +204,7 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     module = build.on_meta(spec.model)
     recipes = Recipes()
     if spec.memory.recompute == "selective":
-        _use_recipes(module, families.family(spec.model).cheap, recipes)
+        use_recipes(module, families.family(spec.model).cheap, recipes)
     layers = list(zip(module.layers(), families.layers(spec.model), strict=True))
     tensor = context.group_if_cut("tensor")
     pipeline = context.group_if_cut("pipeline")
@@ -223,8 +222,8 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     parts = ModelParts(module, _joined(chunks), no_values if bare else None, ties, names)
     axis = data_axis(spec, context.world, context.group("data"), context.grid.nodes_cut_data_alike)
     engine = Engine(parts, axis, context.settings(own_model=True), tensor, pipeline)
-    keeper = engine.gatherer or AsTheyAre()
-    calls = [_calls(spec, chunk, recipes, keeper) for chunk in chunks]
+    ways = Ways.of(spec, engine, tensor)
+    calls = [calls_of(spec, chunk, recipes, ways) for chunk in chunks]
     if pipeline is None:
         return SingleStage(engine, calls[0])
     tensor_rank = tensor.rank if tensor else 0
@@ -237,20 +236,6 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
     return PipelineStage(engine, executor, chunks, calls)
 
 
-def _calls(spec: Spec, chunk: Layers, recipes: Recipes, keeper: Keeper) -> list[Call]:
-    """Return the layers of a chunk as functions, which keep what the spec says for backward."""
-    ways: dict[str, Callable[[Call], Call]] = {
-        "none": lambda layer: layer,
-        "selective": lambda layer: recipes.used_in(layer, keeper),
-        "block": lambda layer: recomputed(layer, keeper),
-    }
-    return [
-        ways[choice.recomputed(spec.memory, layer)](module)
-        for module, layer in chunk
-        if not isinstance(layer, Tied)
-    ]
-
-
 def _cut_loss(head: Any, spec: Spec, residual: Residual | None) -> None:
     """Let a head make its loss by pieces of the micro-batch, where the spec says so."""
     rows = spec.memory.loss_chunk
@@ -259,14 +244,6 @@ def _cut_loss(head: Any, spec: Spec, residual: Residual | None) -> None:
         layout = (lambda: residual.layout) if residual else None
         cap = spec.model.logit_cap
         head.forward = head_by_pieces(head, Pieces(rows, spec.model.vocab, cap, layout, group))
-
-
-def _use_recipes(module: nn.Module, cheap: Mapping[str, str], recipes: Recipes) -> None:
-    """Let the cheap operations of the model's modules leave recipes."""
-    for name, part in module.named_modules():
-        operation = role_of(cheap, name)
-        if operation and not isinstance(part, nn.Identity):  # a norm that this model lacks
-            setattr(part, operation, recipes.cheap(getattr(part, operation)))
 
 
 def apply_plan(

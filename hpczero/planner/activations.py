@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from hpczero.model.families import family, layers
 from hpczero.model.shapes import ChunkLayout, Layer, Moments
-from hpczero.parallel.activations.choice import recomputed
+from hpczero.parallel.activations.choice import partitions, recomputed
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
@@ -95,20 +95,28 @@ def activations(
     stage: int = 0,
     micro_batches: int = 1,
     kernels: frozenset[str] = frozenset(),
+    on_host: bool = False,
 ) -> int:
     """Return the bytes at the widest moment of a step with micro-batches of so many samples.
 
     `chunks` are the stage's; by default the whole model.
     """
     held = chunks or [layers(spec.model)]
-    moments = [moments_of(spec, samples, chunk, kernels) for chunk in held]
+    moments = [moments_of(spec, samples, chunk, kernels, on_host) for chunk in held]
     return int(peak(spec.parallel, moments, stage, micro_batches))
 
 
 def moments_of(
-    spec: Spec, samples: int, chunk: Sequence[Layer], kernels: frozenset[str]
+    spec: Spec,
+    samples: int,
+    chunk: Sequence[Layer],
+    kernels: frozenset[str],
+    on_host: bool = False,
 ) -> Moments:
-    """Return the bytes of a micro-batch of so many samples in one chunk of the model."""
+    """Return the bytes of a micro-batch of so many samples in one chunk of the model.
+
+    `on_host`: on a device, whose blocks keep what they keep on the host.
+    """
     parallel = spec.parallel
     running = layers_that_run([chunk])
     part = ChunkLayout(
@@ -119,6 +127,8 @@ def moments_of(
         kernels,
         Counter(recomputed(spec.memory, layer) for layer in running),
         spec.memory.loss_chunk,
+        partitions(spec),
+        on_host,
     )
     tokens = samples * spec.seq_len
     return family(spec.model).activations(spec.model, tokens, element_bytes(spec), part)

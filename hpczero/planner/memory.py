@@ -47,7 +47,7 @@ BLOCK = 4096  # elements: sums are made in whole blocks
 # Open MPI, 1 to 4 ranks on a node.
 RUNTIME = 250_000_000
 # Kinds that stay in the computer's memory when the others are on a GPU.
-ON_HOST = ("checkpoint copy", "data", "runtime", *KINDS_ON_HOST)
+ON_HOST = ("checkpoint copy", "data", "runtime", "activations on the host", *KINDS_ON_HOST)
 FILES = "files"  # an account: of states that are in files
 _TOKEN = 8
 
@@ -325,7 +325,7 @@ class _Parts:
         tokens = micro_batches * samples * (spec.seq_len + 1)
         estimates = {
             "communication": self._buffers(placement, units, samples),
-            "activations": self._activations(placement.stage, samples, micro_batches),
+            **self._activations(placement.stage, samples, micro_batches),
             "pipeline": messages * message,
             "checkpoint copy": update.of_element * shards if saves_behind(spec) else 0,
             "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
@@ -366,13 +366,21 @@ class _Parts:
         )
         return of_data + of_tensor + ties * bucket
 
-    def _activations(self, stage: int, samples: int, micro_batches: int) -> int:
-        """Return 0 for a user's own model: its activations are not known."""
+    def _activations(self, stage: int, samples: int, micro_batches: int) -> dict[str, int]:
+        """Return no bytes for a user's own model: its activations are not known."""
         if not known(self.spec.model):
-            return 0
-        chunks = self.chunks[stage]
-        kernels = self.platform.kernels
-        return activations(self.spec, samples, chunks, stage, micro_batches, kernels)
+            return {"activations": 0}
+        leave = self.platform.on_gpus and self.spec.memory.offload_activations == "cpu"
+
+        def widest(on_host: bool) -> int:
+            chunks = self.chunks[stage]
+            kernels = self.platform.kernels
+            return activations(self.spec, samples, chunks, stage, micro_batches, kernels, on_host)
+
+        if not leave:
+            return {"activations": widest(False)}
+        here = widest(True)
+        return {"activations": here, "activations on the host": widest(False) - here}
 
 
 def saves_behind(spec: Spec) -> bool:

@@ -19,7 +19,8 @@ tensor    for every micro-batch: a block has two pairs of a column- and a row-pa
           embedding has one in forward, the head one in backward; the loss an all_reduce of 4 and
           one of 8 bytes a token. sequence_parallel: each all_reduce S becomes a reduce_scatter and
           an all_gather (the sequence padded to a multiple of N). Backward gathers once more for
-          each column-parallel layer (not for a head by pieces), and sums norms' gradients.
+          each column-parallel layer (not for a head by pieces), and sums norms' gradients. An
+          all_gather S for each recomputed block whose input is cut (partition_activations).
 pipeline  for every micro-batch: S at each boundary of chunks forward, and backward (with
           sequence_parallel the rank's part of it). A tied parameter: the stages that hold it have
           an all_reduce of the gradient's shard, once, in fp32 if it is accumulated so.
@@ -305,10 +306,7 @@ class Volumes:
     def _tensor_messages(
         self, stage: int, samples: int, times: int
     ) -> Iterator[tuple[str, int, int]]:
-        """Yield operation, bytes, and how often, for `times` micro-batches of so many samples.
-
-        The bytes of an all_reduce count twice, as it sends both ways.
-        """
+        """Yield operation, bytes (of an all_reduce twice: there and back), number in a step."""
         model = self.spec.model
         ranks = self.spec.parallel.tensor
         tokens = samples * self.spec.seq_len
@@ -334,7 +332,9 @@ class Volumes:
                 for size in sizes_with_role(layer, plans.sequence_plan, NORM_OF_ROWS):
                     yield "all_reduce", 2 * size * self._width, kinds[kind] * times
         else:
-            yield "all_reduce", 2 * tokens * model.hidden * self._width, forward + backward
+            size = tokens * model.hidden * self._width
+            yield "all_reduce", 2 * size, forward + backward
+            yield "all_gather", size, again * times * self.spec.memory.partition_activations
         if "head" in kinds:
             piece = self.spec.memory.loss_chunk or max(tokens, 1)
             for rows, count in ((piece, tokens // piece), (tokens % piece, 1)):

@@ -62,6 +62,19 @@ def without_effect(spec: Spec) -> list[str]:
             f"memory.recompute_every = {memory.recompute_every} has no effect with "
             'memory.recompute = "none"'
         )
+    recomputes = memory.recompute in ("block", "auto")
+    replicated = parallel.tensor > 1 and not parallel.sequence_parallel
+    if memory.partition_activations and not (recomputes and replicated):
+        notes.append(
+            "memory.partition_activations = true has no effect without parallel.tensor > 1, "
+            'parallel.sequence_parallel = false and memory.recompute = "block": tensor ranks keep '
+            "nothing else alike"
+        )
+    if memory.offload_activations == "cpu" and train.device == "cpu":
+        notes.append(
+            'memory.offload_activations = "cpu" has no effect with train.device = "cpu": '
+            "activations are in the computer's memory"
+        )
     if parallel.schedule != type(parallel)().schedule and parallel.pipeline == 1:
         notes.append(
             f"parallel.schedule = {toml_repr(parallel.schedule)} has no effect with "

@@ -175,8 +175,8 @@ class Zero(Table):
     offload: str = key(
         "none",
         "site",
-        "master weights and moments lie elsewhere: cpu: a GPU's in the computer's memory, where "
-        "the CPU steps them; nvme: each rank's in a file in this folder, which $VARIABLES may name",
+        "where master weights and moments are; cpu: a GPU's in the computer's memory, where the "
+        "CPU steps them; nvme: each rank's in a file in this folder ($VARIABLES are expanded)",
         pattern=OFFLOAD,
     )
 
@@ -200,12 +200,16 @@ class Memory(Table):
     recompute_every: int = key(
         1, "site", "2: in every second block alone, and so on", ge=1, le=1_000_000
     )
-    loss_chunk: int = key(
-        0,
+    partition_activations: bool = key(
+        False,
         "site",
-        "positions of a micro-batch whose logits exist at a time; 0: all of them",
-        ge=0,
-        le=LARGEST,
+        "inputs of blocks that are computed again are cut over the tensor ranks, and gathered then",
+    )
+    offload_activations: Literal["none", "cpu"] = key(
+        "none", "site", "cpu: what a GPU keeps for backward is in the computer's memory meanwhile"
+    )
+    loss_chunk: int = key(
+        0, "site", "positions whose logits exist at a time; 0: a micro-batch's", ge=0, le=LARGEST
     )
 
 

@@ -71,6 +71,7 @@ def any_job(choice: random.Random, ranks: int) -> Spec:
         memory={
             "recompute": choice.choice(["none", "selective", "block", "block"]),
             "recompute_every": choice.choice([1, 1, 2, 3]),
+            "partition_activations": choice.choice([False, True]),
             "loss_chunk": choice.choice([0, 0, 9, 100]),
         },
     )

@@ -1,7 +1,7 @@
 """The layers whose activations are not all kept (pure)."""
 
 from hpczero.model.shapes import Layer
-from hpczero.spec.schema import Memory
+from hpczero.spec.schema import Memory, Spec
 
 
 def recomputed(memory: Memory, layer: Layer) -> str:
@@ -10,3 +10,13 @@ def recomputed(memory: Memory, layer: Layer) -> str:
     if kind != "blocks" or int(number) % memory.recompute_every:
         return "none"
     return memory.recompute
+
+
+def partitions(spec: Spec) -> bool:
+    """Return True if the inputs of blocks that are computed again are cut over tensor ranks.
+
+    With sequence parallelism they are anyway.
+    """
+    parallel = spec.parallel
+    wanted = spec.memory.partition_activations and parallel.tensor > 1
+    return wanted and not parallel.sequence_parallel

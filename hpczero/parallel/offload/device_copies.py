@@ -4,7 +4,6 @@ Gradients come while backward goes on, weights go while the next units are stepp
 of their own, beside the computation, and through pinned memory.
 """
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle
 
@@ -14,8 +13,6 @@ from torch import Tensor
 from hpczero.device import Device, Mark
 from hpczero.parallel.states import SETS
 from hpczero.parallel.zero.unit import Unit
-
-_NAP = 0.0001  # seconds
 
 
 class GradientsOnHost:
@@ -51,7 +48,7 @@ class GradientsOnHost:
 
     def of(self, unit: Unit) -> Tensor:
         """Return the unit's gradient when it is here."""
-        _wait_for(self._marks.pop(unit))
+        self._marks.pop(unit).wait_on_host()
         return self._kept[unit]
 
 
@@ -71,7 +68,7 @@ class WeightsToDevice:
     def next_buffer(self) -> Tensor:
         """Return a buffer whose copies are done."""
         self._number = next(self._turns)
-        _wait_for(self._marks[self._number])
+        self._marks[self._number].wait_on_host()
         return self._buffers[self._number]
 
     def send(self, weights: Tensor, made: Tensor) -> None:
@@ -82,8 +79,3 @@ class WeightsToDevice:
     def mark(self) -> Mark:
         """Return the point at which all that was sent so far is there."""
         return self._queue.mark()
-
-
-def _wait_for(mark: Mark) -> None:
-    while not mark.Test():
-        time.sleep(_NAP)

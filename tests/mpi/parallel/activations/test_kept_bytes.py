@@ -31,10 +31,12 @@ SAMPLES = 2
 
 
 def specs(world: World, family: str) -> Iterator[Spec]:
-    for recompute, precision, sequence in product(
-        ("none", "selective", "block"), ("fp32", "bf16"), (False, True)
+    for recompute, precision, sequence, partition in product(
+        ("none", "selective", "block"), ("fp32", "bf16"), (False, True), (False, True)
     ):
-        if sequence and world.size == 1:
+        if world.size == 1 and (sequence or partition):
+            continue
+        if partition and recompute != "block":
             continue
         shape = {"hidden": 64, "heads": 4, "seq_len": 64, "vocab": 257} | FAMILIES[family]
         yield from_dict(
@@ -44,7 +46,7 @@ def specs(world: World, family: str) -> Iterator[Spec]:
                 "train": {"precision": precision, "global_batch": 2, "micro_batch": SAMPLES},
                 "zero": {"stage": 0},
                 "parallel": {"tensor": world.size, "sequence_parallel": sequence},
-                "memory": {"recompute": recompute},
+                "memory": {"recompute": recompute, "partition_activations": partition},
             }
         ).spec
 

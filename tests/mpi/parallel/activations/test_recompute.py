@@ -3,9 +3,11 @@
 import pytest
 
 from hpczero.comm.world import World
+from hpczero.parallel.activations import away
 from hpczero.spec.schema import Memory, Spec
 from tests.support.covering import Case, covering
 from tests.support.grids import Serial, assert_agrees, bitwise, factors, on_grid, possible, spec_of
+from tests.support.training import train
 
 pytestmark = pytest.mark.mpi
 
@@ -21,6 +23,7 @@ def with_memory(spec: Spec, **how: object) -> Spec:
 
 def selection(ranks: int, everything: bool = False) -> list[Case]:
     chosen = factors(ranks) | {"recompute": ["selective", "block"], "every": [1, 2]}
+    chosen["partition"] = [False, True]
     return covering(chosen, (), possible)
 
 
@@ -29,8 +32,32 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 def test_it_changes_no_number(world: World, case: Case) -> None:
     spec = spec_of(case)
     kept = on_grid(world, case, spec)
-    again = with_memory(spec, recompute=case["recompute"], recompute_every=case["every"])
+    again = with_memory(
+        spec,
+        recompute=case["recompute"],
+        recompute_every=case["every"],
+        partition_activations=case["partition"],
+    )
     assert bitwise(kept, on_grid(world, case, again))
+
+
+def on_a_device(ranks: int, everything: bool = False) -> list[Case]:
+    chosen = factors(ranks) | {"recompute": ["none", "selective", "block"], "shared": [False]}
+    chosen["partition"] = [False, True]
+    return covering(chosen, (), possible)
+
+
+@pytest.mark.cases(of=on_a_device)
+@pytest.mark.few(4)
+def test_what_a_device_keeps_may_be_on_the_host(
+    there: World, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device is late: what is used too early is garbage."""
+    monkeypatch.setattr(away, "_SMALL", 1)
+    spec = spec_of(case)
+    kept = train(there, spec)
+    how = {"recompute": case["recompute"], "partition_activations": case["partition"]}
+    assert bitwise(kept, train(there, with_memory(spec, offload_activations="cpu", **how)))
 
 
 def with_pieces(ranks: int, everything: bool = False) -> list[Case]:
