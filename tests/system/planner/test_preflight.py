@@ -98,6 +98,37 @@ def test_a_cgroup_that_is_too_small(folder: Path, cgroup: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_states_in_files_do_not_count_in_a_cgroup(folder: Path, cgroup: Path) -> None:
+    """8 bytes a parameter, of which the weights and gradients of half precision take 4: with the
+    states in memory it is refused, with them in files it trains, to the same numbers.
+    """
+    size = ("layers=12", "hidden=1024", "heads=16", "vocab=4096", "seq_len=64")
+    settings = [f"model.{key}" for key in size]
+    settings += ["train.global_batch=1", "checkpoint.every=-1"]
+    arguments = [word for setting in settings for word in ("--set", setting)]
+    names = {key: int(value) for key, _, value in (one.partition("=") for one in size)}
+    parameters = parameter_count(Model(**names))
+    command = [*mpirun(1), *hpczero("run", "spec.toml", *arguments)]
+    free = launch([*command, "--set", "name=free"], 300, folder)
+    assert (free.code, free.left) == (0, []), free
+    limit = 8 * parameters
+    refused = launch(in_cgroup(cgroup, limit, [*command, "--set", "name=refused"]), 60, folder)
+    assert (refused.code, refused.left) == (2, []), refused
+    assert f"in the cgroup {cgroup} on " in refused.err
+    assert 'zero.offload = "nvme:FOLDER"' in refused.err
+    offload = ["--set", f'zero.offload="nvme:{folder}/states"', "--set", "name=offloaded"]
+    done = launch(in_cgroup(cgroup, limit, [*command, *offload]), 300, folder)
+    assert (done.code, done.left) == (0, []), done
+    losses = [
+        json.loads((folder / "runs" / name / "summary.json").read_text())["final_loss"]
+        for name in ("free", "offloaded")
+    ]
+    assert losses[0] == losses[1]
+    assert os.listdir(folder / "states") == []
+
+
+@pytest.mark.slow
 def test_half_a_billion_parameters_train_at_stage_3(tmp_path: Path) -> None:
     """On 4 ranks of one machine with 24 GB, where stage 0 would need 34 GB and is refused."""
     model = "layers = 26\nhidden = 1280\nheads = 20\nseq_len = 64"
