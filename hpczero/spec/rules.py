@@ -357,14 +357,23 @@ def _device(spec: Spec) -> Iterator[Contradiction]:
         )
 
 
+_OF_BLOCKS = ("recompute", "partition_activations", "offload_activations", "loss_chunk")
+
+
+def memory_of_blocks(spec: Spec) -> list[str]:
+    """Return the keys of [memory] that are set, and need to know a model's blocks and head."""
+    default = type(spec.memory)()
+    return [key for key in _OF_BLOCKS if getattr(spec.memory, key) != getattr(default, key)]
+
+
 def _memory(spec: Spec) -> Iterator[Contradiction]:
-    recompute = spec.memory.recompute
-    if recompute != "none" and not known(spec.model):
+    for key in [] if known(spec.model) else memory_of_blocks(spec):
+        default = getattr(type(spec.memory)(), key)
         yield Contradiction(
-            ("memory.recompute", "model.family"),
-            f"memory.recompute = {toml_repr(recompute)} is for hpczero's own families, and "
-            f'model.family = {toml_repr(spec.model.family)}: set it to "none", and call the '
-            "module's parts by torch.utils.checkpoint (use_reentrant=False)",
+            (f"memory.{key}", "model.family"),
+            f"memory.{key} = {toml_repr(getattr(spec.memory, key))} is for hpczero's own families, "
+            f"and model.family = {toml_repr(spec.model.family)}: set it to {toml_repr(default)}; "
+            "the module's parts may be called by torch.utils.checkpoint (use_reentrant=False)",
         )
 
 

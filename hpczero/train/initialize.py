@@ -25,7 +25,9 @@ from hpczero.parallel.zero.engine import Engine, StepResult
 from hpczero.parallel.zero.update_plan import EMPTY, UpdatePlan, UpdateWanted, plan_update
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.load import from_dict, load
+from hpczero.spec.rules import memory_of_blocks
 from hpczero.spec.schema import Spec
+from hpczero.text import toml_repr
 from hpczero.train import preflight, setup
 from hpczero.train.arguments import rate_of, refuse_what_differs
 from hpczero.train.own_run import OwnRun, Position
@@ -356,21 +358,20 @@ def _problems(spec: Spec, has_plan: bool) -> list[str]:
     problems = []
     if tensor > 1 and not has_plan:
         problems.append(
-            f"parallel.tensor = {tensor}: nothing says how the layers of this module are "
-            "shared out; give hpczero.initialize a tensor_plan (docs/tensor-plans.md), or set it "
-            "to 1"
+            f"parallel.tensor = {tensor}: nothing says how the layers of this module are shared "
+            "out; give hpczero.initialize a tensor_plan (docs/tensor-plans.md), or set it to 1"
         )
     if pipeline > 1:
         problems.append(
             f"parallel.pipeline = {pipeline}: a loop of your own runs the whole module, not the "
-            "stages of a pipeline; set it to 1, or "
-            f"train by `hpczero run` {family} (docs/any-model.md)"
+            f"stages of a pipeline; set it to 1, or train by `hpczero run` {family} "
+            "(docs/any-model.md)"
         )
-    if spec.memory.recompute != "none":
-        problems.append(
-            f'memory.recompute = "{spec.memory.recompute}": nothing is known of the blocks of this '
-            'module; set it to "none", and run parts of it by engine.checkpoint'
-        )
+    problems += [
+        f"memory.{key} = {toml_repr(getattr(spec.memory, key))}: nothing is known of this module's"
+        " blocks; leave it out, and run parts of it by engine.checkpoint"
+        for key in memory_of_blocks(spec)
+    ]
     if spec.train.trace:
         problems.append(
             f"train.trace = true: traces are of the steps of `hpczero run` ({family}); "
@@ -389,8 +390,7 @@ def _planned(wanted: UpdateWanted, spec: Spec, layers: Sequence[Layer], world: W
 def _counted(spec: Spec, ranks: int, accumulates: bool) -> Spec:
     """Return the spec by which memory is counted: nothing is known of the loop's data.
 
-    `ranks`: of the data axis. Its micro-batches stand for the backwards of a step, one or several,
-    which decide what memory the gradients take.
+    `ranks`: of the data axis. Its micro-batches stand for a step's backwards, one or several.
     """
     unknown = spec.model.model_copy(update={"family": "module:factory", "seq_len": 1})
     train = spec.train.model_copy(

@@ -58,6 +58,8 @@ def test_what_a_loop_cannot_have_is_refused(whole: World) -> None:
             {"train": {**spec["train"], "trace": True}},
             r"train\.trace = true: traces are of the steps of `hpczero run`",
         ),
+        ({"memory": {"recompute": "block"}}, r'memory\.recompute = "block": nothing is known'),
+        ({"memory": {"loss_chunk": 64}}, r"memory\.loss_chunk = 64: nothing is known of this"),
     ]:
         with pytest.raises(InputError, match=what):
             hpczero.initialize(made(Odd), spec | more, whole)

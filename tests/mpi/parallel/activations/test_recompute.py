@@ -6,7 +6,16 @@ from hpczero.comm.world import World
 from hpczero.parallel.activations import away
 from hpczero.spec.schema import Memory, Spec
 from tests.support.covering import Case, covering
-from tests.support.grids import Serial, assert_agrees, bitwise, factors, on_grid, possible, spec_of
+from tests.support.grids import (
+    PLAIN,
+    Serial,
+    assert_agrees,
+    bitwise,
+    factors,
+    on_grid,
+    possible,
+    spec_of,
+)
 from tests.support.training import train
 
 pytestmark = pytest.mark.mpi
@@ -39,6 +48,15 @@ def test_it_changes_no_number(world: World, case: Case) -> None:
         partition_activations=case["partition"],
     )
     assert bitwise(kept, on_grid(world, case, again))
+
+
+@pytest.mark.ranks(2, 4)
+def test_only_inputs_of_recomputed_blocks_are_cut(world: World) -> None:
+    """What the blocks between them keep is each rank's own."""
+    spec = spec_of(PLAIN | {"grid": (world.size, 1), "precision": "bf16"})
+    kept = on_grid(world, PLAIN, spec)
+    cut = with_memory(spec, recompute="block", recompute_every=2, partition_activations=True)
+    assert bitwise(kept, on_grid(world, PLAIN, cut))
 
 
 def on_a_device(ranks: int, everything: bool = False) -> list[Case]:
