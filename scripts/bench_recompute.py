@@ -1,0 +1,167 @@
+#!/usr/bin/env python3
+"""Time of a step whose activations are computed again, beside one that keeps them all.
+
+    OMP_NUM_THREADS=1 python scripts/bench_recompute.py
+    OMP_NUM_THREADS=1 mpirun -n 2 python scripts/bench_recompute.py --tensor 2 --partition
+
+In each round every way takes a step of the same batch, one after the other, in the same process;
+every other round goes backwards. Ratios are of the two steps in a round. `bound` is 1 + 1.08 f,
+where f is forward's share of the step that keeps all. The operations that "selective" computes
+again are timed alone, too, in a step of their own: `extra / alone` is what they cost in the step.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hpczero.train.process import keep_free_memory
+
+WAYS = {
+    "none": "none",
+    "none again": "none",
+    "selective": "selective",
+    "selective again": "selective",
+    "block": "block",
+    "block again": "block",
+}
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--families", nargs="*", default=["gpt", "llama"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--partition", action="store_true", help="memory.partition_activations")
+    return parser.parse_args()
+
+
+class Job:
+    """An engine, and steps of the same batch."""
+
+    def __init__(self, world: Any, arguments: argparse.Namespace, family: str, way: str) -> None:
+        from hpczero.comm.grid import Grid
+        from hpczero.data.dataset import SyntheticSource
+        from hpczero.parallel.parallelize import assemble
+        from hpczero.planner.volumes import resolved
+        from hpczero.spec.load import from_dict
+        from hpczero.train.batches import Batches
+
+        shape = {name: getattr(arguments, name) for name in ("layers", "hidden", "heads")}
+        samples = arguments.samples
+        spec = from_dict(
+            {
+                "model": {**shape, "family": family, "seq_len": arguments.seq_len, "vocab": 257},
+                "data": {"source": "synthetic"},
+                "train": {
+                    "precision": arguments.precision,
+                    "global_batch": samples * world.size // arguments.tensor,
+                    "micro_batch": samples,
+                },
+                "parallel": {"tensor": arguments.tensor},
+                "memory": {"recompute": way, "partition_activations": arguments.partition},
+            }
+        ).spec
+        grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
+        self.runner = assemble(spec, world, grid, accumulates=False)
+        source = SyntheticSource(1, 257, arguments.seq_len)
+        rank, ranks = grid.coordinate(world.rank, "data"), grid.size("data")
+        (self.batch,) = Batches(spec, source, rank, ranks).training(0)
+
+    def step(self) -> tuple[float, float]:
+        """Return the seconds of the step, and of its forward."""
+        begun = time.perf_counter()
+        loss = self.runner._forward(self.batch)
+        forward = time.perf_counter() - begun
+        self.runner.engine.backward(loss / 1000, True)
+        self.runner.engine.finish_step(1e-5)
+        return time.perf_counter() - begun, forward
+
+
+def seconds_alone(job: Job) -> float:
+    """Return the seconds of a forward's cheap operations, each run once more by itself."""
+    import torch
+
+    from hpczero.parallel.activations.recompute import Again
+
+    first_run, total = Again.first_run, 0.0
+
+    def timed(again: Again) -> Any:
+        nonlocal total
+        begun = time.perf_counter()
+        with torch.enable_grad():
+            again._function(*again._given)
+        total += time.perf_counter() - begun
+        return first_run(again)
+
+    Again.first_run = timed
+    try:
+        job.step()
+    finally:
+        Again.first_run = first_run
+    return total
+
+
+def measure(world: Any, arguments: argparse.Namespace, family: str) -> None:
+    jobs = {name: Job(world, arguments, family, way) for name, way in WAYS.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    shares, alone = [], []
+    for job in jobs.values():
+        job.step()
+    for number in range(arguments.rounds):
+        for name in list(WAYS)[:: -1 if number % 2 else 1]:
+            step, forward = jobs[name].step()
+            seconds[name].append(step)
+            if name == "none":
+                shares.append(forward / step)
+        alone.append(seconds_alone(jobs["selective"]))
+    for job in jobs.values():
+        job.runner.engine.close()
+    if world.rank:
+        return
+    share = median(shares)
+    print(f"{family}: a step {median(seconds['none']) * 1e3:.0f} ms, f {share:.3f}, bound", end=" ")
+    print(f"{1 + 1.08 * share:.3f}; cheap operations alone {median(alone) * 1e3:.1f} ms")
+    for name, values in seconds.items():
+        ratios = [one / kept for one, kept in zip(values, seconds["none"], strict=True)]
+        low, middle, high = quantiles(ratios)
+        line = f"  {name:16} {median(values) * 1e3:7.1f} ms"
+        line += f", / none {middle:.3f} ({low:.3f}-{high:.3f})"
+        if name.startswith("selective"):
+            triples = zip(values, seconds["none"], alone, strict=True)
+            extra = median((one - kept) / by_itself for one, kept, by_itself in triples)
+            line += f", extra / alone {extra:.2f}"
+        print(line, flush=True)
+
+
+def main() -> int:
+    arguments = options()
+    keep_free_memory()
+    import torch
+
+    from hpczero.comm.world import World
+    from hpczero.train import setup
+
+    world = World.start()
+    torch.set_num_threads(1)
+    setup.use_kernels(world)
+    for family in arguments.families:
+        measure(world, arguments, family)
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
