@@ -1,11 +1,12 @@
 """Kept tensors that are somewhere else from forward to backward: cut over ranks, or on the host.
 
-What a layer keeps in a forward makes a *run*. Backward goes through the runs in reverse: whoever
-asks for a tensor has the run before fetched as well, so that it is here when its turn comes.
+What a layer keeps in a forward makes a *bundle*. Backward goes through the bundles in reverse:
+whoever asks for a tensor has the bundle before fetched as well, so that it is here when its turn
+comes.
 
 `Shards`: tensor ranks hold the same inputs of blocks, so each keeps a part, and gathers the whole
 (the partitioned activations of Rajbhandari et al. 2020). `HostCopies`: a device's tensors go to
-pinned memory of the computer, in a queue beside the computation; the device has those of two runs.
+pinned memory of the computer, in a queue beside the computation; two bundles are on the device.
 """
 
 import weakref
@@ -44,8 +45,8 @@ class Way(ABC):
     """A way in which tensors are sent away."""
 
     @abstractmethod
-    def send(self, tensor: Tensor, run: "Run") -> "Sent | None":
-        """Send the memory under a tensor, if it has not been sent in this run.
+    def send(self, tensor: Tensor, bundle: "Bundle") -> "Sent | None":
+        """Send the memory under a tensor, if it has not been sent in this bundle.
 
         None: it stays.
         """
@@ -62,10 +63,10 @@ class Sent:
     offset: int
 
 
-class Run:
+class Bundle:
     """A layer's forward, and what it has sent away."""
 
-    def __init__(self, before: "Run | None") -> None:
+    def __init__(self, before: "Bundle | None") -> None:
         self.before = before
         self.parcels = weakref.WeakValueDictionary[int, Parcel]()  # by address, or by number
         self._is_fetched = False
@@ -81,48 +82,48 @@ class Run:
                 parcel.fetch()
 
 
-class Runs:
-    """The runs of a chunk's layers, which run one after the other."""
+class Bundles:
+    """The bundles of a chunk's layers, which run one after the other."""
 
     def __init__(self) -> None:
-        self.newest = Run(None)
+        self.newest = Bundle(None)
 
     def begun_by(self, call: Call, is_first: bool) -> Call:
-        """Return a layer whose forward begins a run; `is_first`: of the chunk."""
+        """Return a layer whose forward begins a bundle; `is_first`: of the chunk."""
 
         def run(x: Tensor, batch: Any) -> Tensor:
             if torch.is_grad_enabled():
                 before = None if is_first else self.newest
                 if before and before.before:
                     before.before.settle()
-                self.newest = Run(before)
+                self.newest = Bundle(before)
             return call(x, batch)
 
         return run
 
 
 class Away:
-    """A keeper that sends away what the runs keep."""
+    """A keeper that sends away what layers keep."""
 
-    def __init__(self, runs: Runs, way: Way, inner: Keeper) -> None:
+    def __init__(self, bundles: Bundles, way: Way, inner: Keeper) -> None:
         """`inner` has what stays."""
-        self._runs = runs
+        self._bundles = bundles
         self._way = way
         self._inner = inner
 
     def pack(self, tensor: Tensor) -> Any:
         kept = self._inner.pack(tensor)
-        run = self._runs.newest
-        sent = self._way.send(kept, run) if isinstance(kept, Tensor) else None
-        return (None, kept) if sent is None else (run, sent)
+        bundle = self._bundles.newest
+        sent = self._way.send(kept, bundle) if isinstance(kept, Tensor) else None
+        return (None, kept) if sent is None else (bundle, sent)
 
     def unpack(self, kept: Any) -> Tensor:
-        run, what = kept
-        if run is None:
+        bundle, what = kept
+        if bundle is None:
             return self._inner.unpack(what)
-        run.fetch()
-        if run.before:
-            run.before.fetch()
+        bundle.fetch()
+        if bundle.before:
+            bundle.before.fetch()
         values: Tensor = what.parcel.values().view(what.dtype)
         return values.as_strided(what.shape, what.stride, what.offset)
 
@@ -148,12 +149,12 @@ class Shards(Way):
         self._group = group
         self._host = host
 
-    def send(self, tensor: Tensor, run: Run) -> Sent | None:
+    def send(self, tensor: Tensor, bundle: Bundle) -> Sent | None:
         if not tensor.is_floating_point():
             return None
         tensor = tensor.contiguous()
         parcel = _Shard(tensor.view(-1), self._group, self._host)
-        run.parcels[len(run.parcels)] = parcel
+        bundle.parcels[len(bundle.parcels)] = parcel
         return Sent(parcel, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
 
 
@@ -210,17 +211,17 @@ class HostCopies(Way):
         self._stay = {tensor.untyped_storage().data_ptr() for tensor in stay}
         self._free: dict[int, list[tuple[Mark, Tensor]]] = {}  # pinned memory, by its size
 
-    def send(self, tensor: Tensor, run: Run) -> Sent | None:
+    def send(self, tensor: Tensor, bundle: Bundle) -> Sent | None:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         # a tensor of a few elements in a larger storage would take the rest along
         fits = _SMALL <= storage.nbytes() <= 4 * tensor.nbytes
         if address in self._stay or not fits or not self.device.holds(tensor):
             return None
-        parcel = run.parcels.get(address)
+        parcel = bundle.parcels.get(address)
         if parcel is None:
             parcel = self.copy_of(tensor.new_empty(0, dtype=torch.uint8).set_(storage))
-            run.parcels[address] = parcel
+            bundle.parcels[address] = parcel
         place = int(tensor.storage_offset())
         return Sent(parcel, tensor.dtype, tuple(tensor.shape), tensor.stride(), place)
 

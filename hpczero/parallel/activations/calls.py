@@ -8,7 +8,7 @@ from torch import nn
 from hpczero.comm.group import Group
 from hpczero.model.shapes import role_of
 from hpczero.parallel.activations import choice
-from hpczero.parallel.activations.away import Away, HostCopies, Runs, Shards, Way, kept_by
+from hpczero.parallel.activations.away import Away, Bundles, HostCopies, Shards, Way, kept_by
 from hpczero.parallel.activations.recipes import Recipes
 from hpczero.parallel.activations.recompute import AsTheyAre, Call, Keeper, recomputed
 from hpczero.parallel.pipeline.partition import Tied
@@ -48,9 +48,9 @@ class Ways:
 
 def calls_of(spec: Spec, chunk: Layers, recipes: Recipes, ways: Ways) -> list[Call]:
     """Return the layers of a chunk as functions, which keep what the spec says for backward."""
-    runs = Runs()
+    bundles = Bundles()
     inputs, rest = (
-        Away(runs, way, ways.inner) if way else ways.inner for way in (ways.inputs, ways.rest)
+        Away(bundles, way, ways.inner) if way else ways.inner for way in (ways.inputs, ways.rest)
     )
     how: dict[str, Callable[[Call], Call]] = {
         "none": (lambda layer: kept_by(rest, layer)) if ways.rest else lambda layer: layer,
@@ -65,7 +65,7 @@ def calls_of(spec: Spec, chunk: Layers, recipes: Recipes, ways: Ways) -> list[Ca
         call: Call = module
         if layer.kind == "blocks":
             call = how[choice.recomputed(spec.memory, layer)](module)
-            call = runs.begun_by(call, is_first) if ways.inputs else call
+            call = bundles.begun_by(call, is_first) if ways.inputs else call
             is_first = False
         calls.append(call)
     return calls
