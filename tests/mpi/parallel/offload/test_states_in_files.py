@@ -12,7 +12,7 @@ from hpczero.comm.world import World
 from hpczero.parallel.offload import offloaded_adamw
 from hpczero.parallel.offload.state_file import StorageFailed
 from hpczero.parallel.zero.engine import Engine
-from hpczero.spec.schema import Spec
+from hpczero.spec.schema import Memory, Spec
 from tests.support.covering import Case, covering
 from tests.support.grids import bitwise, factors, on_grid, possible, spec_of
 from tests.support.updates import GROUPS, assert_equal, by_hpczero
@@ -27,9 +27,15 @@ def in_files(spec: Spec, folder: str) -> Spec:
     return spec.model_copy(update={"zero": zero})
 
 
+def with_memory(spec: Spec, **how: Any) -> Spec:
+    return spec.model_copy(update={"memory": Memory(**how)})
+
+
 def selection(ranks: int, everything: bool = False) -> list[Case]:
     chosen = factors(ranks) | {"piece": [SMALL, offloaded_adamw.PIECE]}
     chosen["family"] = ["gpt", "relative"]
+    chosen |= {"recompute": ["none", "selective", "block"], "partition": [False, True]}
+    chosen |= {"rows": [0, 7]}  # of the loss by pieces, which rounds otherwise
     return covering(chosen, (), possible)
 
 
@@ -38,10 +44,13 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 def test_it_changes_no_number(
     world: World, case: Case, shared_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = spec_of(case)
+    """With activations that are computed again, and cut, as well."""
+    spec = with_memory(spec_of(case), loss_chunk=case["rows"])
     kept = on_grid(world, case, spec)
     monkeypatch.setattr(offloaded_adamw, "PIECE", case["piece"])
-    assert bitwise(kept, on_grid(world, case, in_files(spec, shared_folder)))
+    how = {"recompute": case["recompute"], "partition_activations": case["partition"]}
+    away = with_memory(in_files(spec, shared_folder), loss_chunk=case["rows"], **how)
+    assert bitwise(kept, on_grid(world, case, away))
     assert not os.listdir(shared_folder)  # files without names
 
 
