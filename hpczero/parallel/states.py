@@ -12,13 +12,12 @@ from hpczero.spec.schema import Zero
 
 SLOTS = 2  # unit-sized buffers in flight where gradients, or parameters, are sharded
 
-# States in files: the kinds that may be, what is read and written at a time, and in how many sets
-# of buffers: one is read, one is worked on, one is written.
-IN_FILES = ("master", "moments")
-# The kinds that follow them from a device to the computer's memory, where the CPU steps them.
-ON_HOST = (*IN_FILES, "average", "gradient of a unit")
+# The kinds that zero.offload takes from a device to the computer's memory, where the CPU steps them.
+ON_HOST = ("master", "moments", "average", "gradient of a unit")
 _HOST = " on the host"
 KINDS_ON_HOST = ("offload", *(kind + _HOST for kind in (*ON_HOST, "gradients", "weights")))
+# States in files: what is read and written at a time, and in how many sets of buffers: one is read,
+# one is worked on, one is written.
 PAGE = 4096  # bytes: direct I/O is of whole ones
 PIECE = 1 << 20  # elements
 SETS = 3

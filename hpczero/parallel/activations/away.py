@@ -202,7 +202,7 @@ class _Here(Parcel):
 
 
 class HostCopies(Way):
-    """What a device keeps goes to the computer's memory, storage by storage."""
+    """A device's tensors go to the computer's memory, storage by storage."""
 
     def __init__(self, device: Device, stay: Iterable[Tensor]) -> None:
         """`stay`: tensors whose storages live longer anyway (weights, a module's buffers)."""
