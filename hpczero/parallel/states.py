@@ -12,7 +12,7 @@ from hpczero.spec.schema import Zero
 
 SLOTS = 2  # unit-sized buffers in flight where gradients, or parameters, are sharded
 
-# The kinds that zero.offload takes from a device to the computer's memory, where the CPU steps them.
+# The kinds that zero.offload takes from a device to the computer's memory: the CPU steps them.
 ON_HOST = ("master", "moments", "average", "gradient of a unit")
 _HOST = " on the host"
 KINDS_ON_HOST = ("offload", *(kind + _HOST for kind in (*ON_HOST, "gradients", "weights")))
