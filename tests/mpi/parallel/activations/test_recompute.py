@@ -52,7 +52,7 @@ def test_it_changes_no_number(world: World, case: Case) -> None:
 
 @pytest.mark.ranks(2, 4)
 def test_only_inputs_of_recomputed_blocks_are_cut(world: World) -> None:
-    """What the blocks between them keep is each rank's own."""
+    """Blocks between them keep what is each rank's own."""
     spec = spec_of(PLAIN | {"grid": (world.size, 1), "precision": "bf16"})
     kept = on_grid(world, PLAIN, spec)
     cut = with_memory(spec, recompute="block", recompute_every=2, partition_activations=True)
