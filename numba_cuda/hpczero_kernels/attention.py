@@ -127,7 +127,7 @@ def attention_reference(
     cap: float = 0.0,
     scale: float | None = None,
 ) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
+    groups = q.shape[1] // k.shape[1] if k.shape[1] else 1  # no head on this tensor rank
     if documents is None and not window and not cap:
         return functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=groups > 1
@@ -153,7 +153,8 @@ def attention(
     """Return attention_reference of the same, up to rounding."""
     seq = q.shape[2]
     whole = documents is None or all(len(ends) == 1 for ends in documents)
-    plain = whole and not cap and not 0 < window < seq
+    # a tensor rank without heads has nothing to mask, and PyTorch's flash attention ends on none
+    plain = q.shape[1] == 0 or (whole and not cap and not 0 < window < seq)
     if plain and not (torch.is_grad_enabled() and supports(q)):
         return attention_reference(q, k, v, scale=scale)
     default = 1.0 / sqrt(q.shape[-1])

@@ -45,6 +45,19 @@ def test_it_is_as_exact_as_pytorchs(shape: tuple[int, ...], spread: float) -> No
         assert error(own, right) <= 2 * error(other, right) + 5e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("documents", "window", "cap"), [(None, 0, 0.0), (((3, 9), (9,)), 4, 0.0), (None, 0, 5.0)]
+)
+def test_a_tensor_rank_without_heads(documents, window, cap, dtype) -> None:
+    x = torch.zeros(3, 2, 0, 9, 8, dtype=dtype, requires_grad=True)
+    out = attention(*x, documents, window, cap)
+    out.sum().backward()
+    assert out.shape == x.shape[1:]
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 def test_it_is_repeatable_and_takes_parts_of_a_tensor() -> None:
     x = torch.randn(2, 33, 3, 3, 64).bfloat16().requires_grad_()
     found = []
