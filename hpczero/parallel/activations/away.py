@@ -11,6 +11,7 @@ pinned memory of the computer, in a queue beside the computation; two bundles ar
 
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from hpczero.comm.group import Group, Work, shard
 from hpczero.device import Device, Mark
 from hpczero.parallel.activations.recompute import Call, Keeper
+from hpczero.parallel.zero.buffers import Stock
 
+STAY = 2  # bundles that are here: of the layer that runs, and of the one before or after it
 _SMALL = 1 << 16  # bytes: less is not worth a copy
 
 
@@ -68,7 +71,7 @@ class Bundle:
 
     def __init__(self, before: "Bundle | None") -> None:
         self.before = before
-        self.parcels = weakref.WeakValueDictionary[int, Parcel]()  # by address, or by number
+        self.parcels = weakref.WeakValueDictionary[int, Parcel]()  # by address
         self._is_fetched = False
 
     def settle(self) -> None:
@@ -87,19 +90,30 @@ class Bundles:
 
     def __init__(self) -> None:
         self.newest = Bundle(None)
+        self._unsettled = deque[Bundle]()  # of all micro-batches
 
     def begun_by(self, call: Call, is_first: bool) -> Call:
         """Return a layer whose forward begins a bundle; `is_first`: of the chunk."""
 
         def run(x: Tensor, batch: Any) -> Tensor:
             if torch.is_grad_enabled():
-                before = None if is_first else self.newest
-                if before and before.before:
-                    before.before.settle()
-                self.newest = Bundle(before)
+                self.newest = Bundle(None if is_first else self.newest)
+                self._unsettled.append(self.newest)
+                if len(self._unsettled) > STAY:
+                    self._unsettled.popleft().settle()
             return call(x, batch)
 
         return run
+
+    def fetch(self, bundle: Bundle) -> None:
+        """Fetch a bundle, and the one that backward comes to next; the others are to be away."""
+        wanted = [one for one in (bundle, bundle.before) if one]
+        while self._unsettled:
+            one = self._unsettled.popleft()
+            if one not in wanted:
+                one.settle()
+        for one in wanted:
+            one.fetch()
 
 
 class Away:
@@ -121,9 +135,7 @@ class Away:
         bundle, what = kept
         if bundle is None:
             return self._inner.unpack(what)
-        bundle.fetch()
-        if bundle.before:
-            bundle.before.fetch()
+        self._bundles.fetch(bundle)
         values: Tensor = what.parcel.values().view(what.dtype)
         return values.as_strided(what.shape, what.stride, what.offset)
 
@@ -138,34 +150,55 @@ def kept_by(keeper: Keeper, call: Call) -> Call:
     return run
 
 
+class Lent(Parcel):
+    """Bytes of a stock, which go back there with their last holder."""
+
+    def __init__(self, stock: Stock, size: int) -> None:
+        self._stock = stock
+        self._size = size
+        self._loan = stock.take(size)
+
+    def fetch(self) -> None:
+        """They are here."""
+
+    def values(self) -> Tensor:
+        return self._loan.tensor[: self._size]
+
+    def __del__(self) -> None:
+        self._stock.give_back(self._loan)
+
+
 # -- cut over the tensor ranks
 
 
 class Shards(Way):
     """Each rank keeps its part of a tensor that all ranks of a group have."""
 
-    def __init__(self, group: Group, host: "HostCopies | None" = None) -> None:
-        """`host` has the parts, in place of the device."""
-        self._group = group
-        self._host = host
+    def __init__(self, group: Group, stock: Stock, host: "HostCopies | None" = None) -> None:
+        """`stock`: the device's memory for parts and wholes; `host` has the parts in its place."""
+        self.group = group
+        self.stock = stock
+        self.host = host
 
     def send(self, tensor: Tensor, bundle: Bundle) -> Sent | None:
         if not tensor.is_floating_point():
             return None
         tensor = tensor.contiguous()
-        parcel = _Shard(tensor.view(-1), self._group, self._host)
-        bundle.parcels[len(bundle.parcels)] = parcel
+        parcel = _Shard(tensor.view(-1), self)
+        bundle.parcels[id(parcel)] = parcel
         return Sent(parcel, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
 
 
 class _Shard(Parcel):
-    def __init__(self, whole: Tensor, group: Group, host: "HostCopies | None") -> None:
-        self._group = group
-        self._count = whole.numel()
+    def __init__(self, whole: Tensor, way: Shards) -> None:
+        self._way = way
         self._dtype = whole.dtype
-        own = whole[shard(self._count, group.size, group.rank)].clone()
-        self._own = host.copy_of(own) if host else _Here(own)
-        self._whole: Tensor | None = None
+        self._size = whole.nbytes
+        part = whole[shard(whole.numel(), way.group.size, way.group.rank)]
+        here = Lent(way.stock, part.nbytes)
+        here.values().view(self._dtype).copy_(part)
+        self._own: Parcel = way.host.copy_of(here.values()) if way.host else here
+        self._whole: Lent | None = None
         self._work: Work | None = None
 
     def settle(self) -> None:
@@ -174,42 +207,34 @@ class _Shard(Parcel):
     def fetch(self) -> None:
         self._own.fetch()
         own = self._own.values().view(self._dtype)
-        self._whole = own.new_empty(self._count)
-        self._work = self._group.start_all_gather(self._whole, own, "activations")
+        self._whole = Lent(self._way.stock, self._size)
+        whole = self._whole.values().view(self._dtype)
+        self._work = self._way.group.start_all_gather(whole, own, "activations")
 
     def values(self) -> Tensor:
         if self._work:
             self._work.wait()
             self._work = None
         assert self._whole is not None
-        return self._whole
-
-
-class _Here(Parcel):
-    """Memory that stays."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-
-    def fetch(self) -> None:
-        """There is nothing to do."""
-
-    def values(self) -> Tensor:
-        return self._values
+        return self._whole.values()
 
 
 # -- on the host
 
 
 class HostCopies(Way):
-    """A device's tensors go to the computer's memory, storage by storage."""
+    """A device's tensors go to the computer's memory, storage by storage.
+
+    What is copied in the queue is in order: pinned memory that goes back to its stock may be used
+    at once.
+    """
 
     def __init__(self, device: Device, stay: Iterable[Tensor]) -> None:
         """`stay`: tensors whose storages live longer anyway (weights, a module's buffers)."""
         self.device = device
+        self.pinned = Stock(device.pinned)
         self._queue = device.queue()
         self._stay = {tensor.untyped_storage().data_ptr() for tensor in stay}
-        self._free: dict[int, list[tuple[Mark, Tensor]]] = {}  # pinned memory, by its size
 
     def send(self, tensor: Tensor, bundle: Bundle) -> Sent | None:
         storage = tensor.untyped_storage()
@@ -225,26 +250,14 @@ class HostCopies(Way):
         place = int(tensor.storage_offset())
         return Sent(parcel, tensor.dtype, tuple(tensor.shape), tensor.stride(), place)
 
-    def copy_of(self, tensor: Tensor) -> "_HostCopy":
-        return _HostCopy(self, tensor.view(torch.uint8))
+    def copy_of(self, source: Tensor) -> "_HostCopy":
+        """Return a copy of these bytes."""
+        return _HostCopy(self, source)
 
     def copy(self, output: Tensor, tensor: Tensor) -> Mark:
         self._queue.begins()
         self._queue.copy(output, tensor)
         return self._queue.mark()
-
-    def lend(self, size: int) -> Tensor:
-        """Return pinned memory of this size that is free."""
-        free = self._free.setdefault(size, [])
-        for place, (mark, memory) in enumerate(free):
-            if mark.Test():
-                del free[place]
-                return memory
-        return self.device.pinned(size)
-
-    def give_back(self, mark: Mark, memory: Tensor) -> None:
-        """Take memory back; it is free at this mark."""
-        self._free[memory.numel()].append((mark, memory))
 
 
 class _HostCopy(Parcel):
@@ -252,8 +265,8 @@ class _HostCopy(Parcel):
 
     def __init__(self, host: HostCopies, source: Tensor) -> None:
         self._host = host
-        self._there = host.lend(source.numel())
-        self._mark = host.copy(self._there, source)
+        self._there = Lent(host.pinned, source.numel())
+        self._mark = host.copy(self._there.values(), source)
         self._here: Tensor | None = source  # until it is copied; and again from `fetch` on
         self._is_back = False
 
@@ -264,9 +277,9 @@ class _HostCopy(Parcel):
 
     def fetch(self) -> None:
         if self._here is None:
-            size, device = self._there.numel(), self._host.device.torch
-            self._here = torch.empty(size, dtype=torch.uint8, device=device)
-            self._mark = self._host.copy(self._here, self._there)
+            there = self._there.values()
+            self._here = torch.empty_like(there, device=self._host.device.torch)
+            self._mark = self._host.copy(self._here, there)
             self._is_back = True
 
     def values(self) -> Tensor:
@@ -274,6 +287,3 @@ class _HostCopy(Parcel):
             self._mark.order()
         assert self._here is not None
         return self._here
-
-    def __del__(self) -> None:
-        self._host.give_back(self._mark, self._there)

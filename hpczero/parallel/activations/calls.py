@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import nn
 
 from hpczero.comm.group import Group
@@ -13,6 +15,7 @@ from hpczero.parallel.activations.recipes import Recipes
 from hpczero.parallel.activations.recompute import AsTheyAre, Call, Keeper, recomputed
 from hpczero.parallel.pipeline.partition import Tied
 from hpczero.parallel.user_module import Layers
+from hpczero.parallel.zero.buffers import Stock
 from hpczero.parallel.zero.engine import Engine
 from hpczero.spec.schema import Spec
 
@@ -42,7 +45,10 @@ class Ways:
         if spec.memory.offload_activations == "cpu" and engine.device.has_queues:
             buffers = [buffer for buffer in engine.module.buffers() if buffer.numel()]
             host = HostCopies(engine.device, [*(unit.weights for unit in engine.units), *buffers])
-        shards = Shards(tensor, host) if tensor and choice.partitions(spec) else None
+        shards = None
+        if tensor and choice.partitions(spec):
+            memory = partial(torch.empty, dtype=torch.uint8, device=engine.device.torch)
+            shards = Shards(tensor, Stock(memory), host)
         return cls(engine.gatherer or AsTheyAre(), shards or host, host)
 
 

@@ -2,9 +2,11 @@
 
 An arena is a few large blocks, taken once, in order; nothing is freed, so nothing fragments. A
 block's pages are touched by whoever writes them first, so memory is used (and placed on a NUMA
-node) only then. A region has constant size, whatever the size of the model.
+node) only then. A region has constant size, whatever the size of the model. A stock has pieces for
+tensors whose sizes change.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -103,25 +105,15 @@ class Loan:
         flat.fill_(value)
 
 
-class Loans:
-    """Parts of regions, each lent as memory whose users are counted.
+class Lender:
+    """Memory that is lent, with its users counted.
 
-    A part comes back when its borrower gives it back *and* no view of it is left: a view that
+    What is lent comes back when its borrower gives it back *and* no view of it is left: a view that
     somebody has kept, wherever, keeps its values, as with any tensor.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.regions = [Region(memory)]
+    def __init__(self) -> None:
         self.still_seen: list[Loan] = []  # given back, but somebody has views of them
-
-    def take(self, elements: int) -> Loan | None:
-        """Lend a part of so many elements; None if no gap is large enough."""
-        self._collect()
-        for region in self.regions:
-            part = region.take(elements)
-            if part is not None:
-                return self._of_region(region, part)
-        return None
 
     def lend(self, part: torch.Tensor, returned: Callable[[], None]) -> Loan:
         """Lend memory of the caller's; `returned` is called when it comes back."""
@@ -131,12 +123,35 @@ class Loans:
     def give_back(self, loan: Loan) -> None:
         loan.values = None
         self.still_seen.append(loan)
-        self._collect()
+        self.collect()
 
     def sees(self, loan: Loan) -> bool:
         """Return True if the loan was given back, but somebody has views of it."""
-        self._collect()
+        self.collect()
         return loan in self.still_seen
+
+    def collect(self) -> None:
+        for loan in list(self.still_seen):
+            if torch._C._storage_Use_Count(loan.storage._cdata) == 1:  # only the loan itself
+                self.still_seen.remove(loan)
+                loan.returned()
+
+
+class Loans(Lender):
+    """Parts of regions."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
+        self.regions = [Region(memory)]
+
+    def take(self, elements: int) -> Loan | None:
+        """Lend a part of so many elements; None if no gap is large enough."""
+        self.collect()
+        for region in self.regions:
+            part = region.take(elements)
+            if part is not None:
+                return self._of_region(region, part)
+        return None
 
     def grow(self, memory: torch.Tensor) -> None:
         """Add memory, for good."""
@@ -145,8 +160,31 @@ class Loans:
     def _of_region(self, region: Region, part: torch.Tensor) -> Loan:
         return self.lend(part, lambda: region.give_back(part))
 
-    def _collect(self) -> None:
-        for loan in list(self.still_seen):
-            if torch._C._storage_Use_Count(loan.storage._cdata) == 1:  # only the loan itself
-                self.still_seen.remove(loan)
-                loan.returned()
+
+class Stock(Lender):
+    """Pieces of memory that are lent again and again, for tensors whose sizes change.
+
+    There are as many pieces as were lent at the same time. The smallest that is large enough is
+    lent; where none is, a larger one takes the place of the largest that is free. So all stays as
+    it is once the largest tensors were here.
+    """
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        """`allocate` makes a piece of so many bytes."""
+        super().__init__()
+        self._allocate = allocate
+        self._free: list[torch.Tensor] = []  # the smallest first
+        self.size = 0  # bytes of all pieces
+
+    def take(self, size: int) -> Loan:
+        """Lend a piece, of which the borrower uses so many bytes at the beginning."""
+        self.collect()
+        place = bisect_left(self._free, size, key=torch.Tensor.numel)
+        if place == len(self._free):
+            if self._free:
+                self.size -= self._free.pop().numel()
+            self._free.append(self._allocate(max(size, 1)))
+            self.size += max(size, 1)
+            place = -1
+        piece = self._free.pop(place)
+        return self.lend(piece, lambda: insort(self._free, piece, key=torch.Tensor.numel))

@@ -84,6 +84,7 @@ _PROPERTIES_WITHOUT_VALUES = {
 # Modules whose hooks for saved tensors give back the values that a parameter had.
 _KEEP_VALUES = {
     "hpczero.parallel.zero.gather",
+    "hpczero.parallel.activations.away",
     "hpczero.parallel.activations.recipes",
     "hpczero.parallel.activations.recompute",
     "torch.utils.checkpoint",
