@@ -10,15 +10,13 @@ from hpczero.model.families import known, layer_count
 from hpczero.model.shapes import Layer
 from hpczero.planner.memory import (
     CPUS,
-    FILES,
-    Hardware,
-    NodeNeed,
     Platform,
     needs_of_nodes,
     nodes_of_ranks,
     placements,
     saves_behind,
 )
+from hpczero.planner.needs import FILES, Hardware, NodeNeed
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec

@@ -19,7 +19,8 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
 from hpczero.planner.fit import Bound, NodeLimits, refusal, ways_to_run
-from hpczero.planner.memory import FILES, RUNTIME, Platform
+from hpczero.planner.memory import RUNTIME, Platform
+from hpczero.planner.needs import FILES
 from hpczero.spec.schema import Spec
 from hpczero.train import process
 from hpczero.train.setup import all_gather, computer_of
