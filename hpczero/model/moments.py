@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hpczero.model.shapes import ChunkLayout, Moments
+from hpczero.model.shapes import ChunkLayout, Moments, Peak
 from hpczero.spec.schema import Model
 
 FP32 = 4  # bytes
@@ -34,9 +34,9 @@ def of_loss(
     stream = element * hidden * tokens
     widest = 2 * stream + (logits if over_logits else 0) + FP32 * in_fp32 + capped
     if part.loss_rows:
-        return Moments(stream, stream, widest)
+        return Moments(stream, Peak(stream, stream), Peak(stream, widest))
     kept = stream + (logits if over_logits else FP32 * vocab * tokens) + capped
-    return Moments(kept, widest, widest)
+    return Moments(kept, Peak(kept, widest), Peak(kept, widest))
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,22 @@ def of_decoder(
     # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
     of_head = 0.0
-    forward = [kept + (block.wide * tokens if again["block"] else 0.0)]
-    backward = [kept]
+    forward = [Peak(kept, kept + (block.wide * tokens if again["block"] else 0.0))]
+    backward = [Peak(kept, kept)]
     if "head" in part.layers:
         head = of_loss(part, tokens, element, hidden, vocab, bool(model.logit_cap))
         of_head = head.kept
-        forward.append(kept + head.forward)
+        forward.append(head.forward.beside(kept))
         logits = element * vocab * (part.loss_rows or tokens)
-        backward += [kept + head.backward]
-        backward += [kept + 2 * element * hidden * tokens + logits + embedding]
+        backward.append(head.backward.beside(kept))
+        backward.append(Peak(kept, kept + 2 * element * hidden * tokens + logits + embedding))
     if "blocks" in part.layers:
         masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps
         of_block = (element * 2 * hidden + block.wide + masking) * tokens
-        backward.append(kept + made_again + of_block + block.product + waiting)
+        backward.append(Peak(kept, kept + made_again + of_block + block.product + waiting))
     if "embedding" in part.layers:
-        backward.append(embedding + 2 * waiting + element * 2 * hidden * tokens)
-    return Moments(kept + of_head, max(forward) + in_flight, max(backward) + in_flight)
+        backward.append(Peak(0.0, embedding + 2 * waiting + element * 2 * hidden * tokens))
+    widest = (Peak.of(moments) for moments in (forward, backward))
+    return Moments(
+        kept + of_head, *(Peak(moment.kept, moment.widest + in_flight) for moment in widest)
+    )

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from hpczero.model.families import family, layers
-from hpczero.model.shapes import ChunkLayout, Layer, Moments
+from hpczero.model.shapes import ChunkLayout, Layer, Moments, Peak
 from hpczero.parallel.activations.choice import partitions, recomputed
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
@@ -50,19 +50,19 @@ def actions(parallel: Parallel, chunks: int, stage: int, micro_batches: int) -> 
     return _schedule(kind, parallel.pipeline, chunks, micro_batches)[stage]
 
 
-def peak(parallel: Parallel, chunks: Sequence[Moments], stage: int, micro_batches: int) -> float:
+def peak(parallel: Parallel, chunks: Sequence[Moments], stage: int, micro_batches: int) -> Peak:
     """Return the bytes at the widest moment of a step, from those of the stage's chunks."""
     few = simulated_micro_batches(parallel, micro_batches)
-    now = most = 0.0
+    now, most = 0.0, Peak()
     for action in actions(parallel, len(chunks), stage, few):
         chunk = chunks[action.chunk]
         if action.kind == "forward":
-            most = max(most, now + chunk.forward)
+            most = Peak.of([most, chunk.forward.beside(now)])
             now += chunk.kept
         else:
             now -= chunk.kept
-            most = max(most, now + chunk.backward)
-    return most + (micro_batches - few) * chunks[0].kept * _keeps_all(parallel)
+            most = Peak.of([most, chunk.backward.beside(now)])
+    return most.beside((micro_batches - few) * chunks[0].kept * _keeps_all(parallel))
 
 
 def arrived(parallel: Parallel, stage: int, micro_batches: int, evaluates: bool) -> int:
@@ -96,14 +96,14 @@ def activations(
     micro_batches: int = 1,
     kernels: frozenset[str] = frozenset(),
     on_host: bool = False,
-) -> int:
+) -> Peak:
     """Return the bytes at the widest moment of a step with micro-batches of so many samples.
 
     `chunks` are the stage's; by default the whole model.
     """
     held = chunks or [layers(spec.model)]
     moments = [moments_of(spec, samples, chunk, kernels, on_host) for chunk in held]
-    return int(peak(spec.parallel, moments, stage, micro_batches))
+    return peak(spec.parallel, moments, stage, micro_batches)
 
 
 def moments_of(

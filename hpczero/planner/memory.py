@@ -13,7 +13,8 @@ and of these the shard of its tensor rank.
 Where zero.offload names a folder, master weights and moments (the 12) are in files there.
 
 Buffers for communication and for messages from other stages are upper bounds. The other kinds are
-estimates: activations (of hpczero's own models), batches read ahead, Python with its libraries.
+estimates: activations (of hpczero's own models: what forward has kept for backward) and workspace
+(what else there is at the widest moment of a step), batches read ahead, Python with its libraries.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from math import prod
 from hpczero.comm.grid import Grid
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known
-from hpczero.model.shapes import Layer
+from hpczero.model.shapes import Layer, Peak
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import LayoutCache, Tied, chunks_of_stages, handed_on
 from hpczero.parallel.states import (
@@ -270,18 +271,19 @@ class _Parts:
     def _activations(self, stage: int, samples: int, micro_batches: int) -> dict[str, int]:
         """Return no bytes for a user's own model: its activations are not known."""
         if not known(self.spec.model):
-            return {"activations": 0}
+            return {"activations": 0, "workspace": 0}
         leave = self.platform.on_gpus and self.spec.memory.offload_activations == "cpu"
 
-        def widest(on_host: bool) -> int:
+        def peak(on_host: bool) -> Peak:
             chunks = self.chunks[stage]
             kernels = self.platform.kernels
             return activations(self.spec, samples, chunks, stage, micro_batches, kernels, on_host)
 
-        if not leave:
-            return {"activations": widest(False)}
-        here = widest(True)
-        return {"activations": here, "activations on the host": widest(False) - here}
+        here = peak(leave)
+        kinds = {"activations": int(here.kept), "workspace": int(here.widest - here.kept)}
+        if leave:
+            kinds["activations on the host"] = int(peak(False).widest - here.widest)
+        return kinds
 
 
 def saves_behind(spec: Spec) -> bool:
