@@ -19,7 +19,8 @@ def of_loss(
     PyTorch's cross-entropy goes from logits over fp32 ones to their log-softmax, which it keeps;
     its backward holds three fp32 tensors of that size. hpczero's kernel, and tensor ranks, keep the
     logits and write the gradient over them; the kernel also keeps two numbers a token. By pieces
-    nothing but the input is kept, and logits are made in backward.
+    nothing but the input is kept, and logits are made in backward. Logits count as no part of
+    `Peak.kept`, whoever keeps them.
     """
     by_kernel = "cross_entropy" in part.kernels
     over_logits = by_kernel or part.tensor > 1 or part.loss_rows > 0
@@ -36,7 +37,7 @@ def of_loss(
     if part.loss_rows:
         return Moments(stream, Peak(stream, stream), Peak(stream, widest))
     kept = stream + (logits if over_logits else FP32 * vocab * tokens) + capped
-    return Moments(kept, Peak(kept, widest), Peak(kept, widest))
+    return Moments(kept, Peak(stream, widest), Peak(stream, widest))
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,16 @@ class BlockBytes:
     cheap: float  # of these, results of cheap operations
     wide: float  # inside the feed-forward part, of a token on its way through backward
     product: float  # of the largest gradient of a weight
+
+
+def _kept_by_blocks(part: ChunkLayout, tokens: int, stream: float, block: BlockBytes) -> float:
+    """Return the bytes that a chunk's blocks keep on their device."""
+    blocks, again = part.layers["blocks"], part.recomputed
+    kept = tokens * ((blocks - again["block"]) * block.kept - again["selective"] * block.cheap)
+    kept += again["block"] * (stream / part.tensor if part.partitioned else stream)
+    if part.blocks_here is None or blocks <= part.blocks_here:
+        return kept
+    return kept * part.blocks_here / blocks
 
 
 def of_decoder(
@@ -61,13 +72,8 @@ def of_decoder(
     hidden = model.hidden / part.tensor if part.sequence else model.hidden
     vocab = model.vocab / part.tensor
     again = part.recomputed
-    kept_whole = part.layers["blocks"] - again["block"]
     stream = element * hidden * tokens
-    of_input = stream / part.tensor if part.partitioned else stream
-    kept = tokens * (kept_whole * block.kept - again["selective"] * block.cheap)
-    kept += again["block"] * of_input
-    if part.on_host and part.layers["blocks"]:
-        kept *= min(2 / part.layers["blocks"], 1)
+    kept = _kept_by_blocks(part, tokens, stream, block)
     made_again = 0.0  # of a block at a time
     if again["block"]:
         made_again = block.kept * tokens + 2 * stream * part.partitioned

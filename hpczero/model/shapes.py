@@ -135,8 +135,8 @@ def keys_without_effect(model: Model) -> set[str]:
 class Peak:
     """Bytes of activations at the widest of some moments."""
 
-    kept: float = 0.0  # by forward, for backward
-    widest: float = 0.0  # all of them: with temporary tensors
+    kept: float = 0.0  # by forward for backward, without logits
+    widest: float = 0.0  # all of them: with logits and temporary tensors
 
     def beside(self, kept: float) -> "Peak":
         """Return it while so many more bytes are kept."""
@@ -169,7 +169,7 @@ class ChunkLayout:
     recomputed: Counter[str] = field(default_factory=Counter)  # "block" -> so many blocks
     loss_rows: int = 0  # positions whose logits exist at a time; 0: all
     partitioned: bool = False  # inputs of recomputed blocks are cut over the tensor ranks
-    on_host: bool = False  # what blocks keep is on the host, but for two of them
+    blocks_here: int | None = None  # so many keep theirs on the device, the others on the host
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from hpczero.text import (
 )
 
 _SPEEDS = (0.5, 2, 6)  # GB/s of storage: of a disk, one NVMe drive, several
+_OF_BUS = (8, 25, 50)  # GB/s of a GPU's bus: an old or shared one, PCIe 4, PCIe 5
 _SHOWN = 8  # lines of a list before it is cut short
 _CALLED = {"pipeline": "stage"}  # a coordinate along an axis, if not by the name of the axis
 
@@ -62,6 +63,10 @@ class Forecast:
         if self.platform.on_gpus:
             memory |= self._accounts(list(needs), fullest)
             memory["kernels"] = bool(self.platform.kernels)
+            most = max(part.over_bus for need in needs for part in need.parts)
+            if most:
+                of_gpu = most * memory["device"]["ranks_on_gpu"]
+                memory["over_bus"] = {"rank": most, "gpu": of_gpu}
         return memory
 
     def as_it_fits(self, layers: Sequence[Layer]) -> "tuple[Forecast, str]":
@@ -93,7 +98,11 @@ class Forecast:
 
 def in_lines(memory: dict[str, Any]) -> list[str]:
     """Return the lines that tell what `Forecast.memory` returned."""
-    return _memory_in_lines(memory) + _files_in_lines(memory.get("files"))
+    return [
+        *_memory_in_lines(memory),
+        *_files_in_lines(memory.get("files")),
+        *_bus_in_lines(memory.get("over_bus")),
+    ]
 
 
 def _files_in_lines(files: dict[str, int] | None) -> list[str]:
@@ -101,12 +110,27 @@ def _files_in_lines(files: dict[str, int] | None) -> list[str]:
     if files is None:
         return []
     moved = 2 * files["node"]
-    seconds = ", ".join(f"{moved / speed / 1e9:.3g} s at {speed:g} GB/s" for speed in _SPEEDS)
     return [
         f"in files of zero.offload {format_memory(files['node'])} on a node,"
         f" {format_memory(files['rank'])} a rank;",
-        f"a step reads and writes all of them, {format_memory(moved)} on a node: {seconds}",
+        f"a step reads and writes all of them, {format_memory(moved)} on a node:"
+        f" {_seconds(moved, _SPEEDS)}",
     ]
+
+
+def _bus_in_lines(over_bus: dict[str, int] | None) -> list[str]:
+    """Return the line about what is elsewhere than on its GPU, and comes and goes."""
+    if over_bus is None:
+        return []
+    moved = over_bus["gpu"]
+    return [
+        f"a step moves {format_memory(moved)} over the bus of a GPU, there and back:"
+        f" {_seconds(moved, _OF_BUS)}"
+    ]
+
+
+def _seconds(size: int, speeds: Sequence[float]) -> str:
+    return ", ".join(f"{size / speed / 1e9:.3g} s at {speed:g} GB/s" for speed in speeds)
 
 
 def _memory_in_lines(memory: dict[str, Any]) -> list[str]:

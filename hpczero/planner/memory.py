@@ -13,8 +13,9 @@ and of these the shard of its tensor rank.
 Where zero.offload names a folder, master weights and moments (the 12) are in files there.
 
 Buffers for communication and for messages from other stages are upper bounds. The other kinds are
-estimates: activations (of hpczero's own models: what forward has kept for backward) and workspace
-(what else there is at the widest moment of a step), batches read ahead, Python with its libraries.
+estimates: of hpczero's own models activations (kept by forward for backward) and workspace (logits
+and temporary tensors at the widest moment of a step), batches read ahead, Python with its
+libraries.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from math import prod
 from hpczero.comm.grid import Grid
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known
-from hpczero.model.shapes import Layer, Peak
+from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import LayoutCache, Tied, chunks_of_stages, handed_on
 from hpczero.parallel.states import (
@@ -35,9 +36,10 @@ from hpczero.parallel.states import (
     Sharded,
     UpdateMemory,
     bytes_in_places,
+    bytes_over_bus,
     shares_nodes,
 )
-from hpczero.planner.activations import activations, arrived, element_bytes
+from hpczero.planner.activations import activations, arrived, element_bytes, peak, sent_to_host
 from hpczero.planner.needs import Need, NodeNeed
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec, Zero
@@ -225,9 +227,12 @@ class _Parts:
         messages = arrived(spec.parallel, placement.stage, micro_batches, evaluates)
         shards = sum(unit.shard_size for unit in units)
         tokens = micro_batches * samples * (spec.seq_len + 1)
+        of_blocks, over_bus = self._activations(placement.stage, samples, micro_batches)
+        if offload.from_device:
+            over_bus += bytes_over_bus(units, sharded, precision)
         estimates = {
             "communication": self._buffers(placement, units, samples),
-            **self._activations(placement.stage, samples, micro_batches),
+            **of_blocks,
             "pipeline": messages * message,
             "checkpoint copy": update.of_element * shards if saves_behind(spec) else 0,
             "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
@@ -236,7 +241,8 @@ class _Parts:
         if temporary := update.temporary(units, sharded):
             estimates["update"] = temporary
         private = kept | dict.fromkeys(together, 0) | estimates
-        return Need(placement.on_node, private, together, windows, sum(files.values()))
+        in_files = sum(files.values())
+        return Need(placement.on_node, private, together, windows, in_files, over_bus)
 
     def _buffers(self, placement: Placement, units: Sequence[UnitLayout], samples: int) -> int:
         """Return the most bytes of communication buffers.
@@ -268,22 +274,25 @@ class _Parts:
         )
         return of_data + of_tensor + ties * bucket
 
-    def _activations(self, stage: int, samples: int, micro_batches: int) -> dict[str, int]:
-        """Return no bytes for a user's own model: its activations are not known."""
-        if not known(self.spec.model):
-            return {"activations": 0, "workspace": 0}
-        leave = self.platform.on_gpus and self.spec.memory.offload_activations == "cpu"
+    def _activations(
+        self, stage: int, samples: int, micro_batches: int
+    ) -> tuple[dict[str, int], int]:
+        """Return the bytes by kind, and those that a step moves over the bus.
 
-        def peak(on_host: bool) -> Peak:
-            chunks = self.chunks[stage]
-            kernels = self.platform.kernels
-            return activations(self.spec, samples, chunks, stage, micro_batches, kernels, on_host)
-
-        here = peak(leave)
+        None for a user's own model: its activations are not known.
+        """
+        spec = self.spec
+        if not known(spec.model):
+            return {"activations": 0, "workspace": 0}, 0
+        offloads = self.platform.on_gpus and spec.memory.offload_activations == "cpu"
+        chunks, kernels = self.chunks[stage], self.platform.kernels
+        here = activations(spec, samples, chunks, stage, micro_batches, kernels, offloads)
         kinds = {"activations": int(here.kept), "workspace": int(here.widest - here.kept)}
-        if leave:
-            kinds["activations on the host"] = int(peak(False).widest - here.widest)
-        return kinds
+        if not offloads:
+            return kinds, 0
+        sent = sent_to_host(spec, samples, chunks, kernels)
+        kinds["activations on the host"] = int(peak(spec.parallel, sent, stage, micro_batches).kept)
+        return kinds, 2 * micro_batches * int(sum(chunk.kept for chunk in sent))
 
 
 def saves_behind(spec: Spec) -> bool:

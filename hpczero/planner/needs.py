@@ -33,6 +33,8 @@ class Need:
     together: dict[str, int]  # held once for all of them
     windows: int  # of all this, in shared windows
     files: int = 0  # not in memory: of each of these ranks, in the folder of zero.offload
+    # in a step, between the computer's memory and each of these ranks' device, in both directions
+    over_bus: int = 0
 
     @property
     def rank(self) -> dict[str, int]:

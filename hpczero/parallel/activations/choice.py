@@ -3,6 +3,10 @@
 from hpczero.model.shapes import Layer
 from hpczero.spec.schema import Memory, Spec
 
+# What so many blocks of a chunk keep stays on the device where the others' goes to the host: for
+# all micro-batches together.
+STAY = 2
+
 
 def recomputed(memory: Memory, layer: Layer) -> str:
     """Return what is computed again in the layer's backward: "none", "selective" or "block"."""
