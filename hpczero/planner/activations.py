@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from hpczero.model.families import family, layers
 from hpczero.model.shapes import ChunkLayout, Layer, Moments, Peak
-from hpczero.parallel.activations.choice import STAY, partitions, recomputed
+from hpczero.parallel.activations.choice import STAY, loss_rows, partitions, recomputed
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
@@ -137,6 +137,7 @@ def moments_of(
     """
     parallel = spec.parallel
     running = layers_that_run([chunk])
+    tokens = samples * spec.seq_len
     part = ChunkLayout(
         Counter(layer.kind for layer in running),
         parallel.tensor,
@@ -144,11 +145,10 @@ def moments_of(
         parallel.pipeline > 1,
         kernels,
         Counter(recomputed(spec.memory, layer) for layer in running),
-        spec.memory.loss_chunk,
+        loss_rows(spec.memory, tokens),
         partitions(spec),
         blocks_here,
     )
-    tokens = samples * spec.seq_len
     return family(spec.model).activations(spec.model, tokens, element_bytes(spec), part)
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -11,7 +12,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
-from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words
+from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words, refusal
 from hpczero.planner.memory import Platform, needs_on_grid
 from hpczero.planner.needs import Hardware, NodeNeed, of_account
 from hpczero.planner.volumes import Volumes
@@ -75,9 +76,9 @@ class Forecast:
         The latter is "" if it does, or if the sizes of the nodes are not known.
         """
         limits = NodeLimits.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
-        way, refusal = as_it_fits(self.spec, layers, limits)
+        way, problem = as_it_fits(self.spec, partial(refusal, layers=layers, limits=limits))
         spec = self.spec.model_copy(update={"memory": way.memory})
-        return replace(self, spec=spec), refusal or ""
+        return replace(self, spec=spec), problem or ""
 
     def _accounts(self, needs: list[NodeNeed], fullest: NodeNeed) -> dict[str, Any]:
         of_devices = [need.fullest("device") for need in needs]
