@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpczero import env
@@ -266,9 +267,10 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
     if known(spec.model) and not spec.batch.command:
         on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
         limits = fit.NodeLimits.planned(on_nodes, node, platform)
-        _, refusal = fit.as_it_fits(spec, layers(spec.model), limits)
-        if refusal:
-            yield refusal
+        refused = partial(fit.refusal, layers=layers(spec.model), limits=limits)
+        _, problem = fit.as_it_fits(spec, refused)
+        if problem:
+            yield problem
 
 
 def supply_of(spec: Spec, must_be_here: bool = False) -> str:

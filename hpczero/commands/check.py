@@ -18,7 +18,8 @@ from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
 
 if TYPE_CHECKING:
-    from hpczero.planner.memory import Hardware, Platform
+    from hpczero.planner.memory import Platform
+    from hpczero.planner.needs import Hardware
 
 _MOST_RANKS = 1_000_000
 _LONG = 4096  # tokens of a sequence

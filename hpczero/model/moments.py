@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hpczero.model.shapes import ChunkLayout, Moments
+from hpczero.model.shapes import ChunkLayout, Moments, Peak
 from hpczero.spec.schema import Model
 
 FP32 = 4  # bytes
@@ -19,7 +19,8 @@ def of_loss(
     PyTorch's cross-entropy goes from logits over fp32 ones to their log-softmax, which it keeps;
     its backward holds three fp32 tensors of that size. hpczero's kernel, and tensor ranks, keep the
     logits and write the gradient over them; the kernel also keeps two numbers a token. By pieces
-    nothing but the input is kept, and logits are made in backward.
+    nothing but the input is kept, and logits are made in backward. Logits count as no part of
+    `Peak.kept`, whoever keeps them.
     """
     by_kernel = "cross_entropy" in part.kernels
     over_logits = by_kernel or part.tensor > 1 or part.loss_rows > 0
@@ -34,9 +35,9 @@ def of_loss(
     stream = element * hidden * tokens
     widest = 2 * stream + (logits if over_logits else 0) + FP32 * in_fp32 + capped
     if part.loss_rows:
-        return Moments(stream, stream, widest)
+        return Moments(stream, Peak(stream, stream), Peak(stream, widest))
     kept = stream + (logits if over_logits else FP32 * vocab * tokens) + capped
-    return Moments(kept, widest, widest)
+    return Moments(kept, Peak(stream, widest), Peak(stream, widest))
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,16 @@ class BlockBytes:
     cheap: float  # of these, results of cheap operations
     wide: float  # inside the feed-forward part, of a token on its way through backward
     product: float  # of the largest gradient of a weight
+
+
+def _kept_by_blocks(part: ChunkLayout, tokens: int, stream: float, block: BlockBytes) -> float:
+    """Return the bytes that a chunk's blocks keep on their device."""
+    blocks, again = part.layers["blocks"], part.recomputed
+    kept = tokens * ((blocks - again["block"]) * block.kept - again["selective"] * block.cheap)
+    kept += again["block"] * (stream / part.tensor if part.partitioned else stream)
+    if part.blocks_here is None or blocks <= part.blocks_here:
+        return kept
+    return kept * part.blocks_here / blocks
 
 
 def of_decoder(
@@ -61,13 +72,8 @@ def of_decoder(
     hidden = model.hidden / part.tensor if part.sequence else model.hidden
     vocab = model.vocab / part.tensor
     again = part.recomputed
-    kept_whole = part.layers["blocks"] - again["block"]
     stream = element * hidden * tokens
-    of_input = stream / part.tensor if part.partitioned else stream
-    kept = tokens * (kept_whole * block.kept - again["selective"] * block.cheap)
-    kept += again["block"] * of_input
-    if part.on_host and part.layers["blocks"]:
-        kept *= min(2 / part.layers["blocks"], 1)
+    kept = _kept_by_blocks(part, tokens, stream, block)
     made_again = 0.0  # of a block at a time
     if again["block"]:
         made_again = block.kept * tokens + 2 * stream * part.partitioned
@@ -82,19 +88,22 @@ def of_decoder(
     # The gradient of tied embeddings waits for the lookup's own; autograd adds them into a third.
     waiting = embedding if model.tied_embeddings and "head" in part.layers else 0
     of_head = 0.0
-    forward = [kept + (block.wide * tokens if again["block"] else 0.0)]
-    backward = [kept]
+    forward = [Peak(kept, kept + (block.wide * tokens if again["block"] else 0.0))]
+    backward = [Peak(kept, kept)]
     if "head" in part.layers:
         head = of_loss(part, tokens, element, hidden, vocab, bool(model.logit_cap))
         of_head = head.kept
-        forward.append(kept + head.forward)
+        forward.append(head.forward.beside(kept))
         logits = element * vocab * (part.loss_rows or tokens)
-        backward += [kept + head.backward]
-        backward += [kept + 2 * element * hidden * tokens + logits + embedding]
+        backward.append(head.backward.beside(kept))
+        backward.append(Peak(kept, kept + 2 * element * hidden * tokens + logits + embedding))
     if "blocks" in part.layers:
         masking = (2 * element + 1) * hidden if model.dropout else 0  # gradient by mask, two steps
         of_block = (element * 2 * hidden + block.wide + masking) * tokens
-        backward.append(kept + made_again + of_block + block.product + waiting)
+        backward.append(Peak(kept, kept + made_again + of_block + block.product + waiting))
     if "embedding" in part.layers:
-        backward.append(embedding + 2 * waiting + element * 2 * hidden * tokens)
-    return Moments(kept + of_head, max(forward) + in_flight, max(backward) + in_flight)
+        backward.append(Peak(0.0, embedding + 2 * waiting + element * 2 * hidden * tokens))
+    widest = (Peak.of(moments) for moments in (forward, backward))
+    return Moments(
+        kept + of_head, *(Peak(moment.kept, moment.widest + in_flight) for moment in widest)
+    )

@@ -5,7 +5,7 @@ sharded over tensor-parallel ranks (None: each of them holds the whole parameter
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
@@ -132,12 +132,29 @@ def keys_without_effect(model: Model) -> set[str]:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """Bytes of activations at the widest of some moments."""
+
+    kept: float = 0.0  # by forward for backward, without logits
+    widest: float = 0.0  # all of them: with logits and temporary tensors
+
+    def beside(self, kept: float) -> "Peak":
+        """Return it while so many more bytes are kept."""
+        return Peak(self.kept + kept, self.widest + kept)
+
+    @classmethod
+    def of(cls, moments: Iterable["Peak"]) -> "Peak":
+        """Return the widest of these; of equal ones that at which the most is kept."""
+        return max(moments, key=lambda peak: (peak.widest, peak.kept))
+
+
+@dataclass(frozen=True)
 class Moments:
     """Bytes of a micro-batch in one chunk of the model."""
 
     kept: float  # from forward to backward
-    forward: float  # at the widest moment of its forward
-    backward: float  # at the widest moment of its backward
+    forward: Peak
+    backward: Peak
 
 
 @dataclass(frozen=True)
@@ -152,7 +169,7 @@ class ChunkLayout:
     recomputed: Counter[str] = field(default_factory=Counter)  # "block" -> so many blocks
     loss_rows: int = 0  # positions whose logits exist at a time; 0: all
     partitioned: bool = False  # inputs of recomputed blocks are cut over the tensor ranks
-    on_host: bool = False  # what blocks keep is on the host, but for two of them
+    blocks_here: int | None = None  # so many keep theirs on the device, the others on the host
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from hpczero.model.batch import MicroBatch
 from hpczero.model.shapes import NORM_OF_HEADS, NORM_OF_ROWS, Family, Layer, role_of
 from hpczero.parallel import user_module
 from hpczero.parallel.activations.calls import Ways, calls_of, use_recipes
+from hpczero.parallel.activations.choice import loss_rows
 from hpczero.parallel.activations.loss_by_pieces import Pieces, head_by_pieces
 from hpczero.parallel.activations.recipes import Recipes
 from hpczero.parallel.pipeline import user_stages
@@ -238,12 +239,16 @@ def _own_model(context: EngineContext, bare: bool) -> StepRunner:
 
 def _cut_loss(head: Any, spec: Spec, residual: Residual | None) -> None:
     """Let a head make its loss by pieces of the micro-batch, where the spec says so."""
-    rows = spec.memory.loss_chunk
-    if rows:
-        group = residual.group if residual else None
-        layout = (lambda: residual.layout) if residual else None
-        cap = spec.model.logit_cap
-        head.forward = head_by_pieces(head, Pieces(rows, spec.model.vocab, cap, layout, group))
+    group = residual.group if residual else None
+    layout = (lambda: residual.layout) if residual else None
+
+    def pieces_of(positions: int) -> Pieces | None:
+        rows = loss_rows(spec.memory, positions)
+        vocab, cap = spec.model.vocab, spec.model.logit_cap
+        return Pieces(rows, vocab, cap, layout, group) if rows else None
+
+    if spec.memory.loss_chunk:
+        head.forward = head_by_pieces(head, pieces_of)
 
 
 def apply_plan(

@@ -190,12 +190,22 @@ def copies_on_host(
 ) -> dict[str, int]:
     """Return the pinned memory through which a device's gradients and weights come and go."""
     owned = sum(unit.shard_size if sharded.optimizer else unit.size for unit in units)
-    gradient = precision.gradient if sharded.gradients else precision.weight
     piece = min(PIECE, _largest_owned(units, sharded))
     return {
-        "gradients" + _HOST: owned * gradient,
+        "gradients" + _HOST: owned * _stepped(sharded, precision),
         "weights" + _HOST: SETS * piece * precision.weight,
     }
+
+
+def bytes_over_bus(units: Sequence[UnitLayout], sharded: Sharded, precision: Precision) -> int:
+    """Return the bytes of gradients and new weights that a step copies, if states are elsewhere."""
+    owned = sum(unit.shard_size if sharded.optimizer else unit.size for unit in units)
+    return owned * (_stepped(sharded, precision) + precision.weight)
+
+
+def _stepped(sharded: Sharded, precision: Precision) -> int:
+    """Return the bytes of a parameter's summed gradient."""
+    return precision.gradient if sharded.gradients else precision.weight
 
 
 def named_by_place(sizes: Mapping[str, int], from_device: bool) -> dict[str, int]:

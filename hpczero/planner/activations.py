@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from hpczero.model.families import family, layers
-from hpczero.model.shapes import ChunkLayout, Layer, Moments
-from hpczero.parallel.activations.choice import partitions, recomputed
+from hpczero.model.shapes import ChunkLayout, Layer, Moments, Peak
+from hpczero.parallel.activations.choice import STAY, loss_rows, partitions, recomputed
 from hpczero.parallel.layout import Gaps
 from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
@@ -50,19 +50,19 @@ def actions(parallel: Parallel, chunks: int, stage: int, micro_batches: int) -> 
     return _schedule(kind, parallel.pipeline, chunks, micro_batches)[stage]
 
 
-def peak(parallel: Parallel, chunks: Sequence[Moments], stage: int, micro_batches: int) -> float:
+def peak(parallel: Parallel, chunks: Sequence[Moments], stage: int, micro_batches: int) -> Peak:
     """Return the bytes at the widest moment of a step, from those of the stage's chunks."""
     few = simulated_micro_batches(parallel, micro_batches)
-    now = most = 0.0
+    now, most = 0.0, Peak()
     for action in actions(parallel, len(chunks), stage, few):
         chunk = chunks[action.chunk]
         if action.kind == "forward":
-            most = max(most, now + chunk.forward)
+            most = Peak.of([most, chunk.forward.beside(now)])
             now += chunk.kept
         else:
             now -= chunk.kept
-            most = max(most, now + chunk.backward)
-    return most + (micro_batches - few) * chunks[0].kept * _keeps_all(parallel)
+            most = Peak.of([most, chunk.backward.beside(now)])
+    return most.beside((micro_batches - few) * chunks[0].kept * _keeps_all(parallel))
 
 
 def arrived(parallel: Parallel, stage: int, micro_batches: int, evaluates: bool) -> int:
@@ -95,15 +95,33 @@ def activations(
     stage: int = 0,
     micro_batches: int = 1,
     kernels: frozenset[str] = frozenset(),
-    on_host: bool = False,
-) -> int:
+    offloads: bool = False,
+) -> Peak:
     """Return the bytes at the widest moment of a step with micro-batches of so many samples.
 
-    `chunks` are the stage's; by default the whole model.
+    `chunks` are the stage's; by default the whole model. `offloads`: what a device's blocks keep is
+    on the host, but for a few of each chunk.
     """
     held = chunks or [layers(spec.model)]
-    moments = [moments_of(spec, samples, chunk, kernels, on_host) for chunk in held]
-    return int(peak(spec.parallel, moments, stage, micro_batches))
+    here = 0 if offloads else None
+    moments = [moments_of(spec, samples, chunk, kernels, here) for chunk in held]
+    stay = 0.0
+    if offloads:
+        few = (moments_of(spec, samples, chunk, kernels, STAY) for chunk in held)
+        stay = sum(some.kept - none.kept for some, none in zip(few, moments, strict=True))
+    return peak(spec.parallel, moments, stage, micro_batches).beside(stay)
+
+
+def sent_to_host(
+    spec: Spec, samples: int, chunks: Chunks, kernels: frozenset[str]
+) -> list[Moments]:
+    """Return the bytes of a micro-batch that each chunk's blocks keep on the host."""
+    sizes = [
+        moments_of(spec, samples, chunk, kernels).kept
+        - moments_of(spec, samples, chunk, kernels, 0).kept
+        for chunk in chunks
+    ]
+    return [Moments(size, Peak(size, size), Peak(size, size)) for size in sizes]
 
 
 def moments_of(
@@ -111,14 +129,15 @@ def moments_of(
     samples: int,
     chunk: Sequence[Layer],
     kernels: frozenset[str],
-    on_host: bool = False,
+    blocks_here: int | None = None,
 ) -> Moments:
     """Return the bytes of a micro-batch of so many samples in one chunk of the model.
 
-    `on_host`: on a device, whose blocks keep what they keep on the host.
+    `blocks_here`: the blocks that keep on the device what they keep, where others do on the host.
     """
     parallel = spec.parallel
     running = layers_that_run([chunk])
+    tokens = samples * spec.seq_len
     part = ChunkLayout(
         Counter(layer.kind for layer in running),
         parallel.tensor,
@@ -126,11 +145,10 @@ def moments_of(
         parallel.pipeline > 1,
         kernels,
         Counter(recomputed(spec.memory, layer) for layer in running),
-        spec.memory.loss_chunk,
+        loss_rows(spec.memory, tokens),
         partitions(spec),
-        on_host,
+        blocks_here,
     )
-    tokens = samples * spec.seq_len
     return family(spec.model).activations(spec.model, tokens, element_bytes(spec), part)
 
 

@@ -1,6 +1,6 @@
 """Refusing a job that does not fit into its nodes, and finding settings that would (pure)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, product
 from math import prod
@@ -10,15 +10,13 @@ from hpczero.model.families import known, layer_count
 from hpczero.model.shapes import Layer
 from hpczero.planner.memory import (
     CPUS,
-    FILES,
-    Hardware,
-    NodeNeed,
     Platform,
     needs_of_nodes,
     nodes_of_ranks,
     placements,
     saves_behind,
 )
+from hpczero.planner.needs import FILES, Hardware, NodeNeed
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Spec
@@ -135,13 +133,13 @@ def ways_to_run(spec: Spec) -> Iterator[Spec]:
             yield _with(way, "checkpoint", asynchronous=False)
 
 
-def as_it_fits(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> tuple[Spec, str | None]:
-    """Return the first of the `ways_to_run` that fits, or the last one and why it does not."""
+def as_it_fits(spec: Spec, refused: Callable[[Spec], str | None]) -> tuple[Spec, str | None]:
+    """Return the first of the `ways_to_run` that is not refused, or the last one and why it is."""
     for way in ways_to_run(spec):
-        refused = refusal(way, layers, limits)
-        if refused is None:
+        problem = refused(way)
+        if problem is None:
             break
-    return way, refused
+    return way, problem
 
 
 def kinds_in_words(sizes: Mapping[str, int]) -> str:
@@ -201,6 +199,7 @@ def _first_of_each(kinds: Iterable[Iterator[Alternative]], layers: Sequence[Laye
 def _sharding(spec: Spec, limits: NodeLimits) -> Iterator[Iterator[Alternative]]:
     yield _sharing(spec, limits)
     yield _recomputing(spec, limits)
+    yield _by_pieces(spec, limits)
     yield _offloading(spec, limits)
     for stage in range(spec.zero.stage, 4):
         yield _at_stage(spec, limits, stage)
@@ -282,6 +281,12 @@ def _recomputing(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
         for recompute in RECOMPUTE[RECOMPUTE.index(spec.memory.recompute) + 1 :]:
             changed = _with(spec, "memory", recompute=recompute)
             yield Alternative(f'memory.recompute = "{recompute}"', changed, limits)
+
+
+def _by_pieces(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:
+    if known(spec.model) and not spec.memory.loss_chunk:
+        words = 'memory.loss_chunk = "auto"'
+        yield Alternative(words, _with(spec, "memory", loss_chunk="auto"), limits)
 
 
 def _offloading(spec: Spec, limits: NodeLimits) -> Iterator[Alternative]:

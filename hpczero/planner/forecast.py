@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -11,8 +12,9 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
-from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words
-from hpczero.planner.memory import Hardware, NodeNeed, Platform, needs_on_grid, of_account
+from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words, refusal
+from hpczero.planner.memory import Platform, needs_on_grid
+from hpczero.planner.needs import Hardware, NodeNeed, of_account
 from hpczero.planner.volumes import Volumes
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Spec, Zero
@@ -27,6 +29,7 @@ from hpczero.text import (
 )
 
 _SPEEDS = (0.5, 2, 6)  # GB/s of storage: of a disk, one NVMe drive, several
+_OF_BUS = (8, 25, 50)  # GB/s of a GPU's bus: an old or shared one, PCIe 4, PCIe 5
 _SHOWN = 8  # lines of a list before it is cut short
 _CALLED = {"pipeline": "stage"}  # a coordinate along an axis, if not by the name of the axis
 
@@ -61,6 +64,10 @@ class Forecast:
         if self.platform.on_gpus:
             memory |= self._accounts(list(needs), fullest)
             memory["kernels"] = bool(self.platform.kernels)
+            most = max(part.over_bus for need in needs for part in need.parts)
+            if most:
+                of_gpu = most * memory["device"]["ranks_on_gpu"]
+                memory["over_bus"] = {"rank": most, "gpu": of_gpu}
         return memory
 
     def as_it_fits(self, layers: Sequence[Layer]) -> "tuple[Forecast, str]":
@@ -69,9 +76,9 @@ class Forecast:
         The latter is "" if it does, or if the sizes of the nodes are not known.
         """
         limits = NodeLimits.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
-        way, refusal = as_it_fits(self.spec, layers, limits)
+        way, problem = as_it_fits(self.spec, partial(refusal, layers=layers, limits=limits))
         spec = self.spec.model_copy(update={"memory": way.memory})
-        return replace(self, spec=spec), refusal or ""
+        return replace(self, spec=spec), problem or ""
 
     def _accounts(self, needs: list[NodeNeed], fullest: NodeNeed) -> dict[str, Any]:
         of_devices = [need.fullest("device") for need in needs]
@@ -92,7 +99,11 @@ class Forecast:
 
 def in_lines(memory: dict[str, Any]) -> list[str]:
     """Return the lines that tell what `Forecast.memory` returned."""
-    return _memory_in_lines(memory) + _files_in_lines(memory.get("files"))
+    return [
+        *_memory_in_lines(memory),
+        *_files_in_lines(memory.get("files")),
+        *_bus_in_lines(memory.get("over_bus")),
+    ]
 
 
 def _files_in_lines(files: dict[str, int] | None) -> list[str]:
@@ -100,12 +111,27 @@ def _files_in_lines(files: dict[str, int] | None) -> list[str]:
     if files is None:
         return []
     moved = 2 * files["node"]
-    seconds = ", ".join(f"{moved / speed / 1e9:.3g} s at {speed:g} GB/s" for speed in _SPEEDS)
     return [
         f"in files of zero.offload {format_memory(files['node'])} on a node,"
         f" {format_memory(files['rank'])} a rank;",
-        f"a step reads and writes all of them, {format_memory(moved)} on a node: {seconds}",
+        f"a step reads and writes all of them, {format_memory(moved)} on a node:"
+        f" {_seconds(moved, _SPEEDS)}",
     ]
+
+
+def _bus_in_lines(over_bus: dict[str, int] | None) -> list[str]:
+    """Return the line about what is elsewhere than on its GPU, and comes and goes."""
+    if over_bus is None:
+        return []
+    moved = over_bus["gpu"]
+    return [
+        f"a step moves {format_memory(moved)} over the bus of a GPU, there and back:"
+        f" {_seconds(moved, _OF_BUS)}"
+    ]
+
+
+def _seconds(size: int, speeds: Sequence[float]) -> str:
+    return ", ".join(f"{size / speed / 1e9:.3g} s at {speed:g} GB/s" for speed in speeds)
 
 
 def _memory_in_lines(memory: dict[str, Any]) -> list[str]:

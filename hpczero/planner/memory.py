@@ -13,7 +13,9 @@ and of these the shard of its tensor rank.
 Where zero.offload names a folder, master weights and moments (the 12) are in files there.
 
 Buffers for communication and for messages from other stages are upper bounds. The other kinds are
-estimates: activations (of hpczero's own models), batches read ahead, Python with its libraries.
+estimates: of hpczero's own models activations (kept by forward for backward) and workspace (logits
+and temporary tensors at the widest moment of a step), batches read ahead, Python with its
+libraries.
 """
 
 from collections import Counter
@@ -29,15 +31,16 @@ from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import LayoutCache, Tied, chunks_of_stages, handed_on
 from hpczero.parallel.states import (
     ADAMW,
-    KINDS_ON_HOST,
     Offload,
     Precision,
     Sharded,
     UpdateMemory,
     bytes_in_places,
+    bytes_over_bus,
     shares_nodes,
 )
-from hpczero.planner.activations import activations, arrived, element_bytes
+from hpczero.planner.activations import activations, arrived, element_bytes, peak, sent_to_host
+from hpczero.planner.needs import Need, NodeNeed
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec, Zero
 
@@ -46,23 +49,7 @@ BLOCK = 4096  # elements: sums are made in whole blocks
 # Bytes of a rank before it has a model: Python, torch, MPI, numba. Measured with MPICH and
 # Open MPI, 1 to 4 ranks on a node.
 RUNTIME = 250_000_000
-# Kinds that stay in the computer's memory when the others are on a GPU.
-ON_HOST = ("checkpoint copy", "data", "runtime", "activations on the host", *KINDS_ON_HOST)
-FILES = "files"  # an account: of states that are in files
 _TOKEN = 8
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """A node as a site's profile describes it. 0: not known; for `gpus` also: none."""
-
-    memory_gb: float = 0
-    gpus: int = 0
-    gpu_memory_gb: float = 0
-
-    def ranks_on_gpu(self, ranks: int) -> int:
-        """Return how many of a node's ranks share a GPU; 1 if the number of GPUs is unknown."""
-        return -(-ranks // self.gpus) if self.gpus else 1
 
 
 @dataclass(frozen=True)
@@ -123,89 +110,6 @@ class Placement:
         """Return a rank's bytes by kind, with an equal part of the weights that a node shares."""
         sharers = {"weights": self.on_node} if self.shared else {}
         return {kind: size // sharers.get(kind, 1) for kind, size in counted.items()}
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes by kind of the ranks of one node that have the same part of the model."""
-
-    ranks: int
-    each: dict[str, int]  # private to each of these ranks
-    together: dict[str, int]  # held once for all of them
-    windows: int  # of all this, in shared windows
-    files: int = 0  # not in memory: of each of these ranks, in the folder of zero.offload
-
-    @property
-    def rank(self) -> dict[str, int]:
-        """Bytes of one rank, with an equal part of what they share.
-
-        The owner of a shard is the first to touch it, so its pages count as the owner's.
-        """
-        shares = self.together
-        return {kind: size + shares.get(kind, 0) // self.ranks for kind, size in self.each.items()}
-
-    @property
-    def node(self) -> dict[str, int]:
-        shared = self.together
-        return {kind: size * self.ranks + shared.get(kind, 0) for kind, size in self.each.items()}
-
-
-@dataclass(frozen=True)
-class NodeNeed:
-    """The need of one node: one entry for each part of the model that its ranks have."""
-
-    parts: tuple[Need, ...]
-
-    @property
-    def ranks(self) -> int:
-        return sum(part.ranks for part in self.parts)
-
-    @property
-    def rank(self) -> dict[str, int]:
-        """Bytes by kind of a rank that needs the most."""
-        return max((part.rank for part in self.parts), key=lambda kinds: sum(kinds.values()))
-
-    @property
-    def node(self) -> dict[str, int]:
-        return dict(sum((Counter(part.node) for part in self.parts), Counter[str]()))
-
-    @property
-    def windows(self) -> int:
-        return sum(part.windows for part in self.parts)
-
-    @property
-    def files(self) -> int:
-        return sum(part.files * part.ranks for part in self.parts)
-
-    def fullest(self, account: str) -> dict[str, int]:
-        """Return the bytes of the rank with the most in this account ("all", "host", "device")."""
-        counts = [of_account(part.rank, account) for part in self.parts]
-        return max(counts, key=lambda kinds: sum(kinds.values()))
-
-    def of(self, ranks: int, account: str = "all") -> int:
-        """Return the bytes of so many of the node's ranks in an account.
-
-        All ranks share the computer's memory, so each counts as the mean. Few share a GPU: they may
-        be the ones that need the most.
-        """
-        if account == FILES:
-            return self.files * ranks // self.ranks
-        if account != "device":
-            return sum(of_account(self.node, account).values()) * ranks // self.ranks
-        total = 0
-        left = ranks
-        sizes = [(sum(of_account(part.rank, account).values()), part.ranks) for part in self.parts]
-        for size, count in sorted(sizes, reverse=True):
-            total += size * min(count, left)
-            left -= min(count, left)
-        return total
-
-
-def of_account(kinds: Mapping[str, int], account: str) -> dict[str, int]:
-    """Return the kinds of an account: "all", those on the "host", or those on the "device"."""
-    if account == "all":
-        return dict(kinds)
-    return {kind: size for kind, size in kinds.items() if (kind in ON_HOST) == (account == "host")}
 
 
 def needs_of_nodes(
@@ -323,9 +227,12 @@ class _Parts:
         messages = arrived(spec.parallel, placement.stage, micro_batches, evaluates)
         shards = sum(unit.shard_size for unit in units)
         tokens = micro_batches * samples * (spec.seq_len + 1)
+        of_blocks, over_bus = self._activations(placement.stage, samples, micro_batches)
+        if offload.from_device:
+            over_bus += bytes_over_bus(units, sharded, precision)
         estimates = {
             "communication": self._buffers(placement, units, samples),
-            **self._activations(placement.stage, samples, micro_batches),
+            **of_blocks,
             "pipeline": messages * message,
             "checkpoint copy": update.of_element * shards if saves_behind(spec) else 0,
             "data": (spec.data.prefetch + 2) * tokens * _TOKEN,
@@ -334,7 +241,8 @@ class _Parts:
         if temporary := update.temporary(units, sharded):
             estimates["update"] = temporary
         private = kept | dict.fromkeys(together, 0) | estimates
-        return Need(placement.on_node, private, together, windows, sum(files.values()))
+        in_files = sum(files.values())
+        return Need(placement.on_node, private, together, windows, in_files, over_bus)
 
     def _buffers(self, placement: Placement, units: Sequence[UnitLayout], samples: int) -> int:
         """Return the most bytes of communication buffers.
@@ -366,21 +274,25 @@ class _Parts:
         )
         return of_data + of_tensor + ties * bucket
 
-    def _activations(self, stage: int, samples: int, micro_batches: int) -> dict[str, int]:
-        """Return no bytes for a user's own model: its activations are not known."""
-        if not known(self.spec.model):
-            return {"activations": 0}
-        leave = self.platform.on_gpus and self.spec.memory.offload_activations == "cpu"
+    def _activations(
+        self, stage: int, samples: int, micro_batches: int
+    ) -> tuple[dict[str, int], int]:
+        """Return the bytes by kind, and those that a step moves over the bus.
 
-        def widest(on_host: bool) -> int:
-            chunks = self.chunks[stage]
-            kernels = self.platform.kernels
-            return activations(self.spec, samples, chunks, stage, micro_batches, kernels, on_host)
-
-        if not leave:
-            return {"activations": widest(False)}
-        here = widest(True)
-        return {"activations": here, "activations on the host": widest(False) - here}
+        None for a user's own model: its activations are not known.
+        """
+        spec = self.spec
+        if not known(spec.model):
+            return {"activations": 0, "workspace": 0}, 0
+        offloads = self.platform.on_gpus and spec.memory.offload_activations == "cpu"
+        chunks, kernels = self.chunks[stage], self.platform.kernels
+        here = activations(spec, samples, chunks, stage, micro_batches, kernels, offloads)
+        kinds = {"activations": int(here.kept), "workspace": int(here.widest - here.kept)}
+        if not offloads:
+            return kinds, 0
+        sent = sent_to_host(spec, samples, chunks, kernels)
+        kinds["activations on the host"] = int(peak(spec.parallel, sent, stage, micro_batches).kept)
+        return kinds, 2 * micro_batches * int(sum(chunk.kept for chunk in sent))
 
 
 def saves_behind(spec: Spec) -> bool:

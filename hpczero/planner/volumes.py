@@ -42,7 +42,7 @@ from hpczero.data.samples import micro_batch_counts, micro_batch_sizes
 from hpczero.errors import InputError
 from hpczero.model.families import family, known, layer_count, layers
 from hpczero.model.shapes import NORM_OF_ROWS, Layer, sizes_summed, sizes_with_role
-from hpczero.parallel.activations.choice import recomputed
+from hpczero.parallel.activations.choice import loss_rows, recomputed
 from hpczero.parallel.pipeline import partition
 from hpczero.parallel.states import Sharded, shares_nodes
 from hpczero.planner.activations import element_bytes, gathers_in_step
@@ -310,10 +310,10 @@ class Volumes:
         model = self.spec.model
         ranks = self.spec.parallel.tensor
         tokens = samples * self.spec.seq_len
+        chunk = loss_rows(self.spec.memory, tokens)
         running = partition.layers_that_run(self.chunks[stage])
         one_of_kind = {layer.kind: layer for layer in running}
-        kinds = Counter(layer.kind for layer in running)
-        plans = family(model)
+        kinds, plans = Counter(layer.kind for layer in running), family(model)
         forward, backward = (
             sum(plans.tensor_sums[kind][column] * count for kind, count in kinds.items()) * times
             for column in range(2)
@@ -326,7 +326,7 @@ class Volumes:
         if self.spec.parallel.sequence_parallel:
             padded = samples * -(-self.spec.seq_len // ranks) * ranks * model.hidden * self._width
             yield "reduce_scatter", padded, forward + backward
-            ahead = times if "head" in kinds and self.spec.memory.loss_chunk else 0  # its forward's
+            ahead = times if "head" in kinds and chunk else 0  # its forward's
             yield "all_gather", padded, forward + 2 * backward - ahead
             for kind, layer in one_of_kind.items():
                 for size in sizes_with_role(layer, plans.sequence_plan, NORM_OF_ROWS):
@@ -336,7 +336,7 @@ class Volumes:
             yield "all_reduce", 2 * size, forward + backward
             yield "all_gather", size, again * times * self.spec.memory.partition_activations
         if "head" in kinds:
-            piece = self.spec.memory.loss_chunk or max(tokens, 1)
+            piece = chunk or max(tokens, 1)
             for rows, count in ((piece, tokens // piece), (tokens % piece, 1)):
                 for numbers in _LOSS:
                     yield "all_reduce", 2 * numbers * 4 * rows, times * count

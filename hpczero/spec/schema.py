@@ -22,6 +22,7 @@ from hpczero.spec.table import (
     Decay,
     Directive,
     Line,
+    Positions,
     Site,
     Table,
     Text,
@@ -208,8 +209,10 @@ class Memory(Table):
     offload_activations: Literal["none", "cpu"] = key(
         "none", "site", "cpu: what a GPU keeps for backward is in the computer's memory meanwhile"
     )
-    loss_chunk: int = key(
-        0, "site", "positions whose logits exist at a time; 0: a micro-batch's", ge=0, le=LARGEST
+    loss_chunk: Positions | Literal["auto"] = key(
+        0,
+        "site",
+        "positions whose logits exist at a time; 0: a micro-batch's; auto: an eighth, or 2048",
     )
 
 

@@ -18,8 +18,9 @@ from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
 from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.planner.fit import Bound, NodeLimits, refusal, ways_to_run
-from hpczero.planner.memory import FILES, RUNTIME, Platform
+from hpczero.planner.fit import Bound, NodeLimits, as_it_fits, refusal
+from hpczero.planner.memory import RUNTIME, Platform
+from hpczero.planner.needs import FILES
 from hpczero.spec.schema import Spec
 from hpczero.train import process
 from hpczero.train.setup import all_gather, computer_of
@@ -41,11 +42,10 @@ def fit_to_memory(
     """
     parameters = () if module is None else module.parameters()
     built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
-    for way in ways_to_run(spec):
-        problem = _problem(world, way, layers, built, update)
-        if not problem:
-            return way
-    raise InputError(problem)
+    way, problem = as_it_fits(spec, lambda way: _problem(world, way, layers, built, update))
+    if problem:
+        raise InputError(problem)
+    return way
 
 
 def has_room(world: World, wanted: int) -> bool:

@@ -76,10 +76,20 @@ class Pieces:
         return gradient if slope is None else gradient.mul_(slope)
 
 
-def head_by_pieces(head: Any, pieces: Pieces) -> Callable[[Tensor, MicroBatch], Tensor]:
-    """Return the forward of a head whose logits are made by pieces."""
+def head_by_pieces(
+    head: Any, pieces_of: Callable[[int], Pieces | None]
+) -> Callable[[Tensor, MicroBatch], Tensor]:
+    """Return the forward of a head whose logits are made by pieces.
+
+    `pieces_of` so many positions; None: the loss of these is whole.
+    """
+    whole = head.forward
 
     def forward(x: Tensor, batch: MicroBatch) -> Tensor:
+        pieces = pieces_of(batch.targets.numel())
+        if pieces is None:
+            loss: Tensor = whole(x, batch)
+            return loss
         x = head.norm(x)
         check_targets(batch.targets, pieces.vocab)
         if torch.is_grad_enabled():

@@ -12,7 +12,7 @@ import pytest
 from hpczero.batch import pbs, slurm
 from hpczero.batch.sites import Partition, all_names, facts, hardware
 from hpczero.errors import InputError
-from hpczero.planner.memory import Hardware
+from hpczero.planner.needs import Hardware
 from hpczero.spec.load import load, to_toml
 from hpczero.spec.schema import Batch
 from tests.support.launch import BLOCKER, HEAVY

@@ -168,7 +168,8 @@ def test_check_agrees_with_the_formulas_device_and_host_apart(
     for kind, size in hand.states().items():
         assert device[kind] == pytest.approx(size, rel=0.01), kind
     assert device["communication"] == pytest.approx(hand.communication(), rel=0.01)
-    assert device["activations"] == pytest.approx(hand.activations(), rel=0.01)
+    widest = device["activations"] + device["workspace"]
+    assert widest == pytest.approx(hand.activations(), rel=0.01)
     on_device = sum(hand.states().values()) + hand.activations() + hand.communication()
     assert sum(device.values()) == pytest.approx(on_device, rel=0.01)
     for kind, size in hand.host().items():
@@ -282,3 +283,47 @@ def test_ranks_on_a_node_are_those_that_the_run_will_have(
     of_job = checked(capsys, *words)[1]
     of_run = checked(capsys, *words, "--set", "comm.ranks_per_node=2")[1]
     assert [len(layout["nodes"]) for layout in (of_job, of_run)] == [2, 4]
+
+
+AWAY = ["--set", "memory.offload_activations=cpu"]
+
+
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_of_blocks_whose_activations_are_away_two_count_on_the_gpu(
+    pipeline: int, by_kernels: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For all micro-batches of a pipeline together, of which the first stage keeps as many as there
+    are stages; the host has what all blocks keep. Each figure of a block is the same in both.
+    """
+    job = [GPT_7B, "--ranks", "4", *CUDA, "--set", f"parallel.pipeline={pipeline}"]
+    whole, away = (checked(capsys, *job, *how)[1]["memory"] for how in ([], AWAY))
+    kept = whole["device"]["rank"]["activations"]
+    stays = away["device"]["rank"]["activations"]
+    assert "over_bus" not in whole
+    assert away["host"]["rank"]["activations on the host"] == pytest.approx(kept, rel=0.05)
+    spec = load(GPT_7B).spec
+    hand = Hand(spec, 4, by_kernels)
+    of_block = (16 * hand.h * 2 + 4 * (spec.model.heads + 4)) * hand.T
+    assert kept == pytest.approx(spec.model.layers * of_block, rel=0.05)
+    assert stays == pytest.approx(2 * of_block, rel=0.15)
+    micro_batches = spec.train.global_batch * pipeline // (4 * spec.train.micro_batch)
+    moved = 2 * spec.model.layers // pipeline * of_block * micro_batches
+    assert away["over_bus"]["rank"] == pytest.approx(moved, rel=0.01)
+
+
+@pytest.mark.parametrize(("batch", "down"), [(8, 2), (16, 4)])
+def test_states_elsewhere_move_gradients_down_and_weights_up(
+    batch: int, down: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two bytes each; gradients of several micro-batches are summed in fp32 at stage 2. Two ranks
+    share a GPU, and its bus.
+    """
+    words = [GPT_7B, "--ranks", "8", *PERLMUTTER, "--set", "train.micro_batch=1"]
+    words += ["--set", f"train.global_batch={batch}", "--set", "zero.offload=cpu"]
+    _, layout, _ = checked(capsys, *words, "--ranks-per-node", "8")
+    of_rank = layout["memory"]["over_bus"]["rank"]
+    assert of_rank == pytest.approx((down + 2) * 6.659e9 / 8, rel=0.01)
+    assert layout["memory"]["over_bus"]["gpu"] == 2 * of_rank
+    main(["check", *words, "--ranks-per-node", "8"])
+    seconds = f"{2 * of_rank / 25e9:.3g} s at 25 GB/s"
+    assert seconds in capsys.readouterr().out

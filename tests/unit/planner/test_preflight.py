@@ -4,6 +4,7 @@ offers.
 
 import mmap
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +175,23 @@ def test_recomputation_is_offered_and_chosen() -> None:
     for available in (500.0, 24.0):
         limits = limits_from_ranks([rank(available=available)] * 4)
         auto = job.model_copy(update={"memory": Memory(recompute="auto")})
-        chosen, refused = as_it_fits(auto, families.layers(job.model), limits)
+        of_model = families.layers(job.model)
+        chosen, refused = as_it_fits(auto, partial(refusal, layers=of_model, limits=limits))
         assert refused is None
         assert chosen.memory.recompute == ("none" if available == 500.0 else recompute[1])
+
+
+def test_a_loss_by_pieces_is_offered_where_logits_are_what_does_not_fit() -> None:
+    model = Model(layers=2, hidden=256, heads=4, vocab=200_000, seq_len=1024)
+    train = Train(micro_batch=16, global_batch=16)
+    job = spec().model_copy(update={"model": model, "train": train})
+    text = judged(job, rank(available=12))
+    assert text is not None
+    assert re.search(r"each rank: workspace \d", text), text
+    assert 'memory.loss_chunk = "auto" (' in text
+    by_pieces = job.model_copy(update={"memory": Memory(loss_chunk="auto")})
+    assert judged(by_pieces, rank(available=12)) is None
+    assert "memory.loss_chunk" not in str(judged(by_pieces, rank(available=1)))
 
 
 def test_more_nodes_are_offered_where_states_are_sharded() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
 from hpczero.model import families
-from hpczero.model.shapes import Moments
+from hpczero.model.shapes import Moments, Peak
 from hpczero.parallel.pipeline.partition import chunks_of_stages, layers_that_run
 from hpczero.parallel.pipeline.schedule import (
     RECEIVED_AHEAD,
@@ -257,6 +257,10 @@ def test_long_schedules_repeat_themselves(parallel: dict[str, Any]) -> None:
             assert gathers_in_step(chunks, sizes, spec.parallel, stage, many) == of_size
 
 
+def moments(kept: float, forward: float, backward: float) -> Moments:
+    return Moments(kept, Peak(kept, forward), Peak(kept, backward))
+
+
 @pytest.mark.parametrize(
     ("kind", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 )
@@ -269,7 +273,7 @@ def test_what_is_under_way_is_what_the_simulator_sees(kind: Any, chunks: int) ->
         actions = schedule(kind, stages, chunks, micro_batches)
         peaks = simulate(actions, chunks, micro_batches).peak_live
         assert peaks == tuple(
-            peak(parallel, [Moments(1, 1, 1)] * chunks, stage, micro_batches)
+            peak(parallel, [moments(1, 1, 1)] * chunks, stage, micro_batches).widest
             for stage in range(stages)
         )
         for stage in range(stages):
@@ -289,12 +293,12 @@ def test_what_is_under_way_is_what_the_simulator_sees(kind: Any, chunks: int) ->
 
 def test_the_widest_moment_depends_on_what_each_chunk_keeps() -> None:
     parallel = Parallel(pipeline=2, schedule="interleaved", chunks=2)
-    assert peak(parallel, [Moments(10, 10, 15), Moments(1, 1, 1)], 1, 8) == 2 * 10 + 15, (
-        "3 micro-batches of the first chunk"
-    )
-    assert peak(parallel, [Moments(1, 1, 1), Moments(10, 10, 15)], 1, 8) == 2 + 15
-    assert peak(Parallel(), [Moments(3, 5, 7)], 0, 100) == 7
-    assert peak(Parallel(pipeline=2, schedule="gpipe"), [Moments(3, 5, 7)], 1, 100) == 99 * 3 + 7
+    first = peak(parallel, [moments(10, 10, 15), moments(1, 1, 1)], 1, 8)
+    assert first == Peak(2 * 10 + 10, 2 * 10 + 15), "3 micro-batches of the first chunk"
+    assert peak(parallel, [moments(1, 1, 1), moments(10, 10, 15)], 1, 8) == Peak(2 + 10, 2 + 15)
+    assert peak(Parallel(), [moments(3, 5, 7)], 0, 100) == Peak(3, 7)
+    gpipe = Parallel(pipeline=2, schedule="gpipe")
+    assert peak(gpipe, [moments(3, 5, 7)], 1, 100) == Peak(100 * 3, 99 * 3 + 7)
 
 
 def held(model: Model, **parallel: Any) -> list[int]:

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpczero.comm.grid import Grid
 from hpczero.comm.world import World
 from hpczero.data.dataset import SyntheticSource
+from hpczero.parallel.activations import choice
 from hpczero.parallel.parallelize import assemble
 from hpczero.planner.volumes import resolved
 from hpczero.spec.load import from_dict
@@ -88,3 +89,13 @@ def test_a_loss_by_pieces_makes_each_product_once(world: World, stage: int) -> N
         assert first.of(PRODUCTS) == forward.of(PRODUCTS) - 1
         of_pieces = second.of(PRODUCTS) + second.of(("aten::addmm_",))
         assert of_pieces == backward.of(PRODUCTS) - 2 + 3 * pieces
+
+
+def test_pieces_are_what_the_planner_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto": eight of them, or none where the micro-batch is small."""
+    _, backward = calls(world, "gpt", 0)
+    _, small = calls(world, "gpt", 0, loss_chunk="auto")
+    monkeypatch.setattr(choice, "_LEAST", 4)
+    _, eight = calls(world, "gpt", 0, loss_chunk="auto")
+    assert small.count == backward.count
+    assert eight.of(("aten::addmm_",)) == 8 - 1
