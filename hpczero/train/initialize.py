@@ -68,11 +68,11 @@ def initialize(
     _refuse_what_differs(started, wanted, accumulates, tensor_plan)
     if problems := _problems(spec, tensor_plan is not None):
         raise InputError("; ".join(problems))
-    created = None if world else setup.training_world(started, spec)
+    inner = world or setup.training_world(started, spec)
     if not started.is_watched:
         started.watch(spec.comm.timeout_s)
-    inner = created or started
     spec, grid = setup.prepare(inner, spec)
+    preflight.check_folder(inner, spec)
     layers = inner.run_on_all(lambda: layers_of(module))
     refuse_modules_that_differ(module, inner)
     cuts = None if tensor_plan is None else _cuts(tensor_plan, module, spec, inner)
@@ -84,8 +84,8 @@ def initialize(
     threads = setup.share_cores(inner, grid.sharing_layers(inner.rank))
     context = EngineContext(spec, inner, grid, accumulates, threads, update)
     engine, cut = build_engine(module, layers, context, cuts)
-    run = OwnRun(spec, inner, grid, engine)
-    return Training(engine, run, (created, started) if created else (), cut)
+    worlds = () if world else (inner, started)
+    return Training(engine, OwnRun(spec, inner, grid, engine), worlds, cut)
 
 
 class Training:
