@@ -17,9 +17,8 @@ def problem(zero: Zero) -> str:
     if unset := env.unset_variables(zero.offload):
         names = join_words([f"${name}" for name in unset])
         return f"{given}: {names} is not set: set it where the ranks start, or name a folder"
-    folder = nearest = Path(zero.folder).absolute()
-    while not os.path.lexists(nearest):
-        nearest = nearest.parent
+    folder = Path(zero.folder).absolute()
+    nearest = safe_files.nearest_there(folder)
     shown = printable(str(nearest))
     try:
         if not nearest.is_dir():
