@@ -6,6 +6,7 @@ Only this module reads the environment: every variable that hpczero looks at is 
 import contextlib
 import json
 import os
+import re
 import shlex
 import site
 import sys
@@ -99,6 +100,12 @@ def variable(name: str) -> str | None:
 def expand(text: str) -> str:
     """Expand `~`, `$SCRATCH` and `${USER}` as a shell does; an unknown variable stays as it is."""
     return os.path.expandvars(os.path.expanduser(text))
+
+
+def unset_variables(text: str) -> list[str]:
+    """Return the variables that `expand` would put in the text, and that are not set, or empty."""
+    names = re.findall(r"\$(?:(\w+)|\{([^}]*)\})", text, re.ASCII)
+    return [name for plain, braced in names if not variable(name := plain or braced)]
 
 
 def launched_tasks() -> dict[str, tuple[int, int]]:

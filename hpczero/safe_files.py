@@ -356,6 +356,13 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
+def nearest_there(path: Path) -> Path:
+    """Return the path if something has that name, else what there is nearest above it."""
+    while not os.path.lexists(path):
+        path = path.parent
+    return path
+
+
 def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from hpczero import env
@@ -267,8 +266,7 @@ def _layout(job: BatchJob, spec: Spec) -> Iterator[str]:
     if known(spec.model) and not spec.batch.command:
         on_nodes = dict.fromkeys(range(job.nodes), job.ranks_per_node)
         limits = fit.NodeLimits.planned(on_nodes, node, platform)
-        refused = partial(fit.refusal, layers=layers(spec.model), limits=limits)
-        _, problem = fit.as_it_fits(spec, refused)
+        _, problem = fit.as_it_fits(spec, layers(spec.model), limits)
         if problem:
             yield problem
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpczero.errors import InputError
 from hpczero.safe_files import write_new
-from hpczero.spec import site_profile
+from hpczero.spec import site_profile, states_folder
 from hpczero.spec.keys import flat, keys, no_such_key
 from hpczero.spec.load import ROLES, Loaded, as_data, as_markdown, as_text, load, to_start_from
 from hpczero.spec.rules import unavailable, without_effect
@@ -42,6 +42,7 @@ def check(options: Namespace) -> int:
     layout = _lay_out(spec, options.ranks, options.ranks_per_node)
     notes = [*unavailable(spec), *without_effect(spec), *_layout_notes(spec, layout)]
     notes += [*_model_notes(spec), *site_profile.unusable()]
+    notes += filter(None, [states_folder.warning(spec.zero, "here")])
     if options.json:
         print(json.dumps(_as_data(loaded, layout, notes) | {"data": supply.facts()}, indent=2))
     else:

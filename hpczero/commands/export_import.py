@@ -1,6 +1,7 @@
 """`hpczero ckpt export`, `import`: weights to and from safetensors, without MPI and torch."""
 
 import contextlib
+import os
 import re
 from argparse import Namespace
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ def export(options: Namespace) -> int:
     for name in ("architecture", "tokenizer"):
         if getattr(options, name) and not options.hf:
             raise InputError(f"--{name} needs --hf")
+    _refuse_no_folder(output.parent if is_file else output)
     with Checkpoint.open(checkpoint_at(Path(options.checkpoint), options.step)) as checkpoint:
         target = _new_folder(checkpoint, options) if options.hf else None
         made = Export(checkpoint, options.dtype, target.views() if target else None)
@@ -193,6 +195,15 @@ def _bytes(text: str) -> int:
             f"--shard-size {printable(text, 60)}: a number of bytes, such as 500MB or 5GB"
         )
     return size
+
+
+def _refuse_no_folder(folder: Path) -> None:
+    """Raise InputError if something else has the folder's name, or that of one above it."""
+    there = safe_files.nearest_there(folder.absolute())
+    if not os.path.isdir(there):
+        raise InputError(
+            f"{printable(str(there))} is no folder, and is left as it is: name another one"
+        )
 
 
 def _refuse_without_space(path: Path, size: int) -> None:

@@ -1,6 +1,6 @@
 """Refusing a job that does not fit into its nodes, and finding settings that would (pure)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, product
 from math import prod
@@ -133,10 +133,10 @@ def ways_to_run(spec: Spec) -> Iterator[Spec]:
             yield _with(way, "checkpoint", asynchronous=False)
 
 
-def as_it_fits(spec: Spec, refused: Callable[[Spec], str | None]) -> tuple[Spec, str | None]:
+def as_it_fits(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> tuple[Spec, str | None]:
     """Return the first of the `ways_to_run` that is not refused, or the last one and why it is."""
     for way in ways_to_run(spec):
-        problem = refused(way)
+        problem = refusal(way, layers, limits)
         if problem is None:
             break
     return way, problem

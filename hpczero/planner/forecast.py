@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +11,7 @@ from hpczero.model.shapes import Layer
 from hpczero.parallel.layout import rectangles
 from hpczero.parallel.pipeline.partition import LayoutCache, chunks_of_stages, layers_that_run
 from hpczero.parallel.states import shares_nodes
-from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words, refusal
+from hpczero.planner.fit import NodeLimits, as_it_fits, kinds_in_words
 from hpczero.planner.memory import Platform, needs_on_grid
 from hpczero.planner.needs import Hardware, NodeNeed, of_account
 from hpczero.planner.volumes import Volumes
@@ -76,7 +75,7 @@ class Forecast:
         The latter is "" if it does, or if the sizes of the nodes are not known.
         """
         limits = NodeLimits.planned(Counter(self.grid.node_of_rank), self.node, self.platform)
-        way, problem = as_it_fits(self.spec, partial(refusal, layers=layers, limits=limits))
+        way, problem = as_it_fits(self.spec, layers, limits)
         spec = self.spec.model_copy(update={"memory": way.memory})
         return replace(self, spec=spec), problem or ""
 

@@ -1,7 +1,7 @@
 """`hpczero.initialize`: training of any module, in a training loop of the user's own."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -68,11 +68,11 @@ def initialize(
     _refuse_what_differs(started, wanted, accumulates, tensor_plan)
     if problems := _problems(spec, tensor_plan is not None):
         raise InputError("; ".join(problems))
-    created = None if world else setup.training_world(started, spec)
+    inner = world or setup.training_world(started, spec)
     if not started.is_watched:
         started.watch(spec.comm.timeout_s)
-    inner = created or started
     spec, grid = setup.prepare(inner, spec)
+    preflight.check_folder(inner, spec)
     layers = inner.run_on_all(lambda: layers_of(module))
     refuse_modules_that_differ(module, inner)
     cuts = None if tensor_plan is None else _cuts(tensor_plan, module, spec, inner)
@@ -84,8 +84,8 @@ def initialize(
     threads = setup.share_cores(inner, grid.sharing_layers(inner.rank))
     context = EngineContext(spec, inner, grid, accumulates, threads, update)
     engine, cut = build_engine(module, layers, context, cuts)
-    run = OwnRun(spec, inner, grid, engine)
-    return Training(engine, run, (created, started) if created else (), cut)
+    worlds = () if world else (inner, started)
+    return Training(engine, OwnRun(spec, inner, grid, engine), worlds, cut)
 
 
 class Training:
@@ -288,14 +288,13 @@ class Training:
     def _close(self, state: str, reason: str = "") -> None:
         if self._open:
             self._open = False
-            try:
-                self.run.end(self.steps, state, reason)
-            finally:  # a save that failed did so on all ranks
+            with ExitStack() as closing:  # all is closed also where a save or a step has failed
+                for world in reversed(self._worlds):
+                    closing.callback(world.close)
+                closing.callback(self.engine.close, machine.memory().usable)
                 if self._cut:
-                    self._cut.close()
-                self.engine.close(machine.memory().usable)
-                for world in self._worlds:
-                    world.close()
+                    closing.callback(self._cut.close)
+                self.run.end(self.steps, state, reason)
 
     def refuse_closed(self) -> None:
         """Raise HpczeroError if the engine is closed."""
@@ -304,6 +303,7 @@ class Training:
 
     def _opened(self) -> Engine:
         self.refuse_closed()
+        self.engine.update.refuse_after_failure()
         return self.engine
 
     def __enter__(self) -> "Training":

@@ -372,7 +372,8 @@ class OwnRun:
         """Write the run's last words; the directory is given back."""
         try:
             self.finish_save()
-        except SaveFailed as error:
+            self.engine.update.refuse_after_failure()
+        except HpczeroError as error:
             state, reason = "failed", str(error)
             raise
         finally:

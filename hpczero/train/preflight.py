@@ -3,6 +3,7 @@
 Ranks say what they see of their node, as plain data; rank 0 counts, and all do what it says.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,12 @@ from hpczero.errors import InputError
 from hpczero.model.shapes import Layer
 from hpczero.parallel.states import ADAMW, UpdateMemory
 from hpczero.parallel.zero.weights import DTYPES
-from hpczero.planner.fit import Bound, NodeLimits, as_it_fits, refusal
+from hpczero.planner.fit import Bound, NodeLimits, as_it_fits, ways_to_run
 from hpczero.planner.memory import RUNTIME, Platform
 from hpczero.planner.needs import FILES
+from hpczero.spec import states_folder
 from hpczero.spec.schema import Spec
+from hpczero.text import first_few
 from hpczero.train import process
 from hpczero.train.setup import all_gather, computer_of
 from hpczero_kernels import dispatch
@@ -42,10 +45,34 @@ def fit_to_memory(
     """
     parameters = () if module is None else module.parameters()
     built = sum(parameter.nbytes for parameter in parameters if not parameter.is_meta)
-    way, problem = as_it_fits(spec, lambda way: _problem(world, way, layers, built, update))
+    ways = list(ways_to_run(spec))
+    seen = world.gather_objects(_seen(world, spec, built))
+    found = None
+    if seen:
+        way, problem = as_it_fits(spec, layers, limits_from_ranks(seen, update))
+        found = ways.index(way), problem
+    number, problem = world.broadcast_object(found)
     if problem:
         raise InputError(problem)
-    return way
+    return ways[number]
+
+
+def check_folder(world: World, spec: Spec) -> None:
+    """Check that every rank can make its file of states, before anything is built. Collective.
+
+    InputError on all ranks where one cannot; rank 0 says if memory is all that the folder is.
+    """
+    if not spec.zero.folder:
+        return
+    host = world.hosts[world.rank]
+    problem = states_folder.problem(spec.zero)
+    warning = states_folder.warning(spec.zero, f"on {host}")
+    seen = all_gather(world, [host, problem, warning])
+    if problem := next((of_rank for _, of_rank, _ in seen if of_rank), ""):
+        hosts = dict.fromkeys(host for host, of_rank, _ in seen if of_rank == problem)
+        raise InputError(f"on {first_few(list(hosts))}: {problem}")
+    if world.rank == 0 and (said := next((of_rank for *_, of_rank in seen if of_rank), "")):
+        print(f"hpczero: WARN {said}", file=sys.stderr, flush=True)
 
 
 def has_room(world: World, wanted: int) -> bool:
@@ -55,15 +82,6 @@ def has_room(world: World, wanted: int) -> bool:
     for computer, of_rank, _ in seen:
         asked[computer] += of_rank
     return all(asked[computer] <= usable for computer, _, usable in seen)
-
-
-def _problem(
-    world: World, spec: Spec, layers: Sequence[Layer], built: int, update: UpdateMemory
-) -> str | None:
-    """Return on all ranks what rank 0 says against it, from what every rank sees. Collective."""
-    seen = world.gather_objects(_seen(world, spec, built))
-    limits = limits_from_ranks(seen, update) if seen else None
-    return world.broadcast_object(limits and refusal(spec, layers, limits))
 
 
 def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
@@ -89,7 +107,7 @@ def _seen(world: World, spec: Spec, built: int) -> dict[str, Any]:
 
 
 def _storage(spec: Spec) -> dict[str, Any] | None:
-    """Return the room for states in files; None if there are to be none, or it is not seen yet."""
+    """Return the room for states in files; None if there are to be none, or it is not seen."""
     if not spec.zero.folder:
         return None
     folder = Path(spec.zero.folder).absolute()

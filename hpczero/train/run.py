@@ -91,6 +91,7 @@ def _prepare(
     spec, grid = setup.prepare(world, spec)
     if missing := unavailable(spec):
         raise InputError("; ".join(missing))
+    preflight.check_folder(world, spec)
     if not families.known(spec.model):
         world.run_on_all(lambda: build.factory_of(spec.model))  # before data is built
     source = world.run_on_all(lambda: open_source(spec, world.broadcast_object, first))

@@ -41,6 +41,21 @@ def test_an_import_of_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> N
     assert not out.exists()
 
 
+@pytest.mark.parametrize("kind", [*KINDS[:2], "file", "nothing"])
+def test_an_export_to_what_is_no_folder_is_refused(tmp_path: Path, kind: str) -> None:
+    """Nor is anything made where one above it is none."""
+    path = tmp_path / "out"
+    if kind == "file":
+        path.touch()
+    elif kind == "nothing":
+        path.symlink_to("nowhere")
+    else:
+        odd(path, kind)
+    for words in ([path, "--hf"], [path], [path / "x", "--hf"], [path / "model.safetensors"]):
+        assert "out is no folder" in refused("ckpt", "export", tmp_path / "run", *words)
+    assert os.listdir(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_data_source_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
     path = odd(tmp_path / "text.h5", kind)

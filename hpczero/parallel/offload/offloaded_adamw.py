@@ -2,7 +2,8 @@
 
 It needs the gradient's norm, and so cannot begin before backward has ended; but a layer needs its
 new weights only when it runs. So a thread steps unit by unit while the next forward begins, and
-whoever needs one waits for it (`complete`). A step that changes nothing moves nothing.
+whoever needs one waits for it (`complete`). A step that changes nothing moves nothing. One that
+fails leaves some units stepped and others not: what is asked for after it fails in the same way.
 
 A unit is stepped in pieces. The states of a piece come from the file and go back to it, or are in
 memory; its gradient has come from the device, its new weights go there, or both are in memory.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from hpczero.device import CPU, Mark
 from hpczero.parallel.offload.device_copies import GradientsOnHost, WeightsToDevice
-from hpczero.parallel.offload.state_file import StateFile, StorageFailed
+from hpczero.parallel.offload.state_file import StateFile
 from hpczero.parallel.offload.stream import Piece, Stream
 from hpczero.parallel.states import PIECE
 from hpczero.parallel.zero.data_axis import AbsentGradients
@@ -62,7 +63,7 @@ class OffloadedAdamW(AdamWUpdate):
         self._advance = weights.axis.group.connection.progress.advance
         self._thread = ThreadPoolExecutor(1, "hpczero-step")
         self._steps: dict[Unit, Future[Mark]] = {}  # behind
-        self._failure: StorageFailed | None = None
+        self._failure: BaseException | None = None
 
     def _in_file(self, unit: Unit) -> list[Tensor]:
         moments = [self.moment1[unit], self.moment2[unit]]
@@ -116,6 +117,7 @@ class OffloadedAdamW(AdamWUpdate):
         return bool(self._steps)
 
     def complete(self, unit: Unit) -> None:
+        self.refuse_after_failure()
         future = self._steps.pop(unit, None)
         if future is None:
             return
@@ -123,6 +125,10 @@ class OffloadedAdamW(AdamWUpdate):
             self._advance()  # other ranks may wait for what this one has to send
             wait([future], timeout=_PATIENCE)
         future.result().order()
+
+    def refuse_after_failure(self) -> None:
+        if self._failure:
+            raise self._failure
 
     def follow_average(self) -> None:
         if self.average:
@@ -148,15 +154,14 @@ class OffloadedAdamW(AdamWUpdate):
 
     def _step_behind(self, unit: Unit, spans: Sequence[StepSpan]) -> Mark:
         """Step a unit; return the point at which its new weights are there."""
-        if self._failure:
-            raise self._failure
+        self.refuse_after_failure()
         try:
             gradient = self._gradients.of(unit) if self._gradients else unit.gradient_to_step
             for stretch in self._stretches[unit]:
                 self._step_stretch(unit, stretch.elements, spans, gradient)
             if self._stream and unit is self.units[-1]:
                 self._stream.finish()
-        except StorageFailed as error:
+        except BaseException as error:
             self._failure = error
             raise
         return self._outgoing.mark() if self._outgoing else Mark()

@@ -128,10 +128,10 @@ class Engine(Weights):
         Those of the units before them, and of the next one, are sent first: so all ranks send in
         one order, and the next one's are on their way while a layer runs.
         """
+        self.update.refuse_after_failure()
         if self._behind:
-            last = max(
-                (self._behind.index(one) for one in units if one in self._behind), default=-2
-            )
+            places = [self._behind.index(one) for one in units if one in self._behind]
+            last = max(places, default=-2)
             ready, self._behind = self._behind[: last + 2], self._behind[last + 2 :]
             for unit in ready:
                 self.update.complete(unit)
@@ -251,12 +251,12 @@ class Engine(Weights):
         New weights may still be on their way to this rank when this returns. Layers wait for them;
         others call `wait_for_weights`.
         """
+        self.wait_for_weights()  # of layers that did not run since the last step
         if not self._had_backward:
             raise HpczeroError("a step without a gradient: backward comes before it")
         self.reduction.refuse_after_failure()
         self.outside.check()
         self.outside.owner.keeps_gradients = False
-        self.wait_for_weights()  # of layers that did not run since the last step
         self.reduction.finish()
         self._had_backward.clear()
         self.absent.agree(self.reduction.tied)
@@ -390,9 +390,11 @@ class Engine(Weights):
         return self.pipeline is None or self.pipeline.rank + 1 == self.pipeline.size
 
     def close(self, room: int = 0) -> None:
-        if self.is_whole:
-            self.zero_grad()  # sums may be in flight, in memory that is given back
-        self._end_averaged()
-        self.wait_for_weights()
-        self.update.close()
-        super().close(room)
+        try:
+            if self.is_whole:
+                self.zero_grad()  # sums may be in flight, in memory that is given back
+            self._end_averaged()
+            self.wait_for_weights()
+        finally:  # a step that has failed does so once more
+            self.update.close()
+            super().close(room)

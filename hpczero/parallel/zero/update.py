@@ -96,6 +96,9 @@ class Update(ABC):
     def complete(self, unit: Unit) -> None:  # noqa: B027
         """Return once the unit's step is carried out; StorageFailed: it never will be."""
 
+    def refuse_after_failure(self) -> None:  # noqa: B027
+        """Raise what a step has failed with, if one has: the states are half of it, for good."""
+
     def states(self, unit: Unit) -> dict[str, Tensor]:
         """Return what is kept of the unit's owned elements besides the master weights, by name."""
         return {"average": self.average[unit]} if self.average else {}

@@ -355,10 +355,10 @@ class Weights:
     def close(self, room: int = 0) -> None:
         """End threads, give shared memory back, and the module its parameters. Collective.
 
-        Where a rank has not their values, to read them is an error from now on. `room`: bytes that
-        the node has for copies of what its ranks share.
+        Nothing may be in flight, unless it failed. Where a rank has not the parameters' values, to
+        read them is an error from now on. `room`: bytes that the node has for copies of what its
+        ranks share.
         """
-        self.wait_for_weights()
         for hook in self._hooks:
             hook.remove()
         if self.gatherer:

@@ -133,6 +133,30 @@ def small(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.parametrize("place", ["$HPCZERO_NOWHERE/states", "spec.toml/states", "spec.toml"])
+@pytest.mark.few(1)
+def test_a_folder_that_cannot_be_is_wrong_input(folder: Path, place: str) -> None:
+    """Before anything is built: a variable that is not set is no folder of that name."""
+    done = launch(command(2, f'zero.offload="nvme:{place}"'), 60, folder)
+    assert (done.code, done.left) == (2, []), done
+    why = "$HPCZERO_NOWHERE is not set" if place.startswith("$") else "spec.toml is no folder"
+    assert f'zero.offload = "nvme:{place}": ' in done.err
+    assert why in done.err
+    assert done.err.count("hpczero: ") == 1
+    assert os.listdir(folder) == ["spec.toml"]
+
+
+def test_memory_in_place_of_storage_is_said(folder: Path, small: Path) -> None:
+    """By `check` where it runs, and by the run, which goes on."""
+    there = f'zero.offload="nvme:{small}/states"'
+    less = "model.vocab=100", "model.hidden=32", "train.steps=2"
+    done = launch(command(1, there, *less), 60, folder)
+    assert (done.code, done.left) == (0, []), done
+    assert done.err.count(f"hpczero: WARN zero.offload: {small}/states is in memory on ") == 1
+    checked = launch(hpczero("check", "spec.toml", "--set", there), 60, folder)
+    assert f"note: zero.offload: {small}/states is in memory here (tmpfs)" in checked.out
+
+
 def test_a_folder_without_room_is_refused(folder: Path, small: Path) -> None:
     """Two ranks of 0.4 M parameters: 4.5 MB of states in files."""
     done = launch(command(2, f'zero.offload="nvme:{small}"'), 60, folder)

@@ -4,7 +4,6 @@ offers.
 
 import mmap
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ def test_recomputation_is_offered_and_chosen() -> None:
         limits = limits_from_ranks([rank(available=available)] * 4)
         auto = job.model_copy(update={"memory": Memory(recompute="auto")})
         of_model = families.layers(job.model)
-        chosen, refused = as_it_fits(auto, partial(refusal, layers=of_model, limits=limits))
+        chosen, refused = as_it_fits(auto, of_model, limits)
         assert refused is None
         assert chosen.memory.recompute == ("none" if available == 500.0 else recompute[1])
 

@@ -47,17 +47,14 @@ def test_a_larger_one_takes_the_place_of_the_largest(stock: Stock) -> None:
 
 
 def test_a_piece_that_is_still_seen_is_not_lent(stock: Stock) -> None:
-    def kept(loan: Loan) -> torch.Tensor:
-        stock.give_back(loan)
-        return view
-
     loan = stock.take(8)
-    view = loan.tensor[2:4]
-    seen = kept(loan)
+    seen = loan.tensor[2:4]
+    stock.give_back(loan)
     seen.fill_(7)
-    stock.take(8).tensor.fill_(1)
+    other: Loan = stock.take(8)
+    other.tensor.fill_(1)
     assert seen.tolist() == [7, 7]
     assert stock.size == 16
-    del view, seen
+    del seen
     stock.take(8)
     assert stock.size == 16
