@@ -94,6 +94,14 @@ def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) ->
     }
 
 
+def fullest(line: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the summary of a line of memory.jsonl; `predicted` is null where nothing was."""
+    if line is None:
+        return None
+    facts = {name: line[name] for name in ("step", "rank", "host", "held")}
+    return facts | {"predicted": sum(line["predicted"].values()) or None}
+
+
 def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     """Return the lines that end a run; `what` was trained."""
     job = summary["last_job"]

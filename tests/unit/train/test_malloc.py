@@ -11,7 +11,7 @@ import pytest
 
 STEPS = """
 import resource
-from hpczero.train.process import give_back_free_memory, keep_free_memory
+from hpczero.train.malloc import give_back_free_memory, keep_free_memory
 accepted = keep_free_memory()
 def step():
     blocks = [b"x" * (size << 20) for size in (3, 40, 90)]
