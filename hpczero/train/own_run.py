@@ -358,7 +358,8 @@ class OwnRun:
         skipped = {"skipped": True} if result.bad else {}
         values = {"grad_norm": result.grad_norm, "lr": lr}
         memory = self._account.end_step(step)
-        self._account.begin_step()
+        if self._claimed:
+            self._account.begin_step()
         self._log.step(step, values | skipped, memory, self._claimed is not None)
         if self._claimed is None:
             return
