@@ -109,7 +109,7 @@ class MemoryAccount:
         seconds -= step.seconds
         cost = took + max(0.0, seconds - self._usual)
         self._left = self._world.broadcast_object(steps_left_out(cost, seconds))
-        if of_ranks is None:
+        if of_ranks is None or not found["held"]:
             return None
         assert self._predicted is not None
         return {"step": number} | fullest_rank(self._world, of_ranks, self._predicted)
@@ -146,7 +146,7 @@ class _Step:
     def at_backward(self) -> None:
         began = time.perf_counter()
         now = self._besides()
-        if now is not None and self._given_out is not None:
+        if self._kept is None and now is not None and self._given_out is not None:
             self._kept = max(0, now - self._given_out)
         self.seconds += time.perf_counter() - began
 
@@ -155,8 +155,9 @@ class _Step:
         states = self._states()
         on_top = self._on_top()
         new = sum(states.values()) - self._before  # a copy for a checkpoint, buffers
-        found = by_kind(states, self._held + on_top, on_top - new, self._kept)
-        figures: dict[str, Any] = {"held": self._held + on_top, "measured": found}
+        held = self._held + on_top if self._held else 0  # unknown
+        found = by_kind(states, held, on_top - new, self._kept)
+        figures: dict[str, Any] = {"held": held, "measured": found}
         if self._device.memory():
             held = process.held()
             on_host = by_kind(of_account(self._standing(), "host"), held, 0, None)

@@ -6,7 +6,8 @@
     all-reduce the loss, the requests to stop, and whether a save is still being written
 
 The small all-reduce gives all ranks the same loss, and they stop at the same step boundary.
-Rank 0 also reports and writes the run directory.
+Rank 0 also reports and writes the run directory. Now and then a step's memory is measured
+(`memory_account`).
 """
 
 import time

@@ -1,5 +1,6 @@
 """The account of memory: its kinds, its cost, and its line, with figures of a device's own."""
 
+import platform
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from hpczero.device import Device, Memory
+import torch
+
+from hpczero.device import CPU, Device, Memory
 from hpczero.planner.memory import Need, Placement
+from hpczero.train import process
 from hpczero.train.memory_account import (
     Forecast,
     MemoryAccount,
@@ -84,10 +88,10 @@ class Gpu(Device):
         return peak
 
 
-def account_on(gpu: Gpu) -> MemoryAccount:
+def account_on(device: Device) -> MemoryAccount:
     """Return the account of one rank: 60 bytes of states, 5 of them on the host, 7 in a file."""
     world: Any = SimpleNamespace(
-        device=gpu,
+        device=device,
         hosts=["n1"],
         node_of_rank=[0],
         gather_objects=lambda value: [value],
@@ -143,3 +147,28 @@ def test_a_step_that_is_left_out_is_followed_by_one_that_is_measured() -> None:
     account.leave_out()
     assert account.end_step(2) is None
     assert step_of(account, gpu, 3)
+
+
+def line_of_cpu() -> dict[str, Any] | None:
+    """Return the line of a step that keeps 40 MB for backward, which needs 20 MB more."""
+    account = account_on(CPU)
+    account.begin_step()
+    account.end_step(1)
+    account.begin_step()
+    kept = torch.ones(10_000_000)
+    account._at_backward()
+    more = torch.ones(5_000_000)
+    del kept, more
+    return account.end_step(2)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this malloc can be asked")
+def test_a_step_in_the_computers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = line_of_cpu()
+    assert line
+    measured = line["measured"]
+    assert sum(measured.values()) == line["held"]
+    assert measured["activations"] == pytest.approx(40e6, rel=0.02)
+    assert measured["workspace"] == pytest.approx(20e6, rel=0.2)
+    monkeypatch.setattr(process, "held", lambda: 0)
+    assert line_of_cpu() is None, "it is not known what the process holds"
