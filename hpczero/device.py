@@ -106,6 +106,10 @@ class Device:
         """Return the figures of its memory; None if it has none but the host's."""
         return None
 
+    def new_peak(self) -> int:
+        """Return the most bytes that tensors held since the last call; the count begins anew."""
+        return 0
+
 
 CPU = Device()
 
@@ -156,6 +160,7 @@ class Cuda(Device):
         self.name = f"{properties.name} (cuda:{number})"
         self.capability = properties.major, properties.minor
         self.identity = str(getattr(properties, "uuid", number))
+        self._peak = 0  # before the last `new_peak`
 
     def queue(self) -> Queue:
         return _CudaQueue(self.torch)
@@ -181,7 +186,14 @@ class Cuda(Device):
     def memory(self) -> Memory | None:
         free, total = torch.cuda.mem_get_info(self.torch)
         held = torch.cuda.memory_allocated(self.torch)
-        return Memory(total, free, held, torch.cuda.max_memory_allocated(self.torch))
+        peak = max(self._peak, torch.cuda.max_memory_allocated(self.torch))
+        return Memory(total, free, held, peak)
+
+    def new_peak(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self.torch)
+        self._peak = max(self._peak, peak)
+        torch.cuda.reset_peak_memory_stats(self.torch)
+        return peak
 
 
 def visible() -> int:

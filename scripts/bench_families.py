@@ -32,7 +32,7 @@ from hpczero.comm.world import World  # noqa: E402
 from hpczero.model.batch import MicroBatch  # noqa: E402
 from hpczero.model.families import parameter_count  # noqa: E402
 from hpczero.spec.schema import Model, Optimizer, Spec, Train  # noqa: E402
-from hpczero.train.process import keep_free_memory  # noqa: E402
+from hpczero.train.malloc import keep_free_memory  # noqa: E402
 
 FAMILIES = ("gpt", "llama")
 

@@ -43,7 +43,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     arguments = options()
-    from hpczero.train.process import keep_free_memory
+    from hpczero.train.malloc import keep_free_memory
 
     keep_free_memory()
     os.environ.setdefault("OMP_NUM_THREADS", "1")

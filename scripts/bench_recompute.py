@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hpczero.train.process import keep_free_memory
+from hpczero.train.malloc import keep_free_memory
 
 WAYS = {
     "none": "none",

@@ -28,7 +28,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hpczero import safe_files
-from hpczero.train.process import give_back_free_memory, keep_free_memory
+from hpczero.train.malloc import give_back_free_memory, keep_free_memory
 
 
 def options() -> argparse.Namespace:

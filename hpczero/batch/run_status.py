@@ -27,6 +27,7 @@ _TAIL = 1 << 20  # bytes that are read of a file's end
 _LAST_LINES = 12  # of a failed job's output, shown with its state
 _WRITTEN = ("metrics.jsonl", "events.jsonl", "summary.json", "spec.toml", "batch")
 _MOST = 1e15  # steps, or seconds of a step: larger figures are nonsense
+_MOST_BYTES = 1e18
 _STEP = re.compile(r"step-([0-9]{8,18})")
 _CODE = re.compile(r"[0-9]{1,3}")  # of a process that ended
 _GOOD = {"0": "finished", "75": "interrupted", "passed": "passed"}  # last event -> state
@@ -64,6 +65,7 @@ class Progress:
     links: list[Link] = field(default_factory=list)
     last_lines: list[str] = field(default_factory=list)  # of a failed job
     age_seconds: float | None = None  # since the run last wrote a file
+    held: float | None = None  # bytes, by the fullest rank at its widest moment; known at the end
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def status_of(
         links=links,
         last_lines=_last_lines(records, failed[-1]) if state == "failed" and failed else [],
         age_seconds=max(0.0, now - written) if written else None,
+        held=_held(seen.summary),
     )
 
 
@@ -284,6 +287,12 @@ def _number(value: Any) -> float | None:
     except OverflowError:  # JSON's whole numbers have any length
         return None
     return number if math.isfinite(number) else None
+
+
+def _held(summary: dict[str, Any]) -> float | None:
+    fullest = summary.get("fullest")
+    held = _number(fullest.get("held")) if isinstance(fullest, dict) else None
+    return held if held is not None and 0 <= held < _MOST_BYTES else None
 
 
 def _is_step(line: dict[str, Any]) -> bool:

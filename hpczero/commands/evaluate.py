@@ -28,7 +28,7 @@ from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import contradictions
 from hpczero.spec.schema import Parallel, Spec, Zero
 from hpczero.text import format_bytes, format_count, join_words, log_line, printable
-from hpczero.train import process, setup
+from hpczero.train import malloc, setup
 
 _TOKENS = 2048  # of a batch, if nothing else is asked for
 _SECONDS_BETWEEN_LINES = 10.0
@@ -182,7 +182,7 @@ def _parts(
 def _load(world: World, checkpoint: Checkpoint, spec: Spec, options: argparse.Namespace) -> _Loaded:
     """Load the weights on all ranks. Collective."""
     setup.use_kernels(world)
-    process.keep_free_memory()
+    malloc.keep_free_memory()
     spec = setup.select_device(world, spec)
     grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
     setup.share_cores(world, grid.sharing_layers(world.rank))

@@ -15,7 +15,7 @@ from hpczero.batch.run_status import Progress
 from hpczero.batch.submit import living_by_scheduler
 from hpczero.errors import HpczeroError, InputError
 from hpczero.spec.load import load
-from hpczero.text import format_age, format_duration, join_words, printable, toml_repr
+from hpczero.text import format_age, format_bytes, format_duration, join_words, printable, toml_repr
 from hpczero.train.run_directory import path_of
 
 _COLUMNS = ["run", "state", "step", "loss", "tokens/s", "left", "saved"]
@@ -197,6 +197,7 @@ def _in_full(progress: Progress) -> list[str]:
         speed += " tokens/s"
     if left and progress.job_seconds_left is not None:
         left += f"; of its job {format_duration(progress.job_seconds_left)}"
+    held = progress.held
     node_hours = f"{progress.node_hours:.3g} node-hours, " if progress.links else ""
     lines = [
         f"{printable(str(progress.run))}: {progress.state}{reason}",
@@ -204,6 +205,7 @@ def _in_full(progress: Progress) -> list[str]:
         f"  speed       {speed}",
         *([f"  time left   {left}"] if left else []),
         f"  last save   {f'step {saved}' if saved else 'none yet'}",
+        *([f"  memory      at most {format_bytes(int(held))} a rank"] if held else []),
         f"  used        {node_hours}{_bytes_below(progress.run) / 1e6:,.1f} MB on disk",
     ]
     width = max((len(link.number) for link in progress.links), default=0)

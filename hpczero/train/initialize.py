@@ -30,6 +30,7 @@ from hpczero.spec.schema import Spec
 from hpczero.text import toml_repr
 from hpczero.train import preflight, setup
 from hpczero.train.arguments import rate_of, refuse_what_differs
+from hpczero.train.memory_account import forecast
 from hpczero.train.own_run import OwnRun, Position
 from hpczero.train.rank_states import Generators
 
@@ -59,8 +60,7 @@ def initialize(
     `optimizer`: a class of torch.optim, its name, or a function (groups, lr=...) that makes one;
     `optimizer_options` are its arguments; None: AdamW as the spec says. `groups`: pattern of names
     -> options of these parameters, the first match counts. `average`: the decay of a moving average
-    of the weights. `tensor_plan`: the roles of the modules that `parallel.tensor` ranks share
-    (docs/tensor-plans.md).
+    of the weights. `tensor_plan`: roles of modules among tensor ranks (docs/tensor-plans.md).
     """
     started = world or World.start()
     spec = spec_of_all(spec, started)
@@ -84,8 +84,9 @@ def initialize(
     threads = setup.share_cores(inner, grid.sharing_layers(inner.rank))
     context = EngineContext(spec, inner, grid, accumulates, threads, update)
     engine, cut = build_engine(module, layers, context, cuts)
-    worlds = () if world else (inner, started)
-    return Training(engine, OwnRun(spec, inner, grid, engine), worlds, cut)
+    expected = forecast(inner, counted, grid, parameters, update.memory)
+    run = OwnRun(spec, inner, grid, engine, expected)
+    return Training(engine, run, () if world else (inner, started), cut)
 
 
 class Training:
@@ -346,10 +347,8 @@ def _refuse_what_differs(
 
 def _cuts(plan: TensorPlan, module: nn.Module, spec: Spec, world: World) -> Cuts:
     """Return how the plan cuts the module; InputError on all ranks where it cannot. Collective."""
-    parallel = spec.parallel
-    return world.run_on_all(
-        lambda: cuts_of(module, plan, parallel.tensor, parallel.sequence_parallel)
-    )
+    tensor, sequence = spec.parallel.tensor, spec.parallel.sequence_parallel
+    return world.run_on_all(lambda: cuts_of(module, plan, tensor, sequence))
 
 
 def _problems(spec: Spec, has_plan: bool) -> list[str]:

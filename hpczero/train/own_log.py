@@ -9,6 +9,7 @@ from typing import Any
 from hpczero.checkpoint.save import Saved
 from hpczero.errors import HpczeroError
 from hpczero.train.run_directory import RunDirectory
+from hpczero.train.summary import fullest
 
 
 class OwnLog:
@@ -43,8 +44,14 @@ class OwnLog:
         """Let the next step drop the lines of the steps that are computed again."""
         self._trims = True
 
-    def step(self, step: int, values: dict[str, Any], is_claimed: bool) -> None:
-        """Write the line of a step, if there is a directory by now."""
+    def step(
+        self,
+        step: int,
+        values: dict[str, Any],
+        memory: dict[str, Any] | None,
+        is_claimed: bool,
+    ) -> None:
+        """Write the line of a step, and that of its memory, if there is a directory by now."""
         now = time.monotonic()
         line = {"step": step, **values, "step_seconds": now - self._stepped}
         self._stepped = now
@@ -54,6 +61,8 @@ class OwnLog:
             self._write(lambda directory: directory.keep_metrics_before(step))
         self._trims = False
         self._write(lambda directory: directory.metrics(line))
+        if memory:
+            self._write(lambda directory: directory.memory(memory))
 
     def sync(self) -> None:
         self._write(lambda directory: directory.sync())
@@ -63,6 +72,8 @@ class OwnLog:
         seconds = time.monotonic() - self._began
         summary = {"state": state, "reason": reason, "steps": step, "final_loss": None}
         summary |= {"ranks": ranks, "wall_seconds": seconds}
+        if self.directory:
+            summary["fullest"] = fullest(self.directory.fullest)
         try:
             self._write(lambda directory: directory.summary(summary))
             self.event("stop", state=state, step=step, reason=reason)

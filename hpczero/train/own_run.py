@@ -29,6 +29,7 @@ from hpczero.train import preflight, process, rank_states, run_directory, setup
 from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differs, table
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
+from hpczero.train.memory_account import Forecast, MemoryAccount
 from hpczero.train.own_log import OwnLog
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators, by_name, refuse_unknown
@@ -64,7 +65,9 @@ class Position:
 class OwnRun:
     """On every rank; all methods are collective."""
 
-    def __init__(self, spec: Spec, world: World, grid: Grid, engine: Engine) -> None:
+    def __init__(
+        self, spec: Spec, world: World, grid: Grid, engine: Engine, forecast: Forecast
+    ) -> None:
         self.spec = spec
         self.world = world
         self.grid = grid
@@ -80,8 +83,15 @@ class OwnRun:
         self._requests: StopRequests | None = None
         self._listening = ExitStack()  # to requests
         self._deadline: Deadline | None = None
+        self._account = MemoryAccount(world, engine, forecast, self._standing)
+        self._account.begin_step()
         self.jumps = 0  # loads so far: what was read ahead for the steps before is of no use
         self.changes = 0  # of the weights so far
+
+    def _standing(self) -> dict[str, int]:
+        copies = self._claimed.saver.copy_bytes if self._claimed else 0
+        buffers = {"communication": self.world.buffered, "checkpoint copy": copies}
+        return self.engine.memory() | buffers
 
     # -- the directory ---------------------------------------------------------------------------
 
@@ -155,6 +165,7 @@ class OwnRun:
         self.world.run_on_all(lambda: rank_states.states_of(generators))
         self.finish_save()
         self._log.go_on_from_another_step()
+        self._account.leave_out()
         return generators
 
     def _restore_follows(self, loop: LoopState, generators: Generators) -> None:
@@ -346,7 +357,10 @@ class OwnRun:
         """Note a step that is done, and bring a save to its end that all ranks have written."""
         skipped = {"skipped": True} if result.bad else {}
         values = {"grad_norm": result.grad_norm, "lr": lr}
-        self._log.step(step, values | skipped, self._claimed is not None)
+        memory = self._account.end_step(step)
+        if self._claimed:
+            self._account.begin_step()
+        self._log.step(step, values | skipped, memory, self._claimed is not None)
         if self._claimed is None:
             return
         if self._claimed.saver.in_flight:

@@ -10,7 +10,7 @@ ranks is what they take from the node: each shared window once. Pages of files, 
 gives back when asked, are left out.
 """
 
-import ctypes
+import os
 import re
 import resource
 import signal
@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from hpczero import env
+from hpczero import safe_files
 from hpczero.comm.world import World
+from hpczero.train import malloc
 
 _WRITTEN = 200e6  # bytes a second that a node writes, as long as no save has been measured
 REASONS = ("SIGTERM", "SIGINT", "SIGUSR2", "stop file", "the end of the job's time")
@@ -150,6 +151,8 @@ def seconds_of_save(world: World, elements: int, kept: int = 3) -> float:
 # -- memory that the process takes
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
+_CLEAR = Path("/proc/self/clear_refs")
+_PEAK = b"5"  # what to clear
 
 
 def held(rollup: Path = _ROLLUP) -> int:
@@ -165,13 +168,31 @@ def held(rollup: Path = _ROLLUP) -> int:
     return sizes.get("Pss", 0) + sizes.get("SwapPss", 0)  # before Linux 5.4: including files
 
 
+def peak_resident() -> int:
+    """Return the most bytes that were resident at a time, those of files too."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def forget_peak() -> bool:
+    """Let `peak_resident` begin anew; False where the kernel cannot do that."""
+    try:
+        file = safe_files.open_for_writing(_CLEAR)
+    except OSError:
+        return False
+    try:
+        os.write(file, _PEAK)
+    finally:
+        os.close(file)
+    return True
+
+
 def held_on_nodes(world: World) -> list[int] | None:
     """Return the bytes that the ranks of each node hold, on rank 0. Collective.
 
     For tensors on a GPU it is what they hold there. All ranks read at the same time, as pages are
     divided among their users.
     """
-    give_back_free_memory()
+    malloc.give_back_free_memory()
     world.all_gather_objects(0)  # a barrier: no rank is allocating now
     on_device = world.device.memory()
     of_ranks = world.gather_objects(on_device.held if on_device else held())
@@ -188,13 +209,14 @@ def summary(
     predicted: Mapping[str, int],
     allocated: Mapping[str, int],
     growth: list[int] | None,
+    peak: int,
 ) -> dict[str, Any] | None:
     """Return the memory figures for summary.json, on rank 0. Collective.
 
-    For every rank they are the bytes predicted and allocated, by kind (its part of what it shares).
+    For every rank they are the bytes predicted and allocated, by kind (its part of what it shares),
+    and the `peak` of what was resident.
     For every node it is how much more its ranks held after some steps than before the engine.
     """
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     figures: dict[str, Any] = {
         "predicted": predicted,
         "allocated": allocated,
@@ -217,38 +239,3 @@ def growth(before: list[int] | None, after: list[int] | None) -> list[int] | Non
     if before is None or after is None:
         return None
     return [late - early for early, late in zip(before, after, strict=True)]
-
-
-# --------------------------------------------------- memory that the C library keeps when freed
-
-_LARGEST = (1 << 31) - 1
-_KEEP = {  # glibc's parameter -> its number, the value to set
-    "M_MMAP_THRESHOLD": (-3, 1 << 30),
-    "M_TRIM_THRESHOLD": (-1, _LARGEST),
-    "M_TOP_PAD": (-2, 64 << 20),
-}
-_OLDER = 32 << 20  # older versions take no larger threshold
-
-
-def keep_free_memory() -> dict[str, int]:
-    """Keep freed memory for the next step, which needs as much; return the parameters accepted.
-
-    If it went back to the kernel, the kernel would clear it again, page by page, every time.
-    Nothing is changed if the environment configures malloc.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if not mallopt or env.tells_malloc():
-        return {}
-    accepted = {}
-    for name, (parameter, value) in _KEEP.items():
-        smaller = next((size for size in (value, _OLDER) if mallopt(parameter, size)), None)
-        if smaller is not None:
-            accepted[name] = smaller
-    return accepted
-
-
-def give_back_free_memory() -> None:
-    """Return freed memory to the kernel."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim:
-        trim(0)

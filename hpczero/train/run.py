@@ -9,6 +9,7 @@ import argparse
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hpczero.checkpoint.tokenizer_of_run import TOKENIZER
@@ -20,9 +21,9 @@ from hpczero.errors import InputError, Stopped
 from hpczero.model import build, families
 from hpczero.model.shapes import Layer
 from hpczero.parallel.parallelize import UserModel, assemble, make_user_model
+from hpczero.parallel.step import StepRunner
 from hpczero.parallel.user_module import layers_of
 from hpczero.planner.forecast import sharing_left_out
-from hpczero.planner.memory import need, placement
 from hpczero.spec import site_profile
 from hpczero.spec.load import load
 from hpczero.spec.rules import unavailable
@@ -32,6 +33,7 @@ from hpczero.train import preflight, process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
+from hpczero.train.memory_account import MemoryAccount, forecast
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.summary import (
@@ -39,6 +41,7 @@ from hpczero.train.summary import (
     LastJob,
     closing_words,
     ending_words,
+    fullest,
     kernels_of_ranks,
     mixed_kernels,
     of_run,
@@ -191,11 +194,12 @@ def _carry_out(
     identity |= {TOKENIZER: data["tokenizer"]} if data["path"] != "synthetic" else {}
     checkpoints = Checkpoints(spec, world, grid, engine, identity)
     first, earlier = _load_or_initialize(checkpoints, reporter)
-    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints)
+    standing = partial(_standing, runner, checkpoints, world)
+    account = MemoryAccount(world, engine, meter.forecast, standing)
+    trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account)
     meter.start()
     outcome = trainer.train(first)
-    buffers = {"communication": world.buffered, "checkpoint copy": checkpoints.saver.copy_bytes}
-    measured = meter.stop(runner.memory() | buffers)
+    measured = meter.stop(standing(), account.peak_resident)
     trace = tracing.conclude() if tracing else None
     engine.close()
     losses = outcome.first_loss, outcome.final_loss
@@ -206,6 +210,7 @@ def _carry_out(
     summary["kernels"] = kernels_of_ranks(world.gather_objects(dispatch.choices()) or [])
     summary |= {"trace": trace} if trace else {}
     if reporter:
+        summary["fullest"] = fullest(reporter.directory.fullest)
         _report_end(reporter, outcome, summary)
     return outcome, summary
 
@@ -234,31 +239,35 @@ def _load_or_initialize(checkpoints: Checkpoints, reporter: Reporter | None) -> 
     return resumed.step, earlier
 
 
+def _standing(runner: StepRunner, checkpoints: Checkpoints, world: World) -> dict[str, int]:
+    """Return the bytes that this rank has allocated from step to step, by kind."""
+    copies = checkpoints.saver.copy_bytes
+    return runner.memory() | {"communication": world.buffered, "checkpoint copy": copies}
+
+
 class _Meter:
     """Measures the time, cores and memory of the training, from before the engine is built."""
 
     def __init__(self, job: TrainingJob) -> None:
         """Collective, as `stop`."""
-        spec = job.spec
         self._world = job.world
-        self._placement = placement(spec, job.grid, self._world.rank)
-        platform = preflight.platform_of(self._world, spec)
-        self._predicted = (
-            need(spec, job.layers, self._placement, platform).rank if job.layers else {}
-        )
+        self.forecast = forecast(job.world, job.spec, job.grid, job.layers)
         self._held = process.held_on_nodes(self._world)
 
     def start(self) -> None:
         self._began = time.perf_counter()
         self._processor_seconds = time.process_time()
 
-    def stop(self, allocated: dict[str, int]) -> dict[str, Any]:
-        """Return the figures of all ranks on rank 0. `allocated`: bytes of this rank, by kind."""
+    def stop(self, allocated: dict[str, int], peak: int) -> dict[str, Any]:
+        """Return the figures of all ranks on rank 0.
+
+        `allocated`: bytes of this rank, by kind; `peak`: the most that were resident.
+        """
         world = self._world
         self.seconds = time.perf_counter() - self._began
         growth = process.growth(self._held, process.held_on_nodes(world))
-        of_rank = self._placement.part_of_rank(allocated)
-        memory = process.summary(world, self._predicted, of_rank, growth)
+        of_rank = self.forecast.placement.part_of_rank(allocated)
+        memory = process.summary(world, self.forecast.rank, of_rank, growth, peak)
         ledgers = world.gather_objects(world.ledger.as_dict())
         cores = (time.process_time() - self._processor_seconds) / self.seconds
         return {"memory": memory, "comm": ledgers, "cores_used": world.gather_objects(cores)}

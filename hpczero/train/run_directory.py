@@ -2,6 +2,7 @@
 
 spec.toml      the resolved spec
 metrics.jsonl  a line a step
+memory.jsonl   a line of each step whose memory was measured (`memory_account`)
 events.jsonl   start, resume, signal, skip, stop, ...
 summary.json   at the end
 trace.json.gz  at the end, if asked for (`tracing`)
@@ -30,8 +31,8 @@ from hpczero.train.summary import Earlier
 
 _LEFTOVERS = {"lock", "spec.toml.new", "batch"}  # of a start that ended before it wrote the spec
 _OF_A_RUN = _LEFTOVERS | {
-    *("spec.toml", "metrics.jsonl", "events.jsonl", "summary.json", "trace.json.gz"),
-    *("checkpoints", "watch", "stop"),
+    *("spec.toml", "metrics.jsonl", "memory.jsonl", "events.jsonl", "summary.json"),
+    *("trace.json.gz", "checkpoints", "watch", "stop"),
 }
 _LOOK_EVERY = 5.0  # seconds between two looks whether the folder is still there
 
@@ -52,13 +53,19 @@ class RunDirectory:
         self._lock = lock
         self._spec = spec
         self._looked = time.monotonic()
+        self.fullest: dict[str, Any] | None = None  # the line of memory with the most held
         self._open()
 
     def _open(self) -> None:
         self._metrics: TextIO = safe_files.append_to(self.path / "metrics.jsonl")
+        self._memory: TextIO = safe_files.append_to(self.path / "memory.jsonl")
         self._events: TextIO = safe_files.append_to(self.path / "events.jsonl")
         if _is_cut_short(self.path / "events.jsonl"):
             self._events.write("\n")
+
+    @property
+    def _files(self) -> tuple[TextIO, ...]:
+        return self._metrics, self._memory, self._events
 
     @classmethod
     def claim(cls, spec: Spec, resume: bool, fresh: bool) -> "RunDirectory":
@@ -105,12 +112,12 @@ class RunDirectory:
         """Drop the lines of steps that are computed again; return what the other lines say."""
         self._restore_if_removed()
         self._metrics.close()
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) < step]
-        with written_durably(path) as file:
-            file.write("".join(kept).encode())
-        self._metrics = safe_files.append_to(path)
+        self._memory.close()
+        kept = _keep_before(step, self.path / "metrics.jsonl")
+        of_memory = _keep_before(step, self.path / "memory.jsonl")
+        self._metrics = safe_files.append_to(self.path / "metrics.jsonl")
+        self._memory = safe_files.append_to(self.path / "memory.jsonl")
+        self.fullest = max(map(json.loads, of_memory), key=_held, default=None)
         return Earlier.of(kept)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -120,13 +127,18 @@ class RunDirectory:
         _append(self._metrics, values)
         self._lock.beat()
 
+    def memory(self, values: Mapping[str, Any]) -> None:
+        """Append a line of a step's memory."""
+        _append(self._memory, values)
+        self.fullest = max(filter(None, (self.fullest, dict(values))), key=_held)
+
     def event(self, name: str, **values: Any) -> None:
         self._restore_if_removed()
         _append(self._events, {"event": name, **values})
 
     def sync(self) -> None:
         """Bring the lines to the disk: a power cut must not leave the checkpoint alone."""
-        for file in (self._metrics, self._events):
+        for file in self._files:
             try:
                 os.fsync(file.fileno())
             except OSError as error:
@@ -146,12 +158,11 @@ class RunDirectory:
 
     def _restore_if_removed(self) -> None:
         self._looked = time.monotonic()
-        files = (self._metrics, self._events)
-        if all(_is_open_as(Path(file.name), file) for file in files):
+        if all(_is_open_as(Path(file.name), file) for file in self._files):
             return
         try:
             safe_files.make_own_folder(self.path)
-            for file in files:
+            for file in self._files:
                 file.close()
             with written_durably(self.path / "spec.toml") as written:
                 written.write(self._spec.encode())
@@ -172,7 +183,7 @@ class RunDirectory:
             raise HpczeroError(f"cannot write {path}: {error.strerror}") from error
 
     def close(self) -> None:
-        for file in (self._metrics, self._events):
+        for file in self._files:
             with contextlib.suppress(OSError):  # a line that could not be written was reported
                 file.close()
         self._lock.release()
@@ -316,6 +327,20 @@ def _step_of(line: str) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("inf")
+
+
+def _keep_before(step: int, path: Path) -> list[str]:
+    """Keep the lines of the steps before this one, and return them."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) < step]
+    with written_durably(path) as file:
+        file.write("".join(kept).encode())
+    return kept
+
+
+def _held(line: Mapping[str, Any]) -> float:
+    held = line.get("held")
+    return held if isinstance(held, (int, float)) else 0.0
 
 
 def _is_open_as(path: Path, file: TextIO) -> bool:

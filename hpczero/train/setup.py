@@ -24,7 +24,7 @@ from hpczero.planner.memory import as_run, bucket_bytes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Spec
 from hpczero.text import format_bytes, format_count
-from hpczero.train import process
+from hpczero.train import malloc
 from hpczero_kernels import dispatch
 
 _PACKAGES = ("torch", "mpi4py", "numpy", "numba", "h5py", "pydantic")
@@ -51,7 +51,7 @@ def prepare(world: World, spec: Spec) -> tuple[Spec, Grid]:
     The spec that is returned is the one that is carried out: `select_device` changes it.
     """
     use_kernels(world)
-    process.keep_free_memory()
+    malloc.keep_free_memory()
     spec = select_device(world, spec)
     return spec, Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
 

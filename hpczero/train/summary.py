@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpczero.text import format_count, format_duration, format_loss
+from hpczero.text import format_bytes, format_count, format_duration, format_loss
 
 _VALIDATION = "validation_"
 _OR = " or "  # between the kernels that different ranks used
@@ -94,6 +94,14 @@ def of_run(job: LastJob, earlier: Earlier, validation: dict[str, Any] | None) ->
     }
 
 
+def fullest(line: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the summary of a line of memory.jsonl; `predicted` is null where nothing was."""
+    if line is None:
+        return None
+    facts = {name: line[name] for name in ("step", "rank", "host", "held")}
+    return facts | {"predicted": sum(line["predicted"].values()) or None}
+
+
 def closing_words(summary: dict[str, Any], what: str) -> list[str]:
     """Return the lines that end a run; `what` was trained."""
     job = summary["last_job"]
@@ -110,7 +118,7 @@ def closing_words(summary: dict[str, Any], what: str) -> list[str]:
         words.append(f"last job:   {span}, {job['tokens']:,} tokens {pace}, {at_first}")
     first, final = format_loss(summary["first_loss"]), format_loss(summary["final_loss"])
     words.append(f"loss:       {first} at the first step, {final} at the last (nats per token)")
-    return words + _validation_words(summary)
+    return words + _validation_words(summary) + _memory_words(summary.get("fullest"))
 
 
 def ending_words(
@@ -123,7 +131,7 @@ def ending_words(
     state = summary["state"]
     reason = summary["reason"]
     steps = summary["steps"]
-    words = [f"run:        {directory} (metrics.jsonl, events.jsonl, summary.json)"]
+    words = [f"run:        {directory} (metrics.jsonl, memory.jsonl, events.jsonl, summary.json)"]
     if not summary["last_job"]["steps"]:
         words.append(f"nothing was left to do: {steps} steps are done, and train.steps = {planned}")
     if state == "stopped":
@@ -156,6 +164,15 @@ def _validation_words(summary: dict[str, Any]) -> list[str]:
     result = f"{summary['validation_loss']:.4f}{_extent(summary)}{at}"
     entropy = f"the text's unigram entropy is {summary['unigram_entropy']:.4f}"
     return [f"validation: {result}; {entropy}"]
+
+
+def _memory_words(fullest: Mapping[str, Any] | None) -> list[str]:
+    if fullest is None:
+        return []
+    where = f"rank {fullest['rank']} on {fullest['host']}, at step {fullest['step']:,}"
+    predicted = fullest["predicted"]
+    beside = f" (predicted: {format_bytes(predicted)})" if predicted else ""
+    return [f"memory:     at most {format_bytes(fullest['held'])}: {where}{beside}"]
 
 
 def _extent(summary: dict[str, Any]) -> str:

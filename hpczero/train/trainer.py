@@ -6,7 +6,8 @@
     all-reduce the loss, the requests to stop, and whether a save is still being written
 
 The small all-reduce gives all ranks the same loss, and they stop at the same step boundary.
-Rank 0 also reports and writes the run directory.
+Rank 0 also reports and writes the run directory. Now and then a step's memory is measured
+(`memory_account`).
 """
 
 import time
@@ -29,6 +30,7 @@ from hpczero.spec.schema import Spec
 from hpczero.train.batches import Batches, Tally, Validation
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import Output
+from hpczero.train.memory_account import MemoryAccount
 from hpczero.train.process import Deadline, StopRequests, first_reason, seconds_of_save
 from hpczero.train.run_directory import RunDirectory
 
@@ -79,12 +81,14 @@ class Trainer:
         batches: Batches,
         reporter: Reporter | None,
         checkpoints: Checkpoints | None = None,
+        account: MemoryAccount | None = None,
     ) -> None:
         self.spec = spec
         self.world = world
         self.batches = batches
         self.reporter = reporter
         self.checkpoints = checkpoints
+        self.account = account
         self.runner = runner
         self.engine = runner.engine
         self.step_tokens = spec.train.global_batch * spec.seq_len
@@ -122,6 +126,8 @@ class Trainer:
     ) -> Outcome:
         self.world.status.at_step(step + 1)
         trace = self.world.trace
+        if self.account:
+            self.account.begin_step()
         began = time.perf_counter()
         communicated = self.world.ledger.seconds
         with trace.step(step + 1):
@@ -150,6 +156,7 @@ class Trainer:
             "compute_seconds": seconds - waited - in_comm,
         }
         metrics |= self._what_varies(result, weight)
+        self._account_for(step + 1)
         validation = None
         if self._evaluates_after(step) and not asked:
             with trace.span("evaluation"):
@@ -159,6 +166,11 @@ class Trainer:
             first = before.first_loss is None
             self._report(self.reporter, metrics, result, validation, first)
         return self._outcome(before, step + 1, loss, validation, asked, result)
+
+    def _account_for(self, step: int) -> None:
+        memory = self.account.end_step(step) if self.account else None
+        if self.reporter and memory:
+            self.reporter.directory.memory(memory)
 
     def _what_varies(self, result: StepResult, weight: float) -> dict[str, Any]:
         """Return the metrics of a step that not every run has."""

@@ -13,7 +13,7 @@ then gathered; nothing is changed when the norm is not finite. The host reads th
 that has been asked of the device.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -70,6 +70,7 @@ class Engine(Weights):
         self.update = self._made_update()
         self._averaged = False  # the weights are the average
         self._had_backward: set[Unit] = set()  # in this step
+        self.on_backward: Callable[[], None] | None = None  # called when the first of a step begins
         self._is_last = False  # the backward that runs, or ran last, is the last of the step
         self._stray = StrayGradients(self.reduction.name_of, says=axis.group.rank == 0)
         self._gathers: list[Unit] = []  # since this backward began, in one order on all ranks
@@ -167,15 +168,14 @@ class Engine(Weights):
         chosen = self.units if units is None else units
         self.reduction.refuse_after_failure()
         self.refuse_averaged("backward")
-        if (
-            self._had_backward.intersection(chosen)
-            and not self.settings.accumulates
-            and self.settings.train.precision != "fp32"
-        ):
+        in_half = not self.settings.accumulates and self.settings.train.precision != "fp32"
+        if in_half and self._had_backward.intersection(chosen):
             raise HpczeroError(
                 "several backwards in a step need gradients in fp32, and this engine was made"
                 " without (accumulates=False)"
             )
+        if self.on_backward and not self._had_backward:
+            self.on_backward()
         self._gathers.clear()
         self._is_last = last
         self.reduction.begin(last, units)

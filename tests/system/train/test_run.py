@@ -31,6 +31,7 @@ def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     assert {path.name for path in directory.iterdir()} == {
         "spec.toml",
         "metrics.jsonl",
+        "memory.jsonl",
         "events.jsonl",
         "summary.json",
         "checkpoints",

@@ -9,9 +9,13 @@ import sys
 
 import pytest
 
+pytest.importorskip("torch")
+
+from hpczero.train import malloc, process
+
 STEPS = """
 import resource
-from hpczero.train.process import give_back_free_memory, keep_free_memory
+from hpczero.train.malloc import give_back_free_memory, keep_free_memory
 accepted = keep_free_memory()
 def step():
     blocks = [b"x" * (size << 20) for size in (3, 40, 90)]
@@ -60,3 +64,28 @@ def test_what_the_environment_says_stays(name: str, value: str) -> None:
     accepted, next_step, _ = counted(**{name: value})
     assert accepted == 0
     assert next_step > PAGES / 2
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this malloc can be asked")
+def test_malloc_says_what_it_has_given_out() -> None:
+    before = malloc.given_out()
+    assert before
+    block = bytearray(50 << 20)
+    during = malloc.given_out()
+    assert during
+    del block
+    after = malloc.given_out()
+    assert after
+    assert during - before == pytest.approx(50 << 20, rel=0.01)
+    assert abs(after - before) < 1 << 20
+
+
+def test_the_peak_of_what_was_resident_begins_anew() -> None:
+    block = b"x" * (100 << 20)
+    peak = process.peak_resident()
+    del block
+    malloc.give_back_free_memory()
+    assert process.peak_resident() == peak
+    if not process.forget_peak():
+        pytest.skip("this kernel keeps the peak")
+    assert process.peak_resident() < peak - (90 << 20)

@@ -75,6 +75,24 @@ def test_metrics_that_are_no_text_are_dropped(spec: Spec, directory: Path) -> No
     assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+def test_lines_of_memory_follow_those_of_the_steps(spec: Spec) -> None:
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    for step, held in ((2, 5), (4, 8), (6, 9)):
+        claimed.memory({"step": step, "held": held})
+    assert claimed.fullest == {"step": 6, "held": 9}
+    claimed.close()
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    assert claimed.fullest is None
+    claimed.keep_metrics_before(5)
+    assert claimed.fullest
+    assert claimed.fullest["step"] == 4
+    claimed.memory({"step": 5, "held": 7})
+    assert claimed.fullest["step"] == 4
+    claimed.close()
+    lines = (claimed.path / "memory.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 5]
+
+
 def test_figures_that_are_not_finite_are_null(spec: Spec) -> None:
     claimed = RunDirectory.claim(spec, resume=False, fresh=False)
     claimed.metrics({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5})

@@ -78,7 +78,7 @@ def test_a_run_does_not_begin_where_an_import_was_killed_while_it_wrote(
         claimed(spec)
     claimed(spec, fresh=True).close()
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        *("events.jsonl", "metrics.jsonl", "spec.toml"),
+        *("events.jsonl", "memory.jsonl", "metrics.jsonl", "spec.toml"),
     ]
     assert len(list(tmp_path.glob("run.*/checkpoints/step-00000000"))) == 1
 
@@ -154,7 +154,7 @@ def test_an_event_does_not_continue_a_line_that_was_cut_short(spec: Spec, tmp_pa
     assert json.loads(events.read_text().splitlines()[-1])["event"] == "resume"
 
 
-def test_sync_brings_both_files_to_the_disk(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sync_brings_all_lines_to_the_disk(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     directory = claimed(spec)
     names = lambda number: Path(os.readlink(f"/proc/self/fd/{number}")).name  # noqa: E731
@@ -162,4 +162,4 @@ def test_sync_brings_both_files_to_the_disk(spec: Spec, monkeypatch: pytest.Monk
     directory.metrics({"step": 1})
     directory.sync()
     directory.close()
-    assert synced == ["metrics.jsonl", "events.jsonl"]
+    assert synced == ["metrics.jsonl", "memory.jsonl", "events.jsonl"]

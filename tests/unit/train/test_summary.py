@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from hpczero.train.summary import Earlier, LastJob, closing_words, of_run
+from hpczero.train.summary import Earlier, LastJob, closing_words, fullest, of_run
 
 STEP_TOKENS = 100
 
@@ -124,3 +124,21 @@ def test_nothing_left_to_do_keeps_the_runs_figures() -> None:
 def test_figures_that_are_none_are_passed_over() -> None:
     earlier = Earlier.of([line(1, loss=None, tokens="many", step_seconds=True)])
     assert (earlier.first_loss, earlier.tokens, earlier.seconds) == (None, 0, 0.0)
+
+
+def test_the_fullest_moment_is_said() -> None:
+    assert fullest(None) is None
+    line = {"step": 1200, "rank": 3, "host": "n2", "held": 1_230_000_000, "node": 2}
+    found = fullest(line | {"predicted": {"weights": 900_000_000, "runtime": 250_000_000}})
+    assert found == {
+        "step": 1200,
+        "rank": 3,
+        "host": "n2",
+        "held": 1_230_000_000,
+        "predicted": 1_150_000_000,
+    }
+    summary = of_run(JOB, EARLIER, None) | {"fullest": found}
+    words = "memory:     at most 1.23 GB: rank 3 on n2, at step 1,200 (predicted: 1.15 GB)"
+    assert words in said(summary, 5)
+    unknown = summary | {"fullest": fullest(line | {"predicted": {}})}
+    assert said(unknown, 5).endswith("rank 3 on n2, at step 1,200")
