@@ -131,10 +131,12 @@ class Lender:
         return loan in self.still_seen
 
     def collect(self) -> None:
-        for loan in list(self.still_seen):
+        waiting, self.still_seen = self.still_seen, []
+        for loan in waiting:
             if torch._C._storage_Use_Count(loan.storage._cdata) == 1:  # only the loan itself
-                self.still_seen.remove(loan)
                 loan.returned()
+            else:
+                self.still_seen.append(loan)
 
 
 class Loans(Lender):
@@ -175,6 +177,11 @@ class Stock(Lender):
         self._allocate = allocate
         self._free: list[torch.Tensor] = []  # the smallest first
         self.size = 0  # bytes of all pieces
+
+    def give_back(self, loan: Loan) -> None:
+        """Take a loan back, at any moment: it may be lent from the next `take` on."""
+        loan.values = None
+        self.still_seen.append(loan)
 
     def take(self, size: int) -> Loan:
         """Lend a piece, of which the borrower uses so many bytes at the beginning."""
