@@ -24,6 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from one_batch import Job
+
 from hpczero.train.malloc import keep_free_memory
 
 
@@ -74,57 +76,35 @@ def pace_storage(megabytes_per_second: float) -> None:
         setattr(StateFile, name, paced(getattr(StateFile, name)))
 
 
-class Job:
-    """An engine, and steps of the same batch."""
+def values(world: Any, arguments: argparse.Namespace, tokens: int, offload: str) -> dict[str, Any]:
+    """Return the tables of the spec."""
+    seq_len = min(tokens, 512)
+    samples = max(1, tokens // seq_len)
+    return {
+        "model": {
+            "layers": arguments.layers,
+            "hidden": arguments.hidden,
+            "heads": 4,
+            "seq_len": seq_len,
+        },
+        "train": {
+            "precision": arguments.precision,
+            "global_batch": samples * world.size,
+            "micro_batch": samples,
+        },
+        "zero": {"stage": 1, "offload": offload},
+    }
 
-    def __init__(
-        self, world: Any, arguments: argparse.Namespace, tokens: int, offload: str
-    ) -> None:
-        from hpczero.comm.grid import Grid
-        from hpczero.data.dataset import SyntheticSource
-        from hpczero.parallel.parallelize import assemble
-        from hpczero.planner.volumes import resolved
-        from hpczero.spec.load import from_dict
-        from hpczero.train.batches import Batches
 
-        seq_len = min(tokens, 512)
-        samples = max(1, tokens // seq_len) * world.size
-        model = {"layers": arguments.layers, "hidden": arguments.hidden, "heads": 4}
-        spec = from_dict(
-            {
-                "model": {**model, "vocab": 257, "seq_len": seq_len},
-                "data": {"source": "synthetic"},
-                "train": {
-                    "precision": arguments.precision,
-                    "global_batch": samples,
-                    "micro_batch": samples // world.size,
-                },
-                "zero": {"stage": 1, "offload": offload},
-            }
-        ).spec
-        grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-        self.runner = assemble(spec, world, grid, accumulates=False)
-        self.engine = self.runner.engine
-        source = SyntheticSource(1, 257, seq_len)
-        (self.batch,) = Batches(spec, source, world.rank, world.size).training(0)
-        self.forward_seconds = 0.0
-
-    def step(self) -> None:
-        begun = time.perf_counter()
-        loss = self.runner._forward(self.batch)
-        self.forward_seconds = time.perf_counter() - begun
-        self.engine.backward(loss / 1000, True)
-        self.engine.finish_step(1e-5)
-
-    def turn(self, steps: int) -> float:
-        """Return the seconds of a step."""
-        self.step()
-        begun = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        seconds = (time.perf_counter() - begun) / steps
-        self.engine.wait_for_weights()
-        return seconds
+def turn(job: Job, steps: int) -> tuple[float, float]:
+    """Return the seconds of a step, and of the last one's forward."""
+    job.step()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        _, forward = job.step()
+    seconds = (time.perf_counter() - begun) / steps
+    job.engine.wait_for_weights()
+    return seconds, forward
 
 
 def main() -> int:
@@ -148,7 +128,9 @@ def main() -> int:
 
 def measure(world: Any, arguments: argparse.Namespace, tokens: int) -> None:
     folder = f"nvme:{arguments.folder}"
-    plain, offloaded = (Job(world, arguments, tokens, where) for where in ("none", folder))
+    plain, offloaded = (
+        Job(world, values(world, arguments, tokens, where)) for where in ("none", folder)
+    )
     turns = {"without": plain, "without again": plain, "with": offloaded, "with again": offloaded}
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     forwards = []
@@ -157,10 +139,11 @@ def measure(world: Any, arguments: argparse.Namespace, tokens: int) -> None:
     for number in range(arguments.rounds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
             before = file.bytes_read + file.bytes_written
-            seconds[name].append(turns[name].turn(arguments.steps))
+            of_step, of_forward = turn(turns[name], arguments.steps)
+            seconds[name].append(of_step)
             moved = max(moved, file.bytes_read + file.bytes_written - before)
             if name == "without":
-                forwards.append(plain.forward_seconds)
+                forwards.append(of_forward)
     moved //= arguments.steps + 1
     for job in (plain, offloaded):
         job.engine.close()
@@ -175,11 +158,11 @@ def measure(world: Any, arguments: argparse.Namespace, tokens: int) -> None:
         f" ({moved / parameters:.2f} a parameter), {of_storage:.3f} s at {arguments.pace:g} MB/s;"
         f" without offload {step:.3f} s, of which forward {forward:.3f} s"
     )
-    for name, values in seconds.items():
-        low, _, high = quantiles(values)
+    for name, took in seconds.items():
+        low, _, high = quantiles(took)
         print(
-            f"  {name:14} {median(values):.3f} s ({low:.3f}-{high:.3f}),"
-            f" / bound {median(values) / bound:.3f}, / floor {median(values) / floor:.3f}",
+            f"  {name:14} {median(took):.3f} s ({low:.3f}-{high:.3f}),"
+            f" / bound {median(took) / bound:.3f}, / floor {median(took) / floor:.3f}",
             flush=True,
         )
 

@@ -19,6 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from one_batch import Job
+
 from hpczero.train.malloc import keep_free_memory
 
 WAYS = {
@@ -48,46 +50,20 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Job:
-    """An engine, and steps of the same batch."""
-
-    def __init__(self, world: Any, arguments: argparse.Namespace, family: str, way: str) -> None:
-        from hpczero.comm.grid import Grid
-        from hpczero.data.dataset import SyntheticSource
-        from hpczero.parallel.parallelize import assemble
-        from hpczero.planner.volumes import resolved
-        from hpczero.spec.load import from_dict
-        from hpczero.train.batches import Batches
-
-        shape = {name: getattr(arguments, name) for name in ("layers", "hidden", "heads")}
-        samples = arguments.samples
-        spec = from_dict(
-            {
-                "model": {**shape, "family": family, "seq_len": arguments.seq_len, "vocab": 257},
-                "data": {"source": "synthetic"},
-                "train": {
-                    "precision": arguments.precision,
-                    "global_batch": samples * world.size // arguments.tensor,
-                    "micro_batch": samples,
-                },
-                "parallel": {"tensor": arguments.tensor},
-                "memory": {"recompute": way, "partition_activations": arguments.partition},
-            }
-        ).spec
-        grid = Grid.build(resolved(spec, world.node_of_rank), world.node_of_rank)
-        self.runner = assemble(spec, world, grid, accumulates=False)
-        source = SyntheticSource(1, 257, arguments.seq_len)
-        rank, ranks = grid.coordinate(world.rank, "data"), grid.size("data")
-        (self.batch,) = Batches(spec, source, rank, ranks).training(0)
-
-    def step(self) -> tuple[float, float]:
-        """Return the seconds of the step, and of its forward."""
-        begun = time.perf_counter()
-        loss = self.runner._forward(self.batch)
-        forward = time.perf_counter() - begun
-        self.runner.engine.backward(loss / 1000, True)
-        self.runner.engine.finish_step(1e-5)
-        return time.perf_counter() - begun, forward
+def values(world: Any, arguments: argparse.Namespace, family: str, way: str) -> dict[str, Any]:
+    """Return the tables of the spec."""
+    shape = {name: getattr(arguments, name) for name in ("layers", "hidden", "heads", "seq_len")}
+    samples = arguments.samples
+    return {
+        "model": {**shape, "family": family},
+        "train": {
+            "precision": arguments.precision,
+            "global_batch": samples * world.size // arguments.tensor,
+            "micro_batch": samples,
+        },
+        "parallel": {"tensor": arguments.tensor},
+        "memory": {"recompute": way, "partition_activations": arguments.partition},
+    }
 
 
 def seconds_alone(job: Job) -> float:
@@ -115,7 +91,7 @@ def seconds_alone(job: Job) -> float:
 
 
 def measure(world: Any, arguments: argparse.Namespace, family: str) -> None:
-    jobs = {name: Job(world, arguments, family, way) for name, way in WAYS.items()}
+    jobs = {name: Job(world, values(world, arguments, family, way)) for name, way in WAYS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     shares, alone = [], []
     for job in jobs.values():
@@ -128,19 +104,19 @@ def measure(world: Any, arguments: argparse.Namespace, family: str) -> None:
                 shares.append(forward / step)
         alone.append(seconds_alone(jobs["selective"]))
     for job in jobs.values():
-        job.runner.engine.close()
+        job.engine.close()
     if world.rank:
         return
     share = median(shares)
     print(f"{family}: a step {median(seconds['none']) * 1e3:.0f} ms, f {share:.3f}, bound", end=" ")
     print(f"{1 + 1.08 * share:.3f}; cheap operations alone {median(alone) * 1e3:.1f} ms")
-    for name, values in seconds.items():
-        ratios = [one / kept for one, kept in zip(values, seconds["none"], strict=True)]
+    for name, took in seconds.items():
+        ratios = [one / kept for one, kept in zip(took, seconds["none"], strict=True)]
         low, middle, high = quantiles(ratios)
-        line = f"  {name:16} {median(values) * 1e3:7.1f} ms"
+        line = f"  {name:16} {median(took) * 1e3:7.1f} ms"
         line += f", / none {middle:.3f} ({low:.3f}-{high:.3f})"
         if name.startswith("selective"):
-            triples = zip(values, seconds["none"], alone, strict=True)
+            triples = zip(took, seconds["none"], alone, strict=True)
             extra = median((one - kept) / by_itself for one, kept, by_itself in triples)
             line += f", extra / alone {extra:.2f}"
         print(line, flush=True)

@@ -33,7 +33,8 @@ class Bound:
     """`free` bytes for some ranks of some nodes together (node -> number of its ranks).
 
     `windows`: only their shared windows count. `memory`: only that of the "host" or "device" does,
-    or only "files": the states that zero.offload puts there.
+    or only "files": the states that zero.offload puts there. `everywhere`: all ranks of all nodes
+    share it, however many there are: a server's file system.
     """
 
     ranks: Mapping[int, int]
@@ -41,6 +42,7 @@ class Bound:
     place: str  # "on n1", "in the cgroup /job on n1", "in /dev/shm of n1"
     windows: bool = False
     memory: str = "all"
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ def _heaviest(spec: Spec, layers: Sequence[Layer], limits: NodeLimits) -> Load:
 def _load(bound: Bound, needs: Mapping[int, NodeNeed]) -> int:
     if bound.windows:
         return sum(needs[node].windows for node in bound.ranks)
+    if bound.everywhere:
+        return sum(need.of(need.ranks, bound.memory) for need in needs.values())
     return sum(needs[node].of(count, bound.memory) for node, count in bound.ranks.items())
 
 

@@ -59,7 +59,8 @@ class Forecast:
         }
         if fullest.files:
             most = max(part.files for part in fullest.parts)
-            memory["files"] = {"rank": most, "node": fullest.files}
+            everywhere = sum(need.files for need in needs)
+            memory["files"] = {"rank": most, "node": fullest.files, "all": everywhere}
         if self.platform.on_gpus:
             memory |= self._accounts(list(needs), fullest)
             memory["kernels"] = bool(self.platform.kernels)
@@ -112,7 +113,8 @@ def _files_in_lines(files: dict[str, int] | None) -> list[str]:
     moved = 2 * files["node"]
     return [
         f"in files of zero.offload {format_memory(files['node'])} on a node,"
-        f" {format_memory(files['rank'])} a rank;",
+        f" {format_memory(files['rank'])} a rank,"
+        f" {format_memory(files['all'])} on all nodes;",
         f"a step reads and writes all of them, {format_memory(moved)} on a node:"
         f" {_seconds(moved, _SPEEDS)}",
     ]

@@ -112,7 +112,11 @@ def _storage(spec: Spec) -> dict[str, Any] | None:
         return None
     folder = Path(spec.zero.folder).absolute()
     try:
-        return {"folder": str(folder), "free": safe_files.free_bytes(folder)}
+        return {
+            "folder": str(folder),
+            "free": safe_files.free_bytes(folder),
+            "on_server": not machine.is_local_file_system(folder),
+        }
     except OSError:
         return None
 
@@ -141,7 +145,8 @@ def _gpu(device: Device) -> dict[str, Any] | None:
 class Claim:
     """A rank's promise to stay within `free` bytes.
 
-    It keeps it together with all ranks of its computer that name the same thing.
+    It keeps it together with all ranks of its computer that name the same thing, or with those of
+    all computers (`everywhere`).
     """
 
     rank: Mapping[str, Any]  # as `_seen` describes it
@@ -150,6 +155,7 @@ class Claim:
     place: str
     windows: bool = False
     memory: str = "all"
+    everywhere: bool = False
 
 
 def limits_from_ranks(
@@ -159,7 +165,8 @@ def limits_from_ranks(
     groups: dict[tuple[str, str], list[Claim]] = {}
     for rank in seen:
         for claim in _claims(rank):
-            groups.setdefault((rank["computer"], claim.what), []).append(claim)
+            computer = "" if claim.everywhere else rank["computer"]
+            groups.setdefault((computer, claim.what), []).append(claim)
     bounds = tuple(map(_bound, groups.values()))
     on_gpus = any(rank.get("gpu") for rank in seen)
     kernels = frozenset.intersection(*(frozenset(rank.get("kernels", ())) for rank in seen))
@@ -179,8 +186,9 @@ def _claims(rank: Mapping[str, Any]) -> Iterator[Claim]:
         place = f"on {gpu['name']} of {host}"
         yield Claim(rank, f"gpu {gpu['identity']}", gpu["free"], place, memory="device")
     if storage := rank.get("storage"):
-        folder = storage["folder"]
-        yield Claim(rank, folder, storage["free"], f"in {folder} of {host}", memory=FILES)
+        folder, on_server = storage["folder"], storage["on_server"]
+        place = f"in {folder}" if on_server else f"in {folder} of {host}"
+        yield Claim(rank, folder, storage["free"], place, memory=FILES, everywhere=on_server)
     yield Claim(rank, "shm", rank["shm"], f"in /dev/shm of {host}", windows=True)
 
 
@@ -195,4 +203,4 @@ def _bound(claims: Sequence[Claim]) -> Bound:
         )
         free += sum(holder["held"] for holder in holders)
     nodes = Counter(claim.rank["node"] for claim in claims)
-    return Bound(nodes, free, first.place, first.windows, first.memory)
+    return Bound(nodes, free, first.place, first.windows, first.memory, first.everywhere)

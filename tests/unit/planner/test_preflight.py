@@ -180,6 +180,26 @@ def test_recomputation_is_offered_and_chosen() -> None:
         assert chosen.memory.recompute == ("none" if available == 500.0 else recompute[1])
 
 
+def writes(node: int, free: float, on_server: bool, folder: str = "/scratch") -> dict[str, Any]:
+    storage = {"folder": folder, "free": int(free * GB), "on_server": on_server}
+    return rank(node, 100) | {"storage": storage}
+
+
+def test_a_server_has_the_states_of_all_nodes() -> None:
+    """12 bytes a parameter on two nodes: half on each one's own storage, or all on the server."""
+    job = spec(stage=1, offload="nvme:/scratch")
+    whole = 12 * families.parameter_count(HALF_BILLION) / GB
+    for on_server, room in ((False, whole / 2), (True, whole)):
+        for times, fits in ((1.01, True), (0.99, False)):
+            seen = [writes(node, times * room, on_server) for node in (0, 1)]
+            assert (judged(job, *seen) is None) == fits, (on_server, times)
+    text = judged(job, *[writes(node, 0.9 * whole, True) for node in (0, 1)])
+    assert re.match(r"zero\.offload needs \d\.\d GB in /scratch \(2 ranks\), where", str(text)), (
+        text
+    )
+    assert "such nodes" not in str(text), "more nodes share the same server"
+
+
 def test_a_loss_by_pieces_is_offered_where_logits_are_what_does_not_fit() -> None:
     model = Model(layers=2, hidden=256, heads=4, vocab=200_000, seq_len=1024)
     train = Train(micro_batch=16, global_batch=16)
