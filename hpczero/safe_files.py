@@ -31,6 +31,7 @@ from typing import BinaryIO, TextIO
 from hpczero.errors import InputError, escaped
 
 _NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
+_ZEROS = 1 << 22  # bytes that are written at a time
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 _REFUSED = {errno.ELOOP: "it is a link", errno.ENXIO: "it is no plain file"}
 
@@ -209,11 +210,26 @@ def create_for_scratch(folder: Path, size: int) -> int:
         file = open_for_writing(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         remove(path)
     try:
-        os.posix_fallocate(file, 0, size)
+        _take_room(file, size)
     except BaseException:
         os.close(file)
         raise
     return file
+
+
+def _take_room(file: int, size: int) -> None:
+    """Take room for so many zeros: at once where the file system can, else by writing them."""
+    take = ctypes.CDLL(None, use_errno=True).fallocate  # that of `os` would write unasked
+    code = errno.EINTR
+    while code == errno.EINTR:
+        failed = take(file, 0, ctypes.c_int64(0), ctypes.c_int64(size))
+        code = ctypes.get_errno() if failed else 0
+    if code == errno.EOPNOTSUPP:
+        for start in range(0, size, _ZEROS):
+            write_at(file, memoryview(bytes(min(_ZEROS, size - start))), start)
+        os.fsync(file)  # a server may say only now that there is no room
+    elif code:
+        raise OSError(code, os.strerror(code))
 
 
 def open_past_cache(file: int) -> int | None:
@@ -364,9 +380,7 @@ def nearest_there(path: Path) -> Path:
 
 
 def free_bytes(folder: Path) -> int:
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(nearest_there(folder)).free
 
 
 def write_at(file: int, content: memoryview, offset: int) -> None:

@@ -23,6 +23,7 @@ from hpczero.comm.world import World
 from hpczero.errors import InputError
 from hpczero.model.shapes import ZEROS, Layer, Parameter
 from hpczero.parallel.layout import UnitLayout, unit_layout
+from hpczero.parallel.offload.state_file import StateFile
 from hpczero.parallel.zero.engine import Engine
 from hpczero.planner.memory import saves_behind
 from hpczero.spec.schema import Spec
@@ -357,22 +358,25 @@ def _sources(engine: Engine) -> list[list[DataSource]]:
         first = unit.owned.start
         inside = slice(span.inside.start - first, span.inside.stop - first)
         for of_slot, state in zip(sources, states(engine, unit).values(), strict=True):
-            of_slot.append(_of_tensor(state[inside]))
+            of_slot.append(_of_tensor(state[inside], engine.file))
     return sources
 
 
-class _OnDevice:
-    """A span of fp32 in a device's memory, as a source of a save: reading a part copies it."""
+class _Away:
+    """A span of fp32 on a device or in a file, as a source of a save: reading a part copies it."""
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._values = values
+        self._copy = copy
 
     def __len__(self) -> int:
         return len(self._values)
 
     def __getitem__(self, part: slice) -> Array:
-        return self._values[part].cpu().numpy()
+        return self._copy(self._values[part]).numpy()
 
 
-def _of_tensor(values: torch.Tensor) -> DataSource:
-    return values.numpy() if values.device.type == "cpu" else _OnDevice(values)
+def _of_tensor(values: torch.Tensor, file: StateFile | None) -> DataSource:
+    if file and file.holds(values):
+        return _Away(values, file.copy_of)
+    return values.numpy() if values.device.type == "cpu" else _Away(values, torch.Tensor.cpu)

@@ -6,7 +6,8 @@ whoever needs one waits for it (`complete`). A step that changes nothing moves n
 fails leaves some units stepped and others not: what is asked for after it fails in the same way.
 
 A unit is stepped in pieces. The states of a piece come from the file and go back to it, or are in
-memory; its gradient has come from the device, its new weights go there, or both are in memory.
+memory; its gradient has come from the device, its new weights go there, or both are in memory. The
+average of the weights follows piece by piece, while their master weights are at hand.
 """
 
 from collections.abc import Iterator, Sequence
@@ -131,10 +132,7 @@ class OffloadedAdamW(AdamWUpdate):
             raise self._failure
 
     def follow_average(self) -> None:
-        if self.average:
-            for unit in self.units:
-                self.complete(unit)
-        super().follow_average()
+        """Leave it to the thread."""
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the buffers that it has, by kind."""
@@ -187,6 +185,8 @@ class OffloadedAdamW(AdamWUpdate):
             self.step_span(replace(span, state=part))
             if self._outgoing and weights is not None and target is not None:
                 self._outgoing.send(weights, target)
+        if self.average:
+            self.follow(self.average[unit][elements], master)
         if self._stream:
             self._stream.put_back()
 

@@ -149,8 +149,12 @@ class Update(ABC):
     def follow_average(self) -> None:
         """Let the average follow an update that has been carried out."""
         for unit, average in self.average.items():
-            assert self.settings.update.average
-            average.lerp_(unit.master, 1.0 - self.settings.update.average)
+            self.follow(average, unit.master)
+
+    def follow(self, average: Tensor, master: Tensor) -> None:
+        """Let elements of the average follow their master weights, which have been stepped."""
+        assert self.settings.update.average
+        average.lerp_(master, 1.0 - self.settings.update.average)
 
     def swap_average(self, unit: Unit) -> None:
         """Exchange the average and the master weights; the weights that this rank writes follow."""

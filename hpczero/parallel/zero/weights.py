@@ -350,6 +350,7 @@ class Weights:
             unit.take_changes(copy, changed[unit])
             self._start_arriving(unit)
         self.wait_for_weights()
+        self._let_pages_go()
         self.outside.accept()
 
     def close(self, room: int = 0) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from hpczero import safe_files
 from hpczero.checkpoint import directory
+from hpczero.checkpoint.save import SaveFailed
 from hpczero.comm.world import World
 from hpczero.parallel.offload.state_file import StorageFailed
 from tests.support.own_loops import Loop, batch, spec_of, started
@@ -112,3 +113,38 @@ def test_a_step_that_failed_stays_failed(
     with started(world, spec) as again:
         assert again.resume().extra == {"loop": 2}
         Loop(again, world).run(4)
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_checkpoint_of_states_that_are_gone_is_not_saved(
+    world: World, behind: bool, shared_folder: str
+) -> None:
+    """A device that fails while states are copied: an error, not a signal."""
+    spec = offloaded(shared_folder, 1)
+    engine = started(world, spec)
+    loop = Loop(engine, world).run(1)
+    engine.save(wait=True)
+    loop.run(2)
+    os.ftruncate(engine.engine.file._file, 0)
+    with pytest.raises(SaveFailed, match=r"of this rank's states in .* could not be read"):
+        engine.save(wait=not behind)
+    with raises_again() as first:
+        loop.run(3)
+    with raises_again(first.value):
+        engine.close()
+    assert directory.steps(Path(shared_folder) / "loop" / "checkpoints").keys() == {1}
+
+
+def test_changes_by_hand_leave_no_pages(
+    world: World, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go: list[str] = []
+    with started(world, offloaded(shared_folder, 1)) as engine:
+        file = engine.engine.file
+        monkeypatch.setattr(file, "let_pages_go", lambda: let_go.append("pages"))
+        weight = next(engine.module.parameters())
+        with engine.gathered([weight], modify=True):
+            weight.data.fill_(0.5)
+        assert let_go == ["pages"]
+        engine.load_state_dict(engine.full_state_dict())
+        assert let_go == ["pages"] * 2

@@ -6,17 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import hpczero
 from hpczero import safe_files
 from hpczero.comm.world import World
 from hpczero.parallel.offload import offloaded_adamw
 from hpczero.parallel.offload.state_file import StorageFailed
 from hpczero.parallel.zero.engine import Engine
+from hpczero.parallel.zero.weights import DTYPES
 from hpczero.spec.schema import Memory, Spec
 from tests.support.covering import Case, covering
 from tests.support.grids import bitwise, factors, on_grid, possible, spec_of
 from tests.support.updates import GROUPS, assert_equal, by_hpczero
 from tests.support.updates import spec_of as spec_of_update
+from tests.support.user_modules import made
 
 pytestmark = pytest.mark.mpi
 SMALL = 1024  # elements of a piece: several to a unit
@@ -67,6 +71,30 @@ def test_modules_of_ones_own(world: World, optimizer: Any, stage: int, shared_fo
     kept = by_hpczero(world, spec, **wanted)
     spec["zero"] |= {"offload": f"nvme:{shared_folder}"}
     assert_equal(kept, by_hpczero(world, spec, **wanted))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_average_follows_behind(
+    world: World, precision: str, shared_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece, while the step does: nobody waits for it, and it is the same to the bit."""
+    monkeypatch.setattr(offloaded_adamw, "PIECE", SMALL)
+    x = torch.ones(2, 50, dtype=DTYPES[precision])
+
+    def averages(offload: str) -> dict[str, torch.Tensor]:
+        spec = spec_of_update(1, False, 1e-2, precision)
+        spec["zero"] |= {"offload": offload}
+        module = made(lambda: nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50)))
+        with hpczero.initialize(module, spec, world, average=0.9) as engine:
+            for _ in range(3):
+                engine.backward(engine(x).float().square().sum())
+                engine.engine.finish_step(1e-2)
+                assert engine.engine.update.is_behind == (offload != "none")
+            with engine.averaged():
+                return engine.full_state_dict()
+
+    kept, found = averages("none"), averages(f"nvme:{shared_folder}")
+    assert_equal(([], kept), ([], found))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
