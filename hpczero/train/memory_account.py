@@ -68,7 +68,8 @@ class MemoryAccount:
         self._engine = engine
         self._standing = standing
         self._forecast = forecast
-        self._predicted = world.gather_objects(forecast.rank)
+        files = forecast.need.files if forecast.need else 0
+        self._predicted = world.gather_objects({**forecast.rank, "files": files})
         self._left = 1  # steps until the next one that is measured
         self._step: _Step | None = None  # that is measured
         self._began = time.perf_counter()
@@ -206,7 +207,8 @@ def fullest_rank(
 ) -> dict[str, Any]:
     """Return the figures of the rank that holds the most, beside what was predicted of it."""
     rank = max(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["held"])
-    found = of_ranks[rank]
+    found, said = of_ranks[rank], dict(predicted[rank])
+    files = said.pop("files")
     node = world.node_of_rank[rank]
     neighbours = (one for one, of in zip(of_ranks, world.node_of_rank, strict=True) if of == node)
     account = "device" if "on_host" in found else "all"
@@ -215,13 +217,15 @@ def fullest_rank(
         "host": world.hosts[rank],
         "held": found["held"],
         "node": sum(one["held"] for one in neighbours),
-        "predicted": _some(of_account(predicted[rank], account)),
+        "predicted": _some(of_account(said, account)),
         "measured": found["measured"],
     }
     if "on_host" in found:
-        on_host = _some(of_account(predicted[rank], "host"))
+        on_host = _some(of_account(said, "host"))
         line["on_host"] = {"predicted": on_host, **found["on_host"]}
-    return line | {kind: found[kind] for kind in ("files",) if kind in found}
+    if "files" in found:
+        line["files"] = {"predicted": files, "measured": found["files"]}
+    return line
 
 
 def _some(kinds: Kinds) -> dict[str, int]:

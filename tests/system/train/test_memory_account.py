@@ -65,7 +65,8 @@ def assert_is_the_fullest(found: dict[str, Any], lines: list[dict[str, Any]]) ->
 @pytest.mark.timeout(600)
 def test_what_a_run_holds(tmp_path: Path) -> None:
     """Kinds add up, states are as predicted to the byte, activations within a twentieth. A run that
-    goes on from an older checkpoint drops the lines of the steps that it computes again.
+    goes on from an older checkpoint drops the lines of the steps that it computes again; now its
+    states are in files.
     """
     (tmp_path / "spec.toml").write_text(SPEC)
     lines, summary = train(tmp_path)
@@ -88,9 +89,12 @@ def test_what_a_run_holds(tmp_path: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     with (run / "memory.jsonl").open("a") as file:
         file.write(json.dumps(lines[0] | {"step": 4, "held": 1 << 50}) + "\n")
-    lines, summary = train(tmp_path, "train.steps=5")
+    lines, summary = train(tmp_path, "train.steps=5", 'zero.offload="nvme:states"')
     assert [line["step"] for line in lines][:2] == [2, 4]
     assert all(line["held"] < 1 << 50 for line in lines)
+    files = lines[1]["files"]
+    assert files["measured"] == files["predicted"] > lines[0]["measured"]["moments"]
+    assert "moments" not in lines[1]["measured"]
     assert_is_the_fullest(summary["fullest"], lines)
 
 

@@ -60,7 +60,7 @@ def test_measuring_costs_less_than_a_hundredth(cost: float, seconds: float) -> N
 def test_the_line_is_the_fullest_ranks() -> None:
     world: Any = SimpleNamespace(hosts=["n1", "n1", "n2"], node_of_rank=[0, 0, 1])
     figures = [{"held": held, "measured": {"runtime": held}} for held in (5, 9, 8)]
-    predicted = [{"weights": rank, "moments": 0} for rank in range(3)]
+    predicted = [{"weights": rank, "moments": 0, "files": 0} for rank in range(3)]
     assert fullest_rank(world, figures, predicted) == {
         "rank": 1,
         "host": "n1",
@@ -99,7 +99,7 @@ def account_on(device: Device) -> MemoryAccount:
         broadcast_object=lambda value: value,
     )
     arena = SimpleNamespace(sizes={"weights": 55, "moments": 7}, of_zeros={"moments"})
-    need = Need(1, {"weights": 55, "activations": 30, "runtime": 100}, {}, 0)
+    need = Need(1, {"weights": 55, "activations": 30, "runtime": 100}, {}, 0, files=8)
     forecast = Forecast(Placement(1, 1, False), need)
     engine: Any = SimpleNamespace(arena=arena, on_backward=None)
     states = {"weights": 55, "gradients on the host": 5}
@@ -131,7 +131,7 @@ def test_a_step_on_a_gpu() -> None:
         "host": "n1",
         "held": 110,
         "node": 110,
-        "files": 7,
+        "files": {"predicted": 8, "measured": 7},
         "predicted": {"weights": 55, "activations": 30},
         "measured": {"weights": 55, "activations": 30, "workspace": 20, "runtime": 5},
     }
