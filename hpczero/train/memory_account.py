@@ -34,7 +34,7 @@ Kinds = Mapping[str, int]  # bytes by kind
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Expected:
     """A rank's place, and what the planner says that it needs; None: its layers are not known."""
 
     placement: Placement
@@ -45,31 +45,31 @@ class Forecast:
         return self.need.rank if self.need else {}
 
 
-def forecast(
+def expect(
     world: World,
     spec: Spec,
     grid: Grid,
     layers: Sequence[Layer] | None,
     update: UpdateMemory = ADAMW,
-) -> Forecast:
+) -> Expected:
     place = placement(spec, grid, world.rank)
     platform = replace(platform_of(world, spec), update=update)
-    return Forecast(place, need(spec, layers, place, platform) if layers else None)
+    return Expected(place, need(spec, layers, place, platform) if layers else None)
 
 
 class MemoryAccount:
     """On every rank; `end_step` is collective. The first step of a job is not measured."""
 
     def __init__(
-        self, world: World, engine: Engine, forecast: Forecast, standing: Callable[[], Kinds]
+        self, world: World, engine: Engine, expected: Expected, standing: Callable[[], Kinds]
     ) -> None:
         """`standing`: what this rank has allocated from step to step, by kind. Collective."""
         self._world = world
         self._engine = engine
         self._standing = standing
-        self._forecast = forecast
-        files = forecast.need.files if forecast.need else 0
-        self._predicted = world.gather_objects({**forecast.rank, "files": files})
+        self._expected = expected
+        files = expected.need.files if expected.need else 0
+        self._predicted = world.gather_objects({**expected.rank, "files": files})
         self._left = 1  # steps until the next one that is measured
         self._step: _Step | None = None  # that is measured
         self._began = time.perf_counter()
@@ -117,7 +117,7 @@ class MemoryAccount:
         return {"step": number} | fullest_rank(self._world, of_ranks, self._predicted)
 
     def _own(self) -> dict[str, int]:
-        return self._forecast.placement.part_of_rank(self._standing())
+        return self._expected.placement.part_of_rank(self._standing())
 
     def _at_backward(self) -> None:
         if self._step:

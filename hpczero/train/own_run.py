@@ -29,7 +29,7 @@ from hpczero.train import preflight, process, rank_states, run_directory, setup
 from hpczero.train.arguments import folder_path, refuse_step, refuse_what_differs, table
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.loop_state import LoopState
-from hpczero.train.memory_account import Forecast, MemoryAccount
+from hpczero.train.memory_account import Expected, MemoryAccount
 from hpczero.train.own_log import OwnLog
 from hpczero.train.process import Deadline, StopRequests
 from hpczero.train.rank_states import Generators, by_name, refuse_unknown
@@ -66,7 +66,7 @@ class OwnRun:
     """On every rank; all methods are collective."""
 
     def __init__(
-        self, spec: Spec, world: World, grid: Grid, engine: Engine, forecast: Forecast
+        self, spec: Spec, world: World, grid: Grid, engine: Engine, expected: Expected
     ) -> None:
         self.spec = spec
         self.world = world
@@ -83,7 +83,7 @@ class OwnRun:
         self._requests: StopRequests | None = None
         self._listening = ExitStack()  # to requests
         self._deadline: Deadline | None = None
-        self._account = MemoryAccount(world, engine, forecast, self._standing)
+        self._account = MemoryAccount(world, engine, expected, self._standing)
         self._account.begin_step()
         self.jumps = 0  # loads so far: what was read ahead for the steps before is of no use
         self.changes = 0  # of the weights so far

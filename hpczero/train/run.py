@@ -33,7 +33,7 @@ from hpczero.train import preflight, process, run_directory, setup
 from hpczero.train.batches import Batches
 from hpczero.train.checkpointing import Checkpoints
 from hpczero.train.console import choose_output
-from hpczero.train.memory_account import MemoryAccount, forecast
+from hpczero.train.memory_account import MemoryAccount, expect
 from hpczero.train.resume import identity_of, look_ahead
 from hpczero.train.run_directory import RunDirectory
 from hpczero.train.summary import (
@@ -195,7 +195,7 @@ def _carry_out(
     checkpoints = Checkpoints(spec, world, grid, engine, identity)
     first, earlier = _load_or_initialize(checkpoints, reporter)
     standing = partial(_standing, runner, checkpoints, world)
-    account = MemoryAccount(world, engine, meter.forecast, standing)
+    account = MemoryAccount(world, engine, meter.expected, standing)
     trainer = Trainer(spec, world, runner, batches, reporter, checkpoints, account)
     meter.start()
     outcome = trainer.train(first)
@@ -251,7 +251,7 @@ class _Meter:
     def __init__(self, job: TrainingJob) -> None:
         """Collective, as `stop`."""
         self._world = job.world
-        self.forecast = forecast(job.world, job.spec, job.grid, job.layers)
+        self.expected = expect(job.world, job.spec, job.grid, job.layers)
         self._held = process.held_on_nodes(self._world)
 
     def start(self) -> None:
@@ -266,8 +266,8 @@ class _Meter:
         world = self._world
         self.seconds = time.perf_counter() - self._began
         growth = process.growth(self._held, process.held_on_nodes(world))
-        of_rank = self.forecast.placement.part_of_rank(allocated)
-        memory = process.summary(world, self.forecast.rank, of_rank, growth, peak)
+        of_rank = self.expected.placement.part_of_rank(allocated)
+        memory = process.summary(world, self.expected.rank, of_rank, growth, peak)
         ledgers = world.gather_objects(world.ledger.as_dict())
         cores = (time.process_time() - self._processor_seconds) / self.seconds
         return {"memory": memory, "comm": ledgers, "cores_used": world.gather_objects(cores)}

@@ -15,7 +15,7 @@ from hpczero.planner.memory import Placement
 from hpczero.planner.needs import Need
 from hpczero.train import process
 from hpczero.train.memory_account import (
-    Forecast,
+    Expected,
     MemoryAccount,
     by_kind,
     fullest_rank,
@@ -100,10 +100,10 @@ def account_on(device: Device) -> MemoryAccount:
     )
     arena = SimpleNamespace(sizes={"weights": 55, "moments": 7}, of_zeros={"moments"})
     need = Need(1, {"weights": 55, "activations": 30, "runtime": 100}, {}, 0, files=8)
-    forecast = Forecast(Placement(1, 1, False), need)
+    expected = Expected(Placement(1, 1, False), need)
     engine: Any = SimpleNamespace(arena=arena, on_backward=None)
     states = {"weights": 55, "gradients on the host": 5}
-    return MemoryAccount(world, engine, forecast, lambda: states)
+    return MemoryAccount(world, engine, expected, lambda: states)
 
 
 def step_of(account: MemoryAccount, gpu: Gpu, number: int) -> dict[str, Any] | None:
