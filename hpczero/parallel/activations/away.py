@@ -22,10 +22,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpczero.comm.group import Group, Work, shard
 from hpczero.device import Device, Mark
+from hpczero.parallel.activations.choice import STAY
 from hpczero.parallel.activations.recompute import Call, Keeper
 from hpczero.parallel.zero.buffers import Stock
 
-STAY = 2  # bundles that are here: of the layer that runs, and of the one before or after it
 _SMALL = 1 << 16  # bytes: less is not worth a copy
 
 

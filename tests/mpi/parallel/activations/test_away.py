@@ -8,7 +8,8 @@ import torch
 
 from hpczero.comm.world import World
 from hpczero.parallel.activations import away
-from hpczero.parallel.activations.away import STAY, Bundle, Shards
+from hpczero.parallel.activations.away import Bundle, Shards
+from hpczero.parallel.activations.choice import STAY
 from hpczero.parallel.zero.buffers import Stock
 from hpczero.spec.schema import Memory
 from tests.support.grids import PLAIN, spec_of
