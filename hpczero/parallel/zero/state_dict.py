@@ -17,6 +17,7 @@ from hpczero.comm.group import Group
 from hpczero.errors import InputError
 from hpczero.model import shapes
 from hpczero.parallel.layout import ParameterSlot, UnitLayout, tensor_part
+from hpczero.parallel.offload.state_file import StateFile
 from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.unit import Fill, Unit
 from hpczero.text import first_few
@@ -26,15 +27,19 @@ _SEEDS = 1 << 63
 
 
 def state_dict(
-    module: nn.Module, units: Sequence[Unit], axis: DataAxis, tensor: Group | None = None
+    module: nn.Module,
+    units: Sequence[Unit],
+    axis: DataAxis,
+    tensor: Group | None = None,
+    file: StateFile | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the module's state_dict, the parameters in fp32, on the first rank; {} elsewhere.
 
-    `tensor`: ranks that share the parameters. Collective.
+    `tensor`: ranks that share the parameters; `file`: may have the master weights. Collective.
     """
     masters: dict[torch.Tensor, torch.Tensor] = {}
     for unit in units:
-        flat = _master_on_rank_0(unit, axis.group)
+        flat = _master_on_rank_0(unit, axis.group, file)
         if flat is not None:
             for parameter, slot in zip(unit.parameters, unit.layout.slots, strict=True):
                 own = unit.part(flat, slot).clone().cpu()
@@ -119,16 +124,19 @@ def broadcast_tensor(tensor: torch.Tensor, group: Group) -> None:
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
-def _master_on_rank_0(unit: Unit, group: Group) -> torch.Tensor | None:
+def _master_on_rank_0(unit: Unit, group: Group, file: StateFile | None) -> torch.Tensor | None:
     """Return the unit's master weights on data rank 0; None elsewhere."""
-    if unit.master.numel() == unit.layout.size:
-        return unit.master if group.rank == 0 else None
+    is_whole = unit.master.numel() == unit.layout.size
+    if group.rank and (is_whole or group.rank >= unit.layout.shards):
+        return None  # others have the same
+    master = file.copy_of(unit.master) if file and file.holds(unit.master) else unit.master
+    if is_whole:
+        return master
     if group.rank:
-        if group.rank < unit.layout.shards:  # others have copies of these shards
-            group.send(unit.master.cpu(), 0)
+        group.send(master.cpu(), 0)
         return None
     flat = torch.empty(unit.layout.size, dtype=torch.float32)
-    flat[unit.shard].copy_(unit.master)
+    flat[unit.shard].copy_(master)
     for rank in range(1, unit.layout.shards):
         group.receive(flat[unit.layout.shard(rank)], rank)
     return flat

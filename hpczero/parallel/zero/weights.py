@@ -258,7 +258,7 @@ class Weights:
         """
         assert self.is_whole, "other ranks have the rest"
         self.wait_for_weights()
-        return state_dict.state_dict(self.module, self.units, self.axis, self.tensor)
+        return state_dict.state_dict(self.module, self.units, self.axis, self.tensor, self.file)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take parameters and buffers, all of them, from the first rank; the moments stay.

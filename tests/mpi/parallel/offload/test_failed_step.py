@@ -128,6 +128,8 @@ def test_a_checkpoint_of_states_that_are_gone_is_not_saved(
     os.ftruncate(engine.engine.file._file, 0)
     with pytest.raises(SaveFailed, match=r"of this rank's states in .* could not be read"):
         engine.save(wait=not behind)
+    with raises_again():
+        engine.full_state_dict()
     with raises_again() as first:
         loop.run(3)
     with raises_again(first.value):
