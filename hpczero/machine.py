@@ -40,7 +40,7 @@ def is_local_file_system(path: Path, root: Path = ROOT) -> bool:
 
 def file_system_type(path: Path, root: Path = ROOT) -> str:
     """Return the type of the file system that holds `path` ("ext4", "lustre"); "" if unknown."""
-    resolved = path.resolve()
+    resolved = Path(os.path.realpath(path))  # of links in a circle, too
     above = [mount for mount in _mounts(root) if resolved.is_relative_to(mount.point)]
     # Of several at the longest path, the one mounted last is seen.
     nearest = max(reversed(above), key=lambda mount: len(str(mount.point)), default=None)

@@ -374,13 +374,12 @@ def remove_tree(path: Path) -> None:
 
 def nearest_there(path: Path) -> Path:
     """Return the path if something has that name, else what there is nearest above it."""
-    while not os.path.lexists(path):
-        path = path.parent
-    return path
+    return next(one for one in (path, *path.parents) if os.path.lexists(one))
 
 
 def free_bytes(folder: Path) -> int:
-    return shutil.disk_usage(nearest_there(folder)).free
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    return shutil.disk_usage(there).free
 
 
 def write_at(file: int, content: memoryview, offset: int) -> None:

@@ -12,6 +12,7 @@ measured so seldom that this is less than a hundredth of the run's.
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,6 +101,7 @@ class MemoryAccount:
         step, self._step = self._step, None
         if step is None:
             self._usual = seconds
+            self._began = time.perf_counter()  # a loop without a directory begins no step
             return None
         began = time.perf_counter()
         found = step.end()
@@ -190,10 +192,11 @@ def by_kind(states: Kinds, held: int, on_top: int, kept: int | None) -> dict[str
     `on_top`: of them, what came on top of the states in the step; `kept`: of that, what backward
     found. Where it is not known, all is workspace.
     """
-    parts = {"activations": min(max(0, on_top), kept or 0)}
-    parts["workspace"] = max(0, on_top) - parts["activations"]
-    rest = held - sum(states.values()) - sum(parts.values())
-    found = {**states, **parts, "runtime": rest}
+    kept = min(max(0, on_top), kept or 0)
+    found = Counter(states)
+    found["activations"] += kept  # beside those that are away
+    found["workspace"] += max(0, on_top) - kept
+    found["runtime"] += held - found.total()
     return {kind: size for kind, size in found.items() if size}
 
 

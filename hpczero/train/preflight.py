@@ -62,11 +62,11 @@ def check_folder(world: World, spec: Spec) -> None:
 
     InputError on all ranks where one cannot; rank 0 says if memory is all that the folder is.
     """
-    if not spec.zero.folder:
+    if not spec.zero.offload.startswith("nvme:"):  # the same on all ranks
         return
     host = world.hosts[world.rank]
     problem = states_folder.problem(spec.zero)
-    warning = states_folder.warning(spec.zero, f"on {host}")
+    warning = "" if problem else states_folder.warning(spec.zero, f"on {host}")
     seen = all_gather(world, [host, problem, warning])
     if problem := next((of_rank for _, of_rank, _ in seen if of_rank), ""):
         hosts = dict.fromkeys(host for host, of_rank, _ in seen if of_rank == problem)

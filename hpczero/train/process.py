@@ -151,6 +151,7 @@ def seconds_of_save(world: World, elements: int, kept: int = 3) -> float:
 # -- memory that the process takes
 
 _ROLLUP = Path("/proc/self/smaps_rollup")
+_STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _PEAK = b"5"  # what to clear
 
@@ -170,19 +171,24 @@ def held(rollup: Path = _ROLLUP) -> int:
 
 def peak_resident() -> int:
     """Return the most bytes that were resident at a time, those of files too."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    try:
+        known = re.search(r"^VmHWM:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    except OSError:
+        known = None
+    # the latter is also that of the process which started this one
+    return 1024 * int(known[1] if known else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def forget_peak() -> bool:
     """Let `peak_resident` begin anew; False where the kernel cannot do that."""
     try:
         file = safe_files.open_for_writing(_CLEAR)
+        try:
+            os.write(file, _PEAK)
+        finally:
+            os.close(file)
     except OSError:
         return False
-    try:
-        os.write(file, _PEAK)
-    finally:
-        os.close(file)
     return True
 
 

@@ -117,7 +117,8 @@ class RunDirectory:
         of_memory = _keep_before(step, self.path / "memory.jsonl")
         self._metrics = safe_files.append_to(self.path / "metrics.jsonl")
         self._memory = safe_files.append_to(self.path / "memory.jsonl")
-        self.fullest = max(map(json.loads, of_memory), key=_held, default=None)
+        lines = filter(_is_of_memory, map(json.loads, of_memory))
+        self.fullest = max(lines, key=_held, default=None)
         return Earlier.of(kept)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
@@ -128,7 +129,9 @@ class RunDirectory:
         self._lock.beat()
 
     def memory(self, values: Mapping[str, Any]) -> None:
-        """Append a line of a step's memory."""
+        """Append a line of a step's memory; its line of metrics comes next."""
+        if time.monotonic() - self._looked > _LOOK_EVERY:
+            self._restore_if_removed()
         _append(self._memory, values)
         self.fullest = max(filter(None, (self.fullest, dict(values))), key=_held)
 
@@ -338,9 +341,16 @@ def _keep_before(step: int, path: Path) -> list[str]:
     return kept
 
 
-def _held(line: Mapping[str, Any]) -> float:
-    held = line.get("held")
-    return held if isinstance(held, (int, float)) else 0.0
+def _is_of_memory(line: Mapping[str, Any]) -> bool:
+    """Return True for a line such as `RunDirectory.memory` writes: the file may have others."""
+    kinds = line.get("predicted")
+    sizes = [line.get("held"), *(kinds.values() if isinstance(kinds, dict) else [None])]
+    return {"step", "rank", "host"} <= line.keys() and all(type(size) is int for size in sizes)
+
+
+def _held(line: Mapping[str, Any]) -> int:
+    held: int = line["held"]
+    return held
 
 
 def _is_open_as(path: Path, file: TextIO) -> bool:

@@ -154,18 +154,15 @@ class Lent(Parcel):
     """Bytes of a stock, which go back there with their last holder."""
 
     def __init__(self, stock: Stock, size: int) -> None:
-        self._stock = stock
         self._size = size
         self._loan = stock.take(size)
+        weakref.finalize(self, stock.give_back, self._loan).atexit = False
 
     def fetch(self) -> None:
         """They are here."""
 
     def values(self) -> Tensor:
         return self._loan.tensor[: self._size]
-
-    def __del__(self) -> None:
-        self._stock.give_back(self._loan)
 
 
 # -- cut over the tensor ranks

@@ -45,10 +45,12 @@ class Ways:
         if spec.memory.offload_activations == "cpu" and engine.device.has_queues:
             buffers = [buffer for buffer in engine.module.buffers() if buffer.numel()]
             host = HostCopies(engine.device, [*(unit.weights for unit in engine.units), *buffers])
+            engine.stocks["activations on the host"] = host.pinned
         shards = None
         if tensor and choice.partitions(spec):
             memory = partial(torch.empty, dtype=torch.uint8, device=engine.device.torch)
-            shards = Shards(tensor, Stock(memory), host)
+            engine.stocks["activations"] = Stock(memory)
+            shards = Shards(tensor, engine.stocks["activations"], host)
         return cls(engine.gatherer or AsTheyAre(), shards or host, host)
 
 

@@ -7,6 +7,7 @@ tensors whose sizes change.
 """
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -113,7 +114,7 @@ class Lender:
     """
 
     def __init__(self) -> None:
-        self.still_seen: list[Loan] = []  # given back, but somebody has views of them
+        self.still_seen = deque[Loan]()  # given back, but somebody has views of them
 
     def lend(self, part: torch.Tensor, returned: Callable[[], None]) -> Loan:
         """Lend memory of the caller's; `returned` is called when it comes back."""
@@ -131,8 +132,8 @@ class Lender:
         return loan in self.still_seen
 
     def collect(self) -> None:
-        waiting, self.still_seen = self.still_seen, []
-        for loan in waiting:
+        for _ in range(len(self.still_seen)):
+            loan = self.still_seen.popleft()
             if torch._C._storage_Use_Count(loan.storage._cdata) == 1:  # only the loan itself
                 loan.returned()
             else:

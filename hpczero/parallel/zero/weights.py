@@ -22,7 +22,7 @@ from hpczero.parallel.offload.placement import leaves_device, place_states
 from hpczero.parallel.offload.state_file import StateFile
 from hpczero.parallel.states import Precision, Sharded, named_by_place, state_bytes
 from hpczero.parallel.zero import state_dict
-from hpczero.parallel.zero.buffers import Arena
+from hpczero.parallel.zero.buffers import Arena, Stock
 from hpczero.parallel.zero.data_axis import DataAxis
 from hpczero.parallel.zero.gather import Gatherer, used_around_others
 from hpczero.parallel.zero.outside import ModuleGuard
@@ -106,6 +106,7 @@ class Weights:
         around = used_around_others(parts.layers)
         self.from_device = leaves_device(axis, settings.zero)
         self.file: StateFile | None = None
+        self.stocks: dict[str, Stock] = {}  # kind of what is away -> its memory
         self.arena, self.units = self._allocated([layer for _, layer in parts.layers], around)
         module_parameters = dict(self.module.named_parameters())
         for unit in self.units:
@@ -203,7 +204,8 @@ class Weights:
         """Bytes of the model's states in this rank's memory, by kind."""
         sizes = self.arena.sizes
         in_memory = {kind: size for kind, size in sizes.items() if kind not in self.arena.of_zeros}
-        return named_by_place(in_memory, self.from_device)
+        lent = {kind: stock.size for kind, stock in self.stocks.items()}
+        return named_by_place(in_memory, self.from_device) | lent
 
     # -- new weights of owned elements travel to the other ranks
 

@@ -47,6 +47,15 @@ def test_a_folder_that_one_node_lacks(world: World, monkeypatch: pytest.MonkeyPa
         preflight.check_folder(world, spec)
 
 
+def test_a_variable_that_is_empty_on_one_rank(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the folder is "", as where there is to be none."""
+    monkeypatch.setenv("A_PLACE", "" if world.rank == 0 else "/tmp")
+    with pytest.raises(InputError, match=r"\$A_PLACE is not set"):
+        preflight.check_folder(world, Spec(zero=Zero(offload="nvme:$A_PLACE")))
+
+
 def test_memory_in_place_of_storage_is_said_once(
     world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

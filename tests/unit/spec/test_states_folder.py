@@ -44,6 +44,12 @@ def test_a_folder_that_there_is_or_can_be(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.listdir(tmp_path) == ["link"]
 
 
+def test_a_link_to_itself_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "loop is no folder" in states_folder.problem(of(tmp_path / "loop"))
+    assert not states_folder.warning(of(tmp_path / "loop"), "here")
+
+
 def test_what_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")

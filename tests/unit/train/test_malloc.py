@@ -80,6 +80,18 @@ def test_malloc_says_what_it_has_given_out() -> None:
     assert abs(after - before) < 1 << 20
 
 
+def test_the_peak_is_not_that_of_the_process_that_started_this_one() -> None:
+    block = b"x" * (600 << 20)
+    code = "from hpczero.train.process import peak_resident; print(peak_resident())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert 0 < int(found.stdout) < len(block)
+
+
+def test_a_kernel_that_keeps_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_PEAK", b"9")
+    assert not process.forget_peak()
+
+
 def test_the_peak_of_what_was_resident_begins_anew() -> None:
     block = b"x" * (100 << 20)
     peak = process.peak_resident()

@@ -37,6 +37,12 @@ def test_kinds_add_up_to_what_is_held() -> None:
     assert sum(found.values()) == 200
 
 
+def test_activations_that_are_away_are_some_too() -> None:
+    """They have memory from step to step."""
+    found = by_kind({"weights": 20, "activations": 30}, held=100, on_top=15, kept=10)
+    assert found == {"weights": 20, "activations": 40, "workspace": 5, "runtime": 35}
+
+
 def test_activations_that_no_peak_shows_are_not_counted() -> None:
     """Memory may be given out and never touched."""
     assert by_kind(STATES, held=100, on_top=30, kept=50)["activations"] == 30

@@ -75,22 +75,36 @@ def test_metrics_that_are_no_text_are_dropped(spec: Spec, directory: Path) -> No
     assert (directory / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
+OF_MEMORY = {"rank": 0, "host": "n1", "predicted": {"weights": 4}}
+
+
 def test_lines_of_memory_follow_those_of_the_steps(spec: Spec) -> None:
     claimed = RunDirectory.claim(spec, resume=False, fresh=False)
     for step, held in ((2, 5), (4, 8), (6, 9)):
-        claimed.memory({"step": step, "held": held})
-    assert claimed.fullest == {"step": 6, "held": 9}
+        claimed.memory(OF_MEMORY | {"step": step, "held": held})
+    assert claimed.fullest == OF_MEMORY | {"step": 6, "held": 9}
     claimed.close()
     claimed = RunDirectory.claim(spec, resume=False, fresh=False)
     assert claimed.fullest is None
     claimed.keep_metrics_before(5)
     assert claimed.fullest
     assert claimed.fullest["step"] == 4
-    claimed.memory({"step": 5, "held": 7})
+    claimed.memory(OF_MEMORY | {"step": 5, "held": 7})
     assert claimed.fullest["step"] == 4
     claimed.close()
     lines = (claimed.path / "memory.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 4, 5]
+
+
+def test_lines_of_memory_that_lack_something_are_passed_over(spec: Spec) -> None:
+    claimed = RunDirectory.claim(spec, resume=False, fresh=False)
+    good = OF_MEMORY | {"step": 1, "held": 5}
+    odd = ({"held": math.nan}, {"held": True}, {"predicted": {"weights": "9"}}, {"predicted": 9})
+    lines = [*(good | {"held": 9} | change for change in odd), {"step": 1, "held": 9}, good]
+    (claimed.path / "memory.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    claimed.keep_metrics_before(5)
+    assert claimed.fullest == good
+    claimed.close()
 
 
 def test_figures_that_are_not_finite_are_null(spec: Spec) -> None:

@@ -34,7 +34,7 @@ def test_memory_is_what_the_optimizer_keeps_and_what_is_counted_before(
         needs = needs_of_nodes(spec, layers, limits.ranks_on_nodes, limits.platform)
         counted.append(needs[0].rank)
 
-    monkeypatch.setattr("hpczero.train.preflight.refusal", refusal)
+    monkeypatch.setattr("hpczero.planner.fit.refusal", refusal)
     optimizer, options, lr = OPTIMIZERS[name]
     moments = {"SGD": 0, "AdamW, amsgrad": 3, "a user's own": 1}[name]
     wanted = {"optimizer": optimizer, "optimizer_options": options, "average": 0.9}
