@@ -280,6 +280,19 @@ def assert_all_ranks_say(world: World, found: Record) -> None:
     assert [steps, tensors] == world.broadcast_object([steps, tensors])
 
 
+def differences(one: Record, other: Record) -> list[str]:
+    """Return what is not the same to the bit: losses and norms of which steps, which weights."""
+    numbers = {"loss": (one.losses, other.losses), "norm": (one.norms, other.norms)}
+    found = [
+        f"{name} of step {step}: {ours!r}, {theirs!r}"
+        for name, (first, second) in numbers.items()
+        for step, (ours, theirs) in enumerate(zip(first, second, strict=True), 1)
+        if ours != theirs
+    ]
+    return found + [
+        name for name in one.weights if not torch.equal(one.weights[name], other.weights[name])
+    ]
+
+
 def bitwise(one: Record, other: Record) -> bool:
-    same = (one.losses, one.norms) == (other.losses, other.norms)
-    return same and all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    return not differences(one, other)
