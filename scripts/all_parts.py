@@ -22,7 +22,10 @@ class Part:
 
 GRIDS = "tests/mpi/parallel/test_grids.py"
 ZERO = "tests/mpi/parallel/zero"
-PARALLEL = f"tests/mpi/parallel --ignore={GRIDS} --ignore={ZERO}"
+MEMORY = "tests/mpi/parallel/activations tests/mpi/parallel/offload"
+PARALLEL = f"tests/mpi/parallel --ignore={GRIDS} --ignore={ZERO} " + " ".join(
+    f"--ignore={folder}" for folder in MEMORY.split()
+)
 RANKS = "tests/mpi/comm tests/mpi/checkpoint tests/mpi/train tests/mpi/planner tests/mpi/inference"
 ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
 DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
@@ -55,6 +58,7 @@ PARTS = {
     "grids": Part(14, ENGINE, (f"-n 8 {GRIDS}",)),
     "zero": Part(13, ENGINE, (f"-n 8 {ZERO}",)),
     "parallel": Part(14, ENGINE, (f"-n 8 {PARALLEL}",)),
+    "activations": Part(24, ENGINE, (f"-n 8 {MEMORY}",)),
     "ranks": Part(
         15,
         tuple(
@@ -71,6 +75,7 @@ PARTS = {
     "openmpi-grids": Part(21, ("hpczero/comm",), (f"-n 8 {OPENMPI} {GRIDS}",)),
     "openmpi-zero": Part(14, ("hpczero/comm",), (f"-n 8 {OPENMPI} {ZERO}",)),
     "openmpi-parallel": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {PARALLEL}",)),
+    "openmpi-activations": Part(24, ("hpczero/comm",), (f"-n 8 {OPENMPI} {MEMORY}",)),
     "openmpi-ranks": Part(15, ("hpczero/comm",), (f"-n 8 {OPENMPI} {RANKS}",)),
     "many": Part(19, ("hpczero/comm",), ("-n 32 tests/mpi", f"-n 32 {OPENMPI} tests/mpi")),
 }
