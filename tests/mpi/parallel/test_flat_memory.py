@@ -1,4 +1,4 @@
-"""Where the lengths of sequences change from step to step, memory stays as it is once each was
+"""Memory stays as it is where the lengths of sequences change from step to step, once each was
 there.
 """
 

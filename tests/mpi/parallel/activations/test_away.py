@@ -1,4 +1,4 @@
-"""What is away from forward to backward: how much of it is here, and that it comes back whole."""
+"""Tensors that are away from forward to backward: how many are here, and that they come back."""
 
 import weakref
 from functools import partial
