@@ -117,7 +117,7 @@ def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "times", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "times", [1, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_killed_at_any_moment_it_goes_on_from_the_newest_complete_checkpoint(
     folder: Path, times: int
@@ -164,7 +164,7 @@ def test_a_stopped_run_is_the_one_that_was_not_stopped(folder: Path, everything:
     whole = train(folder, 2, "train.precision=fp32", "optimizer.eps=1e-6")
     assert whole.code == 0, whole
     expected = metrics(folder)
-    for ranks, settings in LAYOUTS if everything else LAYOUTS[:2]:
+    for ranks, settings in LAYOUTS if everything else LAYOUTS[:1]:
         for step in [step for step in complete(folder) if step > 10]:
             checkpoints.remove(complete(folder)[step])
         (folder / "runs" / "tiny" / "summary.json").unlink()

@@ -59,7 +59,7 @@ def ckpt(*arguments: object, ranks: int = 0, code: int = 0) -> str:
     return done.out
 
 
-def test_what_a_run_saved_is_listed_and_good(output: Path) -> None:
+def test_what_a_run_saved_is_listed_and_good(output: Path, everything: bool) -> None:
     found = json.loads(ckpt("ls", output, "--json"))
     assert [(one["step"], one["state"], one["ranks"]) for one in found] == [
         (2, "complete", 2),
@@ -67,7 +67,8 @@ def test_what_a_run_saved_is_listed_and_good(output: Path) -> None:
     ]
     alone = ckpt("verify", *(one["path"] for one in found))
     assert alone.count("good") == 2
-    assert ckpt("verify", *(one["path"] for one in found), ranks=2) == alone
+    if everything:
+        assert ckpt("verify", *(one["path"] for one in found), ranks=2) == alone
 
 
 @pytest.mark.slow

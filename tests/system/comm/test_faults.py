@@ -11,10 +11,10 @@ from tests.support.faults import KINDS, Case
 
 FEW = [
     Case("stop", 0, shared=False, units=6),  # a rank waits for the first of six operations
-    Case("kill", 3, shared=False, units=6),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
+            Case("kill", 3, shared=False, units=6),
             Case("stop", 1, shared=True, units=40),
             Case("return", 2, shared=False, units=2),
             Case("eval_one", 3, shared=False, units=6),  # it meets the others in another operation

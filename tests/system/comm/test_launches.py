@@ -68,9 +68,9 @@ def test_hangs(whole):
 """
 
 
-def run_program(tmp_path: Path, how: str, ranks: int = 3) -> Finished:
+def run_program(tmp_path: Path, how: str) -> Finished:
     (tmp_path / "program.py").write_text(PROGRAM)
-    return launch([*mpirun(ranks), sys.executable, "program.py", how], seconds=40, folder=tmp_path)
+    return launch([*mpirun(2), sys.executable, "program.py", how], seconds=40, folder=tmp_path)
 
 
 def run_tests(tmp_path: Path, *names: str, limit: int = 90) -> Finished:

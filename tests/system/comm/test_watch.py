@@ -290,6 +290,7 @@ def test_different_sizes(tmp_path: Path, case: str, one: int, other: int) -> Non
     )
 
 
+@pytest.mark.slow
 def test_operations_on_two_axes_crossed(tmp_path: Path) -> None:
     said = failed(
         tmp_path,

@@ -137,7 +137,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.few(1)
 def test_a_folder_that_cannot_be_is_wrong_input(folder: Path, place: str) -> None:
     """Before anything is built: a variable that is not set is no folder of that name."""
-    done = launch(command(2, f'zero.offload="nvme:{place}"'), 60, folder)
+    done = launch(command(1, f'zero.offload="nvme:{place}"'), 60, folder)
     assert (done.code, done.left) == (2, []), done
     why = "$HPCZERO_NOWHERE is not set" if place.startswith("$") else "spec.toml is no folder"
     assert f'zero.offload = "nvme:{place}": ' in done.err

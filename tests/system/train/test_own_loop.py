@@ -89,11 +89,6 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.few(1)
 def test_asked_to_stop_it_saves_and_goes_on(folder: Path, number: signal.Signals) -> None:
-    whole = train(folder)
-    assert whole.code == 0, whole
-    expected = lines(whole.out)
-    assert list(expected) == list(range(1, 25))
-    (folder / "runs" / "sines").rename(folder / "runs" / "whole")
     with endless(folder) as process:
         ranks_of(process)[-1].send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -109,7 +104,7 @@ def test_asked_to_stop_it_saves_and_goes_on(folder: Path, number: signal.Signals
     assert "sines: finished" in status.out
 
 
-def test_what_was_stopped_is_what_was_not(folder: Path) -> None:
+def test_what_was_stopped_is_what_was_not(folder: Path, everything: bool) -> None:
     """To the bit, the generators of the ranks included."""
     write_spec(folder, steps=24, every=10, keep="0")
     whole = train(folder)
@@ -118,15 +113,17 @@ def test_what_was_stopped_is_what_was_not(folder: Path) -> None:
         directory.remove(complete(folder)[step])
     again = train(folder)
     expected = lines(whole.out)
+    assert list(expected) == list(range(1, 25))
     assert lines(again.out) == {step: expected[step] for step in range(11, 25)}
     assert "WARN" not in again.err
-    done = train(folder, 3)
-    assert done.code == 0, done
-    assert not lines(done.out), "all steps are done"
+    if everything:
+        done = train(folder, 3)
+        assert done.code == 0, done
+        assert not lines(done.out), "all steps are done"
 
 
 @pytest.mark.parametrize(
-    "times", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    "times", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 def test_killed_at_any_moment_it_goes_on_from_the_newest_checkpoint(
     folder: Path, times: int
@@ -173,7 +170,7 @@ def test_a_call_on_some_ranks_only_ends_the_job(folder: Path) -> None:
     assert done.seconds < 60
 
 
-def test_the_lock_and_wrong_input(folder: Path) -> None:
+def test_the_lock_and_wrong_input(folder: Path, everything: bool) -> None:
     with endless(folder) as process:
         other = train(folder, 1)
         assert other.code == 2, other
@@ -183,7 +180,7 @@ def test_the_lock_and_wrong_input(folder: Path) -> None:
             rank.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     (folder / "loop.toml").write_text("[train]\nstpes = 3\n")
-    for ranks in (1, 2):
+    for ranks in (2, 1) if everything else (2,):
         wrong = train(folder, ranks)
         assert wrong.code == 2, wrong
         assert "train.stpes: unknown key; did you mean train.steps?" in wrong.err

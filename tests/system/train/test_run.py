@@ -22,8 +22,8 @@ pytest.importorskip("mpi4py", reason="training needs mpi4py")
 ENDLESS = ["--set", "train.steps=100000", "--set", "train.log_every=1000"]
 
 
-@pytest.mark.parametrize("ranks", [0, 3, 2])
-@pytest.mark.few(2)
+@pytest.mark.parametrize("ranks", [2, 0, 3])
+@pytest.mark.few(1)
 def test_a_run_leaves_a_complete_directory(folder: Path, ranks: int) -> None:
     done = train(folder, ranks)
     assert done.code == 0, done
@@ -188,7 +188,8 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("rank", [2, 1, 0])
+@pytest.mark.few(1)
 def test_a_rank_that_raises_says_so_and_ends_the_job(folder: Path, rank: int) -> None:
     (folder / "broken.py").write_text(RAISES.format(rank=rank))
     done = launch([*mpirun(3), sys.executable, "broken.py", "run", "spec.toml"], 40, folder)
