@@ -91,8 +91,10 @@ class Rendezvous:
         try:
             processes = _process_group(self.kind, store, rank, len(ranks), self._address)
             first = torch.zeros(1, dtype=torch.float32, device=self.device.torch)
-            processes.broadcast(first, 0).wait()
-            first.item()  # what is set up for the first operation is there now
+            # A sum, so that nobody goes on, and maybe leaves, before all are connected. What is set
+            # up for the first operation is there then, too.
+            processes.allreduce([first]).wait()
+            first.item()
         except RuntimeError as error:
             named = f"group {axis} of ranks {', '.join(map(str, ranks))}"
             raise CommunicationError(f"{self.kind} cannot connect {named}: {error}") from error

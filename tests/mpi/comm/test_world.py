@@ -2,11 +2,14 @@
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpczero.comm import torch_backend
 from hpczero.comm.objects import run_while_polling
 from hpczero.comm.world import World
+from hpczero.device import CPU
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
@@ -54,6 +57,29 @@ def test_a_part_numbers_its_ranks_in_the_given_order(world: World) -> None:
     assert part.rank == world.size - 1 - world.rank
     assert part.broadcast_object(world.rank if part.rank == 0 else None) == world.size - 1
     part.close()
+
+
+def test_no_rank_has_a_group_of_gloo_before_all_are_connected(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has, and closes it, takes the connection from under those that are not."""
+    connect = torch_backend._process_group
+
+    def connect_late(*arguments: Any) -> Any:
+        processes = connect(*arguments)
+        time.sleep(0.5 * (world.rank == world.size - 1))
+        connected.append(time.monotonic())
+        return processes
+
+    monkeypatch.setattr(torch_backend, "_process_group", connect_late)
+    connected: list[float] = []
+    part = world.part(range(world.size))
+    part.use(CPU, "gloo")
+    part.group("data", range(part.size))
+    begun = time.monotonic()
+    part.close()
+    last = world.all_gather_objects([max(connected, default=0.0), begun])
+    assert min(begun for _, begun in last) >= max(connected for connected, _ in last)
 
 
 def test_the_group_asked_for_again_is_the_same(world: World) -> None:

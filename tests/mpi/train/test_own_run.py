@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.usual(2)]
 
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.few(2)
 def test_on_the_same_layout_it_goes_on_to_the_bit(
     world: World, shared_folder: str, behind: bool, precision: str
 ) -> None:

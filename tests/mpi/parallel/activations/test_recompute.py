@@ -38,7 +38,7 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=selection)
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 def test_it_changes_no_number(world: World, case: Case) -> None:
     spec = spec_of(case)
     kept = on_grid(world, case, spec)
@@ -67,6 +67,7 @@ def on_a_device(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=on_a_device)
+@pytest.mark.usual(2)
 @pytest.mark.few(4)
 def test_what_a_device_keeps_may_be_on_the_host(
     there: World, case: Case, monkeypatch: pytest.MonkeyPatch
@@ -87,7 +88,7 @@ def with_pieces(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=with_pieces)
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_a_loss_by_pieces_equals_the_serial_one(world: World, case: Case, serial: Serial) -> None:
     spec = spec_of(case)
     pieces = with_memory(spec, recompute=case["recompute"], loss_chunk=case["rows"])

@@ -27,7 +27,8 @@ def selection(ranks: int, everything: bool = False) -> list[Case]:
 
 
 @pytest.mark.cases(of=selection)
-@pytest.mark.few(6)
+@pytest.mark.usual(2)
+@pytest.mark.few(4)
 def test_steps_on_the_host_are_those_of_the_device(
     there: World, case: Case, shared_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def grids(ranks: int, everything: bool) -> list[Case]:
 
 
 @pytest.mark.cases(of=grids)
+@pytest.mark.usual(2)
 @pytest.mark.few(2)
 def test_fp16_overflows_are_left_out_alike_until_the_scale_fits(world: World, case: Case) -> None:
     """Every overflow halves the scale. A rank that sums less than one rank alone does may get by
@@ -87,6 +88,7 @@ class Spoiler:
 
 
 @pytest.mark.cases(of=grids)
+@pytest.mark.usual(2)
 @pytest.mark.few(2)
 def test_what_one_rank_alone_sees_is_left_out_everywhere(
     world: World, case: Case, monkeypatch: pytest.MonkeyPatch
