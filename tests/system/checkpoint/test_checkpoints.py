@@ -92,9 +92,11 @@ def read_all(path: Path) -> None:
             tensor.numpy()
 
 
-def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> None:
+def kill(
+    folder: Path, ranks: int, chance: random.Random, *settings: str, has_saved: bool = False
+) -> None:
     """A run, of which a random rank, or all of them, are killed at a random moment after it has
-    begun to train.
+    begun to train, or to save.
     """
     path = folder / "runs" / "tiny" / "events.jsonl"
     before = len(path.read_text().splitlines()) if path.exists() else 0
@@ -102,8 +104,10 @@ def kill(folder: Path, ranks: int, chance: random.Random, *settings: str) -> Non
         [*mpirun(ranks), *hpczero("run", "spec.toml"), *with_settings(settings)], folder
     ) as process:
         deadline = time.monotonic() + 60
-        while not path.exists() or '"first"' not in "".join(
-            path.read_text().splitlines(keepends=True)[before:]
+        while (
+            not path.exists()
+            or '"first"' not in "".join(path.read_text().splitlines(keepends=True)[before:])
+            or (has_saved and not complete(folder))
         ):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
@@ -134,6 +138,7 @@ def test_killed_at_any_moment_it_goes_on_from_the_newest_complete_checkpoint(
             chance,
             f"checkpoint.asynchronous={'true' if number % 3 else 'false'}",
             f"checkpoint.writers={('node', 'rank')[number % 2]}",
+            has_saved=number == times - 1,
         )
         for step, values in metrics_until_torn(folder).items():
             assert seen.setdefault(step, values) == values, step

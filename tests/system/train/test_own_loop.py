@@ -123,7 +123,7 @@ def test_what_was_stopped_is_what_was_not(folder: Path, everything: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    "times", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+    "times", [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
 )
 def test_killed_at_any_moment_it_goes_on_from_the_newest_checkpoint(
     folder: Path, times: int
