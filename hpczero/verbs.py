@@ -223,6 +223,18 @@ SITE_VERBS = {
     ),
 }
 
+CLUSTER_VERBS = {
+    "list": verb(
+        "hpczero.commands.cluster:list_", "list the clusters that jobs can be planned for", _JSON
+    ),
+    "show": verb(
+        "hpczero.commands.cluster:show",
+        "a cluster's devices, nodes and network, and where the numbers come from",
+        argument("name CLUSTER", "its name, or a file *.toml"),
+        _JSON,
+    ),
+}
+
 VERBS = {
     "init": verb(
         "hpczero.commands.check:init",
@@ -370,6 +382,9 @@ VERBS = {
     ),
     "site": verb_group(
         "show known sites", "Show known sites: nodes, queues, launchers.", SITE_VERBS
+    ),
+    "cluster": verb_group(
+        "show clusters to plan for", "Show clusters: devices, nodes, network.", CLUSTER_VERBS
     ),
     "spec": verb(
         "hpczero.commands.check:reference",
