@@ -37,6 +37,7 @@ class Products(Table):
     """Products of matrices in one precision.
 
     One of m x k and k x n reaches peak * reached * r(m) * r(n) * r(k), where r(x) = x / (x + half).
+    Attention in one kernel reaches peak * attention * r(keys), with `attention_half`.
     """
 
     peak_tflops: Rate  # of the data sheet, without sparsity
@@ -44,6 +45,10 @@ class Products(Table):
     half_outer: Size = 0.0  # m and n with which half of that is reached
     half_inner: Size = 0.0  # k with which half of that is reached
     tile: Annotated[int, Field(ge=1, le=4096)] = 1  # m and n count in whole tiles
+    units: Annotated[int, Field(ge=0, le=4096)] = 0  # that make a tile each; 0: one, or unknown
+    unaligned: Share = 0.5  # of the rate, where a row is no multiple of 16 bytes
+    attention: Share = 0.5  # of the peak, with very many keys
+    attention_half: Size = 0.0  # keys with which half of that is reached
 
 
 class Device(Table):
@@ -55,6 +60,7 @@ class Device(Table):
     bandwidth_gb_s: Rate  # of its memory; of one core alone
     bandwidth_reached: Share = 0.85
     launch_us: Microseconds  # the host takes to start an operation
+    step_us: Microseconds = 1000.0  # the host takes for a step, besides: batch, loss, log
     bus_gb_s: Rate | None = None  # between a GPU and the node's memory
     products: dict[Precision, Products] = Field(min_length=1)
 

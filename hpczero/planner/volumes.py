@@ -201,17 +201,14 @@ class Volumes:
         coordinate = partial(grid.coordinate, group[0])
         if axis == "data":
             cut_alike = grid.nodes_cut_data_alike
-            key: tuple[Any, ...] = (
-                self._data,
-                coordinate("pipeline"),
-                coordinate("tensor"),
-                on_nodes,
-                cut_alike,
-            )
+            place = coordinate("pipeline"), coordinate("tensor")
+            key: tuple[Any, ...] = (self.of_data, *place, on_nodes, cut_alike)
         elif axis == "tensor":
-            key = self._tensor, coordinate("pipeline"), self._batches(coordinate("data")), on_nodes
+            batches = self.batches(coordinate("data"))
+            key = self.of_tensor, coordinate("pipeline"), batches, on_nodes
         elif axis == "pipeline":
-            key = self._pipeline, coordinate("tensor"), self._batches(coordinate("data")), on_nodes
+            batches = self.batches(coordinate("data"))
+            key = self.of_pipeline, coordinate("tensor"), batches, on_nodes
         else:
             assert axis == "world", f"nothing says what is sent along the axis {axis}"
             key = self._world, on_nodes
@@ -220,7 +217,7 @@ class Volumes:
             self._known[key] = GroupVolumes(compute(*arguments) if len(group) > 1 else [([{}], 1)])
         return self._known[key]
 
-    def _batches(self, data_rank: int) -> Batches:
+    def batches(self, data_rank: int) -> Batches:
         counts = micro_batch_counts(data_rank, *self._batch, self.data_ranks)
         return tuple(sorted(counts.items()))
 
@@ -233,7 +230,7 @@ class Volumes:
             agreement = Sent(*evenly(2 * _AGREEMENT, ranks, ranks - count))
             yield [{"all_reduce": agreement}], count * nodes
 
-    def _data(
+    def of_data(
         self, stage: int, tensor_rank: int, on_nodes: Sequence[int], cut_alike: bool
     ) -> Iterator[RepeatedRanks]:
         shared = shares_nodes(self.spec.zero, on_nodes, cut_alike)
@@ -286,14 +283,14 @@ class Volumes:
             )
         return self._gathers_of[key]
 
-    def _tensor(
+    def of_tensor(
         self, stage: int, batches: Batches, on_nodes: Sequence[int]
     ) -> Iterator[RepeatedRanks]:
         ranks = self.spec.parallel.tensor
         messages = [
             message
             for samples, times in batches
-            for message in self._tensor_messages(stage, samples, times)
+            for message in self.tensor_messages(stage, samples, times)
         ]
         for count, nodes in _runs(on_nodes):
             elsewhere = ranks - count
@@ -303,7 +300,7 @@ class Volumes:
                 operations[operation] = operations.get(operation, Sent()) + sent
             yield [operations], count * nodes
 
-    def _tensor_messages(
+    def tensor_messages(
         self, stage: int, samples: int, times: int
     ) -> Iterator[tuple[str, int, int]]:
         """Yield operation, bytes (of an all_reduce twice: there and back), number in a step."""
@@ -341,7 +338,7 @@ class Volumes:
                 for numbers in _LOSS:
                     yield "all_reduce", 2 * numbers * 4 * rows, times * count
 
-    def _pipeline(
+    def of_pipeline(
         self, tensor_rank: int, batches: Batches, on_nodes: Sequence[int]
     ) -> Iterator[RepeatedRanks]:
         stages = self.spec.parallel.pipeline

@@ -9,6 +9,7 @@ Of the parameters of its stage's layers a rank holds the part of its tensor rank
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from math import inf, lcm
 from typing import TypeVar
@@ -144,7 +145,12 @@ class LayoutCache:
 
 def parts(costs: Sequence[float], stages: int, chunks: int = 1) -> tuple[range, ...]:
     """Return the layers of each part, in the order of the model; `costs` are those of layers."""
-    return cut(costs, stages * chunks)
+    return _known_cut(tuple(costs), stages * chunks)
+
+
+@lru_cache(maxsize=256)
+def _known_cut(costs: tuple[float, ...], count: int) -> tuple[range, ...]:
+    return cut(costs, count)
 
 
 def layers_of(cuts: Sequence[range], stages: int, stage: int) -> tuple[range, ...]:

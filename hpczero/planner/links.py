@@ -1,0 +1,89 @@
+"""Seconds of collectives and messages on a cluster's links (pure).
+
+Bytes are those that `planner.volumes` counts for a rank, inside its node and to others. They take
+latency and bytes by bandwidth, of what is slower: a device's link in its node, or the adapters.
+
+direct   from each rank to each other: all ranks of a node share its adapters, one of which is the
+         most that a rank can use
+ring     through all nodes: all that a rank sends passes once from node to node, so a group of
+         several ranks on a node uses that many adapters; groups beside it share them
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2
+
+from hpczero.planner.cluster import Cluster
+from hpczero.planner.spread import Nodes, Spread
+from hpczero.planner.volumes import Sent
+
+_MICRO, _GIGA = 1e-6, 1e9
+_MESSAGE = 1e-6  # seconds of a host for each of the messages that a rank starts at the same time
+_COPIES = 3  # times that bytes pass the memory of a node on their way from rank to rank
+
+
+@dataclass(frozen=True)
+class Links:
+    """Links and adapters as the ranks of one node share them."""
+
+    link: float  # bytes a second of a rank to others of its node
+    adapter: float  # of one
+    adapters: float  # of a node, to switches that may have less
+    of_device: float  # adapters for each device, one at least
+    link_latency: float  # seconds
+    latency: float
+
+    @classmethod
+    def of(cls, cluster: Cluster, nodes: Nodes) -> "Links":
+        node, network = cluster.node, cluster.network
+        link = node.link_gb_s * node.link_reached
+        if cluster.device.kind == "cpu":
+            link = min(link, node.bandwidth_gb_s / (_COPIES * nodes.most))
+        else:
+            link /= -(-nodes.most // node.devices)
+        adapter = network.adapter_gb_s * network.reached
+        return cls(
+            link * _GIGA,
+            adapter * _GIGA,
+            adapter * network.adapters / network.oversubscription * _GIGA,
+            max(1.0, network.adapters / node.devices),
+            node.link_us * _MICRO,
+            network.latency_us * _MICRO,
+        )
+
+    def collective(
+        self, operation: str, sent: Sent, spread: Spread, rings: bool, count: float = 1
+    ) -> float:
+        """Return the seconds of `count` operations in which a rank sends so much altogether."""
+        if spread.ranks == 1:
+            return 0.0
+        together = sent.inside + sent.between
+        steps = count * self._latency(operation, spread, rings)
+        if spread.nodes == 1:
+            return steps + together / self.link
+        if rings:
+            own = self.adapter * self.of_device * spread.on_one
+            rate = min(self.link, own, self.adapters / spread.beside)
+            return steps + together / rate
+        rate = min(
+            self.adapter * self.of_device, self.adapters / (spread.on_one * spread.beside)
+        )
+        return steps + max(sent.inside / self.link, sent.between / rate)
+
+    def _latency(self, operation: str, spread: Spread, rings: bool) -> float:
+        twice = 2 if operation == "all_reduce" else 1
+        inside = self.link_latency * ceil(log2(spread.on_one)) if spread.on_one > 1 else 0.0
+        if spread.nodes == 1:
+            return twice * inside
+        hops = spread.nodes
+        if not rings:
+            return twice * (inside + self.latency + spread.ranks * _MESSAGE)
+        if operation == "all_reduce":  # by trees, where they are faster
+            hops = min(hops, ceil(log2(spread.nodes)))
+        return twice * (inside + self.latency * hops)
+
+    def message(self, size: float, spread: Spread, between: bool) -> float:
+        """Return the seconds of a message between neighbours, while others of the node send too."""
+        if not between:
+            return self.link_latency + size / self.link
+        senders = max(1, spread.beside)
+        return self.latency + size / min(self.adapter * self.of_device, self.adapters / senders)

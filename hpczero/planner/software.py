@@ -1,0 +1,39 @@
+"""How a training system works where systems differ (pure).
+
+The defaults are hpczero's own. Others are described to hold the model of time against what was
+measured with them: `docs/foresight.md`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpczero.planner.memory import Platform
+
+
+@dataclass(frozen=True)
+class Software:
+    """What a system does with a spec.
+
+    `attention`: "flash", in one kernel that makes the scores again in backward; "kept", by products
+    with a matrix of scores between them; "again", so too, and all of it once more in backward.
+    `score_bytes`: those that the operations on scores move for each, forward and backward.
+    `rings`: collectives that go round a ring through all nodes, so that bytes cross between two
+    nodes once; the others go straight from each rank to each other.
+    """
+
+    attention: Literal["flash", "kept", "again"] = "flash"
+    score_bytes: tuple[float, float] = (0.0, 0.0)
+    rings: frozenset[str] = frozenset()
+    hidden: float = 1.0  # share of the data axis's time that computing can hide
+    hides_weights: bool = True  # new weights are gathered while the next forward begins
+    hides_reduction: bool = True  # gradients are summed while backward goes on
+    divides_messages: bool = False  # tensor ranks each send a part between stages
+    accumulates_apart: bool = True  # gradients of micro-batches are added by operations of their own
+
+
+NCCL = frozenset({"all_reduce", "reduce_scatter", "all_gather"})
+
+
+def own(platform: Platform) -> Software:
+    """Return how hpczero works: with torch.distributed all_gathers are those of NCCL."""
+    return Software(rings=frozenset({"all_gather"}) if platform.native else frozenset())

@@ -1,0 +1,116 @@
+"""The pieces that a step's time is composed of, and the causes of their seconds (pure).
+
+`planner.step_time` composes a step of them, whoever says them: `planner.predicted` for a cluster,
+or what a run measured of itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+Seconds = Mapping[str, float]  # by cause
+
+# cause -> what it is, and what would shrink it
+CAUSES = {
+    "compute": (
+        "products of matrices",
+        "fewer operations: memory.recompute to less, or larger products by less tensor parallelism",
+    ),
+    "attention": (
+        "attention between its maps",
+        "shorter sequences, or layers that see a window of keys",
+    ),
+    "memory": (
+        "operations between the products, through the device's memory",
+        "hpczero's kernels (model.kernels), sequence_parallel with tensor ranks",
+    ),
+    "launch": (
+        "the device waits for the host to start operations",
+        "a larger micro_batch, or less tensor parallelism",
+    ),
+    "tensor": (
+        "collectives of tensor ranks",
+        "less tensor parallelism, or tensor innermost inside a node",
+    ),
+    "bubble": (
+        "stages of the pipeline that wait",
+        "more micro-batches a step, fewer stages, or an interleaved schedule with more chunks",
+    ),
+    "messages": (
+        "messages between stages",
+        "fewer stages or chunks, or a larger micro_batch",
+    ),
+    "data": (
+        "sums and gathers over data ranks that nothing hides",
+        "a lower zero.stage, fewer micro-batches at stages 2 and 3, more tokens a step",
+    ),
+    "optimizer": (
+        "the update of the weights",
+        "zero.stage 1 or more with more data ranks, or more tokens a step",
+    ),
+    "offload": (
+        "states or activations that come and go",
+        "no zero.offload, or more tokens a step",
+    ),
+    "checkpoint": (
+        "checkpoints",
+        "a larger checkpoint.every, or checkpoint.asynchronous",
+    ),
+    "overhead": (
+        "what a step takes besides",
+        "more tokens a step",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Seconds of the data axis at one end of a stage's step.
+
+    `uncovered` come before, or after, all computing that could hide them; `coverable` beside it.
+    `offload`: seconds of states elsewhere, which the same computing can hide.
+    """
+
+    uncovered: float = 0.0
+    coverable: float = 0.0
+    offload: float = 0.0
+
+
+class StepCosts(Protocol):
+    """The pieces of a step, for a rank of each stage."""
+
+    def action(self, kind: str, stage: int, chunk: int) -> Seconds:
+        """Return the seconds of a forward or backward of one micro-batch, without data's."""
+        ...
+
+    def data(self, kind: str, stage: int, chunk: int) -> float:
+        """Return the seconds of the data axis beside each such action."""
+        ...
+
+    def bus(self, kind: str, stage: int, chunk: int) -> float:
+        """Return the seconds of activations over the bus beside each such action."""
+        ...
+
+    def transfer(self, part: int) -> float:
+        """Return the seconds of a message between a part and the next one."""
+        ...
+
+    def weights(self, stage: int) -> Edge:
+        """Return what comes before a stage's first forward, or beside it."""
+        ...
+
+    def gradients(self, stage: int) -> Edge:
+        """Return what comes beside a stage's last backward, or after it."""
+        ...
+
+    def after(self) -> Seconds:
+        """Return the seconds after all backwards, without checkpoints."""
+        ...
+
+    def checkpoint(self, step: float) -> float:
+        """Return the seconds of checkpoints in a step that takes so long without them."""
+        ...
+
+    def hidden(self) -> float:
+        """Return the share of the data axis's seconds that computing hides where it can."""
+        ...

@@ -1,0 +1,196 @@
+"""The time of a step, composed of its pieces, by cause (pure).
+
+Stages carry out their schedule; each waits where the course of the pipeline says so. The data axis
+works beside the actions: what is longer than the computing beside it shows. The rank on which the
+last backward ends is the one whose time is broken down: its own actions, its waits (the bubble, and
+what messages add to it), what data adds before and after, and what follows for all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+
+from hpczero.model.families import family, known
+from hpczero.model.shapes import Layer
+from hpczero.errors import InputError
+from hpczero.parallel.pipeline.schedule import schedule
+from hpczero.parallel.pipeline.simulate import Interval, Times, simulate
+from hpczero.planner.cluster import Cluster
+from hpczero.planner.memory import Platform
+from hpczero.planner.predicted import Machine, Predicted
+from hpczero.planner.software import Software, own
+from hpczero.planner.spread import Nodes
+from hpczero.planner.step_costs import CAUSES, Edge, StepCosts
+from hpczero.planner.timetable import Durations, ends
+from hpczero.spec.schema import Spec
+
+KINDS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The schedule of a step: `kind` of `parallel.pipeline.schedule`."""
+
+    kind: str
+    stages: int
+    chunks: int
+    micro_batches: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step by cause, and what follows from them.
+
+    `model_operations`: of the model's formula, without what is computed again. `peak`: operations a
+    second of all devices.
+    """
+
+    causes: dict[str, float]
+    tokens: int
+    model_operations: float
+    peak: float
+    pipeline: Pipeline
+    durations: Durations
+
+    @property
+    def seconds(self) -> float:
+        return fsum(self.causes.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def utilisation(self) -> float:
+        return self.model_operations / self.seconds / self.peak
+
+    def largest(self, count: int = 3) -> list[tuple[str, float, str]]:
+        """Return the largest causes: name, share of the step, what would shrink it."""
+        ranked = sorted(self.causes, key=lambda cause: -self.causes[cause])[:count]
+        return [
+            (cause, self.causes[cause] / self.seconds, _sentence(cause)) for cause in ranked
+        ]
+
+    def intervals(self) -> tuple[tuple[Interval, ...], ...]:
+        """Return when each stage carries out which action, for a drawing."""
+        of = self.pipeline
+        actions = {"forward": self.durations.forward, "backward": self.durations.backward}
+        times = Times(actions, self.durations.transfers)
+        plan = schedule(of.kind, of.stages, of.chunks, of.micro_batches)
+        return simulate(plan, of.chunks, of.micro_batches, times).intervals
+
+
+def _sentence(cause: str) -> str:
+    called, shrinks = CAUSES[cause]
+    return f"{called}: less with {shrinks}"
+
+
+def predict(
+    spec: Spec,
+    layers: Sequence[Layer],
+    nodes: Nodes,
+    cluster: Cluster,
+    platform: Platform,
+    software: Software | None = None,
+) -> StepTime:
+    """Return the time of a step on so many ranks of a cluster."""
+    if not known(spec.model):
+        raise InputError(
+            f"{spec.model.family} has to be built before its operations are known: "
+            "no time is predicted for it"
+        )
+    machine = Machine(cluster, platform, software or own(platform))
+    costs = Predicted(spec, layers, nodes, machine)
+    parallel = spec.parallel
+    kind = parallel.schedule if parallel.pipeline > 1 else "1f1b"
+    chunks = len(costs.parts[0])
+    pipeline = Pipeline(kind, parallel.pipeline, chunks, costs.batch.micro_batches)
+    causes, durations = compose(pipeline, costs)
+    samples = spec.train.global_batch
+    operations = samples * sum(family(spec.model).operations(spec.model, spec.seq_len))
+    peak = costs.rates.peak * nodes.ranks
+    return StepTime(causes, samples * spec.seq_len, operations, peak, pipeline, durations)
+
+
+def compose(pipeline: Pipeline, costs: StepCosts) -> tuple[dict[str, float], Durations]:
+    """Return the seconds of a step by cause, and the durations of its actions and messages."""
+    durations, shown = _durations(pipeline, costs)
+    begins, done = ends(
+        pipeline.kind, pipeline.stages, pipeline.chunks, pipeline.micro_batches, durations
+    )
+    still = Durations(durations.forward, durations.backward, [0.0] * len(durations.transfers))
+    _, undelayed = (
+        (begins, done)
+        if not any(durations.transfers)
+        else ends(pipeline.kind, pipeline.stages, pipeline.chunks, pipeline.micro_batches, still)
+    )
+    first = [_first(pipeline, durations.forward, stage) for stage in range(pipeline.stages)]
+    last = [_first(pipeline, durations.backward, stage) for stage in range(pipeline.stages)]
+    late = {}
+    for stage in range(pipeline.stages):
+        edge = costs.weights(stage)
+        data = edge.uncovered + _exposed(edge.coverable, first[stage], costs.hidden())
+        room = max(0.0, first[stage] - edge.coverable)
+        late[stage] = data, max(0.0, edge.offload - room)
+    slowest = max(late, key=lambda stage: sum(late[stage]) - begins[stage])
+    wait = max(0.0, sum(late[slowest]) - begins[slowest])
+    after = [
+        _after(costs.gradients(stage), last[stage], costs.hidden())
+        for stage in range(pipeline.stages)
+    ]
+    ending = max(range(pipeline.stages), key=lambda stage: done[stage] + after[stage])
+    causes = dict.fromkeys(CAUSES, 0.0)
+    for chunk in range(pipeline.chunks):
+        for cause, seconds in shown[chunk * pipeline.stages + ending].items():
+            causes[cause] += seconds * pipeline.micro_batches
+    busy = fsum(causes.values())
+    causes["bubble"] = max(0.0, undelayed[ending] - busy)
+    causes["messages"] = done[ending] - undelayed[ending]
+    data, offload = late[slowest]
+    shown_data = min(wait, data)
+    causes["data"] += shown_data + after[ending]
+    causes["offload"] += wait - shown_data
+    for cause, seconds in costs.after().items():
+        causes[cause] += seconds
+    causes["checkpoint"] = costs.checkpoint(fsum(causes.values()))
+    return causes, durations
+
+
+def _after(edge: Edge, computing: float, hidden: float) -> float:
+    return edge.uncovered + _exposed(edge.coverable, computing, hidden)
+
+
+def _exposed(seconds: float, computing: float, hidden: float) -> float:
+    """Return the seconds that show beside so much computing."""
+    return seconds - hidden * min(seconds, computing)
+
+
+def _first(pipeline: Pipeline, durations: Sequence[float], stage: int) -> float:
+    """Return the seconds of one micro-batch in all of a stage's chunks."""
+    return sum(durations[chunk * pipeline.stages + stage] for chunk in range(pipeline.chunks))
+
+
+def _durations(
+    pipeline: Pipeline, costs: StepCosts
+) -> tuple[Durations, list[dict[str, float]]]:
+    """Return the durations by part, and the causes of a micro-batch's forward and backward."""
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    causes: list[dict[str, float]] = []
+    for part in range(pipeline.stages * pipeline.chunks):
+        chunk, stage = divmod(part, pipeline.stages)
+        together: dict[str, float] = {}
+        for kind in KINDS:
+            shown = dict(costs.action(kind, stage, chunk))
+            computing = sum(shown.values())
+            data = costs.data(kind, stage, chunk)
+            shown["data"] = _exposed(data, computing, costs.hidden())
+            shown["offload"] = max(0.0, costs.bus(kind, stage, chunk) - computing)
+            found[kind].append(sum(shown.values()))
+            for cause, seconds in shown.items():
+                together[cause] = together.get(cause, 0.0) + seconds
+        causes.append(together)
+    parts = pipeline.stages * pipeline.chunks
+    transfers = []
+    if pipeline.stages > 1:
+        transfers = [costs.transfer(part) for part in range(parts - 1)]
+    return Durations(found["forward"], found["backward"], transfers), causes

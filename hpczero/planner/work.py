@@ -1,0 +1,97 @@
+"""The work of a pipeline's parts for a micro-batch (pure).
+
+Layers that are alike are counted, not listed: blocks differ in what is computed again in backward,
+and in how many keys their queries see.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpczero.model.families import family
+from hpczero.model.shapes import Layer, window
+from hpczero.model.work import Pass, WorkLayout
+from hpczero.parallel.activations.choice import loss_rows, recomputed
+from hpczero.parallel.pipeline.partition import Chunks, layers_that_run
+from hpczero.planner.activations import element_bytes
+from hpczero.planner.volumes import Batches
+from hpczero.spec.model import Model
+from hpczero.spec.schema import Memory, Spec
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The micro-batches of the busiest data rank, and how many samples one has on average."""
+
+    micro_batches: int
+    samples: float
+
+    @classmethod
+    def of(cls, batches: Batches) -> "Batch":
+        count = sum(times for _, times in batches)
+        return cls(count, sum(samples * times for samples, times in batches) / count)
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Layers that do the same: one of them, and how much of its forward backward repeats."""
+
+    layer: Layer
+    repeats: str  # "none", "selective" or "block"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a stage's chunk runs: layers that are alike -> how many."""
+
+    layers: tuple[tuple[Alike, int], ...]
+
+    def count(self, kind: str) -> int:
+        return sum(count for alike, count in self.layers if alike.layer.kind == kind)
+
+    @property
+    def recomputed_blocks(self) -> int:
+        return sum(count for alike, count in self.layers if alike.repeats == "block")
+
+
+def layout_of(spec: Spec, samples: float, kernels: frozenset[str]) -> WorkLayout:
+    parallel = spec.parallel
+    return WorkLayout(
+        samples,
+        spec.seq_len,
+        element_bytes(spec),
+        parallel.tensor,
+        parallel.sequence_parallel and parallel.tensor > 1,
+        kernels,
+        bool(loss_rows(spec.memory, int(samples * spec.seq_len))),
+    )
+
+
+def passes(model: Model, alike: Alike, layout: WorkLayout) -> tuple[Pass, Pass]:
+    """Return forward and backward of one of these layers."""
+    work = family(model).work(model, alike.layer, layout)
+    backward = work.backward + Pass(work.backward_products, work.forward.cores)
+    if alike.repeats == "block":
+        backward = backward + work.forward
+    elif alike.repeats == "selective":
+        backward = backward + work.again
+    return work.forward, backward
+
+
+def parts_of(stage: Chunks, model: Model, memory: Memory) -> tuple[Part, ...]:
+    """Return what each chunk of a stage runs."""
+    return tuple(_part(chunk, model, memory) for chunk in stage)
+
+
+def _part(chunk: Sequence[Layer], model: Model, memory: Memory) -> Part:
+    counts = Counter[tuple[str, str, int]]()
+    examples: dict[tuple[str, str, int], Alike] = {}
+    for layer in layers_that_run([chunk]):
+        repeats = recomputed(memory, layer)
+        reach = 0
+        if layer.kind == "blocks":
+            reach = window(model, int(layer.name.rpartition(".")[2]))
+        key = layer.kind, repeats, reach
+        counts[key] += 1
+        examples.setdefault(key, Alike(layer, repeats))
+    return Part(tuple((examples[key], count) for key, count in counts.items()))
