@@ -5,7 +5,6 @@ together, as attention's for each head. Bytes are those that operations between 
 and write; launches are the operations that a host has to start.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
@@ -45,10 +44,11 @@ class Core:
     keys: float
     visible: float
     head_dim: int
+    backward: bool = False  # the gradients of all three, in place of the result
 
     @property
     def operations(self) -> float:
-        """Operations of both products with all keys, masked ones included."""
+        """Operations of forward's products with all keys, masked ones included."""
         return 4 * self.heads * self.queries * self.keys * self.head_dim
 
     @property
@@ -99,14 +99,11 @@ class LayerWork:
     again: Pass = NOTHING
 
     @property
-    def backward_products(self) -> tuple[Product, ...]:
-        return tuple(part for product in self.forward.products for part in product.backward)
-
-    @property
-    def complete(self) -> "LayerWork":
-        """Return it with backward's products and cores listed."""
-        backward = self.backward + Pass(self.backward_products, self.forward.cores)
-        return replace(self, backward=backward)
+    def gradients(self) -> Pass:
+        """All of backward: the gradients of forward's products and cores, and its own work."""
+        products = tuple(part for product in self.forward.products for part in product.backward)
+        cores = tuple(replace(core, backward=True) for core in self.forward.cores)
+        return self.backward + Pass(products, cores)
 
 
 @dataclass(frozen=True)
@@ -140,6 +137,3 @@ def visible_keys(seq_len: int, window: int) -> float:
     reach = min(window or seq_len, seq_len)
     return reach * (seq_len - (reach - 1) / 2) / seq_len
 
-
-def total_operations(products: Iterable[Product], cores: Iterable[Core]) -> float:
-    return sum(each.operations for each in products) + sum(each.operations for each in cores)

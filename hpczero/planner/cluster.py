@@ -37,7 +37,8 @@ class Products(Table):
     """Products of matrices in one precision.
 
     One of m x k and k x n reaches peak * reached * r(m) * r(n) * r(k), where r(x) = x / (x + half).
-    Attention in one kernel reaches peak * attention * r(keys), with `attention_half`.
+    Attention in one kernel reaches peak * attention * r(keys), with `attention_half`; its backward
+    peak * attention_backward * r(keys).
     """
 
     peak_tflops: Rate  # of the data sheet, without sparsity
@@ -48,6 +49,7 @@ class Products(Table):
     units: Annotated[int, Field(ge=0, le=4096)] = 0  # that make a tile each; 0: one, or unknown
     unaligned: Share = 0.5  # of the rate, where a row is no multiple of 16 bytes
     attention: Share = 0.5  # of the peak, with very many keys
+    attention_backward: Share = 0.4
     attention_half: Size = 0.0  # keys with which half of that is reached
 
 

@@ -80,15 +80,18 @@ class Rates:
         through_memory = numbers * product.times * self.element / self.bandwidth
         return max(2 * m * n * product.k * product.times / rate, through_memory)
 
-    def core(self, core: Core, backward: bool) -> float:
+    def core(self, core: Core) -> float:
         if self.software.attention == "flash":
             of = self.of_products
-            reached = of.attention * _r(core.keys, of.attention_half)
             operations = core.operations * core.visible / core.keys
-            return operations * (_BACKWARD_OF_CORE if backward else 1.0) / (self.peak * reached)
+            reached = of.attention * self.software.core_forward
+            if core.backward:
+                operations *= _BACKWARD_OF_CORE
+                reached = of.attention_backward * self.software.core_backward
+            return operations / (self.peak * reached * _r(core.keys, of.attention_half))
         forward = sum(map(self.product, core.products))
         forward += core.scores * self.software.score_bytes[0] / self.bandwidth
-        if not backward:
+        if not core.backward:
             return forward
         products = (part for product in core.products for part in product.backward)
         seconds = sum(map(self.product, products))
@@ -99,10 +102,10 @@ class Rates:
         """Return the seconds of bytes through the device's memory."""
         return size / self.bandwidth
 
-    def time(self, work: Pass, backward: bool) -> PassTime:
+    def time(self, work: Pass) -> PassTime:
         return PassTime(
             sum(map(self.product, work.products)),
-            sum(self.core(core, backward) for core in work.cores),
+            sum(map(self.core, work.cores)),
             self.moved(work.bytes),
             work.launches_with_products * self.device.launch_us * _MICRO,
         )

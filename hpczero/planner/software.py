@@ -23,6 +23,8 @@ class Software:
 
     attention: Literal["flash", "kept", "again"] = "flash"
     score_bytes: tuple[float, float] = (0.0, 0.0)
+    core_forward: float = 1.0  # rate of its kernel of attention, by that of the cluster's
+    core_backward: float = 1.0
     rings: frozenset[str] = frozenset()
     hidden: float = 1.0  # share of the data axis's time that computing can hide
     hides_weights: bool = True  # new weights are gathered while the next forward begins

@@ -17,10 +17,11 @@ from hpczero.parallel.pipeline.schedule import schedule
 from hpczero.parallel.pipeline.simulate import Interval, Times, simulate
 from hpczero.planner.cluster import Cluster
 from hpczero.planner.memory import Platform
-from hpczero.planner.predicted import Machine, Predicted
+from hpczero.planner.predicted import Predicted
 from hpczero.planner.software import Software, own
 from hpczero.planner.spread import Nodes
 from hpczero.planner.step_costs import CAUSES, Edge, StepCosts
+from hpczero.planner.step_work import StepWork
 from hpczero.planner.timetable import Durations, ends
 from hpczero.spec.schema import Spec
 
@@ -99,16 +100,20 @@ def predict(
             f"{spec.model.family} has to be built before its operations are known: "
             "no time is predicted for it"
         )
-    machine = Machine(cluster, platform, software or own(platform))
-    costs = Predicted(spec, layers, nodes, machine)
-    parallel = spec.parallel
-    kind = parallel.schedule if parallel.pipeline > 1 else "1f1b"
-    chunks = len(costs.parts[0])
-    pipeline = Pipeline(kind, parallel.pipeline, chunks, costs.batch.micro_batches)
+    return time_of(StepWork(spec, layers, nodes, platform), cluster, software or own(platform))
+
+
+def time_of(work: StepWork, cluster: Cluster, software: Software) -> StepTime:
+    """Return the time of a step whose work is counted already."""
+    spec = work.spec
+    costs = Predicted(work, cluster, software)
+    stages = spec.parallel.pipeline
+    kind = spec.parallel.schedule if stages > 1 else "1f1b"
+    pipeline = Pipeline(kind, stages, len(work.parts[0]), work.batch.micro_batches)
     causes, durations = compose(pipeline, costs)
     samples = spec.train.global_batch
     operations = samples * sum(family(spec.model).operations(spec.model, spec.seq_len))
-    peak = costs.rates.peak * nodes.ranks
+    peak = costs.rates.peak * work.nodes.ranks
     return StepTime(causes, samples * spec.seq_len, operations, peak, pipeline, durations)
 
 

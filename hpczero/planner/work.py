@@ -70,7 +70,7 @@ def layout_of(spec: Spec, samples: float, kernels: frozenset[str]) -> WorkLayout
 def passes(model: Model, alike: Alike, layout: WorkLayout) -> tuple[Pass, Pass]:
     """Return forward and backward of one of these layers."""
     work = family(model).work(model, alike.layer, layout)
-    backward = work.backward + Pass(work.backward_products, work.forward.cores)
+    backward = work.gradients
     if alike.repeats == "block":
         backward = backward + work.forward
     elif alike.repeats == "selective":
