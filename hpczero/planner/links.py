@@ -17,7 +17,10 @@ from hpczero.planner.spread import Nodes, Spread
 from hpczero.planner.volumes import Sent
 
 _MICRO, _GIGA = 1e-6, 1e9
-_MESSAGE = 1e-6  # seconds of a host for each of the messages that a rank starts at the same time
+# seconds
+_MESSAGE = 1e-6  # of a rank for each of the messages that it starts at the same time
+_HOP = 2e-6  # of a ring's step from device to device
+_PROXY = 5e-6  # of the thread that hands a ring's step from an adapter on
 _COPIES = 3  # times that bytes pass the memory of a node on their way from rank to rank
 
 
@@ -70,16 +73,19 @@ class Links:
         return steps + max(sent.inside / self.link, sent.between / rate)
 
     def _latency(self, operation: str, spread: Spread, rings: bool) -> float:
+        """Return the seconds of an operation on nothing: it is started, and handed on."""
+        start = self.latency if spread.nodes > 1 else self.link_latency
         twice = 2 if operation == "all_reduce" else 1
-        inside = self.link_latency * ceil(log2(spread.on_one)) if spread.on_one > 1 else 0.0
-        if spread.nodes == 1:
-            return twice * inside
-        hops = spread.nodes
         if not rings:
-            return twice * (inside + self.latency + spread.ranks * _MESSAGE)
-        if operation == "all_reduce":  # by trees, where they are faster
-            hops = min(hops, ceil(log2(spread.nodes)))
-        return twice * (inside + self.latency * hops)
+            return twice * (start + spread.ranks * _MESSAGE)
+        inside, between = spread.ranks - spread.nodes, spread.nodes
+        if spread.nodes == 1:
+            between = 0
+        elif operation == "all_reduce":  # by trees, where they are faster
+            inside = min(inside, spread.on_one)
+            between = min(between, 2 * ceil(log2(spread.nodes)))
+        hops = inside * _HOP + between * (self.latency + _PROXY)
+        return max(start, self.link_latency) + twice * hops
 
     def message(self, size: float, spread: Spread, between: bool) -> float:
         """Return the seconds of a message between neighbours, while others of the node send too."""

@@ -13,7 +13,7 @@ from hpczero.planner.step_work import Repeated, StepWork
 from hpczero.planner.volumes import Sent
 from hpczero.planner.work import Alike
 
-_GIGA, _MICRO = 1e9, 1e-6
+_GIGA, _MILLI, _MICRO = 1e9, 1e-3, 1e-6
 _GATHERS_ONCE_MORE = 1.5  # a backward's sum by a forward's, with sequence parallelism
 
 
@@ -193,7 +193,7 @@ class Predicted:
         return {
             "optimizer": 0.0 if work.is_elsewhere else self.rates.moved(update),
             "messages": self._collective("all_reduce", ties, pipeline) if ties != Sent() else 0.0,
-            "overhead": self.cluster.device.step_us * _MICRO + small,
+            "overhead": self.cluster.device.step_us * _MICRO + self.software.step_ms * _MILLI + small,
         }
 
     def checkpoint(self, step: float) -> float:

@@ -30,6 +30,7 @@ class Software:
     hides_weights: bool = True  # new weights are gathered while the next forward begins
     hides_reduction: bool = True  # gradients are summed while backward goes on
     divides_messages: bool = False  # tensor ranks each send a part between stages
+    step_ms: float = 0.0  # that it takes for a step besides what a cluster's hosts take
     accumulates_apart: bool = True  # gradients of micro-batches are added by operations of their own
 
 

@@ -1,12 +1,16 @@
-"""Fit numbers of a cluster to measured steps: Levenberg and Marquardt's way, in plain Python."""
+"""Fit numbers of clusters to published steps: Levenberg and Marquardt's way, in plain Python.
+
+What is fitted is what data sheets do not say. What the rows do not settle is not: shares of memory
+and links that are measured everywhere stand in the files as they are.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from hpczero.planner.cluster import Cluster
-from tests.support.published_steps import Measured
+from hpczero.planner.cluster import Cluster, find
+from tests.support.published_steps import Measured, korthikanti, mosaic, zero
 
 _STEP = 0.02  # of a number, for its derivative
 _WEIGH = 0.05  # errors beyond this count by their size, not its square
@@ -48,6 +52,80 @@ def errors(
         log(row.predicted(as_changed[row.cluster], **software).seconds / row.seconds)
         for row in rows
     ]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rows with their weights, the clusters they ran on, and the numbers to find for these.
+
+    Numbers of the software are those of the records that the rows have.
+    """
+
+    rows: tuple[tuple[Measured, float], ...]
+    clusters: tuple[str, ...]
+    numbers: tuple[Number, ...]
+    others: tuple[tuple[Measured, float], ...] = ()  # of other software, with its own numbers
+
+    def start(self) -> dict[str, float]:
+        """Return the numbers as they stand in the file and in the record."""
+        cluster = find(self.clusters[0]).cluster.model_dump()
+        software = self.rows[0][0].software
+        found = {}
+        for number in self.numbers:
+            value: Any = cluster
+            words = number.path.split(".")
+            if words[0] == "software":
+                found[number.path] = getattr(software, words[1])
+                continue
+            for word in words:
+                value = value[word]
+            found[number.path] = value
+        return found
+
+    def errors(self, numbers: Mapping[str, float]) -> list[float]:
+        """Return the weighted errors of all rows."""
+        clusters = {name: find(name).cluster for name in self.clusters}
+        of_hardware = {key: value for key, value in numbers.items() if key not in _SOFTWARE}
+        rows = errors([row for row, _ in self.rows], clusters, numbers)
+        rows += errors([row for row, _ in self.others], clusters, of_hardware)
+        weights = [weight for _, weight in (*self.rows, *self.others)]
+        return [error * weight for error, weight in zip(rows, weights, strict=True)]
+
+
+_SOFTWARE = ("software.core_forward", "software.core_backward", "software.step_ms")
+
+
+def products(precision: str) -> tuple[Number, ...]:
+    path = f"device.products.{precision}"
+    return (
+        Number(f"{path}.reached", 0.4, 1.0),
+        Number(f"{path}.half_outer", 0.0, 256.0),
+        Number(f"{path}.half_inner", 0.0, 256.0),
+    )
+
+
+def a100() -> Fit:
+    """MosaicML's rows, and Korthikanti's with the weight of three each, as they are few."""
+    return Fit(
+        tuple((row, 1.0) for row in mosaic()),
+        ("dgx-a100-80", "dgx-a100-40"),
+        (
+            *products("bf16")[:2],  # what k costs the rows do not tell apart from what m and n do
+            Number("device.products.bf16.attention_half", 0.0, 4000.0),
+            Number("software.core_forward", 0.2, 1.5),
+            Number("software.core_backward", 0.2, 1.5),
+            Number("software.step_ms", 0.0, 100.0),
+        ),
+        tuple((row, 3.0) for row in korthikanti()),
+    )
+
+
+def v100() -> Fit:
+    """ZeRO's rows: they alone say how far DGX-2's network was used."""
+    rows = tuple((row, 1.0) for row in zero())
+    return Fit(
+        rows, ("dgx2-v100",), (*products("fp16"), Number("network.reached", 0.1, 0.95))
+    )
 
 
 def fit(
