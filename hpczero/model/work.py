@@ -136,4 +136,3 @@ def visible_keys(seq_len: int, window: int) -> float:
     """Return how many keys a query sees on average: those before it, its own, `window` at most."""
     reach = min(window or seq_len, seq_len)
     return reach * (seq_len - (reach - 1) / 2) / seq_len
-

@@ -110,7 +110,7 @@ class Cluster(Table):
 
     def products(self, precision: str) -> Products:
         """Return the rates of products; fp32 stands in for half precision that a device lacks."""
-        by_precision: dict[str, Products] = dict(self.device.products)
+        by_precision = {str(name): rate for name, rate in self.device.products.items()}
         for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, ""), "fp32"):
             if name in by_precision:
                 return by_precision[name]

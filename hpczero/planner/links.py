@@ -67,9 +67,7 @@ class Links:
             own = self.adapter * self.of_device * spread.on_one
             rate = min(self.link, own, self.adapters / spread.beside)
             return steps + together / rate
-        rate = min(
-            self.adapter * self.of_device, self.adapters / (spread.on_one * spread.beside)
-        )
+        rate = min(self.adapter * self.of_device, self.adapters / (spread.on_one * spread.beside))
         return steps + max(sent.inside / self.link, sent.between / rate)
 
     def _latency(self, operation: str, spread: Spread, rings: bool) -> float:

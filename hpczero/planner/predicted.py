@@ -193,7 +193,9 @@ class Predicted:
         return {
             "optimizer": 0.0 if work.is_elsewhere else self.rates.moved(update),
             "messages": self._collective("all_reduce", ties, pipeline) if ties != Sent() else 0.0,
-            "overhead": self.cluster.device.step_us * _MICRO + self.software.step_ms * _MILLI + small,
+            "overhead": self.cluster.device.step_us * _MICRO
+            + self.software.step_ms * _MILLI
+            + small,
         }
 
     def checkpoint(self, step: float) -> float:

@@ -31,7 +31,9 @@ class Software:
     hides_reduction: bool = True  # gradients are summed while backward goes on
     divides_messages: bool = False  # tensor ranks each send a part between stages
     step_ms: float = 0.0  # that it takes for a step besides what a cluster's hosts take
-    accumulates_apart: bool = True  # gradients of micro-batches are added by operations of their own
+    accumulates_apart: bool = (
+        True  # gradients of micro-batches are added by operations of their own
+    )
 
 
 NCCL = frozenset({"all_reduce", "reduce_scatter", "all_gather"})

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, permutations
-from math import prod
 
 from hpczero.comm.grid import impossible
 from hpczero.errors import InputError

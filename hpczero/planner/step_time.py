@@ -7,12 +7,12 @@ what messages add to it), what data adds before and after, and what follows for 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import fsum
 
+from hpczero.errors import InputError
 from hpczero.model.families import family, known
 from hpczero.model.shapes import Layer
-from hpczero.errors import InputError
 from hpczero.parallel.pipeline.schedule import schedule
 from hpczero.parallel.pipeline.simulate import Interval, Times, simulate
 from hpczero.planner.cluster import Cluster
@@ -22,7 +22,7 @@ from hpczero.planner.software import Software, own
 from hpczero.planner.spread import Nodes
 from hpczero.planner.step_costs import CAUSES, Edge, StepCosts
 from hpczero.planner.step_work import StepWork
-from hpczero.planner.timetable import Durations, ends
+from hpczero.planner.timetable import Course, Durations, course_of
 from hpczero.spec.schema import Spec
 
 KINDS = ("forward", "backward")
@@ -68,9 +68,7 @@ class StepTime:
     def largest(self, count: int = 3) -> list[tuple[str, float, str]]:
         """Return the largest causes: name, share of the step, what would shrink it."""
         ranked = sorted(self.causes, key=lambda cause: -self.causes[cause])[:count]
-        return [
-            (cause, self.causes[cause] / self.seconds, _sentence(cause)) for cause in ranked
-        ]
+        return [(cause, self.causes[cause] / self.seconds, _sentence(cause)) for cause in ranked]
 
     def intervals(self) -> tuple[tuple[Interval, ...], ...]:
         """Return when each stage carries out which action, for a drawing."""
@@ -120,49 +118,60 @@ def time_of(work: StepWork, cluster: Cluster, software: Software) -> StepTime:
 def compose(pipeline: Pipeline, costs: StepCosts) -> tuple[dict[str, float], Durations]:
     """Return the seconds of a step by cause, and the durations of its actions and messages."""
     durations, shown = _durations(pipeline, costs)
-    begins, done = ends(
-        pipeline.kind, pipeline.stages, pipeline.chunks, pipeline.micro_batches, durations
-    )
-    still = Durations(durations.forward, durations.backward, [0.0] * len(durations.transfers))
-    _, undelayed = (
-        (begins, done)
-        if not any(durations.transfers)
-        else ends(pipeline.kind, pipeline.stages, pipeline.chunks, pipeline.micro_batches, still)
-    )
-    first = [_first(pipeline, durations.forward, stage) for stage in range(pipeline.stages)]
-    last = [_first(pipeline, durations.backward, stage) for stage in range(pipeline.stages)]
-    late = {}
-    for stage in range(pipeline.stages):
-        edge = costs.weights(stage)
-        data = edge.uncovered + _exposed(edge.coverable, first[stage], costs.hidden())
-        room = max(0.0, first[stage] - edge.coverable)
-        late[stage] = data, max(0.0, edge.offload - room)
-    slowest = max(late, key=lambda stage: sum(late[stage]) - begins[stage])
-    wait = max(0.0, sum(late[slowest]) - begins[slowest])
+    course = _course(pipeline, durations)
+    undelayed = course
+    if any(durations.transfers):
+        undelayed = _course(pipeline, replace(durations, transfers=[0.0] * len(shown)))
+    stages = range(pipeline.stages)
     after = [
-        _after(costs.gradients(stage), last[stage], costs.hidden())
-        for stage in range(pipeline.stages)
+        _after(costs.gradients(stage), _of_stage(pipeline, durations.backward, stage), costs)
+        for stage in stages
     ]
-    ending = max(range(pipeline.stages), key=lambda stage: done[stage] + after[stage])
+    last = max(stages, key=lambda stage: course.ends[stage] + after[stage])
     causes = dict.fromkeys(CAUSES, 0.0)
     for chunk in range(pipeline.chunks):
-        for cause, seconds in shown[chunk * pipeline.stages + ending].items():
+        for cause, seconds in shown[chunk * pipeline.stages + last].items():
             causes[cause] += seconds * pipeline.micro_batches
-    busy = fsum(causes.values())
-    causes["bubble"] = max(0.0, undelayed[ending] - busy)
-    causes["messages"] = done[ending] - undelayed[ending]
-    data, offload = late[slowest]
-    shown_data = min(wait, data)
-    causes["data"] += shown_data + after[ending]
-    causes["offload"] += wait - shown_data
+    idle = max(0.0, course.ends[last] - fsum(causes.values()))
+    causes["messages"] += min(idle, max(0.0, course.ends[last] - undelayed.ends[last]))
+    causes["bubble"] += idle - causes["messages"]
+    data, offload = _late(pipeline, costs, durations, course)
+    causes["data"] += data + after[last]
+    causes["offload"] += offload
     for cause, seconds in costs.after().items():
         causes[cause] += seconds
-    causes["checkpoint"] = costs.checkpoint(fsum(causes.values()))
+    causes["checkpoint"] += costs.checkpoint(fsum(causes.values()))
     return causes, durations
 
 
-def _after(edge: Edge, computing: float, hidden: float) -> float:
-    return edge.uncovered + _exposed(edge.coverable, computing, hidden)
+def _course(pipeline: Pipeline, durations: Durations) -> Course:
+    return course_of(
+        pipeline.kind, pipeline.stages, pipeline.chunks, pipeline.micro_batches, durations
+    )
+
+
+def _late(
+    pipeline: Pipeline, costs: StepCosts, durations: Durations, course: Course
+) -> tuple[float, float]:
+    """Return by how much the step is late because weights are: of data, and of states elsewhere.
+
+    A stage needs its weights when it begins; what then remains of their time is hidden behind its
+    first forward, data's first.
+    """
+    most = 0.0, 0.0
+    for stage in range(pipeline.stages):
+        edge = costs.weights(stage)
+        forward = _of_stage(pipeline, durations.forward, stage)
+        data = edge.uncovered + _exposed(edge.coverable, forward, costs.hidden())
+        offload = max(0.0, edge.offload - max(0.0, forward - edge.coverable))
+        late = max(0.0, data + offload - course.begins[stage])
+        of_data = min(late, data)
+        most = max(most, (of_data, late - of_data), key=sum)
+    return most
+
+
+def _after(edge: Edge, computing: float, costs: StepCosts) -> float:
+    return edge.uncovered + _exposed(edge.coverable, computing, costs.hidden())
 
 
 def _exposed(seconds: float, computing: float, hidden: float) -> float:
@@ -170,18 +179,17 @@ def _exposed(seconds: float, computing: float, hidden: float) -> float:
     return seconds - hidden * min(seconds, computing)
 
 
-def _first(pipeline: Pipeline, durations: Sequence[float], stage: int) -> float:
+def _of_stage(pipeline: Pipeline, durations: Sequence[float], stage: int) -> float:
     """Return the seconds of one micro-batch in all of a stage's chunks."""
     return sum(durations[chunk * pipeline.stages + stage] for chunk in range(pipeline.chunks))
 
 
-def _durations(
-    pipeline: Pipeline, costs: StepCosts
-) -> tuple[Durations, list[dict[str, float]]]:
+def _durations(pipeline: Pipeline, costs: StepCosts) -> tuple[Durations, list[dict[str, float]]]:
     """Return the durations by part, and the causes of a micro-batch's forward and backward."""
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     causes: list[dict[str, float]] = []
-    for part in range(pipeline.stages * pipeline.chunks):
+    parts = pipeline.stages * pipeline.chunks
+    for part in range(parts):
         chunk, stage = divmod(part, pipeline.stages)
         together: dict[str, float] = {}
         for kind in KINDS:
@@ -194,8 +202,5 @@ def _durations(
             for cause, seconds in shown.items():
                 together[cause] = together.get(cause, 0.0) + seconds
         causes.append(together)
-    parts = pipeline.stages * pipeline.chunks
-    transfers = []
-    if pipeline.stages > 1:
-        transfers = [costs.transfer(part) for part in range(parts - 1)]
+    transfers = [costs.transfer(part) for part in range(parts - 1)] if pipeline.stages > 1 else []
     return Durations(found["forward"], found["backward"], transfers), causes

@@ -28,7 +28,10 @@ class Repeated:
 
     operation: str
     count: float
-    sent: Sent = Sent()
+    sent: Sent
+
+
+_NONE = Repeated("", 0, Sent())
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class StepWork:
         passes = micro_batches if self.sharded.gradients else 1
         gathers = 2 * micro_batches if self.sharded.parameters else 1
         if spread.ranks == 1:
-            return DataTraffic(Repeated("reduce_scatter", 0), Repeated("all_gather", 0))
+            return DataTraffic(_NONE, _NONE)
         totals = GroupVolumes(self.volumes.of_data(stage, 0, spread.on_nodes, True)).totals
         read = 0.0
         if self.shared:

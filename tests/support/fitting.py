@@ -123,9 +123,7 @@ def a100() -> Fit:
 def v100() -> Fit:
     """ZeRO's rows: they alone say how far DGX-2's network was used."""
     rows = tuple((row, 1.0) for row in zero())
-    return Fit(
-        rows, ("dgx2-v100",), (*products("fp16"), Number("network.reached", 0.1, 0.95))
-    )
+    return Fit(rows, ("dgx2-v100",), (*products("fp16"), Number("network.reached", 0.1, 0.95)))
 
 
 def fit(
@@ -134,7 +132,7 @@ def fit(
     start: Mapping[str, float],
     rounds: int = 8,
 ) -> dict[str, float]:
-    """Return the numbers within their ranges whose errors are the smallest, as found from `start`."""
+    """Return the numbers in their ranges with the smallest errors, as found from `start`."""
     point = {each.path: start[each.path] for each in numbers}
     found = evaluate(point)
     damping = 1e-3
@@ -188,9 +186,7 @@ def _moved(
     free = list(range(len(numbers)))
     moved = dict(point)
     while free:
-        matrix = [
-            [_dot(slopes[row], slopes[column], weights) for column in free] for row in free
-        ]
+        matrix = [[_dot(slopes[row], slopes[column], weights) for column in free] for row in free]
         right = [-_dot(slopes[row], found, weights) for row in free]
         for at in range(len(free)):
             matrix[at][at] = matrix[at][at] * (1 + damping) + 1e-12

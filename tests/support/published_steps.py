@@ -12,8 +12,8 @@ from hpczero.planner.cluster import Cluster, find
 from hpczero.planner.memory import Platform
 from hpczero.planner.software import NCCL, Software
 from hpczero.planner.spread import Nodes
-from hpczero.planner.step_work import StepWork
 from hpczero.planner.step_time import StepTime, time_of
+from hpczero.planner.step_work import StepWork
 from hpczero.spec.schema import Data, Memory, Model, Parallel, Spec, Train, Zero
 
 TABLES = Path(__file__).parent / "published"
@@ -33,7 +33,9 @@ MEGATRON_2022 = Software(
 )
 MEGATRON_SELECTIVE = replace(MEGATRON_2022, attention="again")
 # PyTorch's FSDP with flash attention: gathers and sums run beside the computing.
-FSDP_2023 = Software(rings=NCCL, hidden=0.7, hides_weights=False, core_forward=0.9, core_backward=0.5, step_ms=17.6)
+FSDP_2023 = Software(
+    rings=NCCL, hidden=0.7, hides_weights=False, core_forward=0.9, core_backward=0.5, step_ms=17.6
+)
 # DeepSpeed of 2020 on Megatron of 2019: scores scaled, masked, normalised and dropped one after the
 # other; gradients are summed and weights gathered with nothing beside them.
 DEEPSPEED_2020 = Software(
