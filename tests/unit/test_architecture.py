@@ -37,9 +37,11 @@ ALLOWED = {
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
     "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "data.samples"}
-    | {"model.shapes", "model.families"}
+    | {"model.shapes", "model.families", "model.work"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
-    | {"parallel.pipeline.schedule", "parallel.pipeline.partition"},
+    | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
+    | {"parallel.pipeline.simulate"},
+    "planner.cluster": {"errors", "env", "spec", "text"},
     "parallel": {"model", "comm", "optim", "spec", "text"}
     | {"hpczero_kernels", "errors", "device"},
     "parallel.offload": {"model", "comm", "parallel", "spec", "text"}
@@ -79,6 +81,7 @@ PURE = (
     *(
         "model.shapes",
         "model.families",
+        "model.work",
         "planner",
         "comm.grid",
         "comm.trace",
