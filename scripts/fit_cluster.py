@@ -35,10 +35,9 @@ def report(of: Fit, errors: Sequence[float]) -> None:
 
 def main() -> None:
     of = FITS[sys.argv[1]]()
-    start = of.start()
     print("as they stand")
-    report(of, of.errors(start))
-    found = fit(of.errors, of.numbers, start, rounds=15)
+    report(of, of.errors({}))
+    found = fit(of.errors, of.numbers, rounds=15)
     print("fitted")
     report(of, of.errors(found))
     for path, value in found.items():

@@ -18,11 +18,15 @@ _WEIGH = 0.05  # errors beyond this count by their size, not its square
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a cluster ("device.launch_us") or "software.<field>", and its range."""
+    """A number of a cluster ("device.launch_us") or "software.<field>", and its range.
+
+    `start` is where the search begins: what one would guess without a measurement.
+    """
 
     path: str
     least: float
     most: float
+    start: float
 
 
 def changed(cluster: Cluster, numbers: Mapping[str, float]) -> Cluster:
@@ -66,22 +70,6 @@ class Fit:
     numbers: tuple[Number, ...]
     others: tuple[tuple[Measured, float], ...] = ()  # of other software, with its own numbers
 
-    def start(self) -> dict[str, float]:
-        """Return the numbers as they stand in the file and in the record."""
-        cluster = find(self.clusters[0]).cluster.model_dump()
-        software = self.rows[0][0].software
-        found = {}
-        for number in self.numbers:
-            value: Any = cluster
-            words = number.path.split(".")
-            if words[0] == "software":
-                found[number.path] = getattr(software, words[1])
-                continue
-            for word in words:
-                value = value[word]
-            found[number.path] = value
-        return found
-
     def errors(self, numbers: Mapping[str, float]) -> list[float]:
         """Return the weighted errors of all rows."""
         clusters = {name: find(name).cluster for name in self.clusters}
@@ -96,11 +84,11 @@ _SOFTWARE = ("software.core_forward", "software.core_backward", "software.step_m
 
 
 def products(precision: str) -> tuple[Number, ...]:
+    """Return what large products reach, and half sizes of m and n: rows tell k's not apart."""
     path = f"device.products.{precision}"
     return (
-        Number(f"{path}.reached", 0.4, 1.0),
-        Number(f"{path}.half_outer", 0.0, 256.0),
-        Number(f"{path}.half_inner", 0.0, 256.0),
+        Number(f"{path}.reached", 0.4, 1.0, 0.7),
+        Number(f"{path}.half_outer", 0.0, 512.0, 100.0),
     )
 
 
@@ -110,11 +98,11 @@ def a100() -> Fit:
         tuple((row, 1.0) for row in mosaic()),
         ("dgx-a100-80", "dgx-a100-40"),
         (
-            *products("bf16")[:2],  # what k costs the rows do not tell apart from what m and n do
-            Number("device.products.bf16.attention_half", 0.0, 4000.0),
-            Number("software.core_forward", 0.2, 1.5),
-            Number("software.core_backward", 0.2, 1.5),
-            Number("software.step_ms", 0.0, 100.0),
+            *products("bf16"),
+            Number("device.products.bf16.attention_half", 0.0, 4000.0, 500.0),
+            Number("software.core_forward", 0.2, 1.5, 0.8),
+            Number("software.core_backward", 0.2, 1.5, 0.8),
+            Number("software.step_ms", 0.0, 100.0, 5.0),
         ),
         tuple((row, 3.0) for row in korthikanti()),
     )
@@ -123,17 +111,16 @@ def a100() -> Fit:
 def v100() -> Fit:
     """ZeRO's rows: they alone say how far DGX-2's network was used."""
     rows = tuple((row, 1.0) for row in zero())
-    return Fit(rows, ("dgx2-v100",), (*products("fp16"), Number("network.reached", 0.1, 0.95)))
+    return Fit(rows, ("dgx2-v100",), (*products("fp16"), Number("network.reached", 0.1, 0.95, 0.5)))
 
 
 def fit(
     evaluate: Callable[[Mapping[str, float]], list[float]],
     numbers: Sequence[Number],
-    start: Mapping[str, float],
     rounds: int = 8,
 ) -> dict[str, float]:
-    """Return the numbers in their ranges with the smallest errors, as found from `start`."""
-    point = {each.path: start[each.path] for each in numbers}
+    """Return the numbers in their ranges with the smallest errors, as the search finds them."""
+    point = {each.path: each.start for each in numbers}
     found = evaluate(point)
     damping = 1e-3
     for _ in range(rounds):
