@@ -18,6 +18,7 @@ from hpczero.planner.software import Software
 _ROW = 16  # bytes: whole ones keep a device's wide loads
 _BACKWARD_OF_CORE = 2.5  # products of flash attention's backward by those of forward
 _SPLIT = 1024  # of k: so long a part of a sum is worth a unit of its own
+_SMALLER = 4  # tiles in place of one, where there are too few
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 
 
@@ -69,13 +70,13 @@ class Rates:
     def product(self, product: Product) -> float:
         of = self.of_products
         m, n = _whole(product.m, of.tile), _whole(product.n, of.tile)
-        rate = self.peak * of.reached * _r(m, of.half_outer) * _r(n, of.half_outer)
-        rate *= _r(product.k, of.half_inner)
-        if (product.n * self.element) % _ROW or (product.k * self.element) % _ROW:
-            rate *= of.unaligned
+        used = _r(m, of.half_outer) * _r(n, of.half_outer)
         if of.units:
             tiles = m * n / of.tile**2 * product.times * max(1.0, product.k / _SPLIT)
-            rate *= min(1.0, tiles / of.units)
+            used = min(used, _SMALLER * tiles / of.units)
+        rate = self.peak * of.reached * used * _r(product.k, of.half_inner)
+        if (product.n * self.element) % _ROW or (product.k * self.element) % _ROW:
+            rate *= of.unaligned
         numbers = product.m * product.k + product.k * product.n + product.m * product.n
         through_memory = numbers * product.times * self.element / self.bandwidth
         return max(2 * m * n * product.k * product.times / rate, through_memory)

@@ -40,9 +40,7 @@ def test_without_a_pipeline_one_follows_the_other() -> None:
 
 
 @pytest.mark.parametrize(("kind", "chunks"), KINDS)
-def test_long_ones_are_carried_on(
-    kind: str, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_ones_are_carried_on(kind: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     stages, count = 4, 64
     parts = range(stages * chunks)
     of = Durations(
