@@ -1,28 +1,23 @@
-"""Fit the numbers of a shipped cluster to the published steps that tests hold it against.
+"""Fit the numbers of shipped clusters to published steps, and print the tables of these.
 
     python scripts/fit_cluster.py a100          # or v100; a minute
+    python scripts/fit_cluster.py left-out      # MosaicML's rows by fits without their model
+    python scripts/fit_cluster.py tables        # of docs/foresight.md
 
-prints the numbers for clusters/*.toml and for the records of `tests/support/published_steps.py`,
+A fit prints numbers for clusters/*.toml and for the records of `tests/support/published_steps.py`,
 and the errors with them.
 """
 
 import sys
 from collections.abc import Sequence
-from math import expm1
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.support.fitting import Fit, a100, fit, v100
+from tests.support.fitting import Fit, a100, fit, left_out, summary, v100
+from tests.support.published_tables import tables
 
 FITS = {"a100": a100, "v100": v100}
-
-
-def summary(errors: Sequence[float]) -> str:
-    sizes = sorted(abs(expm1(error)) for error in errors)
-    median, late = sizes[len(sizes) // 2], sizes[int(0.9 * len(sizes))]
-    mean = sum(sizes) / len(sizes)
-    return f"mean {mean:.1%}, median {median:.1%}, p90 {late:.1%}, worst {sizes[-1]:.1%}"
 
 
 def report(of: Fit, errors: Sequence[float]) -> None:
@@ -33,8 +28,8 @@ def report(of: Fit, errors: Sequence[float]) -> None:
         print(f"  {len(of.others)} others: {summary(plain[len(of.rows) :])}")
 
 
-def main() -> None:
-    of = FITS[sys.argv[1]]()
+def fitted(name: str) -> None:
+    of = FITS[name]()
     print("as they stand")
     report(of, of.errors({}))
     found = fit(of.errors, of.numbers, rounds=15)
@@ -42,6 +37,16 @@ def main() -> None:
     report(of, of.errors(found))
     for path, value in found.items():
         print(f"  {path} = {value:.4g}")
+
+
+def main() -> None:
+    word = sys.argv[1]
+    if word == "tables":
+        print("\n".join(tables()))
+    elif word == "left-out":
+        print(summary(left_out(a100())))
+    else:
+        fitted(word)
 
 
 if __name__ == "__main__":

@@ -146,14 +146,15 @@ class Predicted:
         """
         work = self.work
         _, gathered = self._exchanged(stage)
-        offload = self._offload(stage) if work.is_elsewhere else 0.0
+        hides = self.software.hides_weights
+        offload = self._offload(stage) if work.is_elsewhere and hides else 0.0
         first = gathered * work.first_unit(stage)
         if work.sharded.parameters:
             return Edge(first / 2 / work.batch.micro_batches, 0.0, offload)
         if not work.sharded.optimizer:
             return Edge(offload=offload)
-        if not self.software.hides_weights:
-            return Edge(gathered, 0.0, offload)
+        if not hides:
+            return Edge(gathered)
         return Edge(first, gathered - first, offload)
 
     def gradients(self, stage: int) -> Edge:
@@ -185,14 +186,20 @@ class Predicted:
     def after(self) -> Seconds:
         work = self.work
         update = max(map(work.updated, work.stages))
+        offload = 0.0
+        if work.is_elsewhere and not self.software.hides_weights:
+            offload = max(map(self._offload, work.stages))
         small = sum(
             self._collective("all_reduce", Sent(), spread) for spread in work.spreads.values()
         )
-        ties = max((work.ties(stage) for stage in work.stages), key=lambda sent: sent.inside)
         pipeline = work.spreads["pipeline"]
+        ties = [work.ties(stage) for stage in work.stages]
         return {
             "optimizer": 0.0 if work.is_elsewhere else self.rates.moved(update),
-            "messages": self._collective("all_reduce", ties, pipeline) if ties != Sent() else 0.0,
+            "messages": max(self._collective("all_reduce", sent, pipeline) for sent in ties)
+            if any(sent != Sent() for sent in ties)
+            else 0.0,
+            "offload": offload,
             "overhead": self.cluster.device.step_us * _MICRO
             + self.software.step_ms * _MILLI
             + small,

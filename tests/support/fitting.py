@@ -6,7 +6,7 @@ and links that are measured everywhere stand in the files as they are.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import expm1, log
 from typing import Any
 
 from hpczero.planner.cluster import Cluster, find
@@ -112,6 +112,29 @@ def v100() -> Fit:
     """ZeRO's rows: they alone say how far DGX-2's network was used."""
     rows = tuple((row, 1.0) for row in zero())
     return Fit(rows, ("dgx2-v100",), (*products("fp16"), Number("network.reached", 0.1, 0.95, 0.5)))
+
+
+def left_out(of: Fit) -> list[float]:
+    """Return the error of each row with numbers that were fitted without the rows of its group."""
+    found: list[float] = []
+    for group in sorted({row.group for row, _ in of.rows}):
+        kept = tuple(each for each in of.rows if each[0].group != group)
+        numbers = fit(Fit(kept, of.clusters, of.numbers).errors, of.numbers, rounds=6)
+        others = tuple(each for each in of.rows if each[0].group == group)
+        found += Fit(others, of.clusters, of.numbers).errors(numbers)
+    return found
+
+
+def sizes(errors: Sequence[float]) -> list[float]:
+    """Return by what share each prediction is off, the smallest first."""
+    return sorted(abs(expm1(error)) for error in errors)
+
+
+def summary(errors: Sequence[float]) -> str:
+    off = sizes(errors)
+    median, late = off[len(off) // 2], off[int(0.9 * len(off))]
+    mean = sum(off) / len(off)
+    return f"mean {mean:.1%}, median {median:.1%}, p90 {late:.1%}, worst {off[-1]:.1%}"
 
 
 def fit(

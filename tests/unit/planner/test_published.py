@@ -3,57 +3,67 @@
 `python scripts/fit_cluster.py` makes the numbers of the clusters; docs/foresight.md has the tables.
 """
 
-from math import expm1
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from statistics import mean
 
 import pytest
 
-from tests.support.fitting import Fit, a100, fit
+from hpczero.planner.spread import Nodes
+from hpczero.spec.schema import Parallel, Train
+from tests.support.fitting import a100, left_out, sizes
+from tests.support.launch import CHECKOUT
 from tests.support.published_steps import Measured, korthikanti, mosaic, zero
+from tests.support.published_tables import tables
 
 
-def sizes(errors: list[float]) -> list[float]:
-    return sorted(abs(expm1(error)) for error in errors)
-
-
-def deviations(rows: list[Measured]) -> list[float]:
+def deviations(rows: Iterable[Measured]) -> list[float]:
     return sorted(abs(row.predicted().seconds / row.seconds - 1) for row in rows)
 
 
-def mean(numbers: list[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
 def test_korthikanti() -> None:
-    rows = list(korthikanti())
-    assert len(rows) == 8
-    assert mean(deviations(rows)) <= 0.04
+    errors = deviations(korthikanti())
+    assert len(errors) == 8
+    assert mean(errors) <= 0.04
 
 
 def test_zero_on_v100() -> None:
-    rows = list(zero())
-    assert len(rows) == 13
-    assert mean(deviations(rows)) <= 0.12
+    errors = deviations(zero())
+    assert len(errors) == 13
+    assert mean(errors) <= 0.12
 
 
-def test_mosaic_with_each_model_left_out() -> None:
-    """Numbers fitted without a model's rows predict them."""
-    of = a100()
-    assert len(of.rows) == 139
-    found: list[float] = []
-    for left_out in sorted({row.group for row, _ in of.rows}):
-        kept = tuple(each for each in of.rows if each[0].group != left_out)
-        numbers = fit(Fit(kept, of.clusters, of.numbers).errors, of.numbers, rounds=6)
-        others = tuple(each for each in of.rows if each[0].group == left_out)
-        found += Fit(others, of.clusters, of.numbers).errors(numbers)
-    errors = sizes(found)
+def test_mosaic_by_fits_that_have_not_seen_the_model() -> None:
+    errors = sizes(left_out(a100()))
     assert len(errors) == 139
     assert errors[len(errors) // 2] <= 0.06
     assert errors[int(0.9 * len(errors))] <= 0.15
 
 
+def test_the_page_has_the_tables_that_are_printed() -> None:
+    page = (CHECKOUT / "docs" / "foresight.md").read_text()
+    assert not [line for line in tables() if line not in page]
+
+
 @pytest.mark.parametrize("rows", [korthikanti, mosaic, zero])
-def test_causes_add_up(rows: object) -> None:
+def test_causes_add_up(rows: Callable[[], Iterable[Measured]]) -> None:
     for row in list(rows())[::9]:
         step = row.predicted()
         assert all(seconds >= 0 for seconds in step.causes.values())
         assert sum(step.causes.values()) == pytest.approx(step.seconds, rel=1e-12)
+
+
+def test_tensor_parallelism_alone_is_nearly_ten_times_slower_at_100b() -> None:
+    """Rajbhandari et al. 2020, figure 2: it then goes over several nodes."""
+    row = next(each for each in zero() if each.name.startswith("125 x"))
+    samples = row.spec.train.global_batch
+    alone = row.spec.model_copy(
+        update={
+            "train": Train(global_batch=12, micro_batch=4, precision="fp16"),
+            "parallel": Parallel(tensor=128, order="tensor,data,pipeline"),
+        }
+    )
+    slow = replace(row, spec=alone, nodes=Nodes(384, 16)).predicted()
+    of_each = row.predicted().seconds / samples * 400  # GPU-seconds of a sample
+    assert 7 <= slow.seconds / 12 * 384 / of_each <= 12
+    assert slow.largest(1)[0][0] == "tensor"
