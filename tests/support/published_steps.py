@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hpczero.model.families import layers
+from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
 from hpczero.planner.cluster import Cluster, find
 from hpczero.planner.memory import Platform
 from hpczero.planner.software import NCCL, Software
@@ -18,7 +18,7 @@ from hpczero.spec.schema import Data, Memory, Model, Parallel, Spec, Train, Zero
 
 TABLES = Path(__file__).parent / "published"
 
-FUSED = Platform("cuda", frozenset({"cross_entropy", "glu", "rms_norm"}), native=True)
+FUSED = Platform("cuda", KERNELS_THAT_CHANGE_MEMORY["cuda"], native=True)
 UNFUSED = Platform("cuda", native=True)
 
 # Megatron of 2022: scores in half precision, scaled, masked and normalised by one kernel, then

@@ -2,13 +2,13 @@
 
 import pytest
 
-from hpczero.model.families import family, layers
+from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, family, layers
 from hpczero.model.shapes import Layer
 from hpczero.model.work import LayerWork, Pass, WorkLayout, visible_keys
 from hpczero.parallel.layout import unit_layout
 from hpczero.spec.schema import Model
 
-FUSED = frozenset({"cross_entropy", "glu", "rms_norm"})
+FUSED = KERNELS_THAT_CHANGE_MEMORY["cuda"]
 GPT = Model(layers=2, hidden=96, heads=8, vocab=512, seq_len=64)
 LLAMA = Model(
     family="llama", layers=4, hidden=96, heads=8, kv_heads=4, ffn=160, vocab=512, seq_len=64

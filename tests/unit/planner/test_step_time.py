@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpczero.errors import InputError
-from hpczero.model.families import layers
+from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
 from hpczero.planner.cluster import Cluster, find
 from hpczero.planner.memory import CPUS, Platform
 from hpczero.planner.spread import Nodes
@@ -17,7 +17,7 @@ from hpczero.planner.step_time import Pipeline, StepTime, compose, predict
 from hpczero.spec.schema import Checkpoint, Memory, Model, Parallel, Spec, Train, Zero
 from tests.support.fitting import changed
 
-GPUS = Platform("cuda", frozenset({"cross_entropy", "glu", "rms_norm"}), native=True)
+GPUS = Platform("cuda", KERNELS_THAT_CHANGE_MEMORY["cuda"], native=True)
 DGX = find("dgx-a100-80").cluster
 TWO_NODES = Nodes(16, 8)
 EPYC = find("epyc-7763").cluster
