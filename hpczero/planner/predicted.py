@@ -139,6 +139,12 @@ class Predicted:
         whole = sum(work.held(stage, each) for each in range(len(work.parts[stage])))
         return seconds * work.held(stage, chunk) / whole / work.batch.micro_batches
 
+    def _first(self, each: Repeated, stage: int, passes: int) -> float:
+        """Return the seconds of the first layer's unit, in one of so many passes over all units."""
+        share = self.work.first_unit(stage) / passes
+        sent = Sent(int(each.sent.inside * share), int(each.sent.between * share))
+        return self._collective(each.operation, sent, self.work.spreads["data"])
+
     def weights(self, stage: int) -> Edge:
         """Return the gathers of new weights, and the update of states that are elsewhere.
 
@@ -146,28 +152,32 @@ class Predicted:
         """
         work = self.work
         _, gathered = self._exchanged(stage)
+        each = work.traffic(stage).gathered
         hides = self.software.hides_weights
         offload = self._offload(stage) if work.is_elsewhere and hides else 0.0
-        first = gathered * work.first_unit(stage)
         if work.sharded.parameters:
-            return Edge(first / 2 / work.batch.micro_batches, 0.0, offload)
+            return Edge(self._first(each, stage, 2 * work.batch.micro_batches), 0.0, offload)
         if not work.sharded.optimizer:
             return Edge(offload=offload)
         if not hides:
             return Edge(gathered)
+        first = min(gathered, self._first(each, stage, 1))
         return Edge(first, gathered - first, offload)
 
     def gradients(self, stage: int) -> Edge:
         """Return the sums of the last backward: that of the first layer's unit is waited for."""
         work = self.work
         reduced, gathered = self._exchanged(stage)
-        first = work.first_unit(stage)
+        traffic = work.traffic(stage)
         if work.sharded.gradients:
-            return Edge(reduced / work.batch.micro_batches * first)
-        total = reduced if work.sharded.optimizer else reduced + gathered
+            return Edge(self._first(traffic.reduced, stage, work.batch.micro_batches))
+        total, first = reduced, self._first(traffic.reduced, stage, 1)
+        if not work.sharded.optimizer:
+            total, first = total + gathered, first + self._first(traffic.gathered, stage, 1)
         if not self.software.hides_reduction:
             return Edge(total)
-        return Edge(total * first, total * (1 - first))
+        first = min(total, first)
+        return Edge(first, total - first)
 
     # ---------------------------------------------------------------------- after all backwards
 
