@@ -34,7 +34,7 @@ MEGATRON_2022 = Software(
 MEGATRON_SELECTIVE = replace(MEGATRON_2022, attention="again")
 # PyTorch's FSDP with flash attention: gathers and sums run beside the computing.
 FSDP_2023 = Software(
-    rings=NCCL, hidden=0.7, hides_weights=False, core_forward=0.9, core_backward=0.5, step_ms=18.5
+    rings=NCCL, hides_weights=False, core_forward=0.9, core_backward=0.5, step_ms=18.5
 )
 # DeepSpeed of 2020 on Megatron of 2019: scores scaled, masked, normalised and dropped one after the
 # other; gradients are summed and weights gathered with nothing beside them.
