@@ -1,4 +1,4 @@
-"""What a layer computes for a micro-batch, as plain data that the planner can time (pure).
+"""The work of a layer for a micro-batch, as plain data that the planner can time (pure).
 
 Legend: a product of an m x k and a k x n matrix takes 2 m n k operations; `times` of them are made
 together, as attention's for each head. Bytes are those that operations between the products read

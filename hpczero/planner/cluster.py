@@ -68,7 +68,7 @@ class Device(Table):
 
 
 class Node(Table):
-    """What the devices of a node share."""
+    """The devices of a node, and all that they share."""
 
     devices: Count  # GPUs, or cores
     memory_gb: Gigabytes = 0.0  # 0: unknown
@@ -81,7 +81,7 @@ class Node(Table):
 
 
 class Network(Table):
-    """What lies between nodes."""
+    """The links between nodes."""
 
     adapters: Count = 1  # of a node
     adapter_gb_s: Rate

@@ -34,7 +34,7 @@ class PassTime:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank reaches, given how many there are on its node."""
+    """Rates that one rank reaches, given how many there are on its node."""
 
     device: Device
     of_products: Products

@@ -1,4 +1,4 @@
-"""How a training system works where systems differ (pure).
+"""Properties in which training systems differ (pure).
 
 The defaults are hpczero's own. Others are described to hold the model of time against what was
 measured with them: `docs/foresight.md`.
@@ -12,7 +12,7 @@ from hpczero.planner.memory import Platform
 
 @dataclass(frozen=True)
 class Software:
-    """What a system does with a spec.
+    """The ways in which a system carries out a spec.
 
     `attention`: "flash", in one kernel that makes the scores again in backward; "kept", by products
     with a matrix of scores between them; "again", so too, and all of it once more in backward.

@@ -1,4 +1,4 @@
-"""What a step computes, moves and sends on each stage of a job: counts, no seconds (pure).
+"""All that a step computes, moves and sends on each stage of a job: counts, no seconds (pure).
 
 They do not depend on the cluster, but for how many ranks its nodes have.
 """
@@ -36,7 +36,7 @@ _NONE = Repeated("", 0, Sent())
 
 @dataclass(frozen=True)
 class DataTraffic:
-    """What a stage's busiest data rank exchanges in a step.
+    """The exchange of a stage's busiest data rank in a step.
 
     `read`: bytes of other ranks' gradients in the memory of a node that shares them.
     """

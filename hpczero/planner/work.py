@@ -42,7 +42,7 @@ class Alike:
 
 @dataclass(frozen=True)
 class Part:
-    """What a stage's chunk runs: layers that are alike -> how many."""
+    """The layers that a stage's chunk runs: those that are alike, and how many."""
 
     layers: tuple[tuple[Alike, int], ...]
 
