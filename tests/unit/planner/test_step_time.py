@@ -124,6 +124,9 @@ def test_a_better_machine_is_never_slower(
 @settings(max_examples=40, deadline=None)
 def test_less_to_do_is_never_slower(job: tuple[Spec, Nodes, Cluster]) -> None:
     spec, nodes, cluster = job
+    # the order "auto" may be another one where other bytes are sent
+    parallel = spec.parallel.model_copy(update={"order": "tensor,data,pipeline"})
+    spec = spec.model_copy(update={"parallel": parallel})
     before = time_of(spec, nodes, cluster)
     kept = spec.model_copy(update={"memory": Memory(loss_chunk=spec.memory.loss_chunk)})
     assert time_of(kept, nodes, cluster).seconds <= before.seconds * (1 + 1e-9)
