@@ -21,6 +21,7 @@ KERNELS = CHECKOUT / "numba_cuda" / "hpczero_kernels"
 ALLOWED = {
     "errors": set(),
     "text": {"errors"},
+    "svg": set(),
     "safe_files": {"errors"},
     "env": {"errors", "safe_files"},
     "machine": {"errors", "env", "safe_files"},
@@ -36,7 +37,7 @@ ALLOWED = {
     "spec.rules": {"errors", "text", "model.families", "model.shapes"},
     "comm": {"errors", "env", "machine", "device", "spec", "safe_files", "text"},
     "model": {"hpczero_kernels", "spec", "errors", "device"},
-    "planner": {"errors", "spec", "text", "comm.grid", "comm.trace", "data.samples"}
+    "planner": {"errors", "spec", "svg", "text", "comm.grid", "comm.trace", "data.samples"}
     | {"model.shapes", "model.families", "model.work"}
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
