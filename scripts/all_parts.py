@@ -26,7 +26,10 @@ MEMORY = "tests/mpi/parallel/activations tests/mpi/parallel/offload"
 PARALLEL = f"tests/mpi/parallel --ignore={GRIDS} --ignore={ZERO} " + " ".join(
     f"--ignore={folder}" for folder in MEMORY.split()
 )
-RANKS = "tests/mpi/comm tests/mpi/checkpoint tests/mpi/train tests/mpi/planner tests/mpi/inference"
+RANKS = " ".join(
+    f"tests/mpi/{room}"
+    for room in ("comm", "checkpoint", "train", "planner", "inference", "calibrate")
+)
 ENGINE = ("hpczero/parallel", "hpczero/model", "hpczero/optim", "numba_cuda")
 DEVICES = "tests/mpi/comm tests/mpi/parallel/zero/test_data_parallel.py " + (
     "tests/mpi/parallel/zero/test_zero.py"
@@ -45,8 +48,14 @@ PARTS = {
     ),
     "commands": Part(
         9,
-        ("hpczero/commands", "hpczero/data", "hpczero/doctor", "hpczero/spec", "hpczero/planner"),
-        tuple(f"tests/system/{room}" for room in ("data", "doctor", "planner", "scripts", "spec")),
+        tuple(
+            f"hpczero/{room}"
+            for room in ("calibrate", "commands", "data", "doctor", "spec", "planner")
+        ),
+        tuple(
+            f"tests/system/{room}"
+            for room in ("calibrate", "data", "doctor", "planner", "scripts", "spec")
+        ),
     ),
     "runs": Part(
         20,
@@ -62,7 +71,8 @@ PARTS = {
     "ranks": Part(
         15,
         tuple(
-            f"hpczero/{room}" for room in ("comm", "checkpoint", "train", "planner", "inference")
+            f"hpczero/{room}"
+            for room in ("comm", "checkpoint", "train", "planner", "inference", "calibrate")
         ),
         (f"-n 8 {RANKS}",),
     ),

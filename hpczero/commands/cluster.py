@@ -35,11 +35,12 @@ def show(options: Namespace) -> int:
         data = {"cluster": named.name, "file": named.file} | named.cluster.model_dump()
         print(json.dumps(data, indent=2))
         return 0
-    print("\n".join(map(for_terminal, _in_lines(named))))
+    print("\n".join(map(for_terminal, in_lines(named))))
     return 0
 
 
-def _in_lines(named: Named) -> list[str]:
+def in_lines(named: Named) -> list[str]:
+    """Return a cluster for people to read."""
     cluster = named.cluster
     device, node, network = cluster.device, cluster.node, cluster.network
     memory = f"{device.memory_gb:g} GB at " if device.memory_gb else ""
@@ -62,11 +63,17 @@ def _in_lines(named: Named) -> list[str]:
     memory = f"{node.memory_gb:,.0f} GB at " if node.memory_gb else ""
     lines += [
         f"  a node    {node.devices} devices, {memory}{_share(node.bandwidth_gb_s, 'GB/s')}{nodes};"
-        f" {_share(node.link_gb_s, 'GB/s')} from a device to the others"
-        f" ({node.link_reached:.0%} reached), {node.link_us:g} us",
+        + (
+            f" {_share(node.link_gb_s, 'GB/s')} from a device to the others"
+            f" ({node.link_reached:.0%} reached), {node.link_us:g} us"
+            if "link_gb_s" in node.model_fields_set
+            else " its links are not in the file"
+        ),
         f"  network   {network.adapters} x {_share(network.adapter_gb_s, 'GB/s')} a node"
         f" ({network.reached:.0%} reached), {network.latency_us:g} us"
-        + (f", switches 1 : {network.oversubscription:g}" if network.oversubscription > 1 else ""),
+        + (f", switches 1 : {network.oversubscription:g}" if network.oversubscription > 1 else "")
+        if "network" in cluster.model_fields_set
+        else "  network   not in the file: for jobs on one node",
     ]
     if node.nvme_gb and node.nvme_gb_s:
         lines.append(f"  NVMe      {node.nvme_gb:,.0f} GB at {_share(node.nvme_gb_s, 'GB/s')}")

@@ -3,7 +3,8 @@
 A cluster is a TOML file `<name>.toml` in one of `folders()`. Its numbers come from three places.
 Peaks and sizes are those of data sheets, which `sources` names. What is `reached` of them are
 shares, and the sizes at which half of that is reached: measured (`hpczero calibrate`) or fitted to
-published runs. 0 stands for an unknown number where it says so.
+published runs. 0 stands for an unknown number where it says so. A file may leave out the links in a
+node and the network: slow ones stand in, and `need_links` refuses a job that would use them.
 
 Rates are in 10^9 bytes a second (GB/s) and 10^12 operations a second (TFLOP/s), of one direction;
 memory is in 10^9 bytes, as sites count it.
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from hpczero import env
 from hpczero.errors import InputError
@@ -25,6 +26,8 @@ from hpczero.text import join_words, printable, toml_repr
 _LOCAL = Path("clusters")  # in the current folder
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Kernel = Literal["norm", "rms_norm", "gelu", "glu", "cross_entropy", "sum", "adamw"]
+OperationName = Literal["all_reduce", "reduce_scatter", "all_gather", "send"]
 Share = Annotated[float, Field(gt=0, le=1)]
 Size = Annotated[float, Field(ge=0, le=100_000)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
@@ -65,6 +68,21 @@ class Device(Table):
     step_us: Microseconds = 1000.0  # the host takes for a step, besides: batch, loss, log
     bus_gb_s: Rate | None = None  # between a GPU and the node's memory
     products: dict[Precision, Products] = Field(min_length=1)
+    # measured of single kernels, in place of `bandwidth_reached`
+    passes: dict[Precision, dict[Kernel, Share]] = Field(default_factory=dict)
+
+    def reached_by(self, kernel: str, precision: str) -> float:
+        """Return the share of the bandwidth that a kernel reaches; unknown ones reach the usual."""
+        measured = {str(each): kernels for each, kernels in self.passes.items()}
+        of_kernel = {str(name): share for name, share in measured.get(precision, {}).items()}
+        return of_kernel.get(kernel, self.bandwidth_reached)
+
+
+class Operation(Table):
+    """A collective or message, measured: us + bytes that a rank sends / gb_s."""
+
+    us: Microseconds
+    gb_s: Rate
 
 
 class Node(Table):
@@ -73,11 +91,22 @@ class Node(Table):
     devices: Count  # GPUs, or cores
     memory_gb: Gigabytes = 0.0  # 0: unknown
     bandwidth_gb_s: Rate  # of the node's memory, all cores at once
-    link_gb_s: Rate  # a device to the others of its node, together
+    link_gb_s: Rate = 1.0  # a device to the others of its node, together
     link_reached: Share = 0.8
-    link_us: Microseconds  # latency of a message
+    link_us: Microseconds = 10.0  # latency of a message
+    # between all ranks of a node
+    operations: dict[OperationName, Operation] = Field(default_factory=dict)
+    window_gb_s: Rate | None = None  # a rank reads in memory that the node shares, as all do
     nvme_gb: Gigabytes = 0.0  # 0: none
     nvme_gb_s: Rate | None = None
+
+    @model_validator(mode="after")
+    def _has_both_or_neither(self) -> "Node":
+        given = {"link_gb_s", "link_us"} & self.model_fields_set
+        if len(given) == 1:
+            (lacking,) = {"link_gb_s", "link_us"} - given
+            raise ValueError(f"{lacking} is missing beside {given.pop()}")
+        return self
 
 
 class Network(Table):
@@ -88,6 +117,8 @@ class Network(Table):
     reached: Share = 0.8
     latency_us: Microseconds
     oversubscription: Annotated[float, Field(ge=1, le=100)] = 1.0  # of the links between switches
+    # between one rank of each node
+    operations: dict[OperationName, Operation] = Field(default_factory=dict)
 
 
 class Files(Table):
@@ -95,6 +126,7 @@ class Files(Table):
 
     node_gb_s: Rate  # of one node
     all_gb_s: Rate | None = None  # of all nodes together
+    read_gb_s: Rate | None = None  # by one node
 
 
 class Cluster(Table):
@@ -105,8 +137,23 @@ class Cluster(Table):
     nodes: Annotated[int, Field(ge=0, le=10_000_000)] = 0  # that there are; 0: unknown
     device: Device
     node: Node
-    network: Network
+    network: Network = Network(adapter_gb_s=1.25, latency_us=50.0)
     files: Files | None = None
+
+    def need_links(self, ranks_on_node: int, nodes: int) -> None:
+        """Refuse a job whose ranks talk over links that the file leaves out (InputError)."""
+        lacking = ""
+        if nodes > 1 and "network" not in self.model_fields_set:
+            lacking = f"the network, which {nodes:,} nodes use (adapter_gb_s, latency_us)"
+            where = "two nodes"
+        elif ranks_on_node > 1 and "link_gb_s" not in self.node.model_fields_set:
+            lacking = f"links in a node, which {ranks_on_node} ranks use (link_gb_s, link_us)"
+            where = "several ranks"
+        if lacking:
+            raise InputError(
+                f"the cluster's file does not have {lacking}: hpczero calibrate under mpirun on "
+                f"{where} measures them, and a data sheet names them"
+            )
 
     def products(self, precision: str) -> Products:
         """Return the rates of products; fp32 stands in for half precision that a device lacks."""

@@ -75,7 +75,7 @@ def test_a_file_of_ones_own_wins(here: Path) -> None:
         ("devices = 8", "devices = 0", "node.devices (line "),
         ("peak_tflops = 989", "peak_tflops = -1", "device.products.bf16.peak_tflops (line "),
         ("peak_tflops = 989", "peak_tflops = inf", "device.products.bf16.peak_tflops (line "),
-        ("link_us = 8\n", "", "node.link_us"),
+        ("link_us = 8\n", "", "node (line "),
         ("link_us = 8", "link_ms = 8", "node.link_ms"),
         ("sources = [", "sources = []\nmore = [", "sources"),
         ("[network]", "[network", "not valid TOML"),
@@ -90,6 +90,24 @@ def test_a_mistake_is_named_with_its_line(here: Path, there: str, instead: str, 
     with pytest.raises(InputError) as error:
         find("wrong.toml")
     assert said in str(error.value)
+
+
+def test_links_that_are_left_out_are_refused_to_jobs_that_use_them(here: Path) -> None:
+    text = (shared_folder("clusters") / "epyc-7763.toml").read_text()
+    for line in ("link_gb_s = 10\n", "link_us = 1\n"):
+        assert line in text
+        text = text.replace(line, "")
+    (here / "alone.toml").write_text(text.partition("[network]")[0])
+    alone = find("alone.toml").cluster
+    alone.need_links(1, 1)
+    with pytest.raises(InputError, match=r"links in a node, which 2 ranks use"):
+        alone.need_links(2, 1)
+    with pytest.raises(InputError, match=r"the network, which 3 nodes use"):
+        alone.need_links(1, 3)
+    find("dgx-h100").cluster.need_links(8, 3)
+    shown = launch(hpczero("cluster", "show", "alone.toml"), 60, here)
+    assert "its links are not in the file" in shown.out
+    assert "network   not in the file" in shown.out
 
 
 def test_an_unknown_cluster_is_said_with_those_there_are() -> None:
