@@ -36,6 +36,27 @@ VERBS = {
         argument("--ranks-per-node K", "with --ranks: K ranks on a node", type=int),
         JSON,
     ),
+    "plan": verb(
+        "hpczero.commands.plan:plan",
+        "the layouts that fit a cluster's nodes, the fastest first, before anything runs",
+        *SPEC,
+        argument("--cluster CLUSTER", "its name, or a file *.toml", required=True),
+        argument("--nodes N", "nodes of the job, or a range as in 1-64", required=True),
+        argument("--ranks-per-node K", "K ranks on a node (default: one a device)", type=int),
+        argument(
+            "--pin SECTION.KEY",
+            "keep the spec's value of a key, as --set does (may be repeated)",
+            action="append",
+            default=[],
+        ),
+        argument("--top N", "show the N best layouts (default: 10)", type=int, default=10),
+        argument("--write FILE", "write the best layout as a spec"),
+        argument(
+            "--why LAYOUT",
+            "what a layout loses against the best one: a row, spec, or as in tensor=4,stage=3",
+        ),
+        JSON,
+    ),
     "run": verb(
         "hpczero.commands.run:run",
         "train: mpirun -n N hpczero run spec.toml",

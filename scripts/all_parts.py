@@ -1,11 +1,11 @@
 """The parts of `scripts/test.sh --all`: what each runs, and which of them a change calls for.
 
-    python scripts/all_parts.py                names, minutes and contents
-    python scripts/all_parts.py names
-    python scripts/all_parts.py runs NAME      arguments of `tests` in scripts/test.sh, a line each
-    python scripts/all_parts.py due NUMBER MINUTES [FILE...]
-        the parts to run after a change of these files, in so many minutes: those whose rooms it
-        touches, then the others; NUMBER, another one for every change, says whose turn it is
+python scripts/all_parts.py                names, minutes and contents
+python scripts/all_parts.py names
+python scripts/all_parts.py runs NAME      arguments of `tests` in scripts/test.sh, a line each
+python scripts/all_parts.py due NUMBER MINUTES [FILE...]
+    the parts to run after a change of these files, in so many minutes: those whose rooms it
+    touches, then the others; NUMBER, another one for every change, says whose turn it is
 """
 
 import sys

@@ -19,7 +19,7 @@ from hpczero.data.samples import count_tokens
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.families import known, layers
 from hpczero.planner import fit
-from hpczero.planner.memory import as_run
+from hpczero.planner.platform import as_run
 from hpczero.planner.volumes import resolved
 from hpczero.spec import site_profile
 from hpczero.spec.schema import Batch, Spec

@@ -15,8 +15,8 @@ from hpczero.batch import command
 from hpczero.batch.scheduler import SCHEDULERS
 from hpczero.errors import HpczeroError, InputError
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY
-from hpczero.planner.memory import Platform, device_of
 from hpczero.planner.needs import Hardware
+from hpczero.planner.platform import Platform, device_of
 from hpczero.spec import site_profile as profiles
 from hpczero.spec.load import toml_value
 from hpczero.spec.schema import Batch, Spec

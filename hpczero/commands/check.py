@@ -18,8 +18,8 @@ from hpczero.spec.schema import Spec
 from hpczero.text import printable, toml_repr
 
 if TYPE_CHECKING:
-    from hpczero.planner.memory import Platform
     from hpczero.planner.needs import Hardware
+    from hpczero.planner.platform import Platform
 
 _MOST_RANKS = 1_000_000
 _LONG = 4096  # tokens of a sequence
@@ -128,7 +128,7 @@ def _lay_out(spec: Spec, ranks: int | None, per_node: int | None) -> Layout | No
         if per_node is not None:
             raise InputError(f"--ranks-per-node {per_node} needs --ranks, the number of all ranks")
         return None
-    from hpczero.planner.memory import as_run
+    from hpczero.planner.platform import as_run
 
     node, platform = _runs_on(spec)
     spec = as_run(spec, platform.device)

@@ -194,7 +194,7 @@ class Volumes:
 
     def _of_group(self, grid: Grid, axis: str, group: Sequence[int]) -> GroupVolumes:
         """Return the volumes of a group, computed once for all groups that are alike."""
-        nodes = [grid.node_of_rank[rank] for rank in group]  # in order
+        nodes = list(map(grid.node_of_rank.__getitem__, group))  # in order
         on_nodes: tuple[int, ...] = (len(nodes),)
         if nodes[0] != nodes[-1]:
             on_nodes = tuple(len(list(same)) for _, same in groupby(nodes))

@@ -104,8 +104,9 @@ WITHOUT_TORCH = (
     *("arguments", "verb_groups"),
     *("errors", "env", "safe_files", "kernel_cache", "lock", ""),
     *("commands.check", "commands.checkpoint", "commands.data", "commands.jobs", "commands.site"),
+    *("commands.cluster", "commands.plan", "commands.plan_report"),
     *("commands.export_import", "commands.tokenizer", "huggingface"),
-    *("commands.cluster", "commands.calibrate", "train.trace_file"),
+    *("commands.calibrate", "train.trace_file"),
     *("calibrate.fits", "calibrate.findings", "calibrate.cluster_file"),
     *("calibrate.from_runs", "calibrate.traced_run"),
 )

@@ -145,11 +145,11 @@ class LayoutCache:
 
 def parts(costs: Sequence[float], stages: int, chunks: int = 1) -> tuple[range, ...]:
     """Return the layers of each part, in the order of the model; `costs` are those of layers."""
-    return _known_cut(tuple(costs), stages * chunks)
+    return _cut_once(tuple(costs), stages * chunks)
 
 
-@lru_cache(maxsize=256)
-def _known_cut(costs: tuple[float, ...], count: int) -> tuple[range, ...]:
+@lru_cache(maxsize=1024)
+def _cut_once(costs: tuple[float, ...], count: int) -> tuple[range, ...]:
     return cut(costs, count)
 
 
