@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import find
 from hpczero.planner.layout_space import Space
-from hpczero.planner.layouts import Nodes
 from hpczero.planner.platform import Platform
 from hpczero.planner.room import Room
 from hpczero.planner.search import Machine, Search
@@ -54,7 +54,7 @@ def prepared(name: str, cluster: str, nodes: int) -> tuple[Space, Machine]:
     machine = Machine(found, Platform(found.device.kind, kernels, native=True))
     space = Space(
         spec.model_copy(update={"train": train}),
-        Nodes(nodes, found.node.devices),
+        Allocation.of_nodes(nodes, found.node.devices),
         has_files=bool(found.node.nvme_gb),
     )
     return space, machine

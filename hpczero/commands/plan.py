@@ -15,8 +15,9 @@ from hpczero.errors import InputError, for_terminal
 from hpczero.model.families import known, layers
 from hpczero.model.shapes import Layer
 from hpczero.planner import cluster
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.layout_space import Space
-from hpczero.planner.layouts import TABLES, Nodes
+from hpczero.planner.layouts import TABLES
 from hpczero.planner.search import Found, Machine, Planned, Search, distinct
 from hpczero.planner.step_seconds import TimeModel, of_cluster
 from hpczero.planner.trade import Bill, bill, node_counts, pareto, why
@@ -36,13 +37,13 @@ def plan(options: Namespace) -> int:
     if options.top < 1:
         raise InputError(f"--top {options.top}: at least one layout")
     if not known(job.spec.model):
-        nodes = [Nodes(count, job.ranks_per_node) for count in job.node_counts]
+        nodes = [Allocation.of_nodes(count, job.ranks_per_node) for count in job.node_counts]
         said = plan_report.of_unknown_model(job.spec, job.machine, nodes)
         print(for_terminal("\n".join(said)))
         return 0
     if options.why:
         return _explain(job)
-    searches = [job.search(Nodes(count, job.ranks_per_node)) for count in job.node_counts]
+    searches = [job.search(count) for count in job.node_counts]
     found = [search.run() for search in searches]
     if options.json:
         print(json.dumps(_as_data(job, found), indent=2))
@@ -133,9 +134,10 @@ class Job:
                 raise InputError(f"{about}: a layout has {join_words(sorted(_KEYS))}")
         return frozenset(_KEYS[name] for name in (*given, *self.options.pin) if name in _KEYS)
 
-    def search(self, nodes: Nodes) -> Search:
+    def search(self, nodes: int) -> Search:
         files = bool(self.named.cluster.node.nvme_gb)
-        space = Space(self.spec, nodes, self.pinned, files)
+        allocation = Allocation.of_nodes(nodes, self.ranks_per_node)
+        space = Space(self.spec, allocation, self.pinned, files)
         return Search(space, self.layers, self.machine, self.time)
 
     def bill(self, planned: Planned) -> Bill:
@@ -215,7 +217,7 @@ def _as_data(job: Job, found: list[Found]) -> dict[str, Any]:
 def _explain(job: Job) -> int:
     """Print what the layout of --why loses against the best one, on the most nodes asked for."""
     settings = _settings(job.options.why)
-    search = job.search(Nodes(job.node_counts[-1], job.ranks_per_node))
+    search = job.search(job.node_counts[-1])
     found = search.run()
     if not found.planned:
         raise InputError(_nothing_fits(job, [found]))

@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Named
-from hpczero.planner.layouts import Layout, Nodes
+from hpczero.planner.layouts import Layout
 from hpczero.planner.memory import states_of_a_parameter
 from hpczero.planner.room import Account
 from hpczero.planner.search import Found, Machine, Planned
@@ -17,7 +18,7 @@ _CALLED = {"device": "a device", "host": "a node", "all": "a node", "files": "fi
 _SHOWN = 6  # causes and kinds of a difference
 
 
-def of_nodes(nodes: Nodes) -> str:
+def of_nodes(nodes: Allocation) -> str:
     ranks = format_count(nodes.ranks_per_node, "rank")
     return f"{format_count(nodes.count, 'node')} of {ranks}"
 
@@ -179,7 +180,7 @@ def difference_as_data(found: Difference) -> dict[str, Any]:
     }
 
 
-def of_unknown_model(spec: Spec, machine: Machine, nodes: Sequence[Nodes]) -> Iterator[str]:
+def of_unknown_model(spec: Spec, machine: Machine, nodes: Sequence[Allocation]) -> Iterator[str]:
     """Yield what is known of a model without building it: its states, by their parameters."""
     yield (
         f"{spec.model.family} has to be built before its layers are known: no time, no layout and "
@@ -193,7 +194,7 @@ def of_unknown_model(spec: Spec, machine: Machine, nodes: Sequence[Nodes]) -> It
         yield f"  {of_nodes(one)}: {', '.join(_states(spec, machine, one))}"
 
 
-def _states(spec: Spec, machine: Machine, nodes: Nodes) -> Iterator[str]:
+def _states(spec: Spec, machine: Machine, nodes: Allocation) -> Iterator[str]:
     node = machine.node
     of_rank = node.gpu_memory_gb or node.memory_gb / nodes.ranks_per_node
     for stage in range(4):

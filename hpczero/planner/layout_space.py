@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from hpczero.data.samples import micro_batch_sizes
 from hpczero.model.families import known, layer_count
 from hpczero.parallel.activations.choice import loss_rows
-from hpczero.planner.layouts import SECTIONS, Layout, Nodes
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.layouts import SECTIONS, Layout
 from hpczero.spec.rules import AXES, contradictions, unavailable, without_effect
 from hpczero.spec.schema import Parallel, Spec
 
@@ -47,7 +48,7 @@ class Space:
     """
 
     spec: Spec
-    nodes: Nodes
+    nodes: Allocation
     pinned: frozenset[str] = frozenset()
     has_files: bool = False
     _tables: dict[object, Any] = field(default_factory=dict)

@@ -1,8 +1,6 @@
 """A layout: a value for each key that says how a job lies on its ranks (pure)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -67,19 +65,3 @@ def _sections() -> Iterator[tuple[str, int, int]]:
 
 
 SECTIONS = tuple(_sections())
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Equal nodes with so many ranks on each."""
-
-    count: int
-    ranks_per_node: int
-
-    @property
-    def ranks(self) -> int:
-        return self.count * self.ranks_per_node
-
-    @cached_property
-    def node_of_rank(self) -> list[int]:
-        return [node for node in range(self.count) for _ in range(self.ranks_per_node)]

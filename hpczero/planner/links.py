@@ -12,8 +12,9 @@ ring     through all nodes: all that a rank sends passes once from node to node,
 from dataclasses import dataclass
 from math import ceil, log2
 
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster
-from hpczero.planner.spread import Nodes, Spread
+from hpczero.planner.spread import Spread
 from hpczero.planner.volumes import Sent
 
 _MICRO, _GIGA = 1e-6, 1e9
@@ -36,7 +37,7 @@ class Links:
     latency: float
 
     @classmethod
-    def of(cls, cluster: Cluster, nodes: Nodes) -> "Links":
+    def of(cls, cluster: Cluster, nodes: Allocation) -> "Links":
         node, network = cluster.node, cluster.network
         link = node.link_gb_s * node.link_reached
         if cluster.device.kind == "cpu":

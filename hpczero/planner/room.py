@@ -11,9 +11,10 @@ from itertools import chain
 
 from hpczero.comm.grid import Grid
 from hpczero.model.shapes import Layer
-from hpczero.planner.layouts import Nodes
-from hpczero.planner.memory import Parts, Placement, placements
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.memory import Parts
 from hpczero.planner.needs import FILES, Hardware, Need, NodeNeed
+from hpczero.planner.placement import Placement, placements
 from hpczero.planner.platform import Platform, as_run
 from hpczero.spec.schema import Spec
 
@@ -79,7 +80,7 @@ class Room:
     """The memory of any layouts of one job on equal nodes."""
 
     def __init__(
-        self, layers: Sequence[Layer], platform: Platform, node: Hardware, nodes: Nodes
+        self, layers: Sequence[Layer], platform: Platform, node: Hardware, nodes: Allocation
     ) -> None:
         self.platform = platform
         self.node = node

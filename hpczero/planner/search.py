@@ -13,9 +13,10 @@ from math import inf
 from operator import itemgetter
 
 from hpczero.model.shapes import Layer
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster
 from hpczero.planner.layout_space import Saving, Space
-from hpczero.planner.layouts import Layout, Nodes
+from hpczero.planner.layouts import Layout
 from hpczero.planner.needs import Hardware
 from hpczero.planner.platform import Platform
 from hpczero.planner.room import Fit, Room
@@ -37,7 +38,7 @@ class Planned:
 
     layout: Layout
     spec: Spec
-    nodes: Nodes
+    nodes: Allocation
     fit: Fit
     time: StepSeconds
 
@@ -61,7 +62,7 @@ class Counts:
 class Found:
     """The layouts on so many nodes that may fit, the fastest first."""
 
-    nodes: Nodes
+    nodes: Allocation
     planned: list[Planned] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
 

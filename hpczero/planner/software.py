@@ -7,7 +7,7 @@ measured with them: `docs/foresight.md`.
 from dataclasses import dataclass
 from typing import Literal
 
-from hpczero.planner.memory import Platform
+from hpczero.planner.platform import Platform
 
 
 @dataclass(frozen=True)

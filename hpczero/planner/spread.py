@@ -12,28 +12,12 @@ from itertools import groupby, permutations
 from hpczero.comm.grid import impossible
 from hpczero.errors import InputError
 from hpczero.model.families import known, layers
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.volumes import GroupVolumes, RepeatedRanks, Volumes
 from hpczero.spec.rules import AXES, axes_in_order
 from hpczero.spec.schema import Parallel, Spec
 
 _FIRST_MEMBERS = 64  # groups that are looked at, of those along an axis
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """All ranks of a job, dealt out node by node."""
-
-    ranks: int
-    ranks_per_node: int
-
-    @property
-    def count(self) -> int:
-        return -(-self.ranks // self.ranks_per_node)
-
-    @property
-    def most(self) -> int:
-        """The ranks of the fullest node."""
-        return min(self.ranks, self.ranks_per_node)
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,7 @@ class Spread:
 
 
 @lru_cache(maxsize=4096)
-def spreads(sizes: tuple[tuple[str, int], ...], nodes: Nodes) -> dict[str, Spread]:
+def spreads(sizes: tuple[tuple[str, int], ...], nodes: Allocation) -> dict[str, Spread]:
     """Return axis -> its slowest group; `sizes` are those of the axes, innermost first."""
     found = {}
     stride = 1
@@ -72,14 +56,14 @@ def spreads(sizes: tuple[tuple[str, int], ...], nodes: Nodes) -> dict[str, Sprea
     return found
 
 
-def _firsts(stride: int, size: int, nodes: Nodes) -> Iterator[int]:
+def _firsts(stride: int, size: int, nodes: Allocation) -> Iterator[int]:
     """Yield the places where some groups begin: those of the first blocks, at both ends."""
     for block in range(min(_FIRST_MEMBERS, nodes.ranks // (stride * size))):
         first = block * stride * size
         yield from {first, first + stride - 1}
 
 
-def _on_nodes(first: int, stride: int, size: int, nodes: Nodes) -> tuple[int, ...]:
+def _on_nodes(first: int, stride: int, size: int, nodes: Allocation) -> tuple[int, ...]:
     each = nodes.ranks_per_node
     if first // each == (first + (size - 1) * stride) // each:
         return (size,)
@@ -89,7 +73,7 @@ def _on_nodes(first: int, stride: int, size: int, nodes: Nodes) -> tuple[int, ..
     return tuple(len(list(same)) for _, same in groupby(placed))
 
 
-def sizes_of(parallel: Parallel, nodes: Nodes) -> dict[str, int]:
+def sizes_of(parallel: Parallel, nodes: Allocation) -> dict[str, int]:
     """Return the sizes of the axes; the data axis has the ranks that the others leave."""
     others = parallel.tensor * parallel.pipeline
     if nodes.ranks % others:
@@ -98,7 +82,7 @@ def sizes_of(parallel: Parallel, nodes: Nodes) -> dict[str, int]:
     return {"tensor": parallel.tensor, "data": data, "pipeline": parallel.pipeline}
 
 
-def in_order(spec: Spec, nodes: Nodes) -> tuple[tuple[str, int], ...]:
+def in_order(spec: Spec, nodes: Allocation) -> tuple[tuple[str, int], ...]:
     """Return the axes with their sizes, innermost first.
 
     The order "auto" is the one that sends the fewest bytes between nodes, as `volumes.resolved`
@@ -118,7 +102,7 @@ def in_order(spec: Spec, nodes: Nodes) -> tuple[tuple[str, int], ...]:
 class _Between:
     """Bytes between nodes by the order of the axes."""
 
-    def __init__(self, spec: Spec, nodes: Nodes, data_ranks: int) -> None:
+    def __init__(self, spec: Spec, nodes: Allocation, data_ranks: int) -> None:
         self._nodes = nodes
         self._pipeline = spec.parallel.pipeline
         self._volumes = Volumes(spec, layers(spec.model), data_ranks)

@@ -15,11 +15,11 @@ from hpczero.model.families import family, known
 from hpczero.model.shapes import Layer
 from hpczero.parallel.pipeline.schedule import schedule
 from hpczero.parallel.pipeline.simulate import Interval, Times, simulate
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster
-from hpczero.planner.memory import Platform
+from hpczero.planner.platform import Platform
 from hpczero.planner.predicted import Predicted
 from hpczero.planner.software import Software, own
-from hpczero.planner.spread import Nodes
 from hpczero.planner.step_costs import CAUSES, Edge, StepCosts
 from hpczero.planner.step_work import StepWork
 from hpczero.planner.timetable import Course, Durations, course_of
@@ -87,7 +87,7 @@ def _sentence(cause: str) -> str:
 def predict(
     spec: Spec,
     layers: Sequence[Layer],
-    nodes: Nodes,
+    nodes: Allocation,
     cluster: Cluster,
     platform: Platform,
     software: Software | None = None,

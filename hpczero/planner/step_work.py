@@ -15,8 +15,9 @@ from hpczero.parallel.layout import UnitLayout
 from hpczero.parallel.pipeline.partition import Tied
 from hpczero.parallel.states import Precision, Sharded, bytes_over_bus, shares_nodes
 from hpczero.planner.activations import element_bytes, sent_to_host
-from hpczero.planner.memory import Platform, as_run
-from hpczero.planner.spread import Nodes, in_order, spreads
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.platform import Platform, as_run
+from hpczero.planner.spread import in_order, spreads
 from hpczero.planner.volumes import GroupVolumes, Sent, Volumes
 from hpczero.planner.work import Alike, Batch, Part, layout_of, parts_of, passes
 from hpczero.spec.schema import Spec
@@ -50,7 +51,7 @@ class StepWork:
     """A step of a spec on some nodes."""
 
     def __init__(
-        self, spec: Spec, layers: Sequence[Layer], nodes: Nodes, platform: Platform
+        self, spec: Spec, layers: Sequence[Layer], nodes: Allocation, platform: Platform
     ) -> None:
         self.spec = as_run(spec, platform.device)
         self.nodes, self.platform = nodes, platform

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from hpczero.model import families
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import find
 from hpczero.planner.layout_space import Space
-from hpczero.planner.layouts import Nodes
 from hpczero.planner.needs import Hardware
 from hpczero.planner.platform import Platform
 from hpczero.planner.rough_time import RoughSeconds, RoughTime
@@ -20,9 +20,10 @@ from tests.support.jobs import any_job
 SMALL = Model(layers=10, hidden=768, heads=12, seq_len=512, vocab=8192)
 
 
-def on_nodes(choice: random.Random) -> tuple[Spec, Nodes, Platform, Hardware]:
+def on_nodes(choice: random.Random) -> tuple[Spec, Allocation, Platform, Hardware]:
     """Draw a job of any grid, what it keeps where, and nodes with or without GPUs."""
-    nodes = Nodes(choice.choice((1, 2, 3, 4, 6, 8)), choice.choice((1, 2, 3, 4, 6, 8)))
+    sizes = 1, 2, 3, 4, 6, 8
+    nodes = Allocation.of_nodes(choice.choice(sizes), choice.choice(sizes))
     device = choice.choice(("cpu", "cuda"))
     kernels = choice.choice((frozenset(), families.KERNELS_THAT_CHANGE_MEMORY[device]))
     spec = any_job(choice, nodes.ranks)
@@ -46,7 +47,7 @@ def on_nodes(choice: random.Random) -> tuple[Spec, Nodes, Platform, Hardware]:
     )
 
 
-def space(nodes: Nodes, memory_gb: float = 16, **pinned: Any) -> tuple[Space, Machine]:
+def space(nodes: Allocation, memory_gb: float = 16, **pinned: Any) -> tuple[Space, Machine]:
     """Return a small job on GPUs of so much memory; pinned: key -> value of its table."""
     found = find("dgx-h100").cluster
     device = found.device.model_copy(update={"memory_gb": memory_gb})

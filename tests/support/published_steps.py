@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster, find
-from hpczero.planner.memory import Platform
+from hpczero.planner.platform import Platform
 from hpczero.planner.software import NCCL, Software
-from hpczero.planner.spread import Nodes
 from hpczero.planner.step_time import StepTime, time_of
 from hpczero.planner.step_work import StepWork
 from hpczero.spec.schema import Data, Memory, Model, Parallel, Spec, Train, Zero
@@ -54,7 +54,7 @@ class Measured:
 
     name: str
     spec: Spec
-    nodes: Nodes
+    nodes: Allocation
     cluster: str
     platform: Platform
     software: Software
@@ -109,7 +109,7 @@ def korthikanti() -> Iterator[Measured]:
             yield Measured(
                 f"{name} {'sequence, selective' if sequence else 'full recompute'}",
                 spec,
-                Nodes(8 * stages, 8),
+                Allocation(8 * stages, 8),
                 "dgx-a100-80",
                 FUSED,
                 MEGATRON_SELECTIVE if sequence else MEGATRON_2022,
@@ -135,7 +135,7 @@ def mosaic() -> Iterator[Measured]:
         yield Measured(
             f"{row['model']} {seq} {ranks} {row['gpu']}",
             spec,
-            Nodes(ranks, 8),
+            Allocation(ranks, 8),
             "dgx-a100-80" if row["gpu"] == "a100_80gb" else "dgx-a100-40",
             UNFUSED,
             FSDP_2023,
@@ -178,7 +178,7 @@ def zero() -> Iterator[Measured]:
         yield Measured(
             f"{depth} x {hidden}, tensor {tensor}, {ranks} GPUs",
             spec,
-            Nodes(ranks, 16),
+            Allocation(ranks, 16),
             "dgx2-v100",
             FUSED,
             DEEPSPEED_2020,

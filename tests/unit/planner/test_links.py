@@ -4,19 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster, find
 from hpczero.planner.links import Links
-from hpczero.planner.spread import Nodes, Spread
+from hpczero.planner.spread import Spread
 from hpczero.planner.volumes import Sent
 from tests.support.fitting import changed
 
 DGX = find("dgx-a100-80").cluster
-NODES = Nodes(64, 8)
+NODES = Allocation(64, 8)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather")
 MUCH = 10**10
 
 
-def links(cluster: Cluster = DGX, nodes: Nodes = NODES) -> Links:
+def links(cluster: Cluster = DGX, nodes: Allocation = NODES) -> Links:
     return Links.of(cluster, nodes)
 
 
@@ -61,7 +62,7 @@ def test_small_operations_take_latency_that_grows_with_ranks() -> None:
 
 def test_cpu_ranks_copy_through_the_memory_of_the_node() -> None:
     cluster = find("epyc-7763").cluster
-    few, many = (links(cluster, Nodes(count, count)).link for count in (2, 128))
+    few, many = (links(cluster, Allocation(count, count)).link for count in (2, 128))
     assert few == pytest.approx(cluster.node.link_gb_s * cluster.node.link_reached * 1e9)
     assert many == pytest.approx(409.6e9 / 3 / 128)
 

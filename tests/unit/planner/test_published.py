@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from hpczero.planner.spread import Nodes
+from hpczero.planner.allocation import Allocation
 from hpczero.spec.schema import Parallel, Train
 from tests.support.fitting import a100, left_out, sizes
 from tests.support.launch import CHECKOUT
@@ -63,7 +63,7 @@ def test_tensor_parallelism_alone_is_nearly_ten_times_slower_at_100b() -> None:
             "parallel": Parallel(tensor=128, order="tensor,data,pipeline"),
         }
     )
-    slow = replace(row, spec=alone, nodes=Nodes(384, 16)).predicted()
+    slow = replace(row, spec=alone, nodes=Allocation(384, 16)).predicted()
     of_each = row.predicted().seconds / samples * 400  # GPU-seconds of a sample
     assert 7 <= slow.seconds / 12 * 384 / of_each <= 12
     assert slow.largest(1)[0][0] == "tensor"

@@ -18,7 +18,7 @@ from hpczero.parallel.pipeline.schedule import (
     scheduled_actions,
 )
 from hpczero.planner.activations import arrived
-from hpczero.planner.layouts import Nodes
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.memory import needs_on_grid
 from hpczero.planner.needs import of_account
 from hpczero.planner.room import OF_CUDA, Account, Fit, Room
@@ -47,7 +47,7 @@ def test_bytes_are_those_of_all_ranks_on_500_random_layouts() -> None:
 
 def test_one_room_counts_many_layouts_as_each_alone() -> None:
     """What one layout leaves behind changes no other one's bytes."""
-    of, machine = space(Nodes(1, 4))
+    of, machine = space(Allocation.of_nodes(1, 4))
     layers = families.layers(of.spec.model)
     choice = random.Random(2)
     specs = choice.sample(list(everything(of)), 150)
@@ -60,7 +60,7 @@ def test_one_room_counts_many_layouts_as_each_alone() -> None:
 
 
 def test_the_fullest_rank_has_the_bytes_of_the_account() -> None:
-    of, machine = space(Nodes(1, 8), parallel__pipeline=4)
+    of, machine = space(Allocation.of_nodes(1, 8), parallel__pipeline=4)
     layers = families.layers(of.spec.model)
     room = Room(layers, machine.platform, machine.node, of.nodes)
     for spec in random.Random(3).sample(list(everything(of)), 50):

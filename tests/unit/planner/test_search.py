@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from hpczero.model import families
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.layout_space import Saving, round_numbers
-from hpczero.planner.layouts import TABLES, Layout, Nodes
+from hpczero.planner.layouts import TABLES, Layout
 from hpczero.planner.room import Room
 from hpczero.planner.search import distinct
 from hpczero.spec.keys import keys
@@ -24,7 +25,7 @@ def test_every_key_of_a_layout_is_one_of_the_spec_that_may_change() -> None:
 
 
 def test_layouts_obey_the_rules_of_the_spec() -> None:
-    of, _ = space(Nodes(1, 6))
+    of, _ = space(Allocation.of_nodes(1, 6))
     for spec in random.Random(1).sample(list(everything(of)), 200):
         assert not contradictions(spec)
         assert not without_effect(spec)
@@ -32,7 +33,7 @@ def test_layouts_obey_the_rules_of_the_spec() -> None:
 
 
 def test_each_layout_comes_once_and_all_values_come() -> None:
-    of, _ = space(Nodes(2, 4))
+    of, _ = space(Allocation.of_nodes(2, 4))
     layouts = [Layout.of(spec) for spec in everything(of)]
     assert len(set(layouts)) == len(layouts)
     values = {key: {getattr(one, key) for one in layouts} for key in TABLES}
@@ -64,15 +65,15 @@ def test_what_is_pinned_stays(table: str, key: str, value: Any) -> None:
     pinned = {f"{table}__{key}": value}
     if key == "schedule":
         pinned["parallel__pipeline"] = 2  # without one it would have no effect
-    of, _ = space(Nodes(1, 8), **pinned)
+    of, _ = space(Allocation.of_nodes(1, 8), **pinned)
     found = {getattr(Layout.of(spec), key) for spec in everything(of)}
     assert found == ({1, 3} if key == "chunks" else {value})
 
 
 def test_orders_that_lie_alike_on_the_nodes_are_one() -> None:
-    of, _ = space(Nodes(1, 8))
+    of, _ = space(Allocation.of_nodes(1, 8))
     assert [len(of.orders(parallel)) for parallel in of.parallels] == [1] * len(of.parallels)
-    of, _ = space(Nodes(8, 8))
+    of, _ = space(Allocation.of_nodes(8, 8))
     grids = {(one.tensor, one.pipeline): of.orders(one) for one in of.parallels}
     assert len(grids[1, 1]) == len(grids[2, 1]) - 1 == 1
     assert len(grids[4, 4]) == 6
@@ -80,7 +81,7 @@ def test_orders_that_lie_alike_on_the_nodes_are_one() -> None:
 
 
 def test_a_way_comes_after_all_that_it_contains() -> None:
-    of, _ = space(Nodes(1, 8))
+    of, _ = space(Allocation.of_nodes(1, 8))
     for parallel in of.parallels:
         ways = of.savings(parallel, 16)
         assert ways[0] == Saving(0, 0, 0, 0, 0)
@@ -92,7 +93,7 @@ def test_a_way_comes_after_all_that_it_contains() -> None:
 @pytest.mark.parametrize("memory_gb", [1.6, 2.5, 16])
 def test_nothing_that_fits_is_lost(memory_gb: float) -> None:
     """Every layout that fits is there, or one that gives up less in its place."""
-    of, machine = space(Nodes(1, 4), memory_gb, train__micro_batch=4)
+    of, machine = space(Allocation.of_nodes(1, 4), memory_gb, train__micro_batch=4)
     found = search(of, machine).run(thorough=True)
     room = Room(families.layers(of.spec.model), machine.platform, machine.node, of.nodes)
     kept = {one.layout: one.fit.verdict for one in found.planned}
@@ -119,7 +120,7 @@ def test_nothing_that_fits_is_lost(memory_gb: float) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_short_search_finds_what_the_thorough_one_does(seed: int) -> None:
     """The time that it goes by is another one than that in whose order it looks."""
-    of, machine = space(Nodes(2, 4), (2.5, 16)[seed % 2])
+    of, machine = space(Allocation.of_nodes(2, 4), (2.5, 16)[seed % 2])
     short, all_of_them = search(of, machine, seed).run(), search(of, machine, seed).run(True)
     assert short.best
     assert all_of_them.best
@@ -128,7 +129,7 @@ def test_the_short_search_finds_what_the_thorough_one_does(seed: int) -> None:
 
 
 def test_the_fastest_come_first_and_of_equal_ones_the_smallest() -> None:
-    of, machine = space(Nodes(1, 4))
+    of, machine = space(Allocation.of_nodes(1, 4))
     planned = search(of, machine).run().planned
     for one, after in pairwise(planned):
         assert one.order <= after.order
@@ -140,7 +141,7 @@ def test_the_fastest_come_first_and_of_equal_ones_the_smallest() -> None:
 
 
 def test_rows_differ_in_time_or_memory() -> None:
-    of, machine = space(Nodes(1, 4))
+    of, machine = space(Allocation.of_nodes(1, 4))
     one = search(of, machine).run().planned[0]
     account = one.fit.first
     same = replace(one, layout=one.layout._replace(stage=0))
@@ -151,7 +152,7 @@ def test_rows_differ_in_time_or_memory() -> None:
 
 
 def test_a_layout_is_judged_as_the_search_does() -> None:
-    of, machine = space(Nodes(2, 4))
+    of, machine = space(Allocation.of_nodes(2, 4))
     looking = search(of, machine)
     for one in looking.run().planned[:20]:
         assert looking.judge(one.spec) == one

@@ -7,7 +7,8 @@ import pytest
 
 from hpczero.comm.grid import Grid
 from hpczero.errors import InputError
-from hpczero.planner.spread import Nodes, in_order, sizes_of, spreads
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.spread import in_order, sizes_of, spreads
 from hpczero.planner.volumes import resolved
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
@@ -15,7 +16,7 @@ from hpczero.spec.schema import Model, Parallel, Spec, Train, Zero
 GRIDS = [(1, 1, 8), (2, 1, 8), (2, 2, 8), (4, 2, 16), (3, 2, 12), (2, 3, 24), (8, 4, 64)]
 
 
-def node_of_rank(nodes: Nodes) -> list[int]:
+def node_of_rank(nodes: Allocation) -> list[int]:
     return [rank // nodes.ranks_per_node for rank in range(nodes.ranks)]
 
 
@@ -24,7 +25,7 @@ def node_of_rank(nodes: Nodes) -> list[int]:
 def test_a_spread_is_the_groups_on_the_most_nodes(
     tensor: int, pipeline: int, ranks: int, each: int
 ) -> None:
-    nodes = Nodes(ranks, each)
+    nodes = Allocation(ranks, each)
     for order in permutations(AXES):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, order=",".join(order))
         grid = Grid.build(parallel, node_of_rank(nodes))
@@ -40,7 +41,7 @@ def test_a_spread_is_the_groups_on_the_most_nodes(
 
 
 def test_groups_beside_share_the_node() -> None:
-    nodes = Nodes(64, 8)
+    nodes = Allocation(64, 8)
     spec = Spec(parallel=Parallel(tensor=4, pipeline=2, order="tensor,data,pipeline"))
     found = spreads(in_order(spec, nodes), nodes)
     assert (found["tensor"].on_nodes, found["tensor"].beside) == ((4,), 2)
@@ -62,11 +63,11 @@ def test_the_automatic_order_is_the_one_that_runs(
         zero=Zero(stage=stage, node_shared=False),
     )
     for each in (2, 4, 8):
-        nodes = Nodes(ranks, each)
+        nodes = Allocation(ranks, each)
         order = [axis for axis, _ in in_order(spec, nodes)]
         assert ",".join(order) == resolved(spec, node_of_rank(nodes)).order
 
 
 def test_ranks_that_do_not_divide_are_an_error() -> None:
     with pytest.raises(InputError, match="does not divide the 7 ranks given"):
-        sizes_of(Parallel(tensor=2), Nodes(7, 4))
+        sizes_of(Parallel(tensor=2), Allocation(7, 4))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hpczero.errors import InputError
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster, find
-from hpczero.planner.memory import CPUS, Platform
-from hpczero.planner.spread import Nodes
+from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.step_costs import CAUSES, Edge
 from hpczero.planner.step_time import Pipeline, StepTime, compose, predict
 from hpczero.spec.schema import Checkpoint, Memory, Model, Parallel, Spec, Train, Zero
@@ -19,7 +19,7 @@ from tests.support.fitting import changed
 
 GPUS = Platform("cuda", KERNELS_THAT_CHANGE_MEMORY["cuda"], native=True)
 DGX = find("dgx-a100-80").cluster
-TWO_NODES = Nodes(16, 8)
+TWO_NODES = Allocation(16, 8)
 EPYC = find("epyc-7763").cluster
 MODEL = Model(
     family="llama", layers=8, hidden=1024, heads=16, kv_heads=8, vocab=32000, seq_len=1024
@@ -32,14 +32,14 @@ def spec_of(model: Model = MODEL, **tables: Any) -> Spec:
 
 
 def time_of(
-    spec: Spec, nodes: Nodes = TWO_NODES, cluster: Cluster = DGX, **software: Any
+    spec: Spec, nodes: Allocation = TWO_NODES, cluster: Cluster = DGX, **software: Any
 ) -> StepTime:
     platform = CPUS if cluster.device.kind == "cpu" else GPUS
     return predict(spec, layers(spec.model), nodes, cluster, platform, **software)
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Spec, Nodes, Cluster]:
+def jobs(draw: st.DrawFn) -> tuple[Spec, Allocation, Cluster]:
     chunks = draw(st.sampled_from([1, 1, 2]))
     pipeline = draw(st.sampled_from([1, 2, 4])) if chunks == 1 else 2
     tensor = draw(st.sampled_from([1, 2, 8]))
@@ -67,12 +67,12 @@ def jobs(draw: st.DrawFn) -> tuple[Spec, Nodes, Cluster]:
         checkpoint=Checkpoint(every=10, asynchronous=draw(st.booleans())),
     )
     cluster = draw(st.sampled_from([DGX, EPYC]))
-    return spec, Nodes(ranks, draw(st.sampled_from([4, 8]))), cluster
+    return spec, Allocation(ranks, draw(st.sampled_from([4, 8]))), cluster
 
 
 @given(jobs())
 @settings(max_examples=60, deadline=None)
-def test_causes_add_up_and_none_is_negative(job: tuple[Spec, Nodes, Cluster]) -> None:
+def test_causes_add_up_and_none_is_negative(job: tuple[Spec, Allocation, Cluster]) -> None:
     spec, nodes, cluster = job
     step = time_of(spec, nodes, cluster)
     assert set(step.causes) == set(CAUSES)
@@ -108,7 +108,7 @@ BETTER = [
 @given(jobs(), st.sampled_from(BETTER))
 @settings(max_examples=150, deadline=None)
 def test_a_better_machine_is_never_slower(
-    job: tuple[Spec, Nodes, Cluster], better: tuple[str, float]
+    job: tuple[Spec, Allocation, Cluster], better: tuple[str, float]
 ) -> None:
     spec, nodes, cluster = job
     path = better[0].format("bf16" if cluster is DGX else "fp32")
@@ -122,7 +122,7 @@ def test_a_better_machine_is_never_slower(
 
 @given(jobs())
 @settings(max_examples=40, deadline=None)
-def test_less_to_do_is_never_slower(job: tuple[Spec, Nodes, Cluster]) -> None:
+def test_less_to_do_is_never_slower(job: tuple[Spec, Allocation, Cluster]) -> None:
     spec, nodes, cluster = job
     # the order "auto" may be another one where other bytes are sent
     parallel = spec.parallel.model_copy(update={"order": "tensor,data,pipeline"})
@@ -141,7 +141,7 @@ def test_more_micro_batches_make_the_bubble_a_smaller_share() -> None:
     shares = []
     for batch in (8, 32, 128):
         train = Train(global_batch=batch, micro_batch=1)
-        step = time_of(spec_of(train=train, parallel=Parallel(pipeline=4)), Nodes(8, 8))
+        step = time_of(spec_of(train=train, parallel=Parallel(pipeline=4)), Allocation(8, 8))
         shares.append(step.causes["bubble"] / step.seconds)
     assert shares[0] > shares[1] > shares[2] > 0
 
@@ -149,22 +149,22 @@ def test_more_micro_batches_make_the_bubble_a_smaller_share() -> None:
 def test_tensor_ranks_on_several_nodes_are_a_disaster() -> None:
     parallel = Parallel(tensor=16, order="tensor,data,pipeline")
     train = Train(global_batch=8, micro_batch=8)
-    across = time_of(spec_of(train=train, parallel=parallel), Nodes(16, 8))
-    inside = time_of(spec_of(train=train, parallel=parallel), Nodes(16, 16))
+    across = time_of(spec_of(train=train, parallel=parallel), Allocation(16, 8))
+    inside = time_of(spec_of(train=train, parallel=parallel), Allocation(16, 16))
     assert across.causes["tensor"] > 3 * inside.causes["tensor"]
     assert across.largest(1)[0][0] == "tensor"
 
 
 def test_tiny_micro_batches_wait_for_the_host() -> None:
     model = MODEL.model_copy(update={"hidden": 256, "layers": 24, "seq_len": 128})
-    step = time_of(spec_of(model, train=Train(global_batch=1, micro_batch=1)), Nodes(1, 8))
+    step = time_of(spec_of(model, train=Train(global_batch=1, micro_batch=1)), Allocation(1, 8))
     cause, share, sentence = step.largest(1)[0]
     assert (cause, share > 0.5) == ("launch", True)
     assert "micro_batch" in sentence
 
 
 def test_ranks_of_cpus_share_the_node() -> None:
-    one, full = (time_of(spec_of(), Nodes(ranks, 128), EPYC) for ranks in (1, 64))
+    one, full = (time_of(spec_of(), Allocation(ranks, 128), EPYC) for ranks in (1, 64))
     assert one.peak == pytest.approx(full.peak)
     assert full.seconds < one.seconds * 1.5  # the node is the same, and all of it is used
 
@@ -195,13 +195,13 @@ def test_a_run_without_a_file_system_says_nothing_of_checkpoints() -> None:
 def test_a_model_that_is_not_known_is_an_error() -> None:
     spec = spec_of(MODEL.model_copy(update={"family": "mine:make"}))
     with pytest.raises(InputError, match="mine:make has to be built before"):
-        predict(spec, [], Nodes(8, 8), DGX, GPUS)
+        predict(spec, [], Allocation(8, 8), DGX, GPUS)
 
 
 def test_a_hundred_thousand_ranks_are_not_listed() -> None:
     train = Train(global_batch=12_500, micro_batch=1)
     spec = spec_of(train=train, parallel=Parallel(tensor=8, pipeline=10))
-    assert time_of(spec, Nodes(100_000, 8)).seconds > 0
+    assert time_of(spec, Allocation(100_000, 8)).seconds > 0
 
 
 class Spans:

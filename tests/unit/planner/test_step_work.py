@@ -6,8 +6,8 @@ import pytest
 
 from hpczero.comm.grid import Grid
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
-from hpczero.planner.memory import CPUS, Platform
-from hpczero.planner.spread import Nodes
+from hpczero.planner.allocation import Allocation
+from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.step_work import StepWork
 from hpczero.planner.volumes import Sent, Volumes
 from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train, Zero
@@ -35,7 +35,7 @@ def test_bytes_are_the_ledger_s(
     tensor: int, pipeline: int, ranks: int, each: int, stage: int
 ) -> None:
     spec = spec_of(tensor, pipeline, stage, memory=Memory(recompute="block"))
-    work = StepWork(spec, layers(MODEL), Nodes(ranks, each), CPUS)
+    work = StepWork(spec, layers(MODEL), Allocation(ranks, each), CPUS)
     grid = Grid.build(spec.parallel, [rank // each for rank in range(ranks)])
     volumes = Volumes(spec, layers(MODEL), grid.size("data"))
     last_data = grid.size("data") - 1
@@ -60,13 +60,13 @@ def test_bytes_are_the_ledger_s(
 
 
 def test_the_busiest_rank_s_samples() -> None:
-    work = StepWork(spec_of(1, 1, 1), layers(MODEL), Nodes(8, 4), CPUS)
+    work = StepWork(spec_of(1, 1, 1), layers(MODEL), Allocation(8, 4), CPUS)
     assert (work.batch.micro_batches, work.batch.samples) == (2, 1.5)  # of 19, on 8 ranks: 3
 
 
 def test_what_is_sharded_is_accumulated_by_its_owner() -> None:
     of_stages = [
-        StepWork(spec_of(1, 1, stage), layers(MODEL), Nodes(8, 4), CPUS).accumulated(0, 0)
+        StepWork(spec_of(1, 1, stage), layers(MODEL), Allocation(8, 4), CPUS).accumulated(0, 0)
         for stage in range(4)
     ]
     assert of_stages[0] == of_stages[1] > 0
@@ -76,7 +76,7 @@ def test_what_is_sharded_is_accumulated_by_its_owner() -> None:
 def test_activations_over_the_bus_are_those_of_gpus() -> None:
     away = spec_of(1, 1, 1, memory=Memory(offload_activations="cpu"))
     sizes = [
-        StepWork(away, layers(MODEL), Nodes(8, 4), platform).over_bus(0, 0)
+        StepWork(away, layers(MODEL), Allocation(8, 4), platform).over_bus(0, 0)
         for platform in (CPUS, GPUS)
     ]
     assert sizes[0] == 0 < sizes[1]
@@ -86,4 +86,4 @@ def test_where_states_are_elsewhere() -> None:
     cases = {("none", CPUS): False, ("cpu", CPUS): False, ("cpu", GPUS): True}
     for (offload, platform), expected in cases.items():
         spec = spec_of(1, 1, 1).model_copy(update={"zero": Zero(offload=offload)})
-        assert StepWork(spec, layers(MODEL), Nodes(8, 4), platform).is_elsewhere == expected
+        assert StepWork(spec, layers(MODEL), Allocation(8, 4), platform).is_elsewhere == expected

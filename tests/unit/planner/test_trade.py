@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpczero.errors import InputError
-from hpczero.planner.layouts import Nodes
+from hpczero.planner.allocation import Allocation
 from hpczero.planner.search import Found, Planned
 from hpczero.planner.trade import OF_A_JOB, Bill, bill, node_counts, pareto, why
 from tests.support.plans import search, space
@@ -13,7 +13,7 @@ from tests.support.plans import search, space
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    of, machine = space(Nodes(1, 4), parallel__tensor=1)
+    of, machine = space(Allocation.of_nodes(1, 4), parallel__tensor=1)
     return search(of, machine).run()
 
 
@@ -28,7 +28,7 @@ def test_jobs_train_between_their_start_and_their_last_save(found: Found) -> Non
     assert three.jobs == 3
     assert three.seconds == training + 3 * OF_A_JOB
     assert three.node_hours == pytest.approx(24 * three.days)
-    assert bill(replace(one, nodes=Nodes(8, 4)), 10**6).node_hours == pytest.approx(
+    assert bill(replace(one, nodes=Allocation.of_nodes(8, 4)), 10**6).node_hours == pytest.approx(
         8 * bill(one, 10**6).node_hours
     )
     with pytest.raises(InputError, match="more walltime"):
@@ -75,7 +75,7 @@ def test_the_front_has_what_nothing_beats_in_both(found: Found) -> None:
 
 
 def test_why_adds_up(found: Found) -> None:
-    of, machine = space(Nodes(1, 4), parallel__tensor=1)
+    of, machine = space(Allocation.of_nodes(1, 4), parallel__tensor=1)
     room = search(of, machine).room
     best = found.best
     assert best
