@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Time how long a plan takes: processor-milliseconds of a layout, by part, and of one search.
+"""Time how long a plan takes, and hold what its search goes by against the exact objects.
 
-    python scripts/bench_plan.py                                  # 20,000 layouts of each job
-    python scripts/bench_plan.py --layouts 2000 --search
+    python scripts/bench_plan.py                                  # 500 layouts of each job
+    python scripts/bench_plan.py --layouts 0                      # the searches alone
 
-Layouts are drawn at random from all that can exist, whether they fit or not. One layout on
-100,000 ranks is judged as well.
+Layouts are drawn at random from all that can exist, whether they fit or not: their time in closed
+form, by the schedule that is carried on from its middle, and with all of the schedule simulated;
+their memory, of kinds of ranks and of all nodes.
 """
 
 import argparse
@@ -20,11 +21,11 @@ from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import find
 from hpczero.planner.layout_space import Space
 from hpczero.planner.platform import Platform
-from hpczero.planner.room import Room
 from hpczero.planner.search import Machine, Search
-from hpczero.planner.step_seconds import of_cluster
+from hpczero.planner.step_time import StepTimes
 from hpczero.spec.load import load
 from hpczero.spec.schema import Spec
+from tests.support.exact_time import exact_seconds
 
 SPECS = Path(__file__).resolve().parents[1] / "jobspecs"
 JOBS = (("gpt-7b-h100", "dgx-h100", 8), ("gpt-100b", "dgx2-v100", 25), ("gpt-1t", "dgx2-v100", 50))
@@ -33,16 +34,12 @@ MANY = ("gpt-7b-h100", "dgx-h100", 12_500)  # nodes of 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", type=int, default=20_000)
-    parser.add_argument("--search", action="store_true", help="also search each job's layouts")
+    parser.add_argument("--layouts", type=int, default=500)
     options = parser.parse_args()
-    print(
-        f"{'job':<14}{'ranks':>8}{'layouts':>9}{'specs':>8}{'memory':>8}{'time':>8}{'all':>8}  ms"
-    )
     for name, cluster, nodes in JOBS:
-        bench(name, cluster, nodes, options.layouts)
-        if options.search:
-            search(name, cluster, nodes)
+        search(name, cluster, nodes)
+        if options.layouts:
+            compare(name, cluster, nodes, options.layouts)
     one_of_many()
 
 
@@ -72,45 +69,42 @@ def drawn(space: Space, count: int) -> Iterator[Spec]:
         yield space.spec_with(space.saving(layout, saving))
 
 
-def bench(name: str, cluster: str, nodes: int, count: int) -> None:
-    space, machine = prepared(name, cluster, nodes)
-    model = layers(space.spec.model)
-    room = Room(model, machine.platform, machine.node, space.nodes)
-    seconds = of_cluster(model, machine.cluster, machine.platform)
-    begin = time.process_time()
-    specs = list(drawn(space, count))
-    drawn_at = time.process_time()
-    for spec in specs:
-        room.fit(spec)
-    fitted_at = time.process_time()
-    for spec in specs:
-        seconds(spec, space.nodes.ranks, space.nodes.ranks_per_node)
-    end = time.process_time()
-    took = (drawn_at - begin, fitted_at - drawn_at, end - fitted_at, end - begin)
-    columns = "".join(f"{1e3 * part / count:>8.3f}" for part in took)
-    print(f"{name:<14}{space.nodes.ranks:>8,}{count:>9,}{columns}", flush=True)
-
-
 def search(name: str, cluster: str, nodes: int) -> None:
     space, machine = prepared(name, cluster, nodes)
-    model = layers(space.spec.model)
     begin = time.process_time()
-    seconds = of_cluster(model, machine.cluster, machine.platform)
-    counts = Search(space, model, machine, seconds).run().counts
+    counts = Search(space, layers(space.spec.model), machine).run().counts
     took = time.process_time() - begin
-    print(f"{'':<14}a search: {took:.1f} s, {counts}", flush=True)
+    each = 1e6 * took / counts.all
+    print(f"{name} on {space.nodes.ranks:,} ranks: {took:.1f} processor-seconds, {each:.1f} us a")
+    print(f"    layout: {counts}", flush=True)
+
+
+def compare(name: str, cluster: str, nodes: int, count: int) -> None:
+    space, machine = prepared(name, cluster, nodes)
+    model = layers(space.spec.model)
+    times = StepTimes(model, machine.cluster, machine.platform)
+    bounds, of_middle = [], []
+    for spec in drawn(space, count):
+        exact = exact_seconds(spec, model, space.nodes, machine)
+        bounds.append(times.at_least(spec, space.nodes) / exact - 1)
+        of_middle.append(times.of(spec, space.nodes).seconds / exact - 1)
+    for called, errors in (("a bound", bounds), ("what is ranked", of_middle)):
+        ranked = sorted(map(abs, errors))
+        print(
+            f"    {called} against all of the schedule: median {ranked[count // 2]:.3%}, "
+            f"p90 {ranked[count * 9 // 10]:.3%}, worst {min(errors):+.2%} {max(errors):+.2%}"
+        )
 
 
 def one_of_many() -> None:
     space, machine = prepared(*MANY)
     begin = time.process_time()
     model = layers(space.spec.model)
-    seconds = of_cluster(model, machine.cluster, machine.platform)
     settings = {"tensor": 8, "pipeline": 25, "order": "auto"}
     batch = space.spec.train.model_copy(update={"global_batch": 40_000})
     parallel = space.spec.parallel.model_copy(update=settings)
     spec = space.spec.model_copy(update={"parallel": parallel, "train": batch})
-    Search(space, model, machine, seconds).judge(spec)
+    Search(space, model, machine).judge(spec)
     took = time.process_time() - begin
     print(f"one layout on {space.nodes.ranks:,} ranks: {took:.2f} processor-seconds")
 

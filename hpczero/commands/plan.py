@@ -19,7 +19,6 @@ from hpczero.planner.allocation import Allocation
 from hpczero.planner.layout_space import Space
 from hpczero.planner.layouts import TABLES
 from hpczero.planner.search import Found, Machine, Planned, Search, distinct
-from hpczero.planner.step_seconds import TimeModel, of_cluster
 from hpczero.planner.trade import Bill, bill, node_counts, pareto, why
 from hpczero.safe_files import write_new
 from hpczero.spec.keys import keys, no_such_key
@@ -99,10 +98,6 @@ class Job:
         return layers(self.spec.model)
 
     @cached_property
-    def time(self) -> TimeModel:
-        return of_cluster(self.layers, self.named.cluster, self.machine.platform)
-
-    @cached_property
     def node_counts(self) -> list[int]:
         counts = node_counts(self.options.nodes, self.named.cluster.nodes)
         if counts[-1] * self.ranks_per_node > _MOST_RANKS:
@@ -138,7 +133,7 @@ class Job:
         files = bool(self.named.cluster.node.nvme_gb)
         allocation = Allocation.of_nodes(nodes, self.ranks_per_node)
         space = Space(self.spec, allocation, self.pinned, files)
-        return Search(space, self.layers, self.machine, self.time)
+        return Search(space, self.layers, self.machine, self.options.top)
 
     def bill(self, planned: Planned) -> Bill:
         return bill(planned, parse_duration(self.spec.batch.walltime))
@@ -166,7 +161,7 @@ class Job:
 
 def _nothing_fits(job: Job, found: list[Found]) -> str:
     nodes = found[-1].nodes
-    if not found[-1].counts.tried:
+    if not found[-1].counts.all:
         pinned = ", ".join(sorted(job.pinned)) or "nothing"
         return (
             f"no layout can exist on {plan_report.of_nodes(nodes)}: {pinned} is pinned; "

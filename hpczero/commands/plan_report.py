@@ -59,8 +59,9 @@ def heading(spec: Spec, named: Named, found: Sequence[Found]) -> Iterator[str]:
     for one in found:
         counts = one.counts
         yield (
-            f"  {of_nodes(one.nodes)}: {counts.tried:,} layouts, {counts.too_large:,} do not fit, "
-            f"{counts.needless:,} give up memory that they need not, {counts.timed:,} timed"
+            f"  {of_nodes(one.nodes)}: {counts.all:,} layouts; {counts.slower:,} are slower, "
+            f"{counts.too_large:,} do not fit, {counts.needless:,} give up memory that they need "
+            f"not, {counts.timed:,} timed"
         )
     unknown = [
         what

@@ -251,21 +251,33 @@ Use = tuple[int, ...]  # the units that are in use at the same time
 Pass = list[Use]
 
 
+CountGathers = Callable[[Chunks, Sequence[int], Parallel, int, int], Counter[int]]  # `gathers`
+
+
 def gathers_in_step(
-    chunks: Chunks, sizes: Sequence[int], parallel: Parallel, stage: int, micro_batches: int
+    chunks: Chunks,
+    sizes: Sequence[int],
+    parallel: Parallel,
+    stage: int,
+    micro_batches: int,
+    roughly: CountGathers | None = None,
 ) -> Counter[int]:
     """Return size of a unit -> all-gathers of units of this size.
 
-    `sizes` are those of the units, the layers that have parameters.
+    `sizes` are those of the units, the layers that have parameters. `roughly`: counts those of
+    whole periods, and a part of a period has its share of them.
     """
     period = parallel.pipeline
     few = simulated_micro_batches(parallel, micro_batches)
-    before = gathers(chunks, sizes, parallel, stage, max(0, few - period))
-    counts = gathers(chunks, sizes, parallel, stage, few)
-    repeats = (micro_batches - few) // period
+    if roughly:
+        few = min(few, 2 * period)
+    count_gathers = roughly or gathers
+    before = count_gathers(chunks, sizes, parallel, stage, max(0, few - period))
+    counts = count_gathers(chunks, sizes, parallel, stage, few)
+    repeats = (micro_batches - few) / period
     by_size = Counter[int]()
     for unit, count in counts.items():
-        by_size[sizes[unit]] += count + repeats * (count - before[unit])
+        by_size[sizes[unit]] += count + round(repeats * (count - before[unit]))
     return by_size
 
 

@@ -83,33 +83,6 @@ class Space:
                         tables.append(table)
         return tables
 
-    @cached_property
-    def coarse(self) -> list[Parallel]:
-        """Those whose stages have 1, 2, 4 or 8 chunks, or what the spec says."""
-        pinned = self.spec.parallel.chunks if not self._free("chunks") else 1
-        return [one for one in self.parallels if one.chunks in (1, 2, 4, 8, pinned)]
-
-    def on_grid(self, layout: Layout) -> list[Parallel]:
-        """Return the tables that have the tensor ranks and stages of a layout."""
-        key = layout.tensor, layout.pipeline, layout.sequence_parallel
-        return self._by_grid.get(key, [])
-
-    @cached_property
-    def _by_grid(self) -> dict[tuple[int, int, bool], list[Parallel]]:
-        by_grid: dict[tuple[int, int, bool], list[Parallel]] = {}
-        for one in self.parallels:
-            key = one.tensor, one.pipeline, one.sequence_parallel
-            by_grid.setdefault(key, []).append(one)
-        return by_grid
-
-    def parallel(self, layout: Layout) -> Parallel:
-        """Return the table of a layout."""
-        return next(
-            one
-            for one in self.on_grid(layout)
-            if (one.schedule, one.chunks) == (layout.schedule, layout.chunks)
-        )
-
     def _exists(self, spec: Spec) -> bool:
         if contradictions(spec) or unavailable(spec):
             return False

@@ -14,8 +14,8 @@ from math import ceil, log2
 
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster
+from hpczero.planner.sent import Sent
 from hpczero.planner.spread import Spread
-from hpczero.planner.volumes import Sent
 
 _MICRO, _GIGA = 1e-6, 1e9
 # seconds

@@ -18,10 +18,10 @@ and temporary tensors at the widest moment of a step), batches read ahead, Pytho
 libraries.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 from hpczero.comm.grid import Grid
 from hpczero.data.samples import micro_batch_sizes
@@ -53,6 +53,7 @@ from hpczero.planner.activations import (
     sent_to_host,
 )
 from hpczero.planner.needs import Need, NodeNeed
+from hpczero.planner.once import Once
 from hpczero.planner.placement import Placement, nodes_of_ranks, placements
 from hpczero.planner.platform import CPUS, Platform, as_run, bucket_bytes
 from hpczero.planner.volumes import resolved
@@ -64,7 +65,6 @@ BLOCK = 4096  # elements: sums are made in whole blocks
 RUNTIME = 250_000_000
 _TOKEN = 8
 LASTING = ("weights", "master", "moments", "gradients")  # states that are there all the time
-_Count = TypeVar("_Count")
 
 
 def needs_of_nodes(
@@ -136,14 +136,7 @@ class Parts:
     def __init__(self, layers: Sequence[Layer], platform: Platform) -> None:
         self.platform = platform
         self._layers = layers
-        self._known: dict[object, Any] = {}
-
-    def _once(self, count: Callable[..., _Count], key: object, *by: object) -> _Count:
-        """Return `count(*by)`, which depends on the key alone."""
-        key = count.__name__, key
-        if key not in self._known:
-            self._known[key] = count(*by)
-        return cast(_Count, self._known[key])
+        self._once = Once()
 
     def chunks(self, spec: Spec) -> list[Chunks]:
         """Return the layers of each stage's chunks."""

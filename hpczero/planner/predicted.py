@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from hpczero.planner.cluster import Cluster
 from hpczero.planner.links import Links
 from hpczero.planner.memory import saves_behind
+from hpczero.planner.once import Once
 from hpczero.planner.rates import PassTime, Rates
+from hpczero.planner.sent import Sent
 from hpczero.planner.software import Software
 from hpczero.planner.spread import Spread
 from hpczero.planner.step_costs import Edge, Seconds
 from hpczero.planner.step_work import Repeated, StepWork
-from hpczero.planner.volumes import Sent
 from hpczero.planner.work import Alike
 
 _GIGA, _MILLI, _MICRO = 1e9, 1e-3, 1e-6
@@ -18,64 +19,72 @@ _GATHERS_ONCE_MORE = 1.5  # a backward's sum by a forward's, with sequence paral
 
 
 class Predicted:
-    """The costs of a step's work on a cluster."""
+    """The costs of a step's work on a cluster.
 
-    def __init__(self, work: StepWork, cluster: Cluster, software: Software) -> None:
+    `once`: what layouts of one job on this cluster share, if there are several.
+    """
+
+    def __init__(
+        self, work: StepWork, cluster: Cluster, software: Software, once: Once | None = None
+    ) -> None:
         self.work, self.cluster, self.software = work, cluster, software
-        self.rates = Rates.of(cluster, work.spec.train.precision, work.nodes.most, software)
-        self.links = Links.of(cluster, work.nodes)
-        self._passes: dict[Alike, tuple[PassTime, PassTime]] = {}
-        self._actions: dict[object, Seconds] = {}
+        self._once = once or Once()
+        precision, ranks = work.spec.train.precision, work.nodes.most
+        self.rates = self._once(Rates.of, "", cluster, precision, ranks, software)
+        self.links = self._once(Links.of, "", cluster, work.nodes)
+        self._messages: dict[bool, float] = {}
         self._of_tensor: dict[int, tuple[float, float]] = {}
         self._of_data: dict[int, tuple[float, float]] = {}
 
     def hidden(self) -> float:
         return self.software.hidden
 
+    def like(self, stage: int) -> int:
+        return self.work.like[stage]
+
     # ------------------------------------------------------------------------ a micro-batch
 
     def action(self, kind: str, stage: int, chunk: int) -> Seconds:
-        work = self.work
-        key = kind, work.parts[stage][chunk], work.held(stage, chunk)
-        if key not in self._actions:
-            self._actions[key] = self._action(kind == "backward", stage, chunk)
-        return self._actions[key]
-
-    def _action(self, backward: bool, stage: int, chunk: int) -> Seconds:
-        part = self.work.parts[stage][chunk]
-        total = dict.fromkeys(("compute", "attention", "memory"), 0.0)
-        host = 0.0
+        part, backward = self.work.parts[stage][chunk], kind == "backward"
+        compute = attention = memory = host = 0.0
         for alike, count in part.layers:
             time = self._time(alike)[backward]
-            total["compute"] += count * time.compute
-            total["attention"] += count * time.attention
-            total["memory"] += count * time.memory
+            compute += count * time.compute
+            attention += count * time.attention
+            memory += count * time.memory
             host += count * time.host
         if backward and self.software.accumulates_apart:
-            total["memory"] += self.rates.moved(self.work.accumulated(stage, chunk))
-        device = sum(total.values())
-        total["launch"] = max(0.0, host - device) if self.rates.is_gpu else host
-        total["tensor"] = self._tensor_sum(stage)[backward] * self.work.sums(part)[backward]
-        return total
+            memory += self.rates.moved(self.work.accumulated(stage, chunk))
+        device = compute + attention + memory
+        return {
+            "compute": compute,
+            "attention": attention,
+            "memory": memory,
+            "launch": max(0.0, host - device) if self.rates.is_gpu else host,
+            "tensor": self._tensor_sum(stage)[backward] * self.work.sums(part)[backward],
+        }
 
     def _time(self, alike: Alike) -> tuple[PassTime, PassTime]:
-        if alike not in self._passes:
-            forward, backward = self.work.passes(alike)
-            self._passes[alike] = self.rates.time(forward), self.rates.time(backward)
-        return self._passes[alike]
+        return self._once(self._time_of_passes, (alike.kind, self.work.layout), alike)
+
+    def _time_of_passes(self, alike: Alike) -> tuple[PassTime, PassTime]:
+        forward, backward = self.work.passes(alike)
+        return self.rates.time(forward), self.rates.time(backward)
 
     def _tensor_sum(self, stage: int) -> tuple[float, float]:
         """Return the seconds of tensor's collectives for each sum, in forward and in backward.
 
         The few that are no sums of activations are spread over these.
         """
+        spread = self.work.spreads["tensor"]
+        if spread.ranks == 1:
+            return 0.0, 0.0
         if stage not in self._of_tensor:
-            spread = self.work.spreads["tensor"]
             sums = [self.work.sums(part) for part in self.work.parts[stage]]
             forward, backward = (sum(column) for column in zip(*sums, strict=True))
             more = _GATHERS_ONCE_MORE if self.work.layout.sequence else 1.0
             each = 0.0
-            if spread.ranks > 1 and forward + backward:
+            if forward + backward:
                 messages = self.work.tensor_messages(stage)
                 seconds = self._together(messages, spread) / self.work.batch.micro_batches
                 each = seconds / (forward + more * backward)
@@ -101,10 +110,16 @@ class Predicted:
         return (device.bus_gb_s or device.bandwidth_gb_s) * _GIGA
 
     def transfer(self, part: int) -> float:
+        node = self.work.node_of_stage
+        here, there = part % len(node), (part + 1) % len(node)
+        between = node[here] != node[there]
+        if between not in self._messages:
+            self._messages[between] = self._message(between)
+        return self._messages[between]
+
+    def _message(self, between: bool) -> float:
         work = self.work
         spread, tensor = work.spreads["pipeline"], work.spreads["tensor"]
-        here, there = part % spread.ranks, (part + 1) % spread.ranks
-        between = work.node_of_stage[here] != work.node_of_stage[there]
         if not self.software.divides_messages or work.layout.sequence or tensor.ranks == 1:
             return self.links.message(work.message, spread, between)
         piece = work.message / tensor.ranks
@@ -136,12 +151,13 @@ class Predicted:
             seconds += reduced
         if not seconds:
             return 0.0
-        whole = sum(work.held(stage, each) for each in range(len(work.parts[stage])))
-        return seconds * work.held(stage, chunk) / whole / work.batch.micro_batches
+        held = work.held[stage]
+        return seconds * held.by_chunk[chunk] / held.all / work.batch.micro_batches
 
     def _first(self, each: Repeated, stage: int, passes: int) -> float:
         """Return the seconds of the first layer's unit, in one of so many passes over all units."""
-        share = self.work.first_unit(stage) / passes
+        held = self.work.held[stage]
+        share = held.first / held.all / passes
         sent = Sent(int(each.sent.inside * share), int(each.sent.between * share))
         return self._collective(each.operation, sent, self.work.spreads["data"])
 
@@ -187,7 +203,7 @@ class Predicted:
         ranks = work.nodes.most
         seconds = work.updated(stage) / (node.bandwidth_gb_s / ranks * _GIGA)
         if work.platform.on_gpus:
-            seconds = max(seconds, work.updated_over_bus(stage) / self._bus_rate)
+            seconds = max(seconds, work.held[stage].over_bus / self._bus_rate)
         if work.spec.zero.folder and node.nvme_gb_s:
             moved = 2 * work.owned(stage) * work.platform.update.of_element
             seconds = max(seconds, moved / (node.nvme_gb_s / ranks * _GIGA))
@@ -195,20 +211,21 @@ class Predicted:
 
     def after(self) -> Seconds:
         work = self.work
-        update = max(map(work.updated, work.stages))
+        update = max(map(work.updated, set(work.like)))
         offload = 0.0
         if work.is_elsewhere and not self.software.hides_weights:
-            offload = max(map(self._offload, work.stages))
+            offload = max(map(self._offload, set(work.like)))
         small = sum(
             self._collective("all_reduce", Sent(), spread) for spread in work.spreads.values()
         )
-        pipeline = work.spreads["pipeline"]
-        ties = [work.ties(stage) for stage in work.stages]
+        tied = (
+            self._collective("all_reduce", sent, work.spreads["pipeline"])
+            for sent in work.ties
+            if sent != Sent()
+        )
         return {
             "optimizer": 0.0 if work.is_elsewhere else self.rates.moved(update),
-            "messages": max(self._collective("all_reduce", sent, pipeline) for sent in ties)
-            if any(sent != Sent() for sent in ties)
-            else 0.0,
+            "messages": max(tied, default=0.0),
             "offload": offload,
             "overhead": self.cluster.device.step_us * _MICRO
             + self.software.step_ms * _MILLI
@@ -220,10 +237,32 @@ class Predicted:
         every = work.spec.checkpoint.every
         if not 0 < every < work.spec.train.steps or files is None:
             return 0.0
-        states = max(map(work.shards, work.stages)) * work.platform.update.of_element
+        states = max(held.shards for held in work.held) * work.platform.update.of_element
         write = states * work.nodes.most / (files.node_gb_s * _GIGA)
         if files.all_gb_s:
             write = max(write, states * work.nodes.ranks / (files.all_gb_s * _GIGA))
         if not saves_behind(work.spec):
             return write / every
         return states / self._bus_rate / every + max(0.0, write / every - step)
+
+
+class Computing(Predicted):
+    """The costs of a step's actions alone."""
+
+    def data(self, kind: str, stage: int, chunk: int) -> float:
+        return 0.0
+
+    def transfer(self, part: int) -> float:
+        return 0.0
+
+    def weights(self, stage: int) -> Edge:
+        return Edge()
+
+    def gradients(self, stage: int) -> Edge:
+        return Edge()
+
+    def after(self) -> Seconds:
+        return {}
+
+    def checkpoint(self, step: float) -> float:
+        return 0.0

@@ -1,8 +1,10 @@
 """The search for the fastest layouts of a job that fit into its nodes (pure).
 
-Memory comes first: a layout whose bytes exceed a device or a node is left out before its time is
-asked for. What only saves memory (`layout_space.Saving`) is given up where the layout without it
-does not fit: it never makes a step faster.
+All layouts are looked at, and few are timed: each cheap look leaves out what cannot be among the
+best. A grid with a size of micro-batches is bounded by what its ranks compute; a layout that gives
+nothing up by its time in closed form; and what only saves memory (`layout_space.Saving`) is given
+up where the layout without it does not fit, as it never makes a step faster. What is left, and
+fits, is timed by its schedule.
 """
 
 from collections import Counter
@@ -20,16 +22,13 @@ from hpczero.planner.layouts import Layout
 from hpczero.planner.needs import Hardware
 from hpczero.planner.platform import Platform
 from hpczero.planner.room import Fit, Room
-from hpczero.planner.rough_time import RoughTime
-from hpczero.planner.step_seconds import StepSeconds, TimeModel
+from hpczero.planner.step_time import StepTime, StepTimes
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Parallel, Spec
 
 _OF_A_GRID = 3  # rows
-_LEADING = 30  # layouts that lead on to others
-_ROUNDS = 3
-_MOST = 6000  # layouts that are timed before those near the fastest ones
-_ROUGHLY = 1.7  # a rough time is not trusted further
+_SLOWER = 2.0  # times the fastest one: of no interest, whatever else there is
+_BOUNDED = 1.01  # a bound in closed form may be above the time by less
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Planned:
     spec: Spec
     nodes: Allocation
     fit: Fit
-    time: StepSeconds
+    time: StepTime
 
     @property
     def order(self) -> tuple[float, int]:
@@ -52,7 +51,8 @@ class Planned:
 class Counts:
     """Layouts by what became of them."""
 
-    tried: int = 0
+    all: int = 0
+    slower: int = 0
     too_large: int = 0
     needless: int = 0  # they give up more than one that fits
     timed: int = 0
@@ -71,10 +71,6 @@ class Found:
         """The fastest layout that fits."""
         return next((one for one in self.planned if one.fit.verdict == "fits"), None)
 
-    def sort(self) -> None:
-        self.planned.sort(key=lambda one: one.order)
-        self.counts.timed = len(self.planned)
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -91,17 +87,17 @@ class Machine:
 
 
 class Search:
-    """The search among the layouts of a job on some nodes."""
+    """The search among the layouts of a job on some nodes, for so many rows of a table."""
 
     def __init__(
-        self, space: Space, layers: Sequence[Layer], machine: Machine, time: TimeModel
+        self, space: Space, layers: Sequence[Layer], machine: Machine, rows: int = 10
     ) -> None:
         self.space = space
         self.room = Room(layers, machine.platform, machine.node, space.nodes)
-        self._time = time
-        self._rough = RoughTime(layers, machine.cluster, machine.platform)
-        self._seen: set[Layout] = set()
+        self._times = StepTimes(layers, machine.cluster, machine.platform)
+        self._rows = rows
         self._found = Found(space.nodes)
+        self._fastest: dict[object, float] = {}  # of a grid and a size, what fits
 
     def judge(self, spec: Spec) -> Planned:
         """Return what a layout needs and how long it takes, whether it fits or not."""
@@ -110,78 +106,70 @@ class Search:
         return self._timed(self.room.fit(spec), spec)
 
     def run(self, thorough: bool = False) -> Found:
-        """Return the layouts that may fit, except those that give up memory in vain.
+        """Return the layouts that may fit, except those that are slower or give memory up in vain.
 
-        All grids are looked at, in the order of their rough time, until that is `_ROUGHLY` times
-        the smallest one of a layout that fits; and on a coarse choice of the keys that change
-        little. The fastest ones then lead on to those that differ from them in one of these keys.
-        `thorough`: all are tried.
+        `thorough`: slower ones are there, too.
         """
-        limit = inf
-        for roughly, parallel, layout in self._cores(thorough):
-            if roughly > limit or len(self._found.planned) > (inf if thorough else _MOST):
-                break
-            fitting = (one for one in self._climb(parallel, layout) if one.fit.verdict == "fits")
-            fastest = min(map(self._roughly, (one.spec for one in fitting)), default=inf)
-            limit = inf if thorough else min(limit, _ROUGHLY * fastest)
-        self._found.sort()
-        for _ in range(0 if thorough else _ROUNDS):
-            for one in distinct(self._found.planned, _LEADING):
-                for parallel, layout in self._near(one.layout):
-                    self._climb(parallel, layout)
-            self._found.sort()
+        counts = self._found.counts
+        for bound, parallel, size in self._groups():
+            savings = self.space.savings(parallel, size)
+            for layout in self._cores(parallel, size):
+                counts.all += len(savings)
+                limit = inf if thorough else self._limit * _BOUNDED
+                if bound > limit or self._at_least(layout, limit) > limit:
+                    counts.slower += len(savings)
+                else:
+                    self._climb(layout, savings)
+        self._found.planned.sort(key=lambda one: one.order)
+        counts.timed = len(self._found.planned)
         return self._found
 
-    def _cores(self, thorough: bool) -> list[tuple[float, Parallel, Layout]]:
-        """Return layouts that give nothing up and their rough times, the fastest first."""
+    def _groups(self) -> list[tuple[float, Parallel, int]]:
+        """Return each grid with each size of micro-batches, by what no layout of it falls below."""
+        space, nodes = self.space, self.space.nodes
+        groups = []
+        for parallel in space.parallels:
+            *_, states = space.states(parallel)  # where each rank adds up the fewest gradients
+            order = space.orders(parallel)[0]
+            for size in space.micro_batches(parallel):
+                spec = space.spec_with(space.layout(parallel, order, states, size))
+                groups.append((self._times.of_computing(spec, nodes), parallel, size))
+        return sorted(groups, key=itemgetter(0))
+
+    def _cores(self, parallel: Parallel, size: int) -> Iterator[Layout]:
+        """Yield the layouts that give nothing up."""
         space = self.space
-        cores = []
-        for parallel in space.parallels if thorough else space.coarse:
-            innermost, *more = space.orders(parallel)
-            orders = [order for order in more if thorough or order.startswith("tensor")]
-            sizes = space.micro_batches(parallel)
-            for order, states, size in product(
-                (innermost, *orders), space.states(parallel), sizes if thorough else sizes[::2]
-            ):
-                layout = space.layout(parallel, order, states, size)
-                cores.append((self._roughly(space.spec_with(layout)), parallel, layout))
-        return sorted(cores, key=itemgetter(0))
+        for order, states in product(space.orders(parallel), space.states(parallel)):
+            yield space.layout(parallel, order, states, size)
 
-    def _roughly(self, spec: Spec) -> float:
-        nodes = self.space.nodes
-        return self._rough(spec, nodes.ranks, nodes.ranks_per_node).seconds
+    def _at_least(self, layout: Layout, limit: float) -> float:
+        """Return what the layout takes at least, where there is a limit to hold it against."""
+        if limit == inf:
+            return 0.0
+        return self._times.at_least(self.space.spec_with(layout), self.space.nodes)
 
-    def _near(self, layout: Layout) -> Iterator[tuple[Parallel, Layout]]:
-        """Yield the layouts that differ from this one in one of the keys that change little."""
-        space = self.space
-        states = layout.stage, layout.node_shared
-        for parallel in space.on_grid(layout):
-            orders = space.orders(parallel)
-            order = layout.order if layout.order in orders else orders[0]
-            yield parallel, space.layout(parallel, order, states, layout.micro_batch)
-        parallel = space.parallel(layout)
-        for order in space.orders(parallel):
-            yield parallel, space.layout(parallel, order, states, layout.micro_batch)
-        for other in space.states(parallel):
-            yield parallel, space.layout(parallel, layout.order, other, layout.micro_batch)
-        for size in space.micro_batches(parallel):
-            if layout.micro_batch <= 2 * size <= 4 * layout.micro_batch:
-                yield parallel, space.layout(parallel, layout.order, states, size)
+    @property
+    def _limit(self) -> float:
+        """The time of the last row of a table, of those that fit so far."""
+        ranked = sorted(self._fastest.values())
+        if not ranked:
+            return inf
+        last = ranked[self._rows - 1] if len(ranked) >= self._rows else inf
+        return min(last, _SLOWER * ranked[0])
 
-    def _climb(self, parallel: Parallel, layout: Layout) -> list[Planned]:
-        if layout in self._seen:
-            return []
-        self._seen.add(layout)
-        savings = self.space.savings(parallel, layout.micro_batch)
+    def _climb(self, layout: Layout, savings: Sequence[Saving]) -> None:
         ladder = _Ladder(self.space, self.room, self._found.counts, layout, savings)
-        planned = [self._timed(fit, spec) for spec, fit in ladder.climb()]
-        self._found.planned += planned
-        return planned
+        for spec, fit in ladder.climb():
+            planned = self._timed(fit, spec)
+            self._found.planned.append(planned)
+            if fit.verdict == "fits":
+                key = layout[:3], layout.micro_batch
+                fastest = self._fastest.get(key, inf)
+                self._fastest[key] = min(fastest, planned.time.seconds)
 
     def _timed(self, fit: Fit, spec: Spec) -> Planned:
         nodes = self.space.nodes
-        seconds = self._time(spec, nodes.ranks, nodes.ranks_per_node)
-        return Planned(Layout.of(spec), spec, nodes, fit, seconds)
+        return Planned(Layout.of(spec), spec, nodes, fit, self._times.of(spec, nodes))
 
 
 @dataclass(frozen=True)
@@ -196,7 +184,6 @@ class _Ladder:
 
     def climb(self) -> Iterator[tuple[Spec, Fit]]:
         """Yield the ways that may fit, but those that contain one that does."""
-        self.counts.tried += len(self.savings)
         if not self._at(self.savings[-1])[1]:
             self.counts.too_large += len(self.savings)
             return

@@ -13,7 +13,8 @@ from hpczero.comm.grid import impossible
 from hpczero.errors import InputError
 from hpczero.model.families import known, layers
 from hpczero.planner.allocation import Allocation
-from hpczero.planner.volumes import GroupVolumes, RepeatedRanks, Volumes
+from hpczero.planner.sent import GroupVolumes, RepeatedRanks
+from hpczero.planner.volumes import Volumes
 from hpczero.spec.rules import AXES, axes_in_order
 from hpczero.spec.schema import Parallel, Spec
 

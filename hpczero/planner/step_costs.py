@@ -79,6 +79,10 @@ class Edge:
 class StepCosts(Protocol):
     """The pieces of a step, for a rank of each stage."""
 
+    def like(self, stage: int) -> int:
+        """Return the first stage whose pieces are the same, itself or one before it."""
+        ...
+
     def action(self, kind: str, stage: int, chunk: int) -> Seconds:
         """Return the seconds of a forward or backward of one micro-batch, without data's."""
         ...

@@ -6,19 +6,21 @@ They do not depend on the cluster, but for how many ranks its nodes have.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from hpczero.comm.trace import evenly
 from hpczero.model.families import family
 from hpczero.model.shapes import Layer
 from hpczero.model.work import Pass
-from hpczero.parallel.layout import UnitLayout
-from hpczero.parallel.pipeline.partition import Tied
+from hpczero.parallel.pipeline.partition import Chunks, Tied
 from hpczero.parallel.states import Precision, Sharded, bytes_over_bus, shares_nodes
 from hpczero.planner.activations import element_bytes, sent_to_host
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.once import Once
 from hpczero.planner.platform import Platform, as_run
+from hpczero.planner.sent import GroupVolumes, Sent
 from hpczero.planner.spread import in_order, spreads
-from hpczero.planner.volumes import GroupVolumes, Sent, Volumes
+from hpczero.planner.volumes import Volumes
 from hpczero.planner.work import Alike, Batch, Part, layout_of, parts_of, passes
 from hpczero.spec.schema import Spec
 
@@ -47,51 +49,113 @@ class DataTraffic:
     read: float = 0.0
 
 
+@dataclass(frozen=True)
+class Held:
+    """The parameters that a rank of a stage holds, by chunk, in elements of whole units."""
+
+    by_chunk: tuple[int, ...]
+    units: int
+    first: int  # of the unit of its first layer
+    shards: int
+    over_bus: int  # bytes, where states are elsewhere
+
+    @property
+    def all(self) -> int:
+        return sum(self.by_chunk)
+
+
 class StepWork:
-    """A step of a spec on some nodes."""
+    """A step of a spec on some nodes.
+
+    `once`: what layouts of one job share, if there are several. `bounds`: a bound of its time will
+    do.
+    """
 
     def __init__(
-        self, spec: Spec, layers: Sequence[Layer], nodes: Allocation, platform: Platform
+        self,
+        spec: Spec,
+        layers: Sequence[Layer],
+        nodes: Allocation,
+        platform: Platform,
+        once: Once | None = None,
+        bounds: bool = False,
     ) -> None:
         self.spec = as_run(spec, platform.device)
         self.nodes, self.platform = nodes, platform
+        self.once = once or Once()
         self.spreads = spreads(in_order(self.spec, nodes), nodes)
         data = self.spreads["data"]
-        self.volumes = Volumes(self.spec, layers, data.ranks)
+        self.volumes = Volumes(self.spec, layers, data.ranks, self.once)
         self._batches = self.volumes.batches(data.ranks - 1)  # the last rank has the most
         self.batch = Batch.of(self._batches)
-        chunks = self.volumes.chunks
-        self.parts = [parts_of(stage, spec.model, spec.memory) for stage in chunks]
-        self.units = [[self.volumes.units.of(chunk) for chunk in stage] for stage in chunks]
+        parallel, memory = spec.parallel, spec.memory
+        self.cut = parallel.pipeline, parallel.chunks
+        self._again = memory.recompute, memory.recompute_every
+        by = self.cut, self._again
+        self.parts = self.once(_parts_of_stages, by, self.volumes.chunks, spec)
         self.shared = shares_nodes(self.spec.zero, data.on_nodes)
         self.sharded = Sharded.at_stage(spec.zero.stage, self.shared)
         self.precision = Precision(element_bytes(spec), self.batch.micro_batches > 1)
+        # stage 3 gathers what was released: with several chunks each stage has its own course
+        gathers = self.sharded.parameters and parallel.chunks > 1 and not bounds
+        self.like = list(self.stages) if gathers else self.once(self._alike_stages, by)
+        ranks, states = (data.ranks, parallel.tensor), (self.sharded, self.precision)
+        self.held = self.once(self._held, (self.cut, ranks, states))
         self.layout = layout_of(spec, self.batch.samples, platform.kernels)
-        self._passes: dict[Alike, tuple[Pass, Pass]] = {}
-        self._traffic: dict[int, DataTraffic] = {}
 
     @property
     def stages(self) -> range:
         return range(len(self.parts))
 
+    def _alike_stages(self) -> list[int]:
+        """Return for each stage the first one that runs as many layers of each kind.
+
+        The first and the last stage, and those that tie parameters, are like no other.
+        """
+        first: dict[object, int] = {}
+        last = len(self.parts) - 1
+        like = []
+        for stage, (own, layers) in enumerate(zip(self.parts, self.volumes.chunks, strict=True)):
+            tied = any(isinstance(layer, Tied) for layer in chain(*layers))
+            key = tuple(part.kinds for part in own) if 0 < stage < last and not tied else stage
+            like.append(first.setdefault(key, stage))
+        return like
+
+    def _held(self) -> list[Held]:
+        chunks = self.volumes.chunks
+        of_first = {stage: self._held_by(chunks[stage]) for stage in set(self.like)}
+        return [of_first[like] for like in self.like]
+
+    def _held_by(self, chunks: Chunks) -> Held:
+        by_chunk = [self.volumes.units.of(chunk) for chunk in chunks]
+        units = list(chain.from_iterable(by_chunk))
+        return Held(
+            tuple(sum(unit.size for unit in each) for each in by_chunk),
+            len(units),
+            units[0].size,
+            sum(unit.shard_size for unit in units),
+            bytes_over_bus(units, self.sharded, self.precision),
+        )
+
+    @property
+    def operations(self) -> float:
+        """The operations of one sequence by the model's formula, forward and backward."""
+        model = self.spec.model
+        of_layers = self.once(family(model).operations, "", model, self.spec.seq_len)
+        return sum(of_layers)
+
     # ------------------------------------------------------------------------ a micro-batch
 
     def passes(self, alike: Alike) -> tuple[Pass, Pass]:
         """Return forward and backward of one of these layers."""
-        if alike not in self._passes:
-            self._passes[alike] = passes(self.spec.model, alike, self.layout)
-        return self._passes[alike]
-
-    def held(self, stage: int, chunk: int) -> int:
-        """Return the elements of a chunk's units."""
-        return sum(unit.size for unit in self.units[stage][chunk])
+        return passes(self.spec.model, alike, self.layout)
 
     def accumulated(self, stage: int, chunk: int) -> float:
         """Return the bytes moved to add a micro-batch's gradients to those before it."""
         if not self.precision.accumulates or self.sharded.gradients:
             return 0.0
         width = self.precision.weight + 2 * self.precision.gradient
-        return self.held(stage, chunk) * width
+        return self.held[stage].by_chunk[chunk] * width
 
     def sums(self, part: Part) -> tuple[int, int]:
         """Return the sums of activations over tensor ranks in forward, and in backward."""
@@ -104,6 +168,13 @@ class StepWork:
 
     def tensor_messages(self, stage: int) -> list[Repeated]:
         """Return the collectives of tensor ranks in a step, each with what one of it sends."""
+        spread, memory = self.spreads["tensor"], self.spec.memory
+        again = self._again, memory.partition_activations, memory.loss_chunk
+        ranks = spread.ranks, spread.on_one, self.layout.sequence
+        key = self.cut, stage, again, ranks, self._batches
+        return self.once(self._tensor_messages, key, stage)
+
+    def _tensor_messages(self, stage: int) -> list[Repeated]:
         spread = self.spreads["tensor"]
         elsewhere = spread.ranks - spread.on_one
         return [
@@ -114,10 +185,17 @@ class StepWork:
 
     def over_bus(self, stage: int, chunk: int) -> float:
         """Return the bytes of activations that a forward, or a backward, moves over the bus."""
-        if not self.platform.on_gpus or self.spec.memory.offload_activations == "none":
+        memory = self.spec.memory
+        if not self.platform.on_gpus or memory.offload_activations == "none":
             return 0.0
-        chunks = self.volumes.chunks[stage][chunk : chunk + 1]
         samples = max(size for size, _ in self._batches)
+        again = self._again, memory.partition_activations, memory.loss_chunk
+        ranks = self.layout.tensor, self.layout.sequence
+        key = self.cut, stage, chunk, again, ranks, samples
+        return self.once(self._over_bus, key, stage, chunk, samples)
+
+    def _over_bus(self, stage: int, chunk: int, samples: int) -> float:
+        chunks = self.volumes.chunks[stage][chunk : chunk + 1]
         kept = sent_to_host(self.spec, samples, chunks, self.platform.kernels)
         return sum(moments.kept for moments in kept)
 
@@ -126,6 +204,10 @@ class StepWork:
     @cached_property
     def message(self) -> float:
         """The bytes of a message between stages: all have the same."""
+        ranks = self.layout.tensor, self.layout.sequence
+        return self.once(self._message, (self.cut, ranks, self._batches))
+
+    def _message(self) -> float:
         on_nodes = self.spreads["pipeline"].on_nodes
         operations, _ = next(iter(self.volumes.of_pipeline(0, self._batches, on_nodes)))
         sent = operations[0]["send"]
@@ -137,45 +219,39 @@ class StepWork:
         on_nodes = self.spreads["pipeline"].on_nodes
         return [node for node, count in enumerate(on_nodes) for _ in range(count)]
 
-    def ties(self, stage: int) -> Sent:
-        """Return what a stage sends to sum gradients of tied parameters."""
-        chunks = self.volumes.chunks[stage]
-        if not any(isinstance(layer, Tied) for chunk in chunks for layer in chunk):
-            return Sent()
+    @cached_property
+    def ties(self) -> list[Sent]:
+        """What each stage sends to sum gradients of tied parameters."""
         on_nodes = self.spreads["pipeline"].on_nodes
-        of_stages = list(self.volumes.of_pipeline(0, self._batches, on_nodes))
-        return of_stages[stage][0][0]["all_reduce"]
+        ranks = self.layout.tensor, self.spreads["data"].ranks
+        states = self.sharded, self.precision
+        return self.once(self._ties, (self.cut, ranks, states, on_nodes), on_nodes)
+
+    def _ties(self, on_nodes: tuple[int, ...]) -> list[Sent]:
+        if not any(isinstance(layer, Tied) for layer in chain(*chain(*self.volumes.chunks))):
+            return []
+        of_stages = self.volumes.of_pipeline(0, self._batches, on_nodes)
+        return [ranks[0]["all_reduce"] for ranks, _ in of_stages]
 
     # ------------------------------------------------------------------------ the data axis
 
-    def stage_units(self, stage: int) -> list[UnitLayout]:
-        return [unit for chunk in self.units[stage] for unit in chunk]
-
-    def first_unit(self, stage: int) -> float:
-        """Return the share of the stage's elements that are in the unit of its first layer."""
-        units = self.stage_units(stage)
-        return units[0].size / max(1, sum(unit.size for unit in units))
-
     def traffic(self, stage: int) -> DataTraffic:
-        if stage not in self._traffic:
-            self._traffic[stage] = self._count_traffic(stage)
-        return self._traffic[stage]
-
-    def _count_traffic(self, stage: int) -> DataTraffic:
-        spread = self.spreads["data"]
-        micro_batches = self.batch.micro_batches
-        units = self.stage_units(stage)
-        passes = micro_batches if self.sharded.gradients else 1
-        gathers = 2 * micro_batches if self.sharded.parameters else 1
-        if spread.ranks == 1:
+        data, zero = self.spreads["data"], self.sharded
+        if data.ranks == 1:
             return DataTraffic(_NONE, _NONE)
+        passes = self.batch.micro_batches if zero.gradients else 1
+        scheduled = self.spec.parallel.schedule if zero.parameters else ""
+        key = self.cut, scheduled, stage, self.layout.tensor, data.on_nodes, zero, passes
+        return self.once(self._traffic, (key, self.shared), stage, passes)
+
+    def _traffic(self, stage: int, passes: int) -> DataTraffic:
+        spread, held = self.spreads["data"], self.held[stage]
+        gathers = 2 * passes if self.sharded.parameters else 1
         totals = GroupVolumes(self.volumes.of_data(stage, 0, spread.on_nodes, True)).totals
-        read = 0.0
-        if self.shared:
-            read = float(sum(unit.size for unit in units) * self.precision.weight * passes)
+        read = float(held.all * self.precision.weight * passes) if self.shared else 0.0
         return DataTraffic(
-            Repeated("reduce_scatter", len(units) * passes, totals["reduce_scatter"].rank),
-            Repeated("all_gather", len(units) * gathers, totals["all_gather"].rank),
+            Repeated("reduce_scatter", held.units * passes, totals["reduce_scatter"].rank),
+            Repeated("all_gather", held.units * gathers, totals["all_gather"].rank),
             read,
         )
 
@@ -183,11 +259,8 @@ class StepWork:
 
     def owned(self, stage: int) -> int:
         """Return the elements that a rank of the stage steps."""
-        units = self.stage_units(stage)
-        return sum(unit.shard_size if self.sharded.optimizer else unit.size for unit in units)
-
-    def shards(self, stage: int) -> int:
-        return sum(unit.shard_size for unit in self.stage_units(stage))
+        held = self.held[stage]
+        return held.shards if self.sharded.optimizer else held.all
 
     def updated(self, stage: int) -> float:
         """Return the bytes of memory that a rank's update reads and writes, with the norm.
@@ -206,5 +279,6 @@ class StepWork:
         zero = self.spec.zero
         return zero.offload != "none" and (self.platform.on_gpus or bool(zero.folder))
 
-    def updated_over_bus(self, stage: int) -> int:
-        return bytes_over_bus(self.stage_units(stage), self.sharded, self.precision)
+
+def _parts_of_stages(chunks: Sequence[Chunks], spec: Spec) -> list[tuple[Part, ...]]:
+    return [parts_of(stage, spec.model, spec.memory) for stage in chunks]

@@ -7,6 +7,7 @@ and in how many keys their queries see.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hpczero.model.families import family
 from hpczero.model.shapes import Layer, window
@@ -32,12 +33,17 @@ class Batch:
         return cls(count, sum(samples * times for samples, times in batches) / count)
 
 
-@dataclass(frozen=True)
-class Alike:
+class Alike(NamedTuple):
     """Layers that do the same: one of them, and how much of its forward backward repeats."""
 
     layer: Layer
     repeats: str  # "none", "selective" or "block"
+    window: int  # keys that a query of a block sees; 0: all
+
+    @property
+    def kind(self) -> tuple[str, str, int]:
+        """What says of two that they do the same."""
+        return self.layer.kind, self.repeats, self.window
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,9 @@ class Part:
 
     layers: tuple[tuple[Alike, int], ...]
 
-    def count(self, kind: str) -> int:
-        return sum(count for alike, count in self.layers if alike.layer.kind == kind)
+    @property
+    def kinds(self) -> tuple[tuple[tuple[str, str, int], int], ...]:
+        return tuple((alike.kind, count) for alike, count in self.layers)
 
     @property
     def recomputed_blocks(self) -> int:
@@ -87,11 +94,10 @@ def _part(chunk: Sequence[Layer], model: Model, memory: Memory) -> Part:
     counts = Counter[tuple[str, str, int]]()
     examples: dict[tuple[str, str, int], Alike] = {}
     for layer in layers_that_run([chunk]):
-        repeats = recomputed(memory, layer)
         reach = 0
         if layer.kind == "blocks":
             reach = window(model, int(layer.name.rpartition(".")[2]))
-        key = layer.kind, repeats, reach
-        counts[key] += 1
-        examples.setdefault(key, Alike(layer, repeats))
-    return Part(tuple((examples[key], count) for key, count in counts.items()))
+        alike = Alike(layer, recomputed(memory, layer), reach)
+        counts[alike.kind] += 1
+        examples.setdefault(alike.kind, alike)
+    return Part(tuple((examples[kind], count) for kind, count in counts.items()))

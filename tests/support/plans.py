@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from hpczero.model import families
@@ -11,7 +10,6 @@ from hpczero.planner.cluster import find
 from hpczero.planner.layout_space import Space
 from hpczero.planner.needs import Hardware
 from hpczero.planner.platform import Platform
-from hpczero.planner.rough_time import RoughSeconds, RoughTime
 from hpczero.planner.search import Machine, Search
 from hpczero.planner.volumes import resolved
 from hpczero.spec.schema import Model, Spec
@@ -63,26 +61,8 @@ def space(nodes: Allocation, memory_gb: float = 16, **pinned: Any) -> tuple[Spac
     return Space(spec, nodes, keys, True), Machine(cluster, Platform("cuda", kernels, True))
 
 
-class Crooked(RoughTime):
-    """Another opinion of the time than the rough one: each cause by a factor of its own."""
-
-    def __init__(self, machine: Machine, model: Model, seed: int) -> None:
-        super().__init__(families.layers(model), machine.cluster, machine.platform)
-        choice = random.Random(seed)
-        self._factors = {
-            cause: choice.uniform(0.7, 1.4)
-            for cause in ("compute", "bubble", "tensor", "messages", "data", "optimizer")
-        }
-
-    def __call__(self, spec: Spec, ranks: int, ranks_per_node: int) -> RoughSeconds:
-        rough = super().__call__(spec, ranks, ranks_per_node)
-        causes = {cause: value * self._factors[cause] for cause, value in rough.causes.items()}
-        return replace(rough, causes=causes)
-
-
-def search(of: Space, machine: Machine, seed: int = 0) -> Search:
-    time = Crooked(machine, of.spec.model, seed)
-    return Search(of, families.layers(of.spec.model), machine, time)
+def search(of: Space, machine: Machine) -> Search:
+    return Search(of, families.layers(of.spec.model), machine)
 
 
 def everything(of: Space) -> Iterator[Spec]:

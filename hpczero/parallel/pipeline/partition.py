@@ -121,6 +121,7 @@ class LayoutCache:
     def __init__(self, shards: int, tensor_ranks: int = 1) -> None:
         self.shards = shards
         self.tensor_ranks = tensor_ranks
+        self._by_name: dict[tuple[str, int, int], UnitLayout] = {}
         self._layouts: dict[object, UnitLayout] = {}
 
     def of(self, layers: Sequence[Layer], tensor_rank: int = 0) -> list[UnitLayout]:
@@ -131,6 +132,12 @@ class LayoutCache:
         return [self._of(layer, tensor_rank) for layer in layers if layer.parameters]
 
     def _of(self, layer: Layer, tensor_rank: int) -> UnitLayout:
+        key = layer.name, len(layer.parameters), tensor_rank  # fewer where some are tied
+        if key not in self._by_name:
+            self._by_name[key] = self._of_shapes(layer, tensor_rank)
+        return self._by_name[key]
+
+    def _of_shapes(self, layer: Layer, tensor_rank: int) -> UnitLayout:
         shapes = tuple(
             (parameter.shape, parameter.cut(self.tensor_ranks)) for parameter in layer.parameters
         )

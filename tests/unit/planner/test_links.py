@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster, find
 from hpczero.planner.links import Links
+from hpczero.planner.sent import Sent
 from hpczero.planner.spread import Spread
-from hpczero.planner.volumes import Sent
 from tests.support.fitting import changed
 
 DGX = find("dgx-a100-80").cluster

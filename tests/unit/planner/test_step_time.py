@@ -11,9 +11,10 @@ from hpczero.errors import InputError
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster, find
+from hpczero.planner.composed import Pipeline, compose
 from hpczero.planner.platform import CPUS, Platform
 from hpczero.planner.step_costs import CAUSES, Edge
-from hpczero.planner.step_time import Pipeline, StepTime, compose, predict
+from hpczero.planner.step_time import StepTime, predict
 from hpczero.spec.schema import Checkpoint, Memory, Model, Parallel, Spec, Train, Zero
 from tests.support.fitting import changed
 
@@ -206,6 +207,9 @@ def test_a_hundred_thousand_ranks_are_not_listed() -> None:
 
 class Spans:
     """Costs that are given, as a run that was measured has them."""
+
+    def like(self, stage: int) -> int:
+        return stage
 
     def action(self, kind: str, stage: int, chunk: int) -> dict[str, float]:
         return {"compute": 1.0 if kind == "forward" else 2.0}

@@ -8,8 +8,9 @@ from hpczero.comm.grid import Grid
 from hpczero.model.families import KERNELS_THAT_CHANGE_MEMORY, layers
 from hpczero.planner.allocation import Allocation
 from hpczero.planner.platform import CPUS, Platform
+from hpczero.planner.sent import Sent
 from hpczero.planner.step_work import StepWork
-from hpczero.planner.volumes import Sent, Volumes
+from hpczero.planner.volumes import Volumes
 from hpczero.spec.schema import Memory, Model, Parallel, Spec, Train, Zero
 
 GPUS = Platform("cuda", KERNELS_THAT_CHANGE_MEMORY["cuda"], native=True)
