@@ -51,6 +51,7 @@ VERBS = {
         ),
         argument("--top N", "show the N best layouts (default: 10)", type=int, default=10),
         argument("--write FILE", "write the best layout as a spec"),
+        argument("--svg FILE", "draw a step of the best layout; of a range of nodes the trade"),
         argument(
             "--why LAYOUT",
             "what a layout loses against the best one: a row, spec, or as in tensor=4,stage=3",

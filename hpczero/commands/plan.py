@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpczero.batch import sites
-from hpczero.commands import plan_report
+from hpczero.commands import plan_picture, plan_report
 from hpczero.errors import InputError, for_terminal
 from hpczero.model.families import known, layers
 from hpczero.model.shapes import Layer
@@ -51,8 +51,12 @@ def plan(options: Namespace) -> int:
     best = [one.best for one in found if one.best]
     if not best:
         raise InputError(_nothing_fits(job, found))
+    fastest = min(best, key=lambda one: one.time.seconds)
+    if options.svg:
+        _write_file(options, options.svg, _picture(job, found, fastest), "")
     if options.write:
-        _write(job, min(best, key=lambda one: one.time.seconds), options)
+        said = f": {plan_report.words(fastest.layout)}"
+        _write_file(options, options.write, to_toml(job.written(fastest)), said)
     return 0
 
 
@@ -266,16 +270,22 @@ def _as_set(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _write(job: Job, planned: Planned, options: Namespace) -> None:
+def _picture(job: Job, found: list[Found], fastest: Planned) -> str:
+    if len(found) == 1:
+        return plan_picture.step(fastest, job.named.name)
+    bests = [(one.best, job.bill(one.best)) for one in found if one.best]
+    return plan_picture.trade(bests, f"{job.spec.name} on {job.named.name}")
+
+
+def _write_file(options: Namespace, name: str, text: str, of_what: str) -> None:
+    """Write a new file and say so; with --json not among the data."""
     try:
-        write_new(Path(options.write), to_toml(job.written(planned)))
+        write_new(Path(name), text)
     except FileExistsError:
         raise InputError(
-            f"{printable(options.write)} exists already and is left as it is: name another file"
+            f"{printable(name)} exists already and is left as it is: name another file"
         ) from None
     except OSError as error:
-        raise InputError(
-            f"{printable(options.write)} cannot be written: {error.strerror}"
-        ) from None
-    said = f"wrote {printable(options.write)}: {plan_report.words(planned.layout)}"
+        raise InputError(f"{printable(name)} cannot be written: {error.strerror}") from None
+    said = f"wrote {printable(name)}{of_what}"
     print(for_terminal(said), file=sys.stderr if options.json else sys.stdout)

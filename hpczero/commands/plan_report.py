@@ -11,6 +11,7 @@ from hpczero.planner.memory import states_of_a_parameter
 from hpczero.planner.room import Account
 from hpczero.planner.search import Found, Machine, Planned
 from hpczero.planner.trade import Bill, Difference
+from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Spec
 from hpczero.text import format_count, format_memory, format_number
 
@@ -33,9 +34,18 @@ def words(layout: Layout) -> str:
         f"pipeline {layout.pipeline}{schedule}",
         f"ZeRO {layout.stage}" + (" shared" if layout.node_shared is True else ""),
         f"micro-batch {layout.micro_batch}",
+        *_order(layout),
         *_saved(layout),
     ]
     return ", ".join(parts)
+
+
+def _order(layout: Layout) -> list[str]:
+    """Return the order of the axes, innermost first, where it is not the usual one."""
+    alone = {axis for axis in ("tensor", "pipeline") if getattr(layout, axis) == 1}
+    order = [axis for axis in layout.order.split(",") if axis not in alone]
+    usual = [axis for axis in AXES if axis not in alone]
+    return [] if order in (usual, ["auto"]) else [f"order {'-'.join(order)}"]
 
 
 def _saved(layout: Layout) -> list[str]:
@@ -96,6 +106,15 @@ def table(rows: Sequence[tuple[Planned, Bill]]) -> Iterator[str]:
         )
     if any(planned.fit.verdict != "fits" for planned, _ in rows):
         yield "~ too close to call: what the allocator loses may be more than what is left"
+    yield from causes(rows[0][0])
+
+
+def causes(planned: Planned) -> Iterator[str]:
+    """Yield the largest causes of a step's time, and what would shrink them."""
+    yield ""
+    yield "the first one's step:"
+    for _, share, sentence in planned.time.largest():
+        yield f"  {share:>4.0%} {sentence}"
 
 
 def _size(account: Account) -> str:

@@ -12,6 +12,7 @@ COLOURS = {
     "backward": svg.GREEN,
     "communication": svg.ORANGE,
     "optimizer": svg.PINK,
+    "other": svg.SKY,
 }
 _WIDTH, _LEFT, _RIGHT, _TOP, _BELOW = 1200, 90, 20, 60, 60
 _TALLEST, _MOST_HEIGHT = 28, 900  # pixels of a stage, and of all of them

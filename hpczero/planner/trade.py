@@ -13,6 +13,7 @@ from hpczero.text import format_duration, printable
 _MOST_NODES = 1_000_000
 # Seconds of a job in which it does not train: start, reading the checkpoint, writing the last one.
 OF_A_JOB = 600
+_LEAST = 1e-6  # of all: differences that are told
 _HOUR, _DAY = 3600, 86400
 
 
@@ -101,7 +102,8 @@ def why(planned: Planned, found: Found, room: Room) -> Difference:
 def _more(own: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
     more = {key: own.get(key, 0) - other.get(key, 0) for key in {**own, **other}}
     ranked = sorted(more.items(), key=lambda item: -abs(item[1]))
-    return {key: value for key, value in ranked if value}
+    least = _LEAST * sum(other.values())
+    return {key: value for key, value in ranked if abs(value) > least}
 
 
 def _too_small(planned: Planned) -> str:
