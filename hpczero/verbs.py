@@ -40,7 +40,7 @@ VERBS = {
         "hpczero.commands.plan:plan",
         "the layouts that fit a cluster's nodes, the fastest first, before anything runs",
         *SPEC,
-        argument("--cluster CLUSTER", "its name, or a file *.toml", required=True),
+        argument("--cluster CLUSTER", "its name, or a file *.toml (default: batch.cluster)"),
         argument("--nodes N", "nodes of the job, or a range as in 1-64", required=True),
         argument("--ranks-per-node K", "K ranks on a node (default: one a device)", type=int),
         argument(

@@ -16,10 +16,11 @@ from hpczero.model.families import known, layers
 from hpczero.model.shapes import Layer
 from hpczero.planner import cluster
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.bill import Bill
 from hpczero.planner.layout_space import Space
 from hpczero.planner.layouts import TABLES
 from hpczero.planner.search import Found, Machine, Planned, Search, distinct
-from hpczero.planner.trade import Bill, bill, node_counts, pareto, why
+from hpczero.planner.trade import node_counts, pareto, why
 from hpczero.safe_files import write_new
 from hpczero.spec.keys import keys, no_such_key
 from hpczero.spec.load import load, to_toml
@@ -68,7 +69,13 @@ class Job:
 
     @cached_property
     def named(self) -> cluster.Named:
-        return cluster.find(self.options.cluster)
+        name = self.options.cluster or self.as_given.batch.cluster
+        if not name:
+            raise InputError(
+                "which cluster is it planned for? --cluster or batch.cluster names one of "
+                f"{join_words(cluster.names())}, or a file *.toml"
+            )
+        return cluster.find(name)
 
     @cached_property
     def as_given(self) -> Spec:
@@ -140,7 +147,9 @@ class Job:
         return Search(space, self.layers, self.machine, self.options.top)
 
     def bill(self, planned: Planned) -> Bill:
-        return bill(planned, parse_duration(self.spec.batch.walltime))
+        walltime = parse_duration(self.spec.batch.walltime)
+        steps, nodes = self.spec.train.steps, planned.nodes.count
+        return Bill.of(steps, planned.time.seconds, nodes, walltime)
 
     def written(self, planned: Planned) -> Spec:
         """Return the spec as its user has it, with this layout on these nodes."""

@@ -5,12 +5,13 @@ from math import prod
 from typing import Any
 
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.bill import Bill
 from hpczero.planner.cluster import Named
 from hpczero.planner.layouts import Layout
 from hpczero.planner.memory import states_of_a_parameter
 from hpczero.planner.room import Account
 from hpczero.planner.search import Found, Machine, Planned
-from hpczero.planner.trade import Bill, Difference
+from hpczero.planner.trade import Difference
 from hpczero.spec.rules import AXES
 from hpczero.spec.schema import Spec
 from hpczero.text import format_count, format_memory, format_number
@@ -215,7 +216,7 @@ def of_unknown_model(spec: Spec, machine: Machine, nodes: Sequence[Allocation]) 
 
 
 def _states(spec: Spec, machine: Machine, nodes: Allocation) -> Iterator[str]:
-    node = machine.node
+    node = machine.cluster.hardware
     of_rank = node.gpu_memory_gb or node.memory_gb / nodes.ranks_per_node
     for stage in range(4):
         each = states_of_a_parameter(spec, stage, nodes.ranks)

@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from hpczero import env
 from hpczero.errors import InputError
+from hpczero.planner.needs import Hardware
 from hpczero.spec.table import Line, Table
 from hpczero.spec.toml import Layer, read_file
 from hpczero.text import join_words, printable, toml_repr
@@ -154,6 +155,13 @@ class Cluster(Table):
                 f"the cluster's file does not have {lacking}: hpczero calibrate under mpirun on "
                 f"{where} measures them, and a data sheet names them"
             )
+
+    @property
+    def hardware(self) -> Hardware:
+        """A node as the planner of memory sees it."""
+        node, device = self.node, self.device
+        gpus = node.devices if device.kind == "cuda" else 0
+        return Hardware(node.memory_gb, gpus, device.memory_gb if gpus else 0, node.nvme_gb)
 
     def products(self, precision: str) -> Products:
         """Return the rates of products; fp32 stands in for half precision that a device lacks."""

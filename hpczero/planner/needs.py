@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hpczero.parallel.states import KINDS_ON_HOST
@@ -22,6 +22,11 @@ class Hardware:
     gpus: int = 0
     gpu_memory_gb: float = 0
     files_gb: float = 0  # of storage for states in files
+
+    def completed(self, other: "Hardware") -> "Hardware":
+        """Return it with the other's values for what is not known of this one."""
+        unknown = {name: value for name, value in vars(other).items() if not getattr(self, name)}
+        return replace(self, **unknown)
 
     def ranks_on_gpu(self, ranks: int) -> int:
         """Return how many of a node's ranks share a GPU; 1 if the number of GPUs is unknown."""

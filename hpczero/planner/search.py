@@ -19,7 +19,6 @@ from hpczero.planner.allocation import Allocation
 from hpczero.planner.cluster import Cluster
 from hpczero.planner.layout_space import Saving, Space
 from hpczero.planner.layouts import Layout
-from hpczero.planner.needs import Hardware
 from hpczero.planner.platform import Platform
 from hpczero.planner.room import Fit, Room
 from hpczero.planner.step_time import StepTime, StepTimes
@@ -79,12 +78,6 @@ class Machine:
     cluster: Cluster
     platform: Platform
 
-    @property
-    def node(self) -> Hardware:
-        node, device = self.cluster.node, self.cluster.device
-        gpus = node.devices if device.kind == "cuda" else 0
-        return Hardware(node.memory_gb, gpus, device.memory_gb if gpus else 0, node.nvme_gb)
-
 
 class Search:
     """The search among the layouts of a job on some nodes, for so many rows of a table."""
@@ -93,7 +86,7 @@ class Search:
         self, space: Space, layers: Sequence[Layer], machine: Machine, rows: int = 10
     ) -> None:
         self.space = space
-        self.room = Room(layers, machine.platform, machine.node, space.nodes)
+        self.room = Room(layers, machine.platform, machine.cluster.hardware, space.nodes)
         self._times = StepTimes(layers, machine.cluster, machine.platform)
         self._rows = rows
         self._found = Found(space.nodes)

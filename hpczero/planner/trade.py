@@ -1,50 +1,17 @@
-"""Plans in terms that their user pays in: days, node-hours, jobs; the trade between them (pure)."""
+"""Plans for several numbers of nodes, and two plans side by side (pure)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import ceil
 
 from hpczero.errors import InputError
+from hpczero.planner.bill import Bill
 from hpczero.planner.layout_space import round_numbers
 from hpczero.planner.room import Room
 from hpczero.planner.search import Found, Planned
-from hpczero.text import format_duration, printable
+from hpczero.text import printable
 
 _MOST_NODES = 1_000_000
-# Seconds of a job in which it does not train: start, reading the checkpoint, writing the last one.
-OF_A_JOB = 600
 _LEAST = 1e-6  # of all: differences that are told
-_HOUR, _DAY = 3600, 86400
-
-
-@dataclass(frozen=True)
-class Bill:
-    """The whole training with one layout."""
-
-    seconds: float
-    nodes: int
-    jobs: int
-
-    @property
-    def days(self) -> float:
-        return self.seconds / _DAY
-
-    @property
-    def node_hours(self) -> float:
-        return self.nodes * self.seconds / _HOUR
-
-
-def bill(planned: Planned, walltime: int) -> Bill:
-    """Return what all steps take, in jobs of so many seconds."""
-    if walltime <= OF_A_JOB:
-        raise InputError(
-            f"batch.walltime is {format_duration(walltime)}, and a job needs about "
-            f"{format_duration(OF_A_JOB)} to start, to read a checkpoint and to write one: "
-            "more walltime"
-        )
-    training = planned.spec.train.steps * planned.time.seconds
-    jobs = ceil(training / (walltime - OF_A_JOB))
-    return Bill(training + jobs * OF_A_JOB, planned.nodes.count, jobs)
 
 
 def node_counts(text: str, most: int) -> list[int]:

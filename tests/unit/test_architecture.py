@@ -44,7 +44,7 @@ ALLOWED = {
     | {"parallel.layout", "parallel.states", "parallel.activations.choice"}
     | {"parallel.pipeline.schedule", "parallel.pipeline.partition"}
     | {"parallel.pipeline.simulate"},
-    "planner.cluster": {"errors", "env", "spec", "text"},
+    "planner.cluster": {"errors", "env", "spec", "text", "planner.needs"},
     "parallel": {"model", "comm", "optim", "spec", "text"}
     | {"hpczero_kernels", "errors", "device"},
     "parallel.offload": {"model", "comm", "parallel", "spec", "text"}

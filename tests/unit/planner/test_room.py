@@ -51,9 +51,9 @@ def test_one_room_counts_many_layouts_as_each_alone() -> None:
     layers = families.layers(of.spec.model)
     choice = random.Random(2)
     specs = choice.sample(list(everything(of)), 150)
-    room = Room(layers, machine.platform, machine.node, of.nodes)
+    room = Room(layers, machine.platform, machine.cluster.hardware, of.nodes)
     for spec in specs:
-        alone = Room(layers, machine.platform, machine.node, of.nodes)
+        alone = Room(layers, machine.platform, machine.cluster.hardware, of.nodes)
         assert room.fit(spec) == alone.fit(spec)
         assert room.may_fit(spec) in (None, room.fit(spec))
         assert (room.may_fit(spec) is None) == room.fit(spec).first.exceeds
@@ -62,7 +62,7 @@ def test_one_room_counts_many_layouts_as_each_alone() -> None:
 def test_the_fullest_rank_has_the_bytes_of_the_account() -> None:
     of, machine = space(Allocation.of_nodes(1, 8), parallel__pipeline=4)
     layers = families.layers(of.spec.model)
-    room = Room(layers, machine.platform, machine.node, of.nodes)
+    room = Room(layers, machine.platform, machine.cluster.hardware, of.nodes)
     for spec in random.Random(3).sample(list(everything(of)), 50):
         place, kinds = room.fullest(spec, "device")
         assert sum(kinds.values()) == room.fit(spec).first.size

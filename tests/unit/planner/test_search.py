@@ -95,7 +95,8 @@ def test_nothing_that_fits_is_lost(memory_gb: float) -> None:
     """Every layout that fits is there, or one that gives up less in its place."""
     of, machine = space(Allocation.of_nodes(1, 4), memory_gb, train__micro_batch=4)
     found = search(of, machine).run(thorough=True)
-    room = Room(families.layers(of.spec.model), machine.platform, machine.node, of.nodes)
+    node = machine.cluster.hardware
+    room = Room(families.layers(of.spec.model), machine.platform, node, of.nodes)
     kept = {one.layout: one.fit.verdict for one in found.planned}
     assert len(kept) == len(found.planned) == found.counts.timed
     assert all(room.fit(one.spec) == one.fit for one in found.planned)

@@ -1,4 +1,4 @@
-"""Days, node-hours and jobs of a plan, and the trade between numbers of nodes."""
+"""The trade between numbers of nodes."""
 
 from dataclasses import replace
 
@@ -6,8 +6,9 @@ import pytest
 
 from hpczero.errors import InputError
 from hpczero.planner.allocation import Allocation
+from hpczero.planner.bill import Bill
 from hpczero.planner.search import Found, Planned
-from hpczero.planner.trade import OF_A_JOB, Bill, bill, node_counts, pareto, why
+from hpczero.planner.trade import node_counts, pareto, why
 from tests.support.plans import search, space
 
 
@@ -15,24 +16,6 @@ from tests.support.plans import search, space
 def found() -> Found:
     of, machine = space(Allocation.of_nodes(1, 4), parallel__tensor=1)
     return search(of, machine).run()
-
-
-def test_jobs_train_between_their_start_and_their_last_save(found: Found) -> None:
-    one = found.planned[0]
-    steps = 10**6
-    train = one.spec.train.model_copy(update={"steps": steps})
-    one = replace(one, spec=one.spec.model_copy(update={"train": train}))
-    training = steps * one.time.seconds
-    assert bill(one, 10**8) == Bill(training + OF_A_JOB, 1, 1)
-    three = bill(one, OF_A_JOB + int(training / 2.5))
-    assert three.jobs == 3
-    assert three.seconds == training + 3 * OF_A_JOB
-    assert three.node_hours == pytest.approx(24 * three.days)
-    assert bill(replace(one, nodes=Allocation.of_nodes(8, 4)), 10**6).node_hours == pytest.approx(
-        8 * bill(one, 10**6).node_hours
-    )
-    with pytest.raises(InputError, match="more walltime"):
-        bill(one, OF_A_JOB)
 
 
 @pytest.mark.parametrize(
